@@ -1,0 +1,29 @@
+# make run    create .venv, install, run the main job   (make run ARGS="model=vit precision=bf16-mixed")
+# make test   the test suite      make check   lint and types      make docs   regenerate docs/ tables
+PYTHON ?= python3
+ARGS ?= precision=16-mixed model=resnet
+BIN := .venv/bin
+
+.PHONY: run test check docs bench clean
+
+run: .venv/installed
+	$(BIN)/python -m runner $(ARGS)
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+docs: .venv/installed
+	$(BIN)/python docs/generate.py
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Hydra config groups; config.yaml is the table of contents."""

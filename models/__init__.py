@@ -1,0 +1,1 @@
+"""Plain nn.Modules: they import torch only, never runner."""

@@ -1,0 +1,9 @@
+"""Train, compare and choose numerical precision in PyTorch: Hydra in, MLflow out."""
+
+from pathlib import Path
+
+# The wheel holds conf/ and models/ inside this package; a bare checkout holds them beside it.
+if not (Path(__file__).parent / "conf").exists():
+    __path__.append(str(Path(__file__).parent.parent))
+
+__version__ = "0.1.0"

@@ -1,0 +1,115 @@
+"""The device of a run, what it is called, and how much memory the run took on it."""
+
+import ctypes
+import gc
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runner.errors import ConfigError, Unavailable
+from runner.spec import AcceleratorSpec
+
+KINDS = ("auto", "cpu", "cuda", "mps")
+MIB = 2**20
+
+
+def available() -> list[str]:
+    """Kinds of accelerators that this machine has, best first."""
+    kinds = []
+    if torch.cuda.is_available():
+        kinds.append("cuda")
+    if torch.backends.mps.is_available():
+        kinds.append("mps")
+    return [*kinds, "cpu"]
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A device and its questions."""
+
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        """The device's own name, for example `NVIDIA H200` or the processor's model."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return cpu_name() if self.device.type == "cpu" else "Apple GPU"
+
+    def synchronize(self) -> None:
+        """Wait for the device's queue; at a run's borders, never in a step."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def reset_peak_memory(self) -> None:
+        """Forget what earlier runs of the process took, so that each run reports its own."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif self.device.type == "cpu" and sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_memory_mib(self) -> float:
+        """Peak since the reset, in MiB: allocated device memory, or on a CPU the resident set of
+        the whole process, libraries included."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / MIB
+        if self.device.type == "mps":
+            return torch.mps.driver_allocated_memory() / MIB
+        return resident_peak_mib()
+
+
+def resident_peak_mib() -> float:
+    """The process's peak resident set in MiB."""
+    if sys.platform == "linux":
+        with open("/proc/self/status") as status:  # noqa: PTH123 - a third of Path's cost
+            for line in status:
+                if line.startswith("VmHWM"):
+                    return int(line.split()[1]) / 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MIB
+
+
+def choose(spec: AcceleratorSpec) -> Accelerator:
+    """The accelerator that a spec names.
+
+    Raises:
+        ConfigError: the kind is not known.
+        Unavailable: this machine lacks it.
+    """
+    if spec.name not in KINDS:
+        raise ConfigError(f"accelerator.name={spec.name} is not known. Allowed: {', '.join(KINDS)}.")
+    here = available()
+    kind = here[0] if spec.name == "auto" else spec.name
+    if kind not in here:
+        raise Unavailable(
+            f"accelerator={kind} is not on this machine (torch {torch.__version__} finds: "
+            f"{', '.join(here)}).",
+            f"Type accelerator={here[0]}.",
+        )
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if not 0 <= spec.index < count:
+        raise Unavailable(
+            f"accelerator.index={spec.index}: this machine has {count} {kind} device(s).",
+            "Count from 0.",
+        )
+    return Accelerator(torch.device(kind, spec.index) if kind == "cuda" else torch.device(kind))
+
+
+def cpu_name() -> str:
+    """The processor's model and the number of threads that PyTorch uses."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = (line for line in info.read_text().splitlines() if line.startswith("model name"))
+        model = next(lines, f":{model}").split(":", 1)[1].strip()
+    return f"{model} ({torch.get_num_threads()} of {os.cpu_count()} threads)"

@@ -1,0 +1,100 @@
+"""What a run leaves beside its metrics: config, environment, conversion, dtypes, a picture."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from runner.config import to_dict
+from runner.spec import Origin, RunSpec
+
+PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy")
+
+
+def write_json(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def write_config(folder: Path, spec: RunSpec) -> Path:
+    """The resolved config, complete."""
+    path = folder / "config.yaml"
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(spec))))
+    return path
+
+
+def environment(origin: Origin) -> dict[str, Any]:
+    """Versions, machine and command."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    return {
+        "command": ["python", "-m", "runner", *origin.overrides],
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": versions,
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def git_tags(folder: Path) -> dict[str, str]:
+    """Commit and whether the work tree has changes; nothing outside a repository."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(
+            ["git", *args], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        dirty = git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"git_commit": commit, "git_dirty": str(bool(dirty)).lower()}
+
+
+def draw_loss_scale(
+    path: Path, scales: Sequence[tuple[int, float]], overflows: Sequence[int], last: int
+) -> Path:
+    """The scale over the steps on a log axis, overflows marked.
+
+    Args:
+        path: a .png.
+        scales: (step, scale from this step on), where it changed.
+        overflows: steps that were skipped.
+        last: the run's last step.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    axes = figure.add_subplot()
+    steps = [step for step, _ in scales] + [last]
+    values = [scale for _, scale in scales] + [scales[-1][1]]
+    axes.step(steps, values, where="post", color="#1f77b4", label="loss scale")
+    axes.set_yscale("log", base=2)
+    for i, step in enumerate(overflows):
+        axes.axvline(step, color="#d62728", lw=0.8, alpha=0.6, label=None if i else "skipped step")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss scale")
+    axes.set_ylim(min(values) / 2, max(values) * 2)
+    axes.legend(loc="best")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def now_ms() -> int:
+    """Milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000

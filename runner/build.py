@@ -1,0 +1,197 @@
+"""The objects of a run from its spec, in order."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Subset, TensorDataset
+
+from runner.config import arguments, instantiate, locate
+from runner.data.base import Splits
+from runner.data.loading import Loader
+from runner.errors import ConfigError
+from runner.precision.base import ConversionReport, Precision
+from runner.precision.cast import default_dtype
+from runner.precision.patterns import matches
+from runner.spec import RunSpec
+from runner.state import Driven
+
+# Keywords of schedulers that say how long a run is; null means the run's own length.
+LENGTHS = ("T_max", "total_steps", "total_iters")
+
+
+def build_group(key: str, node: Mapping[str, Any], *leading: object) -> Any:
+    """Call a group's target; a value that it refuses becomes a ConfigError that names the group."""
+    try:
+        return instantiate(node, *leading)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: {node['_target_']} refuses its arguments: {error}") from error
+
+
+def build_model(
+    spec: RunSpec,
+    precision: Precision,
+    device: torch.device,
+    weights: Callable[[nn.Module], None] = lambda model: None,
+    made_on: torch.device | None = None,
+) -> tuple[nn.Module, ConversionReport]:
+    """The model on the device, converted; made in float32 first, so that all precisions start
+    from the same seeded weights (with init.low_memory directly in the precision's dtype).
+
+    Args:
+        spec: its model node is called.
+        precision: converts the model.
+        device: where it ends up.
+        weights: loads a checkpoint into it before it is converted.
+        made_on: where its parameters are made, other than the CPU.
+    """
+    low = spec.init.low_memory
+    made_on = device if low else made_on
+    dtype = default_dtype(precision.storage) if low else nullcontext()
+    with precision.building(), dtype, made_on or nullcontext():
+        model = build_group("model", spec.model)
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise ConfigError(f"model: {spec.model['_target_']} made a {kind}, not a torch.nn.Module.")
+    weights(model)
+    model, report = precision.convert(model)
+    return model.to(device), report
+
+
+def build_splits(spec: RunSpec) -> Splits:
+    """The data sets; with debug.overfit both are the same few examples."""
+    made = build_group("data", spec.data)
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise ConfigError(
+            f"data: {spec.data['_target_']} must return (train, val), two map-style data sets; "
+            f"it returned a {type(made).__name__}."
+        )
+    for name, dataset in zip(("train", "val"), made, strict=True):
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise ConfigError(
+                f"data: the {name} set is a {type(dataset).__name__}; it needs __len__ and "
+                "__getitem__ that yields (input, target)."
+            )
+    _check_meta(spec, made[0])
+    if spec.debug.overfit:
+        few = Subset(made[0], range(min(spec.debug.overfit, len(made[0]))))
+        return Splits(few, few)
+    return Splits(*made)
+
+
+def _check_meta(spec: RunSpec, dataset: Any) -> None:
+    """What data.meta says of the data, from which models take their sizes, must be true."""
+    meta, (example, _) = spec.data.get("meta") or {}, dataset[0]
+    shape = list(getattr(example, "shape", []))
+    problems = []
+    if "input" in meta and isinstance(example, Tensor) and shape != list(meta["input"]):
+        problems.append(
+            f"data.meta.input={meta['input']}, but an example has the shape {shape}. "
+            f"Type data.meta.input={str(shape).replace(' ', '')}."
+        )
+    targets = dataset.tensors[1] if isinstance(dataset, TensorDataset) else None
+    found = len(dataset.classes) if hasattr(dataset, "classes") else None
+    if targets is not None and not targets.is_floating_point():
+        found = int(targets.max()) + 1
+    if found is not None and found > meta.get("classes", found):
+        problems.append(
+            f"data.meta.classes={meta['classes']}, but the data have {found} classes. "
+            f"Type data.meta.classes={found}."
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def build_loaders(spec: RunSpec, splits: Splits, device: torch.device) -> tuple[Loader, Loader]:
+    """Training batches in an order of their own per epoch, validation batches in the set's."""
+    size, workers = spec.train.batch_size, spec.train.num_workers
+    common = {"batch_size": size, "seed": spec.seed, "device": device, "workers": workers}
+    shuffle = bool(spec.data.get("shuffle", True))
+    train = Loader(splits.train, shuffle=shuffle, **common)
+    return train, Loader(splits.val, shuffle=False, **common)
+
+
+def build_driven(
+    spec: RunSpec, model: nn.Module, precision: Precision, steps: int
+) -> list[Driven]:
+    """Optimizers over the trainable parameters, each with its schedule.
+
+    Args:
+        spec: its optimizer node holds one `_target_`, or several under names of their own.
+        model: converted and on its device.
+        precision: refuses optimizers that cannot work in it.
+        steps: optimizer steps of the whole run.
+
+    Raises:
+        ConfigError: nothing is trainable, or an optimizer gets nothing or cannot work here.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise ConfigError("The model has no trainable parameter: every one is frozen.")
+    optimizers = [
+        build_optimizer(key, node, params)
+        for key, node, params in shares(spec.optimizer, model, named)
+    ]
+    precision.check_optimizers(optimizers)
+    closure = any(isinstance(o, torch.optim.LBFGS) for o in optimizers)
+    if closure and (len(optimizers) > 1 or spec.train.clip_norm is not None):
+        raise ConfigError("optimizer=lbfgs works alone and without train.clip_norm.")
+    return [Driven(o, build_scheduler(spec.scheduler, o, steps)) for o in optimizers]
+
+
+def shares(
+    node: Mapping[str, Any], model: nn.Module, named: dict[str, nn.Parameter]
+) -> list[tuple[str, Mapping[str, Any], list[nn.Parameter]]]:
+    """Each optimizer's key, node and parameters; every parameter goes to the first that takes it."""
+    if "_target_" in node:
+        return [("optimizer", node, list(named.values()))]
+    left, shares = dict(named), []
+    for key, part in sorted(node.items(), key=lambda item: item[1].get("match") is None):
+        taken = {n: p for n, p in left.items() if _takes(part.get("match"), n, p, model)}
+        if not taken:
+            raise ConfigError(
+                f"optimizer.{key}.match={part.get('match')} takes no parameter of the model. "
+                f"Left for it: {', '.join(list(left)[:6]) or 'none'}."
+            )
+        left = {n: p for n, p in left.items() if n not in taken}
+        shares.append((f"optimizer.{key}", part, list(taken.values())))
+    if left:
+        raise ConfigError(f"No optimizer takes: {', '.join(list(left)[:6])}. Give one match: null.")
+    return shares
+
+
+def _takes(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bool:
+    if match is None:
+        return True
+    if match != "matrices":
+        return any(matches(pattern, name) for pattern in match)
+    module = model.get_submodule(name.rpartition(".")[0])
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    return param.ndim == 2 and not isinstance(module, nn.Embedding) and module is not linears[-1]
+
+
+def build_optimizer(
+    key: str, node: Mapping[str, Any], params: list[nn.Parameter]
+) -> Optimizer:
+    """One optimizer, fused where torch has a fused kernel for these parameters and the config
+    does not say otherwise."""
+    target = locate(node["_target_"])
+    takes_fused = "fused" in signature(target).parameters
+    if takes_fused and arguments(node).get("fused") is None:
+        try:
+            return target(params, **{**arguments(node), "fused": True})
+        except (RuntimeError, TypeError, ValueError):
+            pass  # not for this device, dtype or combination of keywords; the plain call tells why
+    return build_group(key, node, params)
+
+
+def build_scheduler(node: Mapping[str, Any], optimizer: Optimizer, steps: int) -> Any:
+    """A schedule that counts applied optimizer steps, or None for a constant rate."""
+    if not node.get("_target_"):
+        return None
+    filled = {k: steps if k in LENGTHS and v is None else v for k, v in node.items()}
+    return build_group("scheduler", filled, optimizer)

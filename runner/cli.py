@@ -1,0 +1,166 @@
+"""The command line: argv -> Hydra -> run. torch and mlflow are imported inside functions only, so
+that --help, --cfg and tab completion answer at once."""
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.argv import config_dir, rewrite, shadowed
+from runner.config import register_schema, resolve
+from runner.errors import RunnerError, Unavailable
+from runner.explain import explain
+from runner.spec import Origin
+
+if TYPE_CHECKING:
+    from runner.result import RunResult
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status. See docs/commands.md."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(str(Path.cwd()))  # a console script lacks it; `python -m runner` has it
+    if argv and argv[0] in COMMANDS:
+        return COMMANDS[argv[0]](argv[1:])
+    argv = rewrite(argv)
+    for warning in shadowed(folder) if (folder := config_dir(argv)) else ():
+        print(warning, file=sys.stderr)
+    return _hydra(argv)
+
+
+def _hydra(argv: Sequence[str]) -> int:
+    """Hand the command to Hydra and turn what comes back into an exit status."""
+    register_schema()
+    # Hydra then raises what went wrong instead of printing it, and we explain it ourselves.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    previous, sys.argv = sys.argv, [sys.argv[0], *argv]
+    status = 0
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        print(f"error: {explain(error, argv)}", file=sys.stderr)
+        status = 2
+    except RunnerError as error:
+        _print_error(error)
+        status = error.exit_status
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    finally:
+        sys.argv = previous
+        status = _finish_sweep(status)
+    return status
+
+
+def _finish_sweep(status: int) -> int:
+    sweep = sys.modules.get("runner.sweep")
+    return sweep.finish(status) if sweep else status
+
+
+def job(config: DictConfig) -> float:
+    """One job: Hydra's task function. A failed job of a sweep is recorded and the sweep goes on;
+    nothing keeps its traceback, whose frames would keep its model."""
+    settings = HydraConfig.get()
+    folder = Path(settings.runtime.output_dir)
+    sweeping = settings.mode == RunMode.MULTIRUN
+    status: int | None = None
+    try:
+        return _start(config, folder, sweeping).objective
+    except RunnerError as error:
+        _print_error(error)
+        kind = "unavailable" if isinstance(error, Unavailable) else "failed"
+        message, status = str(error), error.exit_status
+        if status > 128:
+            kind = "stopped"
+    except KeyboardInterrupt:
+        kind, message, status = "stopped", "Interrupted.", 130
+    except Exception as error:
+        text = traceback.format_exc()
+        print(text, file=sys.stderr)
+        (folder / "error.txt").write_text(text)
+        kind, message, status = "failed", f"{type(error).__name__}: {error}", 1
+    if sweeping:
+        _record(config, folder, kind, message)
+    gc.collect()
+    if status > 128 or not sweeping:
+        raise SystemExit(status)
+    return float("nan")
+
+
+def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
+    if sweeping:
+        print(f"\njob {HydraConfig.get().job.num}: {' '.join(_overrides())}", flush=True)
+    spec = resolve(config)
+    from runner.run import run
+
+    return run(spec, folder, _origin(sweeping))
+
+
+def _overrides() -> tuple[str, ...]:
+    return tuple(str(text) for text in HydraConfig.get().overrides.task)
+
+
+def _origin(sweeping: bool) -> Origin:
+    choices = {str(k): str(v) for k, v in HydraConfig.get().runtime.choices.items() if v}
+    overrides = _overrides()
+    if not sweeping:
+        return Origin(choices, overrides)
+    sweep = json.loads((Path(HydraConfig.get().sweep.dir) / "sweep.json").read_text())
+    swept = tuple(text for text in overrides if text not in sweep["overrides"])
+    return Origin(choices, overrides, swept, sweep["id"])
+
+
+def _record(config: DictConfig, folder: Path, status: str, message: str) -> None:
+    """The result of a job that came to none."""
+    from runner.result import RunResult
+
+    swept = _origin(True).swept
+    precision = str(HydraConfig.get().runtime.choices.get("precision"))
+    others = [text for text in swept if not text.startswith("precision=")]
+    RunResult(
+        precision, " ".join([precision, *others]), str(folder), status=status, error=message,  # type: ignore[arg-type]
+        overrides=_overrides(),
+    ).write(folder)  # fmt: skip
+
+
+def _print_error(error: RunnerError) -> None:
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from runner.doctor import doctor
+
+    return doctor(argv)
+
+
+def _ui(argv: Sequence[str]) -> int:
+    from runner.ui import ui
+
+    return ui(argv)
+
+
+def _report(argv: Sequence[str]) -> int:
+    from runner.report import rebuild
+
+    return rebuild(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "doctor": _doctor,
+    "report": _report,
+    "ui": _ui,
+}

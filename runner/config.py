@@ -1,0 +1,178 @@
+"""From Hydra's config to a RunSpec, and every problem of a config in one message."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from runner.errors import ConfigError
+from runner.spec import RunSpec
+
+# What the runner itself passes first to the target of each group.
+LEADING = {"optimizer": 1, "scheduler": 1}
+# Keys of a group that describe it to the runner and are not passed to its target.
+RESERVED = {"_target_", "meta", "match", "shuffle"}
+
+
+def register_schema() -> None:
+    """Store RunSpec as Hydra's schema."""
+    ConfigStore.instance().store(name="schema", node=_schema(), provider="runner")
+
+
+def _schema() -> DictConfig:
+    """RunSpec as a config. A frozen dataclass makes a read-only one, which nothing can be merged
+    into, so the flag is cleared; the spec made from it is frozen all the same."""
+    schema = OmegaConf.structured(RunSpec)
+    _clear_readonly(schema)
+    return schema
+
+
+def _clear_readonly(node: DictConfig) -> None:
+    OmegaConf.set_readonly(node, False)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none():
+            _clear_readonly(child)
+
+
+def resolve(config: DictConfig) -> RunSpec:
+    """The frozen spec of a composed config; interpolations are resolved, `???` is refused."""
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(*(f"{key} has no value. Type {key}=<value>." for key in missing))
+    values = OmegaConf.to_container(config, resolve=True)
+    spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
+    assert isinstance(spec, RunSpec)
+    return spec
+
+
+def flatten(spec: RunSpec) -> dict[str, str]:
+    """The whole spec as dotted keys and strings, as MLflow's params want them."""
+
+    def walk(prefix: str, value: object) -> Iterator[tuple[str, str]]:
+        if isinstance(value, Mapping) and value:
+            for key, item in value.items():
+                yield from walk(f"{prefix}.{key}" if prefix else str(key), item)
+        else:
+            yield prefix, str(value)
+
+    return dict(walk("", to_dict(spec)))
+
+
+def to_dict(spec: RunSpec) -> dict[str, Any]:
+    """The spec as plain containers."""
+    container = OmegaConf.to_container(OmegaConf.structured(spec))
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that a group node passes to its target."""
+    return {key: value for key, value in node.items() if key not in RESERVED}
+
+
+def locate(path: str) -> Callable[..., Any]:
+    """The object at a dotted path. Raises ConfigError where it does not import."""
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:cut])
+        try:
+            found: Any = import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+                continue
+            raise ConfigError(f"{path} does not import: {error}.") from error
+        except Exception as error:
+            raise ConfigError(f"{path} does not import: {type(error).__name__}: {error}.") from error
+        for name in parts[cut:]:
+            if not hasattr(found, name):
+                raise ConfigError(f"{path} does not import: {module_name} has no {name}.")
+            found = getattr(found, name)
+        return found
+    raise ConfigError(
+        f"{path} does not import: no module named {parts[0]} on the path. "
+        "Write package.module.Name, importable from the folder you run in."
+    )
+
+
+def instantiate(node: Mapping[str, Any], *leading: object) -> Any:
+    """Call a group node's target with what the runner passes first and the node's keywords."""
+    return locate(node["_target_"])(*leading, **arguments(node))
+
+
+def targets(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """Each node of a spec that has a target: its dotted key, itself, leading arguments."""
+    for part in fields(RunSpec):
+        node = getattr(spec, part.name)
+        if not isinstance(node, dict):
+            continue
+        leading = LEADING.get(part.name, 0)
+        if "_target_" in node:
+            yield part.name, node, leading
+            continue
+        for key, child in node.items():  # several optimizers, each under a name of its own
+            if isinstance(child, dict) and "_target_" in child:
+                yield f"{part.name}.{key}", child, leading
+
+
+def check_targets(spec: RunSpec) -> list[str]:
+    """Every problem of the targets: ones that do not import, arguments that do not bind."""
+    problems: list[str] = []
+    for key, node, leading in targets(spec):
+        if node["_target_"] is None:
+            continue
+        try:
+            target = locate(node["_target_"])
+        except ConfigError as error:
+            problems += [f"{key}._target_={problem}" for problem in error.problems]
+            continue
+        problems += _binding(key, node, target, leading)
+    return problems
+
+
+def _binding(key: str, node: Mapping[str, Any], target: Any, leading: int) -> Iterator[str]:
+    if not callable(target):
+        yield f"{key}._target_={node['_target_']} is a {type(target).__name__}, not a class or function."
+        return
+    try:
+        parameters = list(signature(target).parameters.values())[leading:]
+    except (TypeError, ValueError):  # builtins without a signature are called as they are
+        return
+    given = arguments(node)
+    keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in keywords]
+    if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        for name in given:
+            if name not in names:
+                yield (
+                    f"{key}.{name}={given[name]}: {node['_target_']} takes no {name}. "
+                    f"It takes: {', '.join(names)}."
+                )
+    for p in keywords:
+        if p.default is Parameter.empty and p.name not in given:
+            yield f"{key}.{p.name} is needed by {node['_target_']}. Type +{key}.{p.name}=<value>."
+    yield from _wrong_types(key, given, target)
+
+
+def _wrong_types(key: str, given: Mapping[str, Any], target: Any) -> Iterator[str]:
+    """Text where the target's annotations want something else. Only text is judged: YAML reads
+    numbers, booleans, lists and null as themselves, so a wrong value arrives as text."""
+    try:
+        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+    except Exception:
+        return
+    for name, value in given.items():
+        if isinstance(value, str) and name in hints and not _accepts_text(hints[name]):
+            wanted = str(getattr(hints[name], "__name__", hints[name])).replace("typing.", "")
+            yield f"{key}.{name}={value} is text. Allowed: {wanted}."
+
+
+def _accepts_text(hint: Any) -> bool:
+    if get_origin(hint) is Union or hasattr(hint, "__args__"):
+        options = get_args(hint)
+        return any(_accepts_text(o) for o in options) or any(isinstance(o, str) for o in options)
+    return not (isinstance(hint, type) and hint in (int, float, bool, type(None), list, tuple, dict))

@@ -1,0 +1,30 @@
+"""`runner doctor`: every precision on this machine's devices, from require()."""
+
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from runner.accelerator import available, choose
+from runner.precision.support import header, support
+from runner.spec import AcceleratorSpec
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Print the support table. Exit status 2 for arguments, which it does not take."""
+    console = Console(highlight=False)
+    if argv:
+        console.print(f"error: doctor takes no arguments, and was given: {' '.join(argv)}")
+        return 2
+    console.print(f"torch {torch.__version__}")
+    for kind in available():
+        accelerator = choose(AcceleratorSpec(name=kind))
+        table = Table(title=f"accelerator={kind}: {accelerator.name}", title_justify="left")
+        for column in ("precision", "runs", "what it is, or why not and what to type"):
+            table.add_column(column, overflow="fold")
+        for row in support(accelerator.device):
+            text = header(row.name) if row.runs else f"{row.why} {row.remedy}"
+            table.add_row(row.name, "yes" if row.runs else "no", text)
+        console.print(table)
+    return 0

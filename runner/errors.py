@@ -1,0 +1,35 @@
+"""What the command line shows without a traceback. Each message says what was given, what is
+allowed here, and what to type."""
+
+
+class RunnerError(Exception):
+    """A problem that the user can mend. Exit status 2 unless a subclass says otherwise."""
+
+    exit_status = 2
+
+
+class ConfigError(RunnerError):
+    """The composed config cannot run. Holds every problem found, one per line."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+class Unavailable(RunnerError):
+    """This machine lacks what the precision or accelerator needs.
+
+    Args:
+        what: what was asked for and why it cannot run here.
+        remedy: what to install, or the nearest override that runs here.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what, self.remedy = what, remedy
+        super().__init__(f"{what} {remedy}")
+
+
+class TrackingError(RunnerError):
+    """The tracking store refused the run or cannot be reached."""
+
+    exit_status = 1

@@ -1,0 +1,127 @@
+"""The loop: a generator of records that nothing but its caller steers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from time import perf_counter, time
+
+import torch
+from torch import Tensor
+
+from runner.data.loading import Batch, Loader
+from runner.precision.cast import cast_nest
+from runner.records import EvalRecord, Record
+from runner.spec import TrainSpec
+from runner.state import TrainState
+from runner.step import Pending, collect, train_step
+
+
+def total_steps(train: TrainSpec, loader: Loader) -> int:
+    """Optimizer steps of a whole run; the last step of an epoch may have fewer micro-batches."""
+    per_epoch = -(-len(loader) // train.accumulate)
+    return train.max_steps or train.epochs * per_epoch
+
+
+def groups(state: TrainState, loader: Loader, size: int) -> Iterator[list[Batch]]:
+    """Micro-batches of each step, epoch after epoch, without end."""
+    while True:
+        state.epoch += 1
+        batches = loader.epoch(state.epoch)
+        while group := list(islice(batches, size)):
+            yield group
+
+
+def fit(
+    state: TrainState,
+    loader: Loader,
+    validation: Loader,
+    train: TrainSpec,
+    *,
+    flush_every: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+    first: AbstractContextManager[object] = nullcontext(),
+) -> Iterator[Record]:
+    """Train, yielding a block of step records whenever they reach the host, and an evaluation at
+    each boundary and at the end. The records of a block end at state.step.
+
+    Args:
+        state: changed in place.
+        loader: training micro-batches.
+        validation: batches for the evaluations.
+        train: lengths and intervals.
+        flush_every: a further interval at which a block must end (checkpoints).
+        stopped: asked after each step; True ends the loop after a last block.
+        first: context around the first step (the dtype probe).
+    """
+    last = total_steps(train, loader)
+    per_epoch = -(-len(loader) // train.accumulate)
+    every = train.eval_every or per_epoch
+    pending: list[Pending] = []
+    state.model.train()
+    started = perf_counter()
+    for micros in groups(state, loader, train.accumulate):
+        step = state.step + 1
+        at_eval = step % every == 0 or step == last
+        watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
+        with first if not state.step else nullcontext():
+            pending.append(train_step(state, micros))
+        stop = stopped()
+        at_flush = step % train.log_every == 0 or (flush_every and step % flush_every == 0)
+        if at_flush or at_eval or stop:
+            block = collect(pending, started, state.skipped)
+            state.skipped = block[-1].skipped_steps or 0
+            started, pending = pending[-1].ended, []
+            yield block
+        if stop:
+            return
+        if at_eval:
+            stagnant = None if watch is None else watch.share()
+            metrics = evaluate(state, validation)
+            yield EvalRecord(step, int(time() * 1000), state.epoch, metrics, stagnant)
+            started = perf_counter()
+        if step >= last:
+            return
+
+
+@torch.no_grad()
+def evaluate(state: TrainState, validation: Loader) -> dict[str, float]:
+    """The task's metrics over a whole data set, in the run's precision."""
+    precision, task = state.precision, state.task
+    for d in state.driven:
+        d.settle()
+    state.model.eval()
+    totals: Tensor | None = None
+    for inputs, target in validation.epoch(0):
+        with precision.forward(state.device):
+            output = state.model(precision.cast(inputs))
+        dtype = precision.loss_dtype
+        found = task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
+        totals = found if totals is None else totals + found
+    state.model.train()
+    assert totals is not None
+    return task.summarise(totals.tolist())
+
+
+class Stagnation:
+    """Counts elements that had a gradient and did not move, as happens in half precision where
+    the update is under half a unit in the last place. Made before a step, read after it."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.params = [p for p in state.trainable if p.dtype.itemsize == 2]
+        self.before = [p.detach().clone() for p in self.params]
+        self.pulled: dict[int, Tensor] = {}
+        self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]
+
+    def _note(self, param: Tensor) -> None:
+        assert param.grad is not None
+        self.pulled[id(param)] = param.grad != 0
+
+    def share(self) -> float:
+        """Share of the half-precision elements with a gradient that did not move, 0 to 1."""
+        for handle in self._handles:
+            handle.remove()
+        pairs = [(p, b, self.pulled[id(p)]) for p, b in zip(self.params, self.before, strict=True)
+                 if id(p) in self.pulled]  # fmt: skip
+        pulled = sum(int(mask.sum()) for _, _, mask in pairs)
+        still = sum(int(((p == b) & mask).sum()) for p, b, mask in pairs)
+        return still / pulled if pulled else 0.0

@@ -1,0 +1,1 @@
+"""Observers read records and never steer the loop."""

@@ -1,0 +1,27 @@
+"""Observers read records and never steer the loop."""
+
+from collections.abc import Sequence
+
+from runner.records import EvalRecord, Record, Steps
+
+
+class Observer:
+    """Override what is of interest; the defaults ignore it."""
+
+    def steps(self, block: Steps) -> None:
+        """Step records that have reached the host, in order."""
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """An evaluation, after the block that ends at its step."""
+
+    def close(self) -> None:
+        """The run is over, however it ended."""
+
+
+def tell(observers: Sequence[Observer], record: Record) -> None:
+    """Hand a record to every observer."""
+    for observer in observers:
+        if isinstance(record, EvalRecord):
+            observer.evaluation(record)
+        else:
+            observer.steps(record)

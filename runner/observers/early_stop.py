@@ -1,0 +1,23 @@
+"""Notices that the quality has stopped improving; the run's loop breaks on it."""
+
+import math
+
+from runner.observers.base import Observer
+from runner.records import EvalRecord
+
+
+class EarlyStop(Observer):
+    """reached is True after `patience` evaluations in a row that were no better than the best."""
+
+    def __init__(self, quality: str, direction: str, patience: int) -> None:
+        self.quality, self.sign, self.patience = quality, 1 if direction == "max" else -1, patience
+        self._best, self._worse = -math.inf, 0
+
+    def evaluation(self, record: EvalRecord) -> None:
+        value = self.sign * record.metrics[self.quality]
+        self._worse = 0 if value > self._best else self._worse + 1
+        self._best = max(self._best, value)
+
+    @property
+    def reached(self) -> bool:
+        return self._worse >= self.patience

@@ -1,0 +1,58 @@
+"""A bar on a terminal, a line per evaluation elsewhere."""
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from runner.observers.base import Observer
+from runner.records import EvalRecord, StepRecord, Steps
+
+
+class ProgressBar(Observer):
+    def __init__(self, console: Console, total: int, label: str) -> None:
+        self.console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[now]}"), TimeRemainingColumn(), console=console,
+        )  # fmt: skip
+        self._task = self._bar.add_task(label, total=total, now="")
+        self._bar.start()
+        self._last: StepRecord | None = None
+
+    def steps(self, block: Steps) -> None:
+        self._last = block[-1]
+        self._bar.update(self._task, completed=self._last.step, now=f"loss {self._last.loss:.4f}")
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._bar.console.print(line(record, self._last))
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class ProgressLines(Observer):
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._last: StepRecord | None = None
+
+    def steps(self, block: Steps) -> None:
+        self._last = block[-1]
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self.console.print(line(record, self._last))
+
+
+def line(record: EvalRecord, last: StepRecord | None) -> str:
+    """One evaluation in one line."""
+    parts = [f"epoch {record.epoch}", f"step {record.step}"]
+    if last is not None:
+        parts.append(f"train/loss {last.loss:.4f}")
+    parts += [f"{key} {value:.4f}" for key, value in record.metrics.items()]
+    if last is not None and last.loss_scale is not None:
+        parts.append(f"loss scale {last.loss_scale:g}")
+        parts.append(f"skipped {last.skipped_steps}")
+    return "  ".join(parts)
+
+
+def progress(console: Console, total: int, label: str) -> Observer:
+    """The observer that fits where the output goes."""
+    return ProgressBar(console, total, label) if console.is_terminal else ProgressLines(console)

@@ -1,0 +1,59 @@
+"""Adds up a run for its summary."""
+
+import math
+from typing import Any
+
+from runner.observers.base import Observer
+from runner.records import EvalRecord, StepRecord, Steps
+
+
+class Tally(Observer):
+    """Totals over all records; rates leave the first block out, where kernels warm up."""
+
+    def __init__(self, quality: str, direction: str) -> None:
+        self.quality, self.better = quality, max if direction == "max" else min
+        self.last: StepRecord | None = None
+        self.metrics: dict[str, float] = {}
+        self.best: float | None = None
+        self.stagnant: float | None = None
+        self.scales: list[tuple[int, float]] = []
+        self.overflows: list[int] = []
+        self._examples = self._steps = self._blocks = 0
+        self._milliseconds = 0.0
+
+    def steps(self, block: Steps) -> None:
+        self._blocks += 1
+        if self._blocks == 2:
+            self._examples, self._steps, self._milliseconds = 0, 0, 0.0
+        self._steps += len(block)
+        self._examples += sum(record.examples for record in block)
+        self._milliseconds += sum(record.step_ms for record in block)
+        self.last = block[-1]
+        for record in block:
+            if record.overflow:
+                self.overflows.append(record.step)
+            scale = record.loss_scale
+            if scale is not None and (not self.scales or self.scales[-1][1] != scale):
+                self.scales.append((record.step, scale))
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self.metrics = dict(record.metrics)
+        self.stagnant = record.stagnant
+        value = record.metrics[self.quality]
+        if not math.isnan(value):
+            self.best = value if self.best is None else self.better(self.best, value)
+
+    def summary(self) -> dict[str, Any]:
+        """Numbers of the run's result."""
+        last = self.last
+        return {
+            "metrics": self.metrics,
+            "best": self.best,
+            "steps": last.step if last else 0,
+            "train_loss": last.loss if last else None,
+            "examples_per_second": self._examples / self._milliseconds * 1e3 if last else None,
+            "step_ms": self._milliseconds / self._steps if last else None,
+            "skipped_steps": last.skipped_steps if last else None,
+            "loss_scale": last.loss_scale if last else None,
+            "stagnant_share": self.stagnant,
+        }

@@ -1,0 +1,100 @@
+"""The precision contract: what the rest of the runner may ask of a precision.
+
+An abstract base and final subclasses, no deeper inheritance. A new precision is one class and
+one yaml in conf/precision/; the contract test, `doctor` and the docs pick it up from there.
+"""
+
+from abc import ABC
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.precision.cast import cast_floats
+from runner.precision.islands import make_islands
+from runner.precision.scale import NoScale, Scale
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One module's fate in a conversion: done says whether it was converted; why explains."""
+
+    module: str
+    kind: str
+    done: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Every module that a conversion looked at. Empty where a precision converts no modules."""
+
+    modules: tuple[Converted, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{sum(m.done for m in self.modules)}/{len(self.modules)}"
+
+    def to_list(self) -> list[dict[str, Any]]:
+        return [asdict(module) for module in self.modules]
+
+
+class Precision(ABC):
+    """One numerical precision.
+
+    Attributes:
+        name: its label, the name of its yaml.
+        storage: dtype of floating parameters, gradients and optimizer state.
+        compute: dtype of the matrix products in the forward.
+        keep_fp32: patterns of modules that store and compute in float32.
+        autocast_loss: the precision holds in the loss too, not in the forward only.
+    """
+
+    name: str
+    storage: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    keep_fp32: Sequence[str] = ()
+    autocast_loss: bool = False
+
+    def require(self, device: torch.device) -> None:
+        """Raise Unavailable, with what is missing and the remedy, where it cannot run."""
+
+    def session(self, model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+        """Context around the whole run: the process-wide switches it needs, restored after."""
+        return nullcontext()
+
+    def building(self) -> AbstractContextManager[Any]:
+        """Context around the construction of the model."""
+        return nullcontext()
+
+    def convert(self, model: nn.Module) -> tuple[nn.Module, ConversionReport]:
+        """The model in this precision. Called once, before the optimizer exists."""
+        islands = make_islands(model, self.keep_fp32, self.storage)
+        cast_floats(model, self.storage, islands)
+        return model, ConversionReport()
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise ConfigError for an optimizer that cannot work in this precision."""
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Context around the model's forward; reusable, entered once per micro-batch."""
+        return nullcontext()
+
+    def cast(self, inputs: Any) -> Any:
+        """A batch's model inputs in the dtype that the model wants."""
+        return inputs
+
+    def scale(self, device: torch.device) -> Scale:
+        """The loss scale of a run."""
+        return NoScale()
+
+    def kernels(self) -> str:
+        """Which kernels ran, where a precision has a choice (a tag of the run)."""
+        return ""
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Dtype of floating outputs and targets in the loss when autocast_loss is off."""
+        return torch.float64 if self.storage is torch.float64 else torch.float32

@@ -1,0 +1,94 @@
+"""Casting tensors, nests of tensors and modules. Only floating tensors follow a float policy:
+integers and booleans stay; complex tensors follow the width (complex64 <-> complex128) and never
+lose their imaginary part."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# complex32 (ComplexHalf) lacks most kernels, so half precisions keep complex64.
+_COMPLEX = {torch.float64: torch.complex128}
+
+
+def target_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a tensor takes under a policy of the given floating dtype."""
+    if tensor.is_complex():
+        return _COMPLEX.get(dtype, torch.complex64)
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in its target dtype; itself where nothing changes."""
+    wanted = target_dtype(tensor, dtype)
+    return tensor if tensor.dtype is wanted else tensor.to(wanted)
+
+
+def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
+    """A copy of nested dicts, lists, tuples and dataclasses with every tensor cast."""
+    if isinstance(nest, Tensor):
+        return cast_tensor(nest, dtype)
+    if isinstance(nest, Mapping):
+        cast = {key: cast_nest(value, dtype) for key, value in nest.items()}
+        return cast if type(nest) is dict else type(nest)(cast)  # type: ignore[call-arg]
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(cast_nest(value, dtype) for value in nest))
+    if isinstance(nest, list | tuple):
+        return type(nest)(cast_nest(value, dtype) for value in nest)
+    if is_dataclass(nest) and not isinstance(nest, type):
+        values = {f.name: cast_nest(getattr(nest, f.name), dtype) for f in fields(nest) if f.init}
+        return replace(nest, **values)
+    return nest
+
+
+def cast_floats(model: nn.Module, dtype: torch.dtype, islands: Collection[str] = ()) -> None:
+    """Cast parameters and buffers in place, outside the islands (dotted module names). A
+    parameter object stays the same, so ties, hooks and frozen flags survive."""
+    kept = _tensors_of(model, islands)
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in kept else cast_tensor(tensor, dtype)
+
+    with torch.no_grad():
+        model._apply(convert)
+
+
+def _tensors_of(model: nn.Module, islands: Collection[str]) -> set[int]:
+    """Identities of all tensors in the islands, their gradients included."""
+    kept: set[int] = set()
+    for name in islands:
+        module = model.get_submodule(name)
+        for tensor in (*module.parameters(), *module.buffers()):
+            kept.add(id(tensor))
+    return kept
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch's default dtype inside, the previous one after, also after an exception."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+class DefaultDtype:
+    """default_dtype as a reusable context without a generator's cost, for the step path."""
+
+    __slots__ = ("dtype", "previous")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.previous: list[torch.dtype] = []
+
+    def __enter__(self) -> None:
+        self.previous.append(torch.get_default_dtype())
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self.previous.pop())

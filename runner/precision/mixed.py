@@ -1,0 +1,104 @@
+"""16-mixed and bf16-mixed: float32 weights, half-precision compute through torch.autocast."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from runner.errors import ConfigError
+from runner.precision.base import ConversionReport, Precision
+from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
+from runner.precision.scale import DynamicScale, NoScale, Scale, check_loss_scale
+from runner.precision.true import DTYPES, float32_matmul
+
+
+@final
+class MixedPrecision(Precision):
+    """Autocast forward over float32 parameters; a loss scale where the range asks for one.
+
+    Args:
+        name: label of the run.
+        dtype: float16 or bfloat16.
+        loss_scale: keywords of DynamicScale, or null for none.
+        keep_fp32: patterns of modules that compute in float32.
+        autocast_loss: compute the loss under autocast too, else outside it on float32 outputs.
+        float32_matmul: precision of the float32 products that autocast leaves.
+        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: str,
+        loss_scale: Mapping[str, Any] | None = None,
+        keep_fp32: Sequence[str] = (),
+        autocast_loss: bool = False,
+        float32_matmul: str = "highest",
+        cpu_float16: Choice = "auto",
+    ) -> None:
+        if dtype not in ("float16", "bfloat16"):
+            raise ConfigError(f"precision.dtype={dtype} is not known. Allowed: float16, bfloat16.")
+        if loss_scale is not None:
+            check_loss_scale(dict(loss_scale))
+        self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
+        self.compute, self.loss_scale = DTYPES[dtype], loss_scale
+        self.float32_matmul, self.cpu_float16 = float32_matmul, cpu_float16
+        self._kernels = ""
+        self._forward: dict[str, torch.autocast] = {}
+
+    def require(self, device: torch.device) -> None:
+        if device.type == "cuda" and self.compute is torch.bfloat16:
+            if torch.cuda.get_device_capability(device) < (8, 0):
+                warnings.warn(
+                    f"{torch.cuda.get_device_name(device)} has no bfloat16 units: "
+                    f"precision={self.name} is emulated there and slow.",
+                    stacklevel=2,
+                )
+
+    @contextmanager
+    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        kernels: AbstractContextManager[Any] = nullcontext()
+        if device.type == "cpu" and self.compute is torch.float16:
+            self._kernels = resolve(self.cpu_float16, model)
+            if self._kernels == "float32_accumulate":
+                kernels = float32_accumulate()
+        with float32_matmul(self.float32_matmul), kernels:
+            yield
+
+    def kernels(self) -> str:
+        return self._kernels
+
+    def convert(self, model: nn.Module) -> tuple[nn.Module, ConversionReport]:
+        half = [n for n, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+        if half:
+            more = f" and {len(half) - 3} more" if len(half) > 3 else ""
+            raise ConfigError(
+                f"precision={self.name} trains float32 parameters, and the model holds half ones: "
+                f"{', '.join(half[:3])}{more}. Build the model in float32, or type "
+                f"precision={'16-true' if self.compute is torch.float16 else 'bf16-true'}."
+            )
+        return super().convert(model)
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            if self.loss_scale is not None and isinstance(optimizer, torch.optim.LBFGS):
+                raise ConfigError(
+                    f"optimizer=lbfgs evaluates the loss several times in a step, which a loss "
+                    f"scale cannot follow: precision={self.name} has one. "
+                    "Type precision=32-true or precision=bf16-mixed."
+                )
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        kind = device.type
+        if kind not in self._forward:  # one object, entered once per micro-batch
+            self._forward[kind] = torch.autocast(kind, dtype=self.compute)
+        return self._forward[kind]
+
+    def scale(self, device: torch.device) -> Scale:
+        return NoScale() if self.loss_scale is None else DynamicScale(device, **self.loss_scale)

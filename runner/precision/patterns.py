@@ -1,0 +1,47 @@
+"""Patterns on dotted module names, matched segment by segment with `*` (`l1` is not `l10`)."""
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from runner.errors import ConfigError
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern names this module or one that holds it (`layer1` covers `layer1.0`);
+    `*` stands for any part of one segment, a leading `*.` for any depth."""
+    wanted, given = pattern.split("."), name.split(".")
+    if wanted[0] == "*" and len(wanted) > 1:
+        return any(_starts(wanted[1:], given[i:]) for i in range(len(given)))
+    return _starts(wanted, given)
+
+
+def _starts(wanted: Sequence[str], given: Sequence[str]) -> bool:
+    return len(wanted) <= len(given) and all(
+        fnmatchcase(g, w) for w, g in zip(wanted, given, strict=False)
+    )
+
+
+def select(key: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
+    """The names that any pattern matches. Raises ConfigError for each pattern that matches none.
+
+    Args:
+        key: the config key, for the message.
+        patterns: as the user wrote them.
+        names: dotted module names of the model.
+    """
+    names = [name for name in names if name]
+    found: set[str] = set()
+    problems = []
+    for pattern in patterns:
+        hits = {name for name in names if matches(pattern, name)}
+        if not hits:
+            near = get_close_matches(pattern, names, 4, 0.4) or names[:8]
+            problems.append(
+                f"{key}: {pattern} matches no module of the model. "
+                f"Nearest names: {', '.join(near)}. `*` stands for any part of one segment."
+            )
+        found |= hits
+    if problems:
+        raise ConfigError(*problems)
+    return found

@@ -1,0 +1,94 @@
+"""Which dtypes really flowed: watched in a step that runs anyway, so that nothing is disturbed."""
+
+from collections import defaultdict
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Operations whose input dtype is the dtype that a module computes in.
+_HEAVY = ("convolution", "mm", "addmm", "bmm", "baddbmm", "linear", "scaled_dot_product", "lstm",
+          "gru", "norm", "embedding", "gemm")  # fmt: skip
+
+
+def _names(values: Any) -> set[str]:
+    return {str(v.dtype).removeprefix("torch.") for v in tree_leaves(values) if isinstance(v, Tensor)}
+
+
+class _ComputeDtypes(TorchDispatchMode):
+    """Notes the dtypes that heavy kernels take, under the module whose forward is running."""
+
+    def __init__(self, probe: "DtypeProbe") -> None:
+        super().__init__()
+        self.probe = probe
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1].strip("_")
+        if self.probe.running and any(part in name for part in _HEAVY):
+            first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
+            floats = _names(first) or {d for d in _names(args) if "complex" in d}
+            self.probe.seen[self.probe.running[-1]]["computes"] |= floats
+        return out
+
+
+class DtypeProbe:
+    """Context around one training step; table() gives a row per module that ran.
+
+    A row holds the module's dotted name and kind and the dtypes of: `stores` (its own parameters),
+    `inputs`, `computes` (what its convolutions and products took), `outputs` and `gradients`.
+    A compiled model shows its outermost module only.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.running: list[str] = []
+        self.seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "DtypeProbe":
+        for name, module in self.model.named_modules():
+            self._watch(name, module)
+        if not isinstance(self.model, torch._dynamo.OptimizedModule):
+            self._stack.enter_context(_ComputeDtypes(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self.running.append(name)
+            self.seen[name]["inputs"] |= _names((args, kwargs))
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            self.running.pop()
+            self.seen[name]["outputs"] |= _names(output)
+
+        def accumulated(param: Tensor) -> None:
+            self.seen[name]["gradients"] |= _names(param.grad)
+
+        handles = [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ]
+        params = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        handles += [p.register_post_accumulate_grad_hook(accumulated) for p in params]
+        for handle in handles:
+            self._stack.callback(handle.remove)
+
+    def table(self) -> list[dict[str, str]]:
+        rows = []
+        for name, module in self.model.named_modules():
+            if not (seen := self.seen.get(name)) or not seen["outputs"]:
+                continue
+            stores = _names(list(module.parameters(recurse=False)))
+            columns = {"stores": stores, **{k: seen[k] for k in ("inputs", "computes", "outputs", "gradients")}}
+            row = {key: " ".join(sorted(value)) for key, value in columns.items()}
+            rows.append({"module": name or "(model)", "kind": type(module).__name__, **row})
+        return rows

@@ -1,0 +1,65 @@
+"""Every precision that is built, and whether it runs on a device: read from conf/precision/ and
+asked of require(), never kept by hand."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+import runner.conf
+from runner.config import instantiate
+from runner.errors import Unavailable
+from runner.precision.base import Precision
+
+CONF = Path(next(iter(runner.conf.__path__))) / "precision"
+
+
+@dataclass(frozen=True)
+class Support:
+    """A precision on a device: why is empty where it runs."""
+
+    name: str
+    device: str
+    why: str
+    remedy: str
+
+    @property
+    def runs(self) -> bool:
+        return not self.why
+
+
+def names() -> list[str]:
+    """Names of the precisions, by width and then by name."""
+    return sorted((path.stem for path in CONF.glob("*.yaml")), key=_order)
+
+
+def _order(name: str) -> tuple[int, str]:
+    widths = ("64-true", "32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+    return (widths.index(name) if name in widths else len(widths), name)
+
+
+def header(name: str) -> str:
+    """The first comment of a precision's yaml: what it is in one line."""
+    return (CONF / f"{name}.yaml").read_text().splitlines()[0].lstrip("# ")
+
+
+def load(name: str, **changes: Any) -> Precision:
+    """A precision from its yaml, with some keywords changed."""
+    node = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    assert isinstance(node, dict)
+    return instantiate({**node, **changes})  # type: ignore[arg-type]
+
+
+def support(device: torch.device) -> list[Support]:
+    """What require() says of every precision on a device."""
+    rows = []
+    for name in names():
+        try:
+            load(name).require(device)
+        except Unavailable as error:
+            rows.append(Support(name, str(device), error.what, error.remedy))
+        else:
+            rows.append(Support(name, str(device), "", ""))
+    return rows

@@ -1,0 +1,139 @@
+"""64-true, 32-true, tf32, 16-true, bf16-true: everything in one floating dtype."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from runner.errors import ConfigError, Unavailable
+from runner.precision.base import Precision
+from runner.precision.cast import DefaultDtype, cast_nest
+from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
+
+MATMUL = ("highest", "high", "medium")
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@final
+class TruePrecision(Precision):
+    """Parameters, gradients, optimizer state, inputs and compute in one dtype.
+
+    Args:
+        name: label of the run.
+        dtype: float64, float32, float16 or bfloat16.
+        float32_matmul: torch.set_float32_matmul_precision for the run; anything but `highest`
+            lets float32 products run in TF32 (10-bit mantissa), convolutions too.
+        keep_fp32: patterns of modules that stay in float32.
+        autocast_loss: compute the loss in the dtype as well, else in float32 (64-true: float64).
+        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: str,
+        float32_matmul: str = "highest",
+        keep_fp32: Sequence[str] = (),
+        autocast_loss: bool = False,
+        cpu_float16: Choice = "auto",
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(f"precision.dtype={dtype} is not known. Allowed: {', '.join(DTYPES)}.")
+        if float32_matmul not in MATMUL:
+            raise ConfigError(
+                f"precision.float32_matmul={float32_matmul} is not known. "
+                f"Allowed: {', '.join(MATMUL)}."
+            )
+        self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
+        self.storage = self.compute = DTYPES[dtype]
+        self.float32_matmul, self.cpu_float16 = float32_matmul, cpu_float16
+        self._kernels = ""
+        # Tensors that a forward makes itself come out in the policy's dtype.
+        plain = self.storage is torch.float32
+        self._forward = nullcontext() if plain else DefaultDtype(self.storage)
+
+    def require(self, device: torch.device) -> None:
+        if device.type == "mps" and self.storage is torch.float64:
+            raise Unavailable(
+                "precision=64-true cannot run on mps: Apple's GPUs have no float64.",
+                "Type accelerator=cpu, or precision=32-true.",
+            )
+        if self.storage is torch.float32 and self.float32_matmul != "highest":
+            require_tf32(self.name, device)
+
+    @contextmanager
+    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        with float32_matmul(self.float32_matmul), self._float16_kernels(model, device):
+            yield
+
+    def _float16_kernels(
+        self, model: nn.Module, device: torch.device
+    ) -> AbstractContextManager[Any]:
+        if device.type != "cpu" or self.storage is not torch.float16:
+            return nullcontext()
+        self._kernels = resolve(self.cpu_float16, model)
+        return float32_accumulate() if self._kernels == "float32_accumulate" else nullcontext()
+
+    def kernels(self) -> str:
+        return self._kernels
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if self.storage is not torch.float16:
+            return
+        for optimizer in optimizers:
+            eps = optimizer.defaults.get("eps")
+            if isinstance(eps, float) and eps > 0 and torch.tensor(eps).half().item() == 0.0:
+                raise ConfigError(
+                    f"optimizer.eps={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
+                    f"under precision={self.name}, where {eps:g} is 0 (the least above it is 6e-08), "
+                    "and divides by it at a step whose squared gradients underflow. "
+                    "Type optimizer.eps=1e-4, or precision=16-mixed."
+                )
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        return self._forward
+
+    def cast(self, inputs: Any) -> Any:
+        return cast_nest(inputs, self.storage)
+
+
+def require_tf32(name: str, device: torch.device) -> None:
+    """Raise Unavailable unless the device has TF32 tensor cores (Ampere or newer)."""
+    if device.type != "cuda":
+        raise Unavailable(
+            f"precision={name} needs an NVIDIA GPU of compute capability 8.0 or higher; "
+            f"this run is on {device.type}.",
+            "Nearest that runs here: precision=32-true.",
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        raise Unavailable(
+            f"precision={name} needs compute capability 8.0 or higher; {device} "
+            f"({torch.cuda.get_device_name(device)}) has {capability[0]}.{capability[1]}.",
+            "Nearest that runs here: precision=32-true.",
+        )
+
+
+@contextmanager
+def float32_matmul(precision: str) -> Iterator[None]:
+    """PyTorch's TF32 switches for matmul and cuDNN, restored after. It leaves cuDNN's on by
+    default. One family of switches only: mixing it with `fp32_precision` raises in PyTorch."""
+    cudnn = torch.backends.cudnn
+    previous = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    torch.set_float32_matmul_precision(precision)
+    cudnn.allow_tf32 = precision != "highest"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(previous[0])
+        cudnn.allow_tf32 = previous[1]

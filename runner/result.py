@@ -1,0 +1,136 @@
+"""What a run came to, as numbers and as a table."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+FILE = "result.json"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run's outcome; written to `result.json` in its folder.
+
+    Attributes:
+        status: finished, failed, unavailable (this machine lacks what it needs) or stopped.
+        quality: name of the metric that decides; its last value is metrics[quality].
+        examples_per_second: of training, without the first block of steps and evaluations.
+        peak_memory_mib: see Accelerator.peak_memory_mib.
+        loss_scale: scale in force in the last step; None without one.
+    """
+
+    precision: str
+    label: str
+    folder: str
+    status: Literal["finished", "failed", "unavailable", "stopped"] = "finished"
+    error: str = ""
+    overrides: Sequence[str] = ()
+    model: str = ""
+    data: str = ""
+    device: str = ""
+    quality: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: float | None = None
+    steps: int = 0
+    train_loss: float | None = None
+    examples_per_second: float | None = None
+    step_ms: float | None = None
+    peak_memory_mib: float | None = None
+    skipped_steps: int | None = None
+    loss_scale: float | None = None
+    stagnant_share: float | None = None
+    kernels: str = ""
+    seconds: float = 0.0
+    run_id: str | None = None
+    experiment_id: str | None = None
+    tracking_uri: str | None = None
+
+    @property
+    def objective(self) -> float:
+        """What a sweeper optimises: the last value of the quality, NaN without one."""
+        return self.metrics.get(self.quality, float("nan"))
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunResult":
+        return cls(**json.loads((folder / FILE).read_text()))
+
+
+def plain_console() -> Console:
+    """Where a run speaks: as wide as the terminal, 120 columns elsewhere."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def show(console: Console, result: RunResult) -> None:
+    """The summary of one run."""
+    table = Table(title=f"{result.label}  {result.status}", title_justify="left", show_header=False)
+    for name, text in _rows(result):
+        table.add_row(name, text)
+    console.print(table)
+
+
+def _rows(result: RunResult) -> list[tuple[str, str]]:
+    rows = [(name, number(value)) for name, value in result.metrics.items()]
+    if result.best is not None and result.best != result.metrics.get(result.quality):
+        rows.append((f"best {result.quality}", number(result.best)))
+    rows += [
+        ("steps", str(result.steps)),
+        ("examples per second", number(result.examples_per_second)),
+        ("peak memory", f"{number(result.peak_memory_mib)} MiB"),
+    ]
+    if result.loss_scale is not None:
+        rows.append(("skipped steps", str(result.skipped_steps)))
+        rows.append(("final loss scale", number(result.loss_scale)))
+    if result.kernels:
+        rows.append(("float16 kernels", result.kernels))
+    rows += [("device", result.device), ("folder", result.folder), ("MLflow", where(result))]
+    return [row for row in rows if row[1]]
+
+
+def where(result: RunResult) -> str:
+    """Where to look at the run."""
+    if result.run_id is None:
+        return ""
+    if (result.tracking_uri or "").startswith("http"):
+        base = result.tracking_uri
+        return f"{base}/#/experiments/{result.experiment_id}/runs/{result.run_id}"
+    return f"run {result.run_id}; to see it: python -m runner ui"
+
+
+def number(value: float | None) -> str:
+    """Four significant digits at least, every digit before the point."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 1000 and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def sweep_table(results: Sequence[RunResult]) -> Table:
+    """Every job of a sweep with its result or its error."""
+    qualities = sorted({r.quality for r in results if r.quality})
+    quality = qualities[0] if len(qualities) == 1 else "quality"
+    table = Table(title="sweep", title_justify="left")
+    scaled = any(r.loss_scale is not None for r in results)
+    for name in ["job", "status", quality, "examples/s", "peak MiB"]:
+        table.add_column(name, justify="left" if name in ("job", "status") else "right")
+    for name in ["skipped", "final scale"] if scaled else []:
+        table.add_column(name, justify="right")
+    errors = any(r.error for r in results)
+    if errors:
+        table.add_column("error", overflow="fold")
+    for r in results:
+        row: list[Any] = [r.label, r.status, number(r.metrics.get(r.quality)),
+                          number(r.examples_per_second), number(r.peak_memory_mib)]  # fmt: skip
+        if scaled:
+            skipped = "" if r.skipped_steps is None else str(r.skipped_steps)
+            row += [skipped, number(r.loss_scale)]
+        table.add_row(*row, *([r.error.splitlines()[0] if r.error else ""] if errors else []))
+    return table

@@ -1,0 +1,107 @@
+"""run(spec, out): the only orchestration, readable top to bottom."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from runner import artifacts, checkpoint
+from runner.accelerator import choose
+from runner.build import build_group
+from runner.config import check_targets, flatten
+from runner.errors import ConfigError
+from runner.isolation import Stopped, StopSignals, process_state
+from runner.plan import plan
+from runner.precision.base import Precision
+from runner.result import RunResult, plain_console, show
+from runner.spec import Origin, RunSpec
+from runner.tasks.base import Task
+from runner.tracking.base import RunInfo, Tracker
+from runner.train import Run, evaluate_checkpoint, train
+
+
+def run(
+    spec: RunSpec, out: Path, origin: Origin | None = None, console: Console | None = None
+) -> RunResult:
+    """Train, evaluate or plan one spec.
+
+    Args:
+        spec: resolved.
+        out: the run's folder; created.
+        origin: labels and overrides of the config.
+        console: where progress and the summary go.
+
+    Raises:
+        ConfigError: the config cannot run; it names every problem found.
+        Unavailable: this machine lacks what the precision or accelerator needs.
+        Stopped: by a signal, after a checkpoint.
+    """
+    origin, console = origin or Origin(), console or plain_console()
+    if problems := [*spec.problems(), *check_targets(spec)]:
+        raise ConfigError(*problems)
+    out.mkdir(parents=True, exist_ok=True)
+    with process_state(), StopSignals() as signals:
+        accelerator = choose(spec.accelerator)
+        if spec.mode == "evaluate":
+            spec = _with_checkpoint(spec, origin)
+        precision: Precision = build_group("precision", spec.precision)
+        precision.require(accelerator.device)
+        task: Task = build_group("task", spec.task)
+        if spec.mode == "plan":
+            return plan(spec, out, origin, precision, accelerator, console)
+        tracker: Tracker = build_group("tracking", spec.tracking)
+        this = Run(spec, origin, out, console, accelerator, precision, task, tracker, signals)
+        with _tracked(this):
+            result = (train if spec.mode == "train" else evaluate_checkpoint)(this)
+            signals.check()
+    result = replace(result, run_id=tracker.run_id, experiment_id=tracker.experiment_id)
+    result.write(out)
+    show(console, result)
+    return result
+
+
+@contextmanager
+def _tracked(this: Run) -> Iterator[None]:
+    """The run in the tracking store, whose status says what really happened."""
+    this.tracker.open(_info(this))
+    try:
+        this.tracker.artifact(artifacts.write_config(this.out, this.spec))
+        environment = artifacts.environment(this.origin)
+        this.tracker.artifact(artifacts.write_json(this.out / "environment.json", environment))
+        yield
+    except (Stopped, KeyboardInterrupt) as error:
+        this.tracker.close("KILLED", str(error) or "Interrupted.")
+        raise
+    except BaseException as error:
+        this.tracker.close("FAILED", f"{type(error).__name__}: {error}")
+        raise
+    this.tracker.close("FINISHED")
+
+
+def _info(this: Run) -> RunInfo:
+    spec, origin = this.spec, this.origin
+    model, data = origin.chosen("model", spec.model), origin.chosen("data", spec.data)
+    tags = {
+        "precision": this.precision.name,
+        "model": model,
+        "data": data,
+        "accelerator": this.device.type,
+        "device_name": this.accelerator.name,
+        "output_dir": str(this.out.absolute()),
+        "mode": spec.mode,
+        **artifacts.git_tags(Path.cwd()),
+    }
+    return RunInfo(this.out, flatten(spec), tags, name=this.label, sweep=origin.sweep)
+
+
+def _with_checkpoint(spec: RunSpec, origin: Origin) -> RunSpec:
+    """The spec with the checkpoint's own model, data and task where the user gave none."""
+    assert spec.checkpoint.path is not None
+    path = checkpoint.find(spec.checkpoint.path, spec.tracking.get("uri"))
+    saved = checkpoint.load(path)["spec"]
+    own = {key: saved[key] for key in ("model", "data", "task") if not origin.touches(key)}
+    return replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **own)
+
+

@@ -1,0 +1,163 @@
+"""The run spec: what one run does, frozen. Hydra validates overrides against these classes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+MODES = ("train", "evaluate", "plan")
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """How long and in what portions to train.
+
+    Attributes:
+        epochs: passes over the training data; ignored where max_steps is set.
+        max_steps: optimizer steps in all (attempted, skipped ones included).
+        batch_size: examples in a micro-batch.
+        accumulate: micro-batches per optimizer step.
+        clip_norm: largest 2-norm of the unscaled gradients; null does not clip.
+        eval_every: optimizer steps between evaluations; null evaluates at each epoch's end.
+        log_every: optimizer steps between transfers of the records from the device.
+        compile: run the model through torch.compile.
+        channels_last: keep 4-d tensors in channels-last memory format.
+        num_workers: processes that load data which is not in memory.
+        early_stop: evaluations without improvement before the run stops; null never stops.
+    """
+
+    epochs: int = 10
+    max_steps: int | None = None
+    batch_size: int = 64
+    accumulate: int = 1
+    clip_norm: float | None = None
+    eval_every: int | None = None
+    log_every: int = 20
+    compile: bool = False
+    channels_last: bool = False
+    num_workers: int = 0
+    early_stop: int | None = None
+
+
+@dataclass(frozen=True)
+class InitSpec:
+    """low_memory makes parameters on the device in the precision's dtype, which changes the
+    seeded weights; otherwise they are made in float32 on the CPU and cast."""
+
+    low_memory: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """What is kept on disk.
+
+    Attributes:
+        path: what mode=evaluate loads: a file, a run's folder, or an MLflow run id.
+        every_steps: optimizer steps between checkpoints; null saves only at the end.
+        keep: newest checkpoints that are kept.
+        final: save one when the run ends or is stopped.
+    """
+
+    path: str | None = None
+    every_steps: int | None = None
+    keep: int = 1
+    final: bool = True
+
+
+@dataclass(frozen=True)
+class AcceleratorSpec:
+    """name: auto, cpu, cuda or mps; index: which device of that kind."""
+
+    name: str = "auto"
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class DebugSpec:
+    """overfit: train and evaluate on this many examples; anomaly: autograd's anomaly mode;
+    profile: optimizer steps to record with torch.profiler."""
+
+    overfit: int | None = None
+    anomaly: bool = False
+    profile: int | None = None
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run. The group nodes (precision, model, ...) hold a `_target_` and its keywords."""
+
+    mode: str = "train"
+    seed: int = 0
+    deterministic: bool = False
+    train: TrainSpec = field(default_factory=TrainSpec)
+    init: InitSpec = field(default_factory=InitSpec)
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    accelerator: AcceleratorSpec = field(default_factory=AcceleratorSpec)
+    debug: DebugSpec = field(default_factory=DebugSpec)
+    precision: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    task: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    tracking: dict[str, Any] = field(default_factory=dict)
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values themselves, one message each."""
+        if self.mode not in MODES:
+            yield f"mode={self.mode} is not known. Allowed: {', '.join(MODES)}."
+        if self.mode == "evaluate" and self.checkpoint.path is None:
+            yield "mode=evaluate needs what to load: checkpoint=<file, run folder or MLflow run id>."
+        if self.seed < 0:
+            yield f"seed={self.seed} is negative. Allowed: 0 and up."
+        yield from self._not_positive()
+
+    def _not_positive(self) -> Iterator[str]:
+        least_one = {
+            "train": ("epochs", "max_steps", "batch_size", "accumulate", "eval_every",
+                      "log_every", "early_stop"),
+            "checkpoint": ("every_steps", "keep"),
+            "debug": ("overfit", "profile"),
+        }  # fmt: skip
+        for part, keys in least_one.items():
+            for key in keys:
+                value = getattr(getattr(self, part), key)
+                if value is not None and value < 1:
+                    yield f"{part}.{key}={value} is too small. Allowed: 1 and up."
+        clip = self.train.clip_norm
+        if clip is not None and not clip > 0:
+            yield f"train.clip_norm={clip} does not clip. Allowed: above 0, or null for no clipping."
+        if self.train.num_workers < 0:
+            yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a spec came from.
+
+    Attributes:
+        choices: option chosen in each config group, for labels.
+        overrides: what the user typed (or a sweep set) for this run.
+        swept: those of them that differ between the jobs of the sweep.
+        sweep: id of the sweep, None for a single run.
+    """
+
+    choices: dict[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    swept: tuple[str, ...] = ()
+    sweep: str | None = None
+
+    def chosen(self, group: str, node: dict[str, Any]) -> str:
+        """What a group is called: its option, or the last part of its target."""
+        return self.choices.get(group) or str(node.get("_target_", "")).rpartition(".")[2]
+
+    def touches(self, key: str) -> bool:
+        """Whether an override sets this top-level key or anything under it."""
+        heads = (text.lstrip("+~").partition("=")[0] for text in self.overrides)
+        return any(head == key or head.startswith(f"{key}.") for head in heads)
+
+    def label(self, spec: RunSpec) -> str:
+        """What a run is called: in a sweep what was swept, else precision, model and data."""
+        name = str(spec.precision.get("name", self.chosen("precision", spec.precision)))
+        if self.sweep:
+            return " ".join([name, *(t for t in self.swept if not t.startswith("precision="))])
+        return f"{name} {self.chosen('model', spec.model)} {self.chosen('data', spec.data)}"

@@ -1,0 +1,73 @@
+"""Everything of a run that changes while it trains."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from runner.precision.base import Precision
+from runner.precision.scale import HostFlag, Scale
+from runner.tasks.base import Task
+
+
+@dataclass
+class Driven:
+    """An optimizer with its schedule and its own parameters.
+
+    unsettled is the found-inf flag of the last step while the schedule waits for it: a schedule
+    counts applied steps only, and asking the device at once would stall it.
+    """
+
+    optimizer: Optimizer
+    scheduler: Any = None
+    unsettled: HostFlag | None = None
+    params: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    def settle(self) -> None:
+        """Move the schedule on if the last step was applied."""
+        if self.unsettled is not None and not self.unsettled.raised:
+            self.scheduler.step()
+        self.unsettled = None
+
+
+@dataclass
+class TrainState:
+    """What a step changes. step counts attempted optimizer steps, epoch the passes begun."""
+
+    model: nn.Module
+    precision: Precision
+    task: Task
+    scale: Scale
+    driven: list[Driven]
+    device: torch.device
+    clip_norm: float | None = None
+    channels_last: bool = False
+    step: int = 0
+    epoch: int = 0
+    skipped: int = 0
+
+    @cached_property
+    def trainable(self) -> list[Tensor]:
+        return [p for d in self.driven for p in d.params]
+
+    @cached_property
+    def takes_closure(self) -> bool:
+        """Whether the one optimizer evaluates the loss by itself, as LBFGS does."""
+        return len(self.driven) == 1 and isinstance(self.driven[0].optimizer, torch.optim.LBFGS)
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Tensors that the optimizers hold."""
+        for d in self.driven:
+            for values in d.optimizer.state.values():
+                yield from (v for v in values.values() if isinstance(v, Tensor))

@@ -1,0 +1,191 @@
+"""One optimizer step. Nothing in it reads the device: values stay there until `collect`."""
+
+from collections.abc import Sequence
+from time import perf_counter, time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runner.precision.cast import cast_nest
+from runner.precision.scale import HostFlag
+from runner.records import StepRecord, Steps
+from runner.state import Driven, TrainState
+
+Batch = tuple[Any, Any]
+
+
+class Pending(NamedTuple):
+    """A StepRecord whose tensors are still on the device. norms has one entry per gradient."""
+
+    step: int
+    time_ms: int
+    epoch: int
+    lr: float
+    ended: float
+    examples: int
+    loss: Tensor
+    norms: Tensor
+    scale: Tensor | None
+    found_inf: Tensor | None
+
+
+def examples_in(batch: Batch) -> int:
+    """Examples of a batch: the length of the first dimension of its target, or of its inputs."""
+    target = batch[1]
+    first = target if isinstance(target, Tensor) else batch[0]
+    return len(first) if isinstance(first, Tensor) else 1
+
+
+def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
+    """Mean loss of a micro-batch, the precision holding where the spec says that it does."""
+    precision, task = state.precision, state.task
+    with precision.forward(state.device):
+        output = state.model(precision.cast(inputs))
+        if precision.autocast_loss:
+            return task.loss(output, precision.cast(target))
+    dtype = precision.loss_dtype
+    return task.loss(cast_nest(output, dtype), cast_nest(target, dtype))
+
+
+def train_step(state: TrainState, micros: Sequence[Batch]) -> Pending:
+    """Train on the micro-batches of one step; their gradients add up to those of one large batch."""
+    state.step += 1
+    counts = [examples_in(micro) for micro in micros]
+    if state.takes_closure:
+        loss, norms, scale, found = _closure_step(state, micros, counts)
+        lr = state.driven[0].lr
+    else:
+        scale = state.scale.value
+        loss = _backward(state, micros, counts)
+        founds = [state.scale.unscale(_grads(d)) for d in state.driven]
+        norms = _clip(state)
+        for d in state.driven:
+            d.settle()
+        lr = state.driven[0].lr
+        _apply(state, founds)
+        found = founds[0] if len(founds) == 1 else _any(founds)
+    for p in state.trainable:
+        p.grad = None
+    return Pending(
+        state.step, int(time() * 1000), state.epoch, lr, perf_counter(), sum(counts),
+        loss, norms, scale, found,
+    )  # fmt: skip
+
+
+def _backward(state: TrainState, micros: Sequence[Batch], counts: Sequence[int]) -> Tensor:
+    """Accumulate the gradients of the mean over all examples; returns that mean, detached."""
+    if len(micros) == 1:
+        loss = loss_of(state, *micros[0])
+        state.scale.multiply(loss).backward()
+        return loss.detach()
+    total: Tensor | None = None
+    for micro, count in zip(micros, counts, strict=True):
+        loss = loss_of(state, *micro) * (count / sum(counts))
+        state.scale.multiply(loss).backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return total
+
+
+def _grads(driven: Driven) -> list[Tensor]:
+    return [p.grad for p in driven.params if p.grad is not None]
+
+
+def _clip(state: TrainState) -> Tensor:
+    """Norm of each gradient before clipping; an overflow makes it infinite and never raises."""
+    grads = [p.grad for p in state.trainable if p.grad is not None]
+    norms = grad_norms(grads)
+    if state.clip_norm is not None:
+        total = torch.linalg.vector_norm(norms)
+        factor = (state.clip_norm / (total + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, factor)
+    return norms
+
+
+_WIDE = (torch.float32, torch.float64)
+
+
+def grad_norms(grads: Sequence[Tensor]) -> Tensor:
+    """2-norm of each gradient, shape [len(grads)], accumulated in float32 at least.
+
+    Raises:
+        RuntimeError: no parameter received a gradient.
+    """
+    if not grads:
+        raise RuntimeError("no parameter received a gradient: the loss does not depend on any")
+    first = grads[0].dtype
+    if first in _WIDE and all(g.dtype is first for g in grads):
+        return torch.stack(torch._foreach_norm(grads))
+    double = any(g.dtype in (torch.float64, torch.complex128) for g in grads)
+    wide = torch.float64 if double else torch.float32
+    real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
+    return torch.stack(torch._foreach_norm(real, 2.0, dtype=wide))
+
+
+def _apply(state: TrainState, founds: Sequence[Tensor | None]) -> None:
+    for d, found in zip(state.driven, founds, strict=True):
+        state.scale.step(d.optimizer, found)
+        if d.scheduler is not None:
+            if found is None:
+                d.scheduler.step()
+            else:
+                d.unsettled = HostFlag(found)
+    state.scale.update(founds)
+
+
+def _any(founds: Sequence[Tensor | None]) -> Tensor | None:
+    flags = [flag for flag in founds if flag is not None]
+    return torch.stack(flags).amax() if flags else None
+
+
+def _closure_step(
+    state: TrainState, micros: Sequence[Batch], counts: Sequence[int]
+) -> tuple[Tensor, Tensor, None, None]:
+    """A step of an optimizer that evaluates by itself; recorded is its first evaluation."""
+    driven = state.driven[0]
+    first: list[tuple[Tensor, Tensor]] = []
+
+    def closure() -> Tensor:
+        for p in driven.params:
+            p.grad = None
+        loss = _backward(state, micros, counts)
+        if not first:
+            first.append((loss, grad_norms(_grads(driven))))
+        return loss
+
+    driven.optimizer.step(closure)  # type: ignore[arg-type]
+    if driven.scheduler is not None:
+        driven.scheduler.step()
+    return (*first[0], None, None)
+
+
+def collect(pending: Sequence[Pending], started: float, skipped: int) -> Steps:
+    """Bring the records to the host in one transfer.
+
+    Args:
+        pending: steps in order.
+        started: perf_counter() when the first of them began.
+        skipped: steps skipped before them.
+    """
+    losses = torch.stack([p.loss for p in pending])
+    if len({p.norms.shape for p in pending}) == 1:
+        norms = torch.linalg.vector_norm(torch.stack([p.norms for p in pending]), dim=1)
+    else:
+        norms = torch.stack([torch.linalg.vector_norm(p.norms) for p in pending])
+    columns = [losses, norms]
+    if pending[0].scale is not None:
+        columns += [torch.stack([p.scale for p in pending if p.scale is not None]),
+                    torch.stack([p.found_inf for p in pending if p.found_inf is not None])]  # fmt: skip
+    wide = torch.float32 if losses.device.type == "mps" else torch.float64
+    values = torch.stack([column.to(wide) for column in columns]).tolist()
+    records = []
+    for i, p in enumerate(pending):
+        step_ms, started = (p.ended - started) * 1e3, p.ended
+        scaled: tuple[Any, ...] = ()
+        if p.scale is not None:
+            skipped += int(values[3][i])
+            scaled = (values[2][i], values[3][i], skipped)
+        records.append(StepRecord(p.step, p.time_ms, p.epoch, values[0][i], p.lr, values[1][i],
+                                  step_ms, p.examples, *scaled))  # fmt: skip
+    return tuple(records)

@@ -1,0 +1,84 @@
+"""A sweep: its parent run, and its jobs' results in one table at the end."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from runner.config import instantiate
+from runner.report import write_report
+from runner.result import FILE, RunResult, plain_console, sweep_table
+from runner.tracking.base import RunInfo, Status, Tracker
+
+MANIFEST = "sweep.json"
+
+
+class Sweep:
+    """The sweep that this process runs. Its manifest lies in its folder, where jobs in other
+    processes find its id."""
+
+    current: "Sweep | None" = None
+
+    def __init__(self, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any]) -> None:
+        self.folder, self.id = folder, uuid4().hex[:12]
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["python", "-m", "runner", *sys.argv[1:]]
+        manifest = {"id": self.id, "overrides": list(overrides), "command": command}
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        self.tracker: Tracker = instantiate(tracking)
+        name = f"sweep {' '.join(overrides)}"[:250]
+        tags = {"sweep_id": self.id, "output_dir": str(folder), "command": " ".join(command)}
+        self.tracker.open(RunInfo(folder, {}, tags, name=name, sweep=self.id, role="sweep"))
+
+    @classmethod
+    def begin(cls, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any]) -> None:
+        """Open the parent run, so that the store exists before any job needs it."""
+        cls.current = cls(folder, overrides, tracking)
+
+    def results(self) -> list[RunResult]:
+        return read_results(self.folder)
+
+    def end(self, status: int) -> int:
+        """Print the table, leave the report with the parent run and close it.
+
+        Returns:
+            0 when every job finished; 1 when any failed; the status itself for a stop.
+        """
+        results = self.results()
+        console = plain_console()
+        if results:
+            console.print()
+            console.print(sweep_table(results))
+            for path in write_report(self.folder, results):
+                self.tracker.artifact(path)
+        bad = [r for r in results if r.status in ("failed", "stopped")]
+        status = status or int(bool(bad))
+        word: Status = "KILLED" if status > 128 else "FAILED" if status else "FINISHED"
+        error = f"{len(bad)} of {len(results)} jobs did not finish." if bad else None
+        self.tracker.close(word, error)
+        if self.tracker.run_id:
+            console.print(f"MLflow: parent run {self.tracker.run_id}; to see it: python -m runner ui")
+        console.print(f"folder: {self.folder}")
+        return status
+
+
+def read_results(folder: Path) -> list[RunResult]:
+    """The results of a sweep's jobs in order; a job that left none is a failed one."""
+    jobs = sorted((p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()), key=lambda p: int(p.name))
+    found = []
+    for job in jobs:
+        if (job / FILE).exists():
+            found.append(RunResult.read(job))
+        else:
+            found.append(RunResult("", f"job {job.name}", str(job), "failed", "died without a result"))
+    return found
+
+
+def finish(status: int) -> int:
+    """End the sweep of this process, if there is one; the exit status of the command."""
+    if Sweep.current is None:
+        return status
+    sweep, Sweep.current = Sweep.current, None
+    return sweep.end(status)

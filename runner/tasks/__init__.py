@@ -1,0 +1,1 @@
+"""Tasks: the loss to minimise and the metrics to report."""

@@ -1,0 +1,55 @@
+"""The contract of a task: what to minimise, what to report, which number decides."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+class Task(ABC):
+    """Loss and metrics of one kind of problem.
+
+    Validation metrics are sums over examples: `totals` of every batch (and process) are added
+    on the device and `summarise` divides once, so a partial last batch weighs what it should.
+    """
+
+    quality: ClassVar[str]
+    """The metric that runs are compared by, e.g. "val/accuracy"."""
+    direction: ClassVar[str]
+    """Whether `quality` is better high ("max") or low ("min")."""
+
+    @abstractmethod
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the batch's mean loss: a scalar on the device, computed in output's dtype."""
+
+    @abstractmethod
+    def totals(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return one batch's sums: float64 [K] (float32 on mps) on the device, without a sync."""
+
+    @abstractmethod
+    def summarise(self, totals: list[float]) -> dict[str, float]:
+        """Turn the sums over all batches, K numbers, into metrics named "val/...".
+
+        No examples at all give NaN.
+        """
+
+
+def stack(*sums: Tensor | int) -> Tensor:
+    """Stack sums into one vector [K] on the device of the first, without a sync."""
+    first = sums[0]
+    assert isinstance(first, Tensor)
+    dtype = wide(first)
+    parts = [s if isinstance(s, Tensor) else first.new_full((), s, dtype=dtype) for s in sums]
+    return torch.stack([part.to(dtype) for part in parts])
+
+
+def wide(like: Tensor) -> torch.dtype:
+    """Return the dtype to add up in: float64, but float32 on mps, which has no float64."""
+    return torch.float32 if like.device.type == "mps" else torch.float64
+
+
+def mean(total: float, count: float) -> float:
+    """Divide, with NaN for no examples."""
+    return total / count if count else math.nan

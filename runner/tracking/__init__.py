@@ -1,0 +1,1 @@
+"""Carries runs to their store. Nothing here imports mlflow except the writer process."""

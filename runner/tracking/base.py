@@ -1,0 +1,82 @@
+"""The tracking contract: what a run tells its store, independent of which store that is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+Role = Literal["run", "sweep"]
+Record = tuple[int, int, Mapping[str, float]]
+"""(step, Unix time in milliseconds, values by metric name)."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run is called and where it belongs.
+
+    Attributes:
+        folder: the run's output folder; the journal and the writer's log lie here.
+        params: the resolved config, flattened with dots.
+        tags: searchable facts about the run.
+        name: shown in the store; None lets the store choose.
+        experiment: None takes the tracker's own setting, as with uri.
+        sweep: the sweep's id; the run is nested under that sweep's parent run.
+        role: "sweep" for the parent run itself.
+    """
+
+    folder: Path
+    params: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    name: str | None = None
+    experiment: str | None = None
+    uri: str | None = None
+    sweep: str | None = None
+    role: Role = "run"
+
+
+class Tracker(ABC):
+    """Carries one run to a store. No method waits for the store, except close and url."""
+
+    @abstractmethod
+    def open(self, info: RunInfo) -> None:
+        """Begins the run and returns at once; see check for a store that refuses it."""
+
+    @abstractmethod
+    def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None:
+        """Records values at an optimizer step and a Unix time in milliseconds."""
+
+    @abstractmethod
+    def metrics_many(self, records: Iterable[Record]) -> None:
+        """Records a block at the price of one write."""
+
+    @abstractmethod
+    def tags(self, values: Mapping[str, str]) -> None:
+        """Sets or replaces tags."""
+
+    @abstractmethod
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """Stores a file or folder that must stay in place until close returns."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises TrackingError if the store has refused the run; costs next to nothing."""
+
+    @abstractmethod
+    def close(self, status: Status, error: str | None = None) -> None:
+        """Ends the run and waits until everything is stored. A second call does nothing."""
+
+    @property
+    @abstractmethod
+    def run_id(self) -> str | None:
+        """The store's id of the run; None until the store has opened it."""
+
+    @property
+    @abstractmethod
+    def experiment_id(self) -> str | None:
+        """The store's id of the experiment; None until the store has opened the run."""
+
+    @abstractmethod
+    def url(self, timeout: float = 10.0) -> str | None:
+        """The run's page, or None if the store has no server. Waits up to timeout seconds."""

@@ -1,0 +1,185 @@
+"""tracking=mlflow: a journal in the run's folder, carried to MLflow by a process of its own.
+
+This module does not import mlflow; only the writer process does.
+"""
+
+import getpass
+import logging
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import final
+
+from runner.errors import TrackingError
+from runner.tracking.base import Record, RunInfo, Status, Tracker
+from runner.tracking.journal import Journal, owner_lives
+from runner.tracking.process import Followed, WriterProcess, shared_writer
+from runner.tracking.uri import resolve_experiment, resolve_uri
+
+log = logging.getLogger(__name__)
+
+
+@final
+class MlflowTracker(Tracker):
+    """Carries one run to an MLflow store.
+
+    Args:
+        uri: the store; None takes MLFLOW_TRACKING_URI, then sqlite:///outputs/mlflow.db.
+        experiment: None takes MLFLOW_EXPERIMENT_NAME, then "precision-runner". A name that was
+            deleted in the store is refused, with the command that restores it.
+        run_name: None lets RunInfo, then MLflow, choose.
+        tags: added to each run's own.
+
+    Raises:
+        ConfigError: for a URI that no installed MLflow store can serve.
+    """
+
+    patience = 60.0
+    """Seconds without progress after which close gives up waiting."""
+
+    def __init__(
+        self,
+        uri: str | None = None,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        self.uri = resolve_uri(uri, os.environ, Path.cwd())
+        self.experiment = resolve_experiment(experiment, os.environ)
+        self.run_name, self.extra_tags = run_name, dict(tags or {})
+        self._journal: Journal | None = None
+        self._followed: Followed | None = None
+        self._writer: WriterProcess | None = None
+        self._closed = False
+
+    def open(self, info: RunInfo) -> None:
+        if info.uri:
+            self.uri = resolve_uri(info.uri, os.environ, Path.cwd())
+        self._journal = Journal(info.folder)
+        self._journal.append("start", **self._start(info))
+        self._writer = shared_writer()
+        self._followed = self._writer.follow(self._journal.path)
+
+    def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None:
+        self._open_journal().metrics([(step, time_ms, values)])
+
+    def metrics_many(self, records: Iterable[Record]) -> None:
+        self._open_journal().metrics(records)
+
+    def tags(self, values: Mapping[str, str]) -> None:
+        self._open_journal().append("tags", values=_texts(values))
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        self._open_journal().append("artifact", path=str(path.absolute()), folder=folder)
+
+    def check(self) -> None:
+        if self._followed and self._followed.refused:
+            raise TrackingError(self._trouble(self._followed.refused))
+
+    def close(self, status: Status, error: str | None = None) -> None:
+        if self._closed or not (self._journal and self._followed and self._writer):
+            return
+        self._closed = True
+        self._journal.append("end", status=status, error=error, time=_now())
+        self._journal.close()
+        if not self._writer.wait(self._followed, self.patience):
+            reason = self._followed.trouble or f"no answer for {self.patience:.0f} s"
+            log.warning(self._trouble(reason))
+
+    @property
+    def run_id(self) -> str | None:
+        return self._followed.run_id if self._followed else None
+
+    @property
+    def experiment_id(self) -> str | None:
+        return self._followed.experiment_id if self._followed else None
+
+    def url(self, timeout: float = 10.0) -> str | None:
+        if not self._followed or not self.uri.startswith("http"):
+            return None
+        self._followed.opened.wait(timeout)
+        if not self.run_id:
+            return None
+        return f"{self.uri}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+
+    def _open_journal(self) -> Journal:
+        if self._journal is None or self._closed:
+            raise TrackingError("The tracker is not open: call open before, close after records.")
+        return self._journal
+
+    def _start(self, info: RunInfo) -> dict[str, object]:
+        """The start record: all that the writer needs to know about the run."""
+        sweep = {"sweep_id": info.sweep, "role": info.role} if info.sweep else {}
+        return {
+            "id": uuid.uuid4().hex,
+            "time": _now(),
+            "uri": self.uri,
+            "experiment": info.experiment or self.experiment,
+            "name": self.run_name or info.name,
+            "params": _texts(info.params),
+            "tags": _texts({**_source(info.tags), **info.tags, **self.extra_tags, **sweep}),
+            "sweep": info.sweep,
+            "role": info.role,
+        }
+
+    def _trouble(self, reason: str) -> str:
+        path = self._journal.path if self._journal else ""
+        return (
+            f"The run is not stored completely in {self.uri}: {reason}. Its records are kept in "
+            f"{path}. To use another store type tracking.uri=..., to use none type tracking=none."
+        )
+
+
+def settle(folder: Path, patience: float = MlflowTracker.patience) -> int:
+    """Brings runs to an end whose trainer and writer are both gone (a power cut, say).
+
+    Sends what is left in the journals under `folder` and sets the status; a run without an end
+    becomes KILLED. Runs that still train are left alone.
+
+    Returns:
+        How many runs were settled.
+    """
+    left = [path for path in sorted(folder.rglob("journal*.jsonl")) if _unsettled(path)]
+    if not left:
+        return 0
+    writer = WriterProcess()
+    followed = [writer.follow(path) for path in left]
+    writer.finish()
+    return sum(writer.wait(one, patience) for one in followed)
+
+
+def _unsettled(journal: Path) -> bool:
+    state = journal.with_suffix(".state")
+    done = state.exists() and b'"done": true' in state.read_bytes()
+    return not done and not owner_lives(journal)
+
+
+def _source(tags: Mapping[str, str]) -> dict[str, str]:
+    """MLflow's own tags, which its client sets only through the fluent interface."""
+    script = Path(sys.argv[0])
+    source = {
+        "mlflow.source.name": script.parent.name if script.stem == "__main__" else script.name,
+        "mlflow.source.type": "LOCAL",
+        "mlflow.user": _user(),
+    }
+    if commit := tags.get("git_commit"):
+        source["mlflow.source.git.commit"] = commit
+    return source
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user id without a name
+        return str(os.getuid())
+
+
+def _texts(values: Mapping[str, object]) -> dict[str, str]:
+    return {str(key): str(value) for key, value in values.items()}
+
+
+def _now() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,37 @@
+"""tracking=none: records go nowhere."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import final
+
+from runner.tracking.base import Record, RunInfo, Status, Tracker
+
+
+@final
+class NoTracker(Tracker):
+    """Accepts everything and stores nothing, so that callers need no branch."""
+
+    def open(self, info: RunInfo) -> None: ...
+
+    def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None: ...
+
+    def metrics_many(self, records: Iterable[Record]) -> None: ...
+
+    def tags(self, values: Mapping[str, str]) -> None: ...
+
+    def artifact(self, path: Path, folder: str = "") -> None: ...
+
+    def check(self) -> None: ...
+
+    def close(self, status: Status, error: str | None = None) -> None: ...
+
+    @property
+    def run_id(self) -> str | None:
+        return None
+
+    @property
+    def experiment_id(self) -> str | None:
+        return None
+
+    def url(self, timeout: float = 10.0) -> str | None:
+        return None

@@ -1,0 +1,79 @@
+"""Which store a run goes to. Decided before anything starts, without importing mlflow."""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from runner.errors import ConfigError
+
+DEFAULT_EXPERIMENT = "precision-runner"
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_SCHEMES = ("http", "https", "databricks", *_DATABASES)
+
+
+def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
+    """The absolute URI of the store, so that a change of the working directory is harmless.
+
+    Args:
+        uri: what the config gives; None takes MLFLOW_TRACKING_URI, then
+            sqlite:///<cwd>/outputs/mlflow.db.
+
+    Raises:
+        ConfigError: for a URI that no installed MLflow store can serve.
+    """
+    given = uri or env.get("MLFLOW_TRACKING_URI") or "sqlite:///outputs/mlflow.db"
+    source = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"
+    if given == "databricks":
+        return given
+    scheme = urlsplit(given).scheme.split("+")[0]
+    if scheme == "sqlite":
+        return _absolute_sqlite(given, source, cwd)
+    if scheme in ("", "file"):
+        return _file_store(given, source, env, cwd)
+    if scheme in ("http", "https") and not urlsplit(given).hostname:
+        raise ConfigError(f"{source}={given} names no server. Type for example http://host:5000.")
+    if scheme not in _SCHEMES and scheme not in _plugins():
+        allowed = ", ".join((*_SCHEMES, *_plugins()))
+        raise ConfigError(
+            f"{source}={given}: there is no store of kind {scheme!r}. Allowed: {allowed}. "
+            "Type for example tracking.uri=sqlite:///outputs/mlflow.db."
+        )
+    return given.rstrip("/")
+
+
+def resolve_experiment(name: str | None, env: Mapping[str, str]) -> str:
+    """The experiment's name: the config's, else MLFLOW_EXPERIMENT_NAME, else ours."""
+    return name or env.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The database file of an absolute SQLite URI; None for any other store."""
+    prefix, _, rest = uri.partition(":///")
+    return Path(rest.partition("?")[0]) if prefix.split("+")[0] == "sqlite" else None
+
+
+def _absolute_sqlite(uri: str, source: str, cwd: Path) -> str:
+    prefix, _, rest = uri.partition("://")
+    path, mark, query = rest.removeprefix("/").partition("?")
+    if not path or path == ":memory:":
+        raise ConfigError(
+            f"{source}={uri}: a store in memory is lost when its process ends. "
+            "Type a file: tracking.uri=sqlite:///outputs/mlflow.db."
+        )
+    return f"{prefix}:///{cwd.absolute() / path}{mark}{query}"
+
+
+def _file_store(uri: str, source: str, env: Mapping[str, str], cwd: Path) -> str:
+    if env.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
+        raise ConfigError(
+            f"{source}={uri} is a folder, and MLflow no longer keeps runs in plain folders. "
+            "Type a database or a server: tracking.uri=sqlite:///outputs/mlflow.db "
+            "or tracking.uri=http://host:5000."
+        )
+    path = urlsplit(uri).path if uri.startswith("file:") else uri
+    return (cwd.absolute() / path).as_uri()
+
+
+def _plugins() -> list[str]:
+    return sorted(entry.name for entry in entry_points(group="mlflow.tracking_store"))

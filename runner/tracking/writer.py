@@ -1,0 +1,185 @@
+"""The writer process: hears journal paths on stdin, carries the journals to MLflow, tells on
+stdout what happened. It outlives a killed trainer until the journals are stored."""
+
+import json
+import os
+import re
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+NAP_SECONDS = 0.25
+OPEN_SECONDS = 30.0
+DOUBT_SECONDS = 30.0
+ORPHAN_SECONDS = 300.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
+
+
+def main(parent: int) -> None:
+    """Runs until the trainer (process `parent`) is gone and all it left is stored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a batch system may signal every process
+    events = os.dup(1)
+    os.dup2(2, 1)  # what MLflow prints goes to the log
+    os.nice(5)  # the trainer's own threads come first
+    _settings()
+    Writer(parent, events).run()
+
+
+def _settings() -> None:
+    """MLflow's environment, before its import. Its own retries would block for minutes; here a
+    failed call is repeated from the journal."""
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+    os.environ.pop("MLFLOW_RUN_ID", None)
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+
+
+class Task:
+    """A journal in work and its pauses after failures."""
+
+    def __init__(self, follower: Any) -> None:
+        self.follower = follower
+        self.failing_since = self.retry_at = 0.0
+        self.pause = _FIRST_PAUSE
+        self.told = False
+
+    def failed(self, now: float) -> float:
+        """Notes a failure; returns for how many seconds there has been nothing else."""
+        self.failing_since = self.failing_since or now
+        self.retry_at = now + self.pause
+        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+        return now - self.failing_since
+
+    def succeeded(self) -> None:
+        self.failing_since, self.pause = 0.0, _FIRST_PAUSE
+
+
+class Writer:
+    """The loop over all journals of one trainer. One thread: they mostly share one store."""
+
+    def __init__(self, parent: int, events: int) -> None:
+        from runner.tracking.follow import Follower, Stores
+        from runner.tracking.store import RefusedError, UnreachableError
+
+        self._refused, self._unreachable = RefusedError, UnreachableError
+        self._follower: Callable[..., Any] = partial(Follower, stores=Stores())
+        self._parent, self._events = parent, events
+        self._tasks: dict[str, Task] = {}
+        self._heard, self._rest = True, b""
+        self._progress_at = time.monotonic()
+
+    def run(self) -> None:
+        busy = False
+        while not self._finished():
+            self._listen(0.0 if busy else NAP_SECONDS)
+            busy = sum(self._work(name, task) for name, task in list(self._tasks.items())) > 0
+
+    def _finished(self) -> bool:
+        if self._heard:
+            return False
+        return not self._tasks or time.monotonic() - self._progress_at > ORPHAN_SECONDS
+
+    def _listen(self, patience: float) -> None:
+        """Takes in journal paths. stdin ends with the trainer; a forked child of it that holds
+        the pipe open does not deceive, since the parent's process id changes."""
+        if not self._heard:
+            time.sleep(patience)
+            return
+        gone = os.getppid() != self._parent
+        while select.select([0], [], [], 0.0 if gone else patience)[0]:
+            data = os.read(0, 65536)
+            if not data:
+                gone = True
+                break
+            self._take(data)
+            patience = 0.0
+        if gone:
+            self._heard, self._progress_at = False, time.monotonic()
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            name = json.loads(line)["journal"]
+            if name not in self._tasks:
+                emit = partial(self._emit, name)
+                self._tasks[name] = Task(self._follower(Path(name), emit=emit))
+
+    def _work(self, name: str, task: Task) -> bool:
+        """Moves one journal on; True if it may have more at once."""
+        now = time.monotonic()
+        if now < task.retry_at:
+            return False
+        before = task.follower.progress.offset
+        try:
+            more = task.follower.advance(last=not self._heard)
+        except self._unreachable as error:
+            more = self._unreached(name, task, error, task.failed(now))
+        except self._refused as error:
+            more = self._refusal(name, task, _cause(str(error)))
+        except Exception as error:  # one journal's trouble must not end the others
+            more = self._give_up(name, task, error)
+        else:
+            task.succeeded()
+        if task.follower.progress.offset != before:
+            self._progress_at = time.monotonic()
+            self._emit(name, "progress")
+        if task.follower.progress.done:
+            self._close(name, complete=True)
+        return more
+
+    def _unreached(self, name: str, task: Task, error: Any, seconds: float) -> bool:
+        """Keeps trying; says so once when a run cannot even be opened for long."""
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        if error.doubtful and seconds > DOUBT_SECONDS:
+            return self._refusal(name, task, _cause(str(error)))
+        if task.follower.opening and seconds > OPEN_SECONDS and not task.told:
+            task.told = True
+            message = f"no answer from it for {seconds:.0f} s ({_cause(str(error))})"
+            self._emit(name, "error", fatal=True, message=message)
+        return False
+
+    def _refusal(self, name: str, task: Task, message: str) -> bool:
+        """A run that is not taken ends here; of an open run only the batch is left out."""
+        print(f"{name}: refused: {message}", file=sys.stderr, flush=True)
+        opening = task.follower.opening
+        self._emit(name, "error", fatal=opening, message=message)
+        if opening:
+            self._close(name, complete=False)
+            return False
+        task.follower.skip()
+        task.succeeded()
+        return True
+
+    def _give_up(self, name: str, task: Task, error: Exception) -> bool:
+        traceback.print_exc()
+        message = f"unexpected {type(error).__name__}: {error}"
+        self._emit(name, "error", fatal=task.follower.opening, message=message)
+        self._close(name, complete=False)
+        return False
+
+    def _close(self, name: str, complete: bool) -> None:
+        self._emit(name, "closed", complete=complete)
+        self._tasks.pop(name).follower.progress.release()
+
+    def _emit(self, journal: str, event: str, **content: Any) -> None:
+        line = json.dumps({"journal": journal, "event": event, **content}) + "\n"
+        try:
+            os.write(self._events, line.encode())
+        except BrokenPipeError:
+            self._events = os.open(os.devnull, os.O_WRONLY)  # no trainer is left to hear it
+
+
+def _cause(message: str) -> str:
+    """What the system said, where a long tale of connection pools ends in it; else the first
+    line, without the SQL."""
+    found = re.search(r"\[Errno -?\d+\] [\w ]+", message)
+    return found.group() if found else message.partition("\n")[0][:400]

@@ -1,0 +1,226 @@
+"""The body of a training run and of an evaluation, between the tracker's open and close."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from runner import artifacts, checkpoint
+from runner.accelerator import MIB, Accelerator
+from runner.build import build_driven, build_loaders, build_model, build_splits
+from runner.data.loading import Loader
+from runner.errors import ConfigError, RunnerError
+from runner.isolation import StopSignals, make_deterministic, seed_all
+from runner.loop import evaluate, fit, total_steps
+from runner.observers.base import Observer, tell
+from runner.observers.checkpoints import Checkpoints
+from runner.observers.early_stop import EarlyStop
+from runner.observers.guard import Guard
+from runner.observers.profile import Profile
+from runner.observers.progress import progress
+from runner.observers.recorder import Recorder
+from runner.observers.tally import Tally
+from runner.precision.base import ConversionReport, Precision
+from runner.precision.probe import DtypeProbe
+from runner.result import RunResult
+from runner.spec import Origin, RunSpec
+from runner.state import TrainState
+from runner.step import loss_of
+from runner.tasks.base import Task
+from runner.tracking.base import Tracker
+
+
+@dataclass
+class Run:
+    """What the parts of a run share."""
+
+    spec: RunSpec
+    origin: Origin
+    out: Path
+    console: Console
+    accelerator: Accelerator
+    precision: Precision
+    task: Task
+    tracker: Tracker
+    signals: StopSignals
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def label(self) -> str:
+        return self.origin.label(self.spec)
+
+    def say(self, message: str) -> None:
+        self.console.print(message, markup=False)
+
+
+def train(this: Run) -> RunResult:
+    spec, started = this.spec, perf_counter()
+    _prepare(this)
+    loaders = build_loaders(spec, build_splits(spec), this.device)
+    seed_all(spec.seed)
+    model, report = build_model(spec, this.precision, this.device)
+    with this.precision.session(model, this.device):
+        _describe(this, model, report)
+        steps = total_steps(spec.train, loaders[0])
+        state = TrainState(
+            model, this.precision, this.task, this.precision.scale(this.device),
+            build_driven(spec, model, this.precision, steps), this.device, spec.train.clip_norm,
+        )  # fmt: skip
+        _try(this, state, loaders[1])
+        tally = _loop(this, state, loaders, steps)
+    return _result(this, tally.summary(), perf_counter() - started)
+
+
+def _prepare(this: Run) -> None:
+    this.accelerator.reset_peak_memory()
+    seed_all(this.spec.seed)
+    if this.spec.deterministic:
+        make_deterministic()
+    torch.set_anomaly_enabled(this.spec.debug.anomaly)
+
+
+def _describe(this: Run, model: nn.Module, report: ConversionReport) -> None:
+    """What was built, on the console, as tags and as metrics."""
+    tensors = [*model.parameters(), *model.buffers()]
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = sum(t.numel() * t.element_size() for t in tensors) / MIB
+    this.say(
+        f"{this.label} on {this.accelerator.name}: {trainable:,} trainable "
+        f"parameters, {weights:.1f} MiB"
+    )
+    tags = {"converted": str(report)} if report.modules else {}
+    if kernels := this.precision.kernels():
+        tags["cpu_float16"] = kernels
+    this.tracker.tags(tags)
+    this.tracker.artifact(artifacts.write_json(this.out / "conversion.json", report.to_list()))
+    this.tracker.metrics(0, artifacts.now_ms(), {"memory/weights_mib": weights})
+
+
+def _try(this: Run, state: TrainState, loader: Loader) -> None:
+    """One forward and loss in evaluation mode, which changes nothing, so that a model that does
+    not fit its data or task is told from a run that fails."""
+    inputs, target = next(loader.epoch(0))
+    state.model.eval()
+    try:
+        with torch.no_grad():
+            loss_of(state, inputs, target)
+    except RunnerError:
+        raise
+    except Exception as error:
+        (this.out / "error.txt").write_text(traceback.format_exc())
+        shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
+        names = {key: this.origin.chosen(key, getattr(this.spec, key)) for key in ("model", "data", "task")}
+        raise ConfigError(
+            f"model={names['model']} fails on the first batch of data={names['data']} (inputs "
+            f"{shape}) with task={names['task']}: {type(error).__name__}: {error} "
+            f"Choose ones that fit; the traceback is in {this.out / 'error.txt'}."
+        ) from error
+
+
+def _observers(
+    this: Run, state: TrainState, steps: int, save: Callable[[], None]
+) -> list[Observer]:
+    spec, task = this.spec, this.task
+    observers: list[Observer] = [
+        Recorder(this.tracker, state, this.accelerator),
+        progress(this.console, steps, this.label),
+        Guard(this.say, this.precision.name),
+    ]
+    if spec.checkpoint.every_steps:
+        observers.append(Checkpoints(save, spec.checkpoint.every_steps))
+    if spec.train.early_stop:
+        observers.append(EarlyStop(task.quality, task.direction, spec.train.early_stop))
+    if spec.debug.profile:
+        observers.append(Profile(this.out, spec.debug.profile))
+    return observers
+
+
+def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: int) -> Tally:
+    """Train, with every observer reading along; leaves a checkpoint however it ends."""
+    spec, model = this.spec, state.model
+    if spec.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if spec.train.compile:
+        state.model = torch.compile(model)  # type: ignore[assignment]
+    folder = this.out / "checkpoints"
+
+    def save() -> None:
+        checkpoint.save(folder, state, spec, spec.checkpoint.keep)
+
+    tally = Tally(this.task.quality, this.task.direction)
+    observers = _observers(this, state, steps, save)
+    early = [o for o in observers if isinstance(o, EarlyStop)]
+    probe = DtypeProbe(state.model)
+    records = fit(
+        state, *loaders, spec.train, first=probe,
+        flush_every=spec.checkpoint.every_steps, stopped=this.signals.requested,
+    )  # fmt: skip
+    try:
+        for record in records:
+            tell([tally, *observers], record)
+            if any(o.reached for o in early):
+                break
+    finally:
+        for observer in observers:
+            observer.close()
+    if spec.checkpoint.final or this.signals.requested():
+        save()
+    this.tracker.artifact(artifacts.write_json(this.out / "dtypes.json", probe.table()))
+    if tally.scales:
+        path = this.out / "loss_scale.png"
+        artifacts.draw_loss_scale(path, tally.scales, tally.overflows, state.step)
+        this.tracker.artifact(path)
+    return tally
+
+
+def evaluate_checkpoint(this: Run) -> RunResult:
+    spec, started = this.spec, perf_counter()
+    _prepare(this)
+    path = Path(spec.checkpoint.path or "")
+    content = checkpoint.load(path)
+    _, validation = build_loaders(spec, build_splits(spec), this.device)
+    model, report = build_model(
+        spec, this.precision, this.device, lambda m: checkpoint.load_weights(m, content, path)
+    )
+    with this.precision.session(model, this.device):
+        _describe(this, model, report)
+        state = TrainState(model, this.precision, this.task, this.precision.scale(this.device),
+                           [], this.device)  # fmt: skip
+        _try(this, state, validation)
+        began = perf_counter()
+        metrics = evaluate(state, validation)
+        seconds = perf_counter() - began
+    rate = {"perf/examples_per_second": validation.examples / seconds,
+            "memory/peak_mib": this.accelerator.peak_memory_mib()}  # fmt: skip
+    this.tracker.metrics(content["step"], artifacts.now_ms(), {**metrics, **rate})
+    summary = {"metrics": metrics, "best": metrics[this.task.quality], "steps": content["step"],
+               "examples_per_second": validation.examples / seconds}  # fmt: skip
+    return _result(this, summary, perf_counter() - started)
+
+
+def _result(this: Run, summary: dict[str, Any], seconds: float) -> RunResult:
+    spec, origin = this.spec, this.origin
+    return RunResult(
+        precision=this.precision.name,
+        label=this.label,
+        folder=str(this.out),
+        overrides=origin.overrides,
+        model=origin.chosen("model", spec.model),
+        data=origin.chosen("data", spec.data),
+        device=this.accelerator.name,
+        quality=this.task.quality,
+        peak_memory_mib=this.accelerator.peak_memory_mib(),
+        kernels=this.precision.kernels(),
+        seconds=seconds,
+        tracking_uri=getattr(this.tracker, "uri", None),
+        **summary,
+    )

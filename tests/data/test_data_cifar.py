@@ -1,0 +1,86 @@
+import hashlib
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torchvision.datasets import CIFAR10, CIFAR100
+
+from runner.data.cifar import cifar10, cifar100
+from runner.errors import ConfigError
+
+RED = np.repeat(np.uint8([255, 0, 51]), 32 * 32)  # planes of red, green, blue, as CIFAR stores them
+
+
+def write_files(folder, kind, key, monkeypatch):
+    """Write small files in CIFAR's format, and let torchvision know their checksums."""
+    folder.mkdir(parents=True)
+
+    def write(name, content):
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return hashlib.md5(data).hexdigest()
+
+    def part(name):
+        return [name, write(name, {"data": np.stack([RED, RED // 2]), key: [1, 3]})]
+
+    for attribute in ("train_list", "test_list"):
+        names = [name for name, _ in getattr(kind, attribute)]
+        monkeypatch.setattr(kind, attribute, [part(name) for name in names])
+    checksum = write(kind.meta["filename"], {kind.meta["key"]: ["a", "b"]})
+    monkeypatch.setattr(kind, "meta", kind.meta | {"md5": checksum})
+
+
+@pytest.mark.parametrize(
+    ("load", "kind", "folder", "key", "count"),
+    [
+        (cifar10, CIFAR10, "cifar-10-batches-py", "labels", 10),
+        (cifar100, CIFAR100, "cifar-100-python", "fine_labels", 2),
+    ],
+)
+def test_reads_the_real_format(tmp_path, monkeypatch, load, kind, folder, key, count):
+    write_files(tmp_path / folder, kind, key, monkeypatch)
+    train, val = load(root=str(tmp_path))
+    images, labels = train.tensors
+    assert (images.shape, images.dtype) == ((count, 3, 32, 32), torch.float32)
+    assert images.is_contiguous()
+    assert (labels[:2].tolist(), labels.dtype) == ([1, 3], torch.int64)
+    colours = images[0].mean((1, 2))
+    assert colours[0] > 1.5
+    assert colours[1] < -1.5
+    assert (images[0] - colours[:, None, None]).abs().max() < 1e-5
+    assert len(val) == 2
+
+
+def test_normalised_by_the_published_statistics(tmp_path, monkeypatch):
+    write_files(tmp_path / "cifar-10-batches-py", CIFAR10, "labels", monkeypatch)
+    pixel = cifar10(root=str(tmp_path)).train.tensors[0][0, :, 0, 0]
+    expected = [(1 - 0.4914) / 0.2470, -0.4822 / 0.2435, (0.2 - 0.4465) / 0.2616]
+    assert pixel.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("load", "folder", "file"),
+    [(cifar10, "cifar-10-batches-py", "data_batch_5"), (cifar100, "cifar-100-python", "train")],
+)
+def test_missing_files_name_folder_files_and_remedy(tmp_path, load, folder, file):
+    with pytest.raises(ConfigError) as error:
+        load(root=str(tmp_path))
+    for part in (str(tmp_path / folder), file, "data.download=true"):
+        assert part in str(error.value)
+
+
+def test_a_wrong_checksum_is_refused_before_unpickling(tmp_path, monkeypatch):
+    write_files(tmp_path / "cifar-10-batches-py", CIFAR10, "labels", monkeypatch)
+    (tmp_path / "cifar-10-batches-py/data_batch_3").write_bytes(b"not what it was")
+    with pytest.raises(ConfigError, match="damaged"):
+        cifar10(root=str(tmp_path))
+
+
+def test_a_failed_download_is_a_config_error(tmp_path, monkeypatch):
+    def offline(self):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(CIFAR10, "download", offline)
+    with pytest.raises(ConfigError, match=r"did not succeed.*no route to host"):
+        cifar10(root=str(tmp_path), download=True)

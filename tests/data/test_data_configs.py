@@ -1,0 +1,64 @@
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from runner.data import Splits
+
+FOLDER = Path(__file__).parents[2] / "conf" / "data"
+FILES = sorted(FOLDER.glob("*.yaml"))
+WITHOUT_FILES = ["digits", "text", "synthetic_images", "synthetic_tokens", "signals"]
+
+
+def load(path):
+    """The target, its keywords, the facts and the task that a data config gives."""
+    config = OmegaConf.create({"data": OmegaConf.load(path)})
+    task = config.data.pop("defaults")[0]["override /task@_global_.task"]
+    meta = config.data.meta
+    keywords = {k: v for k, v in config.data.items() if k not in ("meta", "_target_")}
+    module, name = config.data["_target_"].rsplit(".", 1)
+    return getattr(importlib.import_module(module), name), keywords, meta, task
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_config_says_what_the_signature_says(path):
+    target, keywords, meta, task = load(path)
+    parameters = inspect.signature(target).parameters.values()
+    assert {k: tuple(v) if k == "shape" else v for k, v in keywords.items()} == {
+        p.name: p.default for p in parameters
+    }
+    assert set(meta) == {"input", "classes"}
+    assert (FOLDER.parent / "task" / f"{task}.yaml").exists()
+
+
+@pytest.mark.parametrize("name", WITHOUT_FILES)
+def test_facts_in_the_config_are_those_of_the_data(name):
+    target, keywords, meta, task = load(FOLDER / f"{name}.yaml")
+    splits = target(**keywords)
+    assert isinstance(splits, Splits)
+    for split in splits:
+        image, label = split[len(split) - 1]
+        assert list(image.shape) == list(meta.input)
+        if task == "regression":
+            assert label.shape == (meta.classes,)
+        else:
+            highest = max(split[i][1].max().item() for i in range(min(len(split), 300)))
+            assert highest < meta.classes
+
+
+@pytest.mark.parametrize("name", WITHOUT_FILES)
+def test_same_call_same_data_and_the_global_random_state_stays(name):
+    import torch
+
+    target, keywords, _, _ = load(FOLDER / f"{name}.yaml")
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = target(**keywords)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    second = target(**keywords)
+    for one, other in zip(first, second, strict=True):
+        assert len(one) == len(other)
+        assert all(torch.equal(a, b) for a, b in zip(one[3], other[3], strict=True))

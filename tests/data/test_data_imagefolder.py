@@ -1,0 +1,72 @@
+import pytest
+import torch
+from PIL import Image
+
+from runner.data.imagefolder import imagefolder
+from runner.errors import ConfigError
+
+COLOURS = {"green": (0, 255, 0), "red": (255, 0, 0)}
+
+
+def write(folder, classes=("green", "red"), count=5):
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (20 + i, 12), COLOURS[name]).save(folder / name / f"{i}.png")
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_train_and_val_folders(tmp_path, augment):
+    write(tmp_path / "train")
+    write(tmp_path / "val", count=2)
+    train, val = imagefolder(str(tmp_path), size=8, augment=augment)
+    assert (len(train), len(val)) == (10, 4)
+    for split in (train, val):
+        image, label = split[len(split) - 1]
+        assert (image.shape, image.dtype, label) == ((3, 8, 8), torch.float32, 1)
+        assert image[0, 0, 0].item() == pytest.approx((1 - 0.485) / 0.229, rel=1e-4)
+
+
+def test_one_folder_is_split_once_for_all(tmp_path):
+    write(tmp_path)
+    train, val = imagefolder(str(tmp_path), size=8, val_fraction=0.3)
+    assert (len(train), len(val)) == (7, 3)
+    assert sorted([*train.indices, *val.indices]) == list(range(10))
+    assert val.indices == imagefolder(str(tmp_path), size=8, val_fraction=0.3).val.indices
+
+
+def test_validation_is_not_augmented(tmp_path):
+    write(tmp_path)
+    train, val = imagefolder(str(tmp_path), size=8, augment=True)
+    assert "RandomResizedCrop" in str(train.dataset.transform)
+    assert "Random" not in str(val.dataset.transform)
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.*data\.root=FOLDER"):
+        imagefolder(str(tmp_path / "nowhere"))
+
+
+def test_no_classes(tmp_path):
+    with pytest.raises(ConfigError, match="no classes"):
+        imagefolder(str(tmp_path))
+
+
+def test_a_class_without_images(tmp_path):
+    write(tmp_path)
+    (tmp_path / "violet").mkdir()
+    with pytest.raises(ConfigError, match="violet"):
+        imagefolder(str(tmp_path))
+
+
+def test_train_without_val(tmp_path):
+    write(tmp_path / "train")
+    with pytest.raises(ConfigError, match="val"):
+        imagefolder(str(tmp_path))
+
+
+def test_sides_with_other_classes_would_number_them_differently(tmp_path):
+    write(tmp_path / "train")
+    write(tmp_path / "val", classes=("red",))
+    with pytest.raises(ConfigError, match="green on one side only"):
+        imagefolder(str(tmp_path))

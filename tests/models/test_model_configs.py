@@ -1,0 +1,19 @@
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+CONF = Path(__file__).parents[2] / "conf"
+FACTS = {"data": {"meta": {"input": [1, 8, 8], "classes": 10}}}
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "model").glob("*.yaml")), ids=lambda p: p.stem)
+def test_config_builds_the_model(path):
+    config = OmegaConf.merge(FACTS, {"model": OmegaConf.load(path)})
+    keywords = OmegaConf.to_container(config, resolve=True)["model"]
+    module, name = keywords.pop("_target_").rsplit(".", 1)
+    target = getattr(importlib.import_module(module), name)
+    assert set(keywords) == set(inspect.signature(target).parameters)
+    assert sum(p.numel() for p in target(**keywords).parameters()) > 0

@@ -1,0 +1,78 @@
+"""A real SQLite store, and a way to read it with MLflow's own client."""
+
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # mlflow's imports, not ours
+    from mlflow.tracking import MlflowClient
+
+
+class StoreReader:
+    """What a store holds, as MLflow's client tells it."""
+
+    def __init__(self, uri):
+        self.uri = uri
+        self._client = None
+
+    @property
+    def client(self):
+        # Late, so that the store is first made by the code under test.
+        if self._client is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._client = MlflowClient(tracking_uri=self.uri)
+        return self._client
+
+    def run(self, run_id):
+        return self.client.get_run(run_id)
+
+    def points(self, run_id, key):
+        """(step, time, value) of every stored point, in order of steps."""
+        history = self.client.get_metric_history(run_id, key)
+        return sorted((point.step, point.timestamp, point.value) for point in history)
+
+    def named(self, experiment, name):
+        """The runs of this name in an experiment."""
+        found = self.client.get_experiment_by_name(experiment)
+        query = f"attributes.run_name = '{name}'"
+        return self.client.search_runs([found.experiment_id], query) if found else []
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Returns once the condition holds; fails the test after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    """A SQLite store that does not exist before the first run opens it."""
+    folder = tmp_path_factory.mktemp("store")
+    return StoreReader(f"sqlite:///{folder}/outputs/mlflow.db")
+
+
+@pytest.fixture(scope="session")
+def reader():
+    return StoreReader
+
+
+@pytest.fixture(scope="session")
+def until():
+    return wait_for
+
+
+@pytest.fixture(scope="session")
+def trainer_command():
+    """The command line of a trainer process, less its arguments."""
+    root = Path(__file__).parents[2]
+    start = f"import sys, runpy; sys.path.insert(0, {str(root)!r}); sys.argv = sys.argv[1:]; "
+    start += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return [sys.executable, "-P", "-c", start, str(Path(__file__).with_name("trainer_script.py"))]

@@ -1,0 +1,94 @@
+"""However a trainer process ends, all it recorded is stored and its run has the right status.
+
+All endings start at once on a store that does not exist: that is a test of its own.
+"""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+STEPS = 400
+SIGNALS = {"sigterm": signal.SIGTERM, "sigint": signal.SIGINT, "sigkill": signal.SIGKILL}
+EXPECTED = {
+    "finished": ("FINISHED", None),
+    "failed": ("FAILED", "ValueError: loss is nan"),
+    "sigterm": ("KILLED", "stopped by a signal"),
+    "sigint": ("KILLED", "stopped by a signal"),
+    "sigkill": ("KILLED", "The training process ended without closing its run."),
+    "forked": ("KILLED", "The training process ended without closing its run."),
+    "unclosed": ("KILLED", "The training process ended without closing its run."),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(reader, trainer_command, tmp_path_factory):
+    """Runs a trainer for every ending, all at once; returns the store and their outputs."""
+    folder = tmp_path_factory.mktemp("endings")
+    uri = f"sqlite:///{folder}/store/mlflow.db"
+    trainers = {
+        ending: subprocess.Popen(
+            [*trainer_command, uri, str(folder / ending), ending],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+        )
+        for ending in EXPECTED
+    }
+    for ending, trainer in trainers.items():
+        assert trainer.stdout.readline() == "ready\n"
+        if ending in SIGNALS:
+            trainer.send_signal(SIGNALS[ending])
+    return reader(uri), {ending: _output(trainer) for ending, trainer in trainers.items()}
+
+
+def _output(trainer):
+    # Not communicate: the forked child keeps the pipe open.
+    trainer.wait(timeout=60)
+    os.set_blocking(trainer.stdout.fileno(), False)
+    text = trainer.stdout.read()
+    trainer.stdout.close()
+    return text
+
+
+@pytest.fixture
+def settled(ended, until):
+    store, _ = ended
+
+    def wait(ending):
+        def over():
+            runs = store.named("endings", ending)
+            return bool(runs) and runs[0].info.status != "RUNNING"
+
+        until(over)
+        (run,) = store.named("endings", ending)
+        return run
+
+    return wait
+
+
+@pytest.mark.parametrize("ending", EXPECTED)
+def test_status_and_error_tag_tell_how_the_process_ended(settled, ending):
+    run = settled(ending)
+    assert (run.info.status, run.data.tags.get("error")) == EXPECTED[ending]
+
+
+@pytest.mark.parametrize("ending", EXPECTED)
+def test_every_recorded_point_is_stored_exactly_once(ended, settled, ending):
+    store, _ = ended
+    run = settled(ending)
+    expected = [(step, 1_700_000_000_000 + step, 1 / step) for step in range(1, STEPS + 1)]
+    assert store.points(run.info.run_id, "train/loss") == expected
+
+
+def test_nothing_of_mlflow_reaches_the_trainers_output(ended):
+    _, outputs = ended
+    assert not any(outputs.values())
+
+
+def test_the_working_directory_stays_clean(ended, settled, tmp_path_factory):
+    store, outputs = ended
+    folder = tmp_path_factory.getbasetemp()
+    assert not list(folder.rglob("mlruns"))

@@ -1,0 +1,91 @@
+"""The journal keeps every record as it was, also what a crash leaves behind."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from runner.errors import TrackingError
+from runner.tracking.journal import Journal, owner_lives, read
+
+
+@pytest.fixture
+def journal(tmp_path):
+    journal = Journal(tmp_path / "run")
+    yield journal
+    journal.close()
+
+
+def records(journal):
+    return [record for record, _ in read(journal.path)]
+
+
+def test_records_are_readable_at_once_and_floats_are_bit_equal(journal):
+    values = {"a": 0.1 + 0.2, "b": 5e-324, "c": 1.7976931348623157e308, "d": -0.0}
+    journal.metrics([(3, 1700, values)])
+    assert records(journal) == [{"kind": "metrics", "step": 3, "time": 1700, "values": values}]
+
+
+def test_non_finite_values_survive(journal):
+    journal.metrics([(1, 1, {"inf": math.inf, "low": -math.inf, "nan": math.nan})])
+    values = records(journal)[0]["values"]
+    assert (values["inf"], values["low"]) == (math.inf, -math.inf)
+    assert math.isnan(values["nan"])
+
+
+def test_numbers_of_other_libraries_become_plain(journal):
+    journal.metrics([(1, 1, {"a": np.float32(0.5), "b": np.float64(0.25), "c": 2})])
+    assert records(journal)[0]["values"] == {"a": 0.5, "b": 0.25, "c": 2}
+
+
+def test_a_block_keeps_its_order(journal):
+    journal.metrics((step, step, {"a": step}) for step in range(500))
+    assert [record["step"] for record in records(journal)] == list(range(500))
+
+
+def test_reading_goes_on_from_an_offset(journal):
+    journal.metrics([(1, 1, {"a": 1}), (2, 2, {"a": 2})])
+    (_, middle), (_, end) = read(journal.path)
+    assert [record["step"] for record, _ in read(journal.path, middle)] == [2]
+    assert list(read(journal.path, end)) == []
+
+
+def test_an_unfinished_line_waits_and_a_damaged_one_is_named(journal):
+    journal.append("tags", values={"a": "1"})
+    with journal.path.open("ab") as file:
+        file.write(b'{"kind":"metr\n12\n{"kind":"end"')
+    assert [record["kind"] for record in records(journal)] == ["tags", "damaged", "damaged"]
+
+
+def test_two_runs_in_one_folder_have_a_journal_each(journal, tmp_path):
+    other = Journal(tmp_path / "run")
+    assert (journal.path.name, other.path.name) == ("journal.jsonl", "journal-2.jsonl")
+    other.close()
+
+
+def test_the_owner_is_known_to_live_until_it_closes(journal):
+    assert owner_lives(journal.path)
+    journal.close()
+    assert not owner_lives(journal.path)
+
+
+def test_a_full_disk_is_told_with_the_path(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.write", full)
+    with pytest.raises(TrackingError, match=r"journal\.jsonl cannot be written: No space"):
+        journal.append("tags", values={})
+    monkeypatch.undo()
+    journal.close()
+
+
+def test_the_trainers_side_imports_neither_mlflow_nor_torch():
+    code = "import sys, runner.tracking.mlflow, runner.tracking.none; "
+    code += "print([name for name in ('mlflow', 'torch', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

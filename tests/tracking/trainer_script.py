@@ -1,0 +1,52 @@
+"""A small trainer for tests that end a real process: python trainer_script.py URI FOLDER ENDING.
+
+Prints "ready" after its last record, then ends in the way that ENDING names.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from runner.tracking.base import RunInfo
+from runner.tracking.mlflow import MlflowTracker
+
+STEPS = 400
+
+
+def main(uri: str, folder: str, ending: str) -> None:
+    tracker = MlflowTracker(uri=uri, experiment="endings")
+    sweep = "night" if ending == "child" else None
+    tracker.open(RunInfo(Path(folder), params={"ending": ending}, name=ending, sweep=sweep))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped(tracker))
+    for step in range(1, STEPS + 1):
+        values = {"train/loss": 1 / step, "train/lr": step / 3}
+        tracker.metrics(step, 1_700_000_000_000 + step, values)
+    print("ready", flush=True)
+    assert "mlflow" not in sys.modules
+    end(tracker, ending)
+
+
+def stopped(tracker: MlflowTracker) -> None:
+    tracker.close("KILLED", "stopped by a signal")
+    os._exit(143)
+
+
+def end(tracker: MlflowTracker, ending: str) -> None:
+    if ending in ("finished", "child"):
+        tracker.close("FINISHED")
+    elif ending == "failed":
+        tracker.close("FAILED", "ValueError: loss is nan")
+    elif ending == "forked":
+        if os.fork() == 0:  # as a data loader's worker: holds the writer's pipe open
+            time.sleep(20)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif ending != "unclosed":
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
