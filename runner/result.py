@@ -114,7 +114,7 @@ def number(value: float | None) -> str:
 
 
 def sweep_table(results: Sequence[RunResult]) -> Table:
-    """Every job of a sweep with its result or its error."""
+    """Every job of a sweep with its result."""
     qualities = sorted({r.quality for r in results if r.quality})
     quality = qualities[0] if len(qualities) == 1 else "quality"
     table = Table(title="sweep", title_justify="left")
@@ -123,14 +123,11 @@ def sweep_table(results: Sequence[RunResult]) -> Table:
         table.add_column(name, justify="left" if name in ("job", "status") else "right")
     for name in ["skipped", "final scale"] if scaled else []:
         table.add_column(name, justify="right")
-    errors = any(r.error for r in results)
-    if errors:
-        table.add_column("error", overflow="fold")
     for r in results:
         row: list[Any] = [r.label, r.status, number(r.metrics.get(r.quality)),
                           number(r.examples_per_second), number(r.peak_memory_mib)]  # fmt: skip
         if scaled:
             skipped = "" if r.skipped_steps is None else str(r.skipped_steps)
             row += [skipped, number(r.loss_scale)]
-        table.add_row(*row, *([r.error.splitlines()[0] if r.error else ""] if errors else []))
+        table.add_row(*row)
     return table

@@ -51,6 +51,9 @@ class Sweep:
         if results:
             console.print()
             console.print(sweep_table(results))
+            for result in results:
+                if result.error:
+                    console.print(f"{result.label}: {result.error}", markup=False)
             for path in write_report(self.folder, results):
                 self.tracker.artifact(path)
         bad = [r for r in results if r.status in ("failed", "stopped")]

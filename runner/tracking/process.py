@@ -137,6 +137,8 @@ class WriterProcess:
             status = process.wait()
             with self._lock:
                 process.stdout.close()
+                if process.stdin:
+                    process.stdin.close()
                 if not self._revive(status):
                     self.process = None
                     return

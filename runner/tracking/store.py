@@ -147,13 +147,15 @@ def cut(text: str, limit: int) -> str:
 @lru_cache(maxsize=10_000)
 def legal_name(name: str) -> str:
     """The name with each character that this MLflow refuses replaced by an underscore."""
-    if not validation.validate_param_and_metric_name(name):
-        name = "".join(
-            char if validation.validate_param_and_metric_name(char) else "_" for char in name
-        )
+    if not _legal(name):
+        name = "".join(char if _legal(f"a{char}a") else "_" for char in name)
     if validation.path_not_unique(name):  # a//b, ./a, /a: names may become files
         name = re.sub(r"^(\.*/)+", "", posixpath.normpath(name)).strip(".") or "_"
     return name[: validation.MAX_ENTITY_KEY_LENGTH]
+
+
+def _legal(name: str) -> bool:
+    return bool(validation.validate_param_and_metric_name(name))
 
 
 def _distinct(values: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,207 @@
+"""What MLflow holds after a run: everything, once, under the right run. Real SQLite store."""
+
+import logging
+import math
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from runner.errors import TrackingError
+from runner.tracking.base import RunInfo
+from runner.tracking.mlflow import MlflowTracker, settle
+from runner.tracking.process import shared_writer
+
+KEYS = tuple(f"train/metric_{number}" for number in range(7))
+
+
+@pytest.fixture
+def begin(store, tmp_path):
+    """Opens a run; its folder is under tmp_path."""
+    opened = []
+
+    def start(name, experiment="runs", **info):
+        tracker = MlflowTracker(uri=store.uri, experiment=experiment, tags={"team": "a"})
+        tracker.open(RunInfo(tmp_path / name, name=name, **info))
+        opened.append(tracker)
+        return tracker
+
+    yield start
+    for tracker in opened:
+        tracker.close("FINISHED")
+
+
+def block(first, last):
+    return [
+        (step, 1_700_000_000_000 + step, {key: math.sin(step) for key in KEYS})
+        for step in range(first, last + 1)
+    ]
+
+
+def expected(last):
+    return [(step, time_ms, values[KEYS[0]]) for step, time_ms, values in block(1, last)]
+
+
+def test_a_finished_run_holds_everything(begin, store, tmp_path):
+    params = {"model.width": "64", "a[1]@b": "x", "long": "y" * 20_000}
+    params |= {f"many.{number}": str(number) for number in range(250)}
+    tracker = begin("whole", params=params, tags={"precision": "32-true", "git_commit": "abc"})
+    tracker.metrics_many(block(1, 900))
+    tracker.tags({"converted": "53/54"})
+    (tmp_path / "plot.txt").write_text("a plot")
+    tracker.artifact(tmp_path / "plot.txt", "plots")
+    tracker.close("FINISHED")
+    tracker.check()
+
+    run = store.run(tracker.run_id)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "whole")
+    assert run.info.experiment_id == tracker.experiment_id
+    assert len(run.data.params) == 253
+    assert run.data.params["a_1__b"] == "x"
+    assert len(run.data.params["long"]) >= 500
+    tags = {"precision": "32-true", "team": "a", "converted": "53/54"}
+    assert tags.items() <= run.data.tags.items()
+    assert run.data.tags["mlflow.source.git.commit"] == "abc"
+    assert [file.path for file in store.client.list_artifacts(tracker.run_id, "plots")] == [
+        "plots/plot.txt"
+    ]
+    for key in KEYS:
+        assert store.points(tracker.run_id, key) == expected(900)
+
+
+def test_a_record_of_more_values_than_one_call_takes(begin, store):
+    tracker = begin("wide")
+    tracker.metrics(1, 1, {f"fp8/amax/{number}": number / 7 for number in range(2_500)})
+    tracker.close("FINISHED")
+    metrics = store.run(tracker.run_id).data.metrics
+    assert metrics == {f"fp8/amax/{number}": number / 7 for number in range(2_500)}
+
+
+def test_non_finite_values_do_not_stop_the_rest(begin, store):
+    tracker = begin("overflow")
+    tracker.metrics(1, 1, {"a": math.inf, "b": math.nan, "c": 1.0})
+    tracker.metrics(2, 2, {"a": 2.0, "b": 2.0, "c": 2.0})
+    tracker.close("FINISHED")
+    assert [value for *_, value in store.points(tracker.run_id, "c")] == [1.0, 2.0]
+    assert store.points(tracker.run_id, "a")[0][2] > 1e308
+
+
+def test_a_run_in_progress_shows_its_first_points_without_close(begin, store, until):
+    tracker = begin("early")
+    tracker.metrics(1, 1, {"a": 1.0})
+    until(lambda: tracker.run_id is not None)
+    until(lambda: store.points(tracker.run_id, "a") == [(1, 1, 1.0)], seconds=5)
+
+
+def test_children_are_nested_under_the_sweeps_run(begin, store, tmp_path, trainer_command):
+    """Three children: two of this process, one of another that starts before the parent."""
+    command = [*trainer_command, store.uri, str(tmp_path / "other"), "child"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        parent = begin("parent", experiment="endings", sweep="night", role="sweep")
+        children = [begin(f"job{n}", experiment="endings", sweep="night") for n in range(2)]
+        for child in children:
+            child.metrics_many(block(1, 50))
+            child.close("FINISHED")
+        other.communicate(timeout=60)
+    parent.close("FINISHED")
+
+    query = f"tags.`mlflow.parentRunId` = '{parent.run_id}'"
+    nested = store.client.search_runs([parent.experiment_id], query)
+    assert {run.info.run_name for run in nested} == {"job0", "job1", "child"}
+    assert {run.data.tags["sweep_id"] for run in nested} == {"night"}
+    assert store.run(parent.run_id).data.tags["role"] == "sweep"
+    assert all(store.points(child.run_id, KEYS[0]) == expected(50) for child in children)
+
+
+def test_a_killed_writer_is_replaced_and_nothing_is_lost_or_doubled(begin, store, until, caplog):
+    tracker = begin("orphaned")
+    tracker.metrics_many(block(1, 600))
+    until(lambda: tracker.run_id is not None)
+    with caplog.at_level(logging.WARNING, "runner.tracking"):
+        os.kill(shared_writer().process.pid, signal.SIGKILL)
+        tracker.metrics_many(block(601, 1200))
+        tracker.close("FINISHED")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "started again" in caplog.text
+    assert store.run(tracker.run_id).info.status == "FINISHED"
+    assert store.points(tracker.run_id, KEYS[0]) == expected(1200)
+
+
+def test_runs_left_behind_with_their_writer_are_settled(store, trainer_command, tmp_path, begin):
+    command = [*trainer_command, store.uri, str(tmp_path / "left"), "sleep"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
+        trainer.stdout.readline()
+        os.kill(_child(trainer.pid), signal.SIGSTOP)  # or it would settle the run itself
+        writer = _child(trainer.pid)
+        trainer.kill()
+        os.kill(writer, signal.SIGKILL)
+    alive = begin("alive")
+    assert settle(tmp_path) == 1
+    (run,) = store.named("endings", "sleep")
+    assert run.info.status == "KILLED"
+    assert len(store.points(run.info.run_id, "train/loss")) == 400
+    assert settle(tmp_path) == 0
+    alive.close("FINISHED")
+    assert store.run(alive.run_id).info.status == "FINISHED"
+
+
+def _child(pid):
+    """The one child process of `pid`."""
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True)
+    return int(found.stdout.split()[0])
+
+
+def test_a_lost_offset_doubles_nothing(begin, store, tmp_path):
+    """The writer died after a batch was stored and before it noted so."""
+    tracker = begin("twice")
+    tracker.metrics_many(block(1, 300))
+    tracker.close("FINISHED")
+    state = tmp_path / "twice" / "journal.state"
+    state.write_bytes(b'{"tried": true, "run_id": null, "offset": 0}')
+    assert settle(tmp_path) == 1
+    (run,) = store.named("runs", "twice")
+    assert store.points(run.info.run_id, KEYS[0]) == expected(300)
+
+
+def test_a_deleted_experiment_is_refused_with_the_way_back(begin, store, until):
+    store.client.delete_experiment(store.client.create_experiment("old"))
+    tracker = begin("refused", experiment="old")
+    until(lambda: tracker._followed.refused is not None)
+    with pytest.raises(TrackingError, match=r"'old' .* mlflow experiments restore --experiment-id"):
+        tracker.check()
+    start = time.monotonic()
+    tracker.close("FAILED")
+    assert time.monotonic() - start < 1
+
+
+def test_a_missing_artifact_is_told_and_the_run_goes_on(begin, store, tmp_path, caplog):
+    tracker = begin("gap")
+    tracker.artifact(tmp_path / "no such file")
+    tracker.metrics(1, 1, {"a": 1.0})
+    with caplog.at_level(logging.WARNING, "runner.tracking"):
+        tracker.close("FINISHED")
+    assert "no such file" in caplog.text
+    assert store.points(tracker.run_id, "a") == [(1, 1, 1.0)]
+    assert store.run(tracker.run_id).info.status == "FINISHED"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    tracker = MlflowTracker(uri=f"sqlite:///{tmp_path}/file/mlflow.db")
+    tracker.open(RunInfo(tmp_path / "run"))
+    tracker.close("FINISHED")
+    with pytest.raises(TrackingError, match="cannot be written"):
+        tracker.check()
+    assert "tracking=none" in caplog.text
+
+
+def test_records_outside_open_and_close_are_a_mistake(begin):
+    tracker = begin("closed")
+    tracker.close("FINISHED")
+    with pytest.raises(TrackingError, match="not open"):
+        tracker.metrics(1, 1, {"a": 1.0})
+    with pytest.raises(TrackingError, match="not open"):
+        MlflowTracker().tags({})

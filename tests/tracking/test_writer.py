@@ -1,0 +1,213 @@
+"""What the writer does when a store fails, without a store."""
+
+import json
+import os
+import time
+
+import pytest
+
+from runner.tracking import follow, writer
+from runner.tracking.follow import Follower, next_batch
+from runner.tracking.journal import Journal
+from runner.tracking.progress import Progress
+from runner.tracking.store import MAX_POINTS, RefusedError, UnreachableError
+
+START = {"id": "1", "time": 1, "uri": "fake", "experiment": "e", "name": None, "params": {}}
+START |= {"tags": {}, "sweep": None, "role": "run"}
+
+
+class FakeStore:
+    """Takes everything, except that each call first raises the next of `failures`."""
+
+    def __init__(self):
+        self.failures = []
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args):
+            if self.failures and (failure := self.failures.pop(0)):
+                raise failure
+            self.calls.append((name, *args))
+            return {"find_run": None}.get(name, name)
+
+        return call
+
+    def named(self, name):
+        return [args for called, *args in self.calls if called == name]
+
+
+class FakeStores:
+    def __init__(self, store):
+        self.store, self.parents = store, {}
+
+    def get(self, uri):
+        return self.store
+
+
+@pytest.fixture
+def journal(tmp_path):
+    journal = Journal(tmp_path)
+    yield journal
+    journal.close()
+
+
+@pytest.fixture
+def work(journal, monkeypatch):
+    """A writer on a fake store with one journal; `events` are what it tells the trainer."""
+    receive, send = os.pipe()
+    one = writer.Writer(os.getpid(), send)
+    store = one.store = FakeStore()
+    name = one.name = str(journal.path)
+    follower = Follower(
+        journal.path, FakeStores(store), lambda *args, **kw: one._emit(name, *args, **kw)
+    )
+    task = one._tasks[name] = one.task = writer.Task(follower)
+    monkeypatch.setattr(follow, "PARTIAL_SECONDS", 0.0)
+
+    def turn(seconds_later=0.0):
+        if seconds_later:
+            now = time.monotonic() + seconds_later
+            monkeypatch.setattr(time, "monotonic", lambda: now)
+        while name in one._tasks and one._work(name, task):
+            pass
+
+    def events():
+        os.set_blocking(receive, False)
+        try:
+            lines = os.read(receive, 65536).splitlines()
+        except BlockingIOError:
+            return []
+        return [event for event in map(json.loads, lines) if event["event"] != "progress"]
+
+    one.turn, one.events = turn, events
+    yield one
+    follower.progress.release()
+    os.close(receive)
+    os.close(send)
+
+
+def test_a_failing_store_is_tried_again_with_growing_pauses(work, journal):
+    journal.append("start", **START)
+    work.store.failures = [UnreachableError("away")] * 6
+    pauses = []
+    for _ in range(6):
+        before = time.monotonic()
+        work.turn(seconds_later=10)
+        pauses.append(round(work.task.retry_at - time.monotonic(), 1))
+        assert before < time.monotonic()
+    assert pauses == [0.5, 1, 2, 4, 5, 5]
+    work.turn(seconds_later=10)
+    assert work.task.follower.progress.run_id == "create_run"
+
+
+def test_a_pause_is_kept(work, journal):
+    journal.append("start", **START)
+    work.store.failures = [UnreachableError("away")]
+    work.turn()
+    work.turn(seconds_later=0.1)
+    assert work.store.calls == []
+
+
+def test_a_store_that_stays_away_is_told_once_and_may_still_come_back(work, journal):
+    journal.append("start", **START)
+    away = "request failed (NewConnectionError('[Errno 111] Connection refused'))"
+    work.store.failures = [UnreachableError(away)] * 9
+    for _ in range(9):
+        work.turn(seconds_later=10)
+    (event,) = work.events()
+    assert event["fatal"]
+    assert "([Errno 111] Connection refused)" in event["message"]
+    work.turn(seconds_later=10)
+    assert [event["event"] for event in work.events()] == ["opened"]
+
+
+def test_a_refused_run_is_closed(work, journal):
+    journal.append("start", **START)
+    work.store.failures = [RefusedError("no such permission\n[SQL: ...]")]
+    work.turn()
+    error, closed = work.events()
+    assert (error["fatal"], error["message"]) == (True, "no such permission")
+    assert (closed["event"], closed["complete"]) == ("closed", False)
+
+
+def test_a_refused_batch_is_left_out_and_the_rest_goes_on(work, journal):
+    journal.append("start", **START)
+    work.turn()
+    journal.append("tags", values={"bad": "1"})
+    journal.append("tags", values={"good": "1"})
+    journal.append("end", status="FINISHED", error=None, time=9)
+    work.store.failures = [RefusedError("bad tag")]
+    work.turn()
+    assert [event["event"] for event in work.events()] == ["opened", "error", "closed"]
+    assert work.store.named("log_tags") == [["create_run", {"good": "1"}]]
+    assert work.store.named("end_run") == [["create_run", "FINISHED", 9]]
+
+
+def test_a_doubtful_answer_is_a_refusal_after_a_while(work, journal):
+    journal.append("start", **START)
+    work.turn()
+    journal.append("tags", values={"a": "1"})
+    work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 5
+    for _ in range(5):
+        work.turn(seconds_later=10)
+    assert [event["event"] for event in work.events()] == ["opened", "error"]
+
+
+def test_a_bug_or_a_lost_journal_ends_one_run_only(work, journal):
+    journal.append("start", **START)
+    work.turn()
+    journal.path.unlink()
+    work.turn()
+    assert [event["event"] for event in work.events()] == ["opened", "error", "closed"]
+
+
+def test_a_creation_whose_answer_was_lost_is_looked_up(work, journal):
+    journal.append("start", **START)
+    work.store.failures = [None, UnreachableError("timeout")]  # experiment, create_run
+    work.turn()
+    assert work.store.named("find_run") == []
+    work.turn(seconds_later=1)
+    assert work.store.named("find_run") == [["experiment", {"mlflow.runner.journal": "1"}]]
+
+
+def test_a_child_waits_for_its_parent_but_not_for_ever(work, journal):
+    journal.append("start", **{**START, "sweep": "night"})
+    work.turn()
+    assert work.store.named("create_run") == []
+    for _ in range(2):
+        work.turn(seconds_later=10)
+    assert [event["event"] for event in work.events()] == ["error", "opened"]
+
+
+def test_a_batch_fills_one_call_and_never_splits_a_record(journal):
+    journal.metrics((step, step, dict.fromkeys("abcdefg", 1.0)) for step in range(300))
+    batch = next_batch(journal.path, 0)
+    assert batch.complete
+    assert len(batch.points) == MAX_POINTS // 7 * 7
+    rest = next_batch(journal.path, next_batch(journal.path, batch.end).end)
+    assert (rest.complete, len(rest.points)) == (False, 2100 - 2 * len(batch.points))
+
+
+def test_another_kind_of_record_completes_a_batch(journal):
+    journal.metrics([(1, 1, {"a": 1.0})])
+    journal.append("tags", values={})
+    assert next_batch(journal.path, 0).complete
+
+
+def test_progress_survives_a_writer_and_admits_one_at_a_time(journal):
+    first, second = Progress(journal.path), Progress(journal.path)
+    assert first.claim()
+    assert not second.claim()
+    first.save(run_id="r", offset=7)
+    first.release()
+    assert second.claim()
+    assert (second.run_id, second.offset, second.done) == ("r", 7, False)
+    second.release()
+
+
+def test_a_torn_progress_file_starts_over_and_looks_for_the_run(journal):
+    journal.path.with_suffix(".state").write_bytes(b'{"run_id": "r", "off')
+    progress = Progress(journal.path)
+    assert progress.claim()
+    assert (progress.run_id, progress.offset, progress.tried) == (None, 0, True)
+    progress.release()
