@@ -135,20 +135,18 @@ WAYS: dict[str, Callable[[int, Path], Cost]] = {
 
 
 def table(costs: dict[str, list[Cost]]) -> str:
-    """One row per way: medians over the rounds, and the range of the extra wall time."""
-    base = statistics.median(cost.wall for cost in costs["list"])
-    base_cpu = statistics.median(cost.cpu for cost in costs["list"])
+    """One row per way: medians over the rounds of the difference from the same round's list."""
     rows = ["| way | loop ms/step | over the list (range) | own CPU over the list | close s |"]
     rows.append("|---|---|---|---|---|")
     for way, found in costs.items():
-        walls = [cost.wall for cost in found]
-        cpu = statistics.median(cost.cpu for cost in found)
+        pairs = list(zip(found, costs["list"], strict=True))
+        extra = [cost.wall - base.wall for cost, base in pairs]
+        cpu = statistics.median(cost.cpu - base.cpu for cost, base in pairs)
+        wall = statistics.median(cost.wall for cost in found)
         close = statistics.median(cost.close for cost in found)
-        extra = f"{statistics.median(walls) - base:+.3f}"
-        spread = f"({min(walls) - base:+.3f} … {max(walls) - base:+.3f})"
         rows.append(
-            f"| {way} | {statistics.median(walls):.3f} | {extra} {spread} "
-            f"| {cpu - base_cpu:+.3f} | {close:.2f} |"
+            f"| {way} | {wall:.3f} | {statistics.median(extra):+.3f} "
+            f"({min(extra):+.3f} … {max(extra):+.3f}) | {cpu:+.3f} | {close:.2f} |"
         )
     return "\n".join(rows)
 
@@ -157,7 +155,9 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "mlflow"))
-    return f"{names[0]}, {os.cpu_count()} cores; Python {platform.python_version()}, {packages}"
+    load = f"load average {os.getloadavg()[0]:.1f}"
+    python = f"Python {platform.python_version()}"
+    return f"{names[0]}, {os.cpu_count()} cores, {load}; {python}, {packages}"
 
 
 def main() -> None:

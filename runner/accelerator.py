@@ -87,7 +87,9 @@ def choose(spec: AcceleratorSpec) -> Accelerator:
         Unavailable: this machine lacks it.
     """
     if spec.name not in KINDS:
-        raise ConfigError(f"accelerator.name={spec.name} is not known. Allowed: {', '.join(KINDS)}.")
+        raise ConfigError(
+            f"accelerator.name={spec.name} is not known. Allowed: {', '.join(KINDS)}."
+        )
     here = available()
     kind = here[0] if spec.name == "auto" else spec.name
     if kind not in here:

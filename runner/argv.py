@@ -6,25 +6,30 @@ from importlib.resources import files
 from pathlib import Path
 
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-_PRECISION = re.compile(r"^(?P<key>\+{0,2}precision=)(?P<call>choice\()?(?P<names>.*?)(?P<end>\))?$")
+_PRECISION = re.compile(
+    r"^(?P<key>\+{0,2}precision=)(?P<call>choice\()?(?P<names>.*?)(?P<end>\))?$"
+)
 
 
 def rewrite(argv: Sequence[str]) -> list[str]:
-    """Legacy precision names spelled out, and `checkpoint=<what>` as the key that holds it.
+    """Legacy precision names spelled out, numbers quoted where a group's option is wanted, and
+    `checkpoint=<what>` as the key that holds it.
 
-    `precision=16` would reach Hydra as a number and `precision=32,"16"` as a mixture; both
-    become names, in single runs and in sweeps, quoted or not.
+    Hydra would read `precision=16` as a number and die of it, in single runs and in sweeps.
     """
-    return [_checkpoint(_precision(text)) for text in argv]
+    return [_checkpoint(_option(text)) for text in argv]
 
 
-def _precision(text: str) -> str:
-    match = _PRECISION.match(text)
+def _option(text: str) -> str:
+    match = _GROUP.match(text)
     if match is None:
         return text
-    names = [name.strip().strip("\"'") for name in match["names"].split(",")]
-    spelled = ",".join(PRECISION_ALIASES.get(name, name) for name in names)
-    return f"{match['key']}{match['call'] or ''}{spelled}{match['end'] or ''}"
+    names = [name.strip() for name in match["names"].split(",")]
+    if match["group"] == "precision":
+        bare = [name.strip("\"'") for name in names]
+        names = [PRECISION_ALIASES.get(b, n) for b, n in zip(bare, names, strict=True)]
+    quoted = ",".join(f"'{name}'" if _NUMBER.match(name) else name for name in names)
+    return f"{match['plus']}{match['group']}={match['call'] or ''}{quoted}{match['end'] or ''}"
 
 
 def _checkpoint(text: str) -> str:

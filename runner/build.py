@@ -115,9 +115,7 @@ def build_loaders(spec: RunSpec, splits: Splits, device: torch.device) -> tuple[
     return train, Loader(splits.val, shuffle=False, **common)
 
 
-def build_driven(
-    spec: RunSpec, model: nn.Module, precision: Precision, steps: int
-) -> list[Driven]:
+def build_driven(spec: RunSpec, model: nn.Module, precision: Precision, steps: int) -> list[Driven]:
     """Optimizers over the trainable parameters, each with its schedule.
 
     Args:
@@ -146,7 +144,7 @@ def build_driven(
 def shares(
     node: Mapping[str, Any], model: nn.Module, named: dict[str, nn.Parameter]
 ) -> list[tuple[str, Mapping[str, Any], list[nn.Parameter]]]:
-    """Each optimizer's key, node and parameters; every parameter goes to the first that takes it."""
+    """Each optimizer's key, node and parameters; a parameter goes to the first that takes it."""
     if "_target_" in node:
         return [("optimizer", node, list(named.values()))]
     left, shares = dict(named), []
@@ -160,7 +158,8 @@ def shares(
         left = {n: p for n, p in left.items() if n not in taken}
         shares.append((f"optimizer.{key}", part, list(taken.values())))
     if left:
-        raise ConfigError(f"No optimizer takes: {', '.join(list(left)[:6])}. Give one match: null.")
+        names = ", ".join(list(left)[:6])
+        raise ConfigError(f"No optimizer takes: {names}. Give one of them match: null.")
     return shares
 
 
@@ -174,9 +173,7 @@ def _takes(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bool
     return param.ndim == 2 and not isinstance(module, nn.Embedding) and module is not linears[-1]
 
 
-def build_optimizer(
-    key: str, node: Mapping[str, Any], params: list[nn.Parameter]
-) -> Optimizer:
+def build_optimizer(key: str, node: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
     """One optimizer, fused where torch has a fused kernel for these parameters and the config
     does not say otherwise."""
     target = locate(node["_target_"])

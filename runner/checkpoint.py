@@ -71,14 +71,15 @@ def find(where: str, tracking_uri: str | None = None) -> Path:
 
 def _folder_of_run(run_id: str, tracking_uri: str | None) -> Path:
     """A run keeps its output folder as a tag. mlflow is imported here only."""
-    import mlflow
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
 
     from runner.tracking.uri import resolve_uri
 
     uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
     try:
-        run = mlflow.MlflowClient(uri).get_run(run_id)
-    except mlflow.exceptions.MlflowException:
+        run = MlflowClient(uri).get_run(run_id)
+    except MlflowException:
         raise ConfigError(
             f"checkpoint={run_id} is neither a file, a folder nor the id of a run in {uri}."
         ) from None

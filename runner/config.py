@@ -83,11 +83,15 @@ def locate(path: str) -> Callable[..., Any]:
         try:
             found: Any = import_module(module_name)
         except ModuleNotFoundError as error:
-            if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            if error.name and (
+                module_name == error.name or module_name.startswith(f"{error.name}.")
+            ):
                 continue
             raise ConfigError(f"{path} does not import: {error}.") from error
         except Exception as error:
-            raise ConfigError(f"{path} does not import: {type(error).__name__}: {error}.") from error
+            raise ConfigError(
+                f"{path} does not import: {type(error).__name__}: {error}."
+            ) from error
         for name in parts[cut:]:
             if not hasattr(found, name):
                 raise ConfigError(f"{path} does not import: {module_name} has no {name}.")
@@ -136,7 +140,8 @@ def check_targets(spec: RunSpec) -> list[str]:
 
 def _binding(key: str, node: Mapping[str, Any], target: Any, leading: int) -> Iterator[str]:
     if not callable(target):
-        yield f"{key}._target_={node['_target_']} is a {type(target).__name__}, not a class or function."
+        kind = type(target).__name__
+        yield f"{key}._target_={node['_target_']} is a {kind}, not a class or function."
         return
     try:
         parameters = list(signature(target).parameters.values())[leading:]
@@ -175,4 +180,6 @@ def _accepts_text(hint: Any) -> bool:
     if get_origin(hint) is Union or hasattr(hint, "__args__"):
         options = get_args(hint)
         return any(_accepts_text(o) for o in options) or any(isinstance(o, str) for o in options)
-    return not (isinstance(hint, type) and hint in (int, float, bool, type(None), list, tuple, dict))
+    return not (
+        isinstance(hint, type) and hint in (int, float, bool, type(None), list, tuple, dict)
+    )

@@ -39,7 +39,7 @@ def fit(
     *,
     flush_every: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
-    first: AbstractContextManager[object] = nullcontext(),
+    first: AbstractContextManager[object] | None = None,
 ) -> Iterator[Record]:
     """Train, yielding a block of step records whenever they reach the host, and an evaluation at
     each boundary and at the end. The records of a block end at state.step.
@@ -63,7 +63,7 @@ def fit(
         step = state.step + 1
         at_eval = step % every == 0 or step == last
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
-        with first if not state.step else nullcontext():
+        with (first if state.step == 0 else None) or nullcontext():
             pending.append(train_step(state, micros))
         stop = stopped()
         at_flush = step % train.log_every == 0 or (flush_every and step % flush_every == 0)

@@ -35,7 +35,9 @@ def plan(
     optimizer = {key: (node, params) for key, node, params in shares(spec.optimizer, model, named)}
     console.print(_overview(spec, origin, precision, accelerator, model, optimizer))
     for row in report.modules:
-        console.print(f"{'converted' if row.done else 'skipped'}  {row.module} ({row.kind}) {row.why}")
+        console.print(
+            f"{'converted' if row.done else 'skipped'}  {row.module} ({row.kind}) {row.why}"
+        )
     islands = [n for n, m in model.named_modules() if isinstance(m, Float32Island)]
     if islands:
         console.print(f"kept in float32: {', '.join(islands)}", markup=False)
@@ -64,14 +66,15 @@ def _overview(
     trainable = [p for p in params if p.requires_grad]
     state = sum(_state_bytes(key, *pair) for key, pair in optimizers.items())
     weights, grads = _bytes([*params, *buffers]), _bytes(trainable)
+    scale = precision.scale(torch.device("cpu")).value
     train = spec.train
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.epochs} epochs"
     rows = {
         "device": accelerator.name,
         "stored in": _dtypes(model),
         "computed in": str(precision.compute).removeprefix("torch."),
-        "loss scale": "yes" if type(precision.scale(torch.device("cpu"))).__name__ != "NoScale" else "no",
-        "parameters": f"{sum(p.numel() for p in params):,} ({sum(p.numel() for p in trainable):,} trainable)",
+        "loss scale": "none" if scale is None else f"from {scale.item():g}",
+        "parameters": f"{_count(params):,} ({_count(trainable):,} trainable)",
         "weights and buffers": f"{weights / MIB:.1f} MiB",
         "gradients": f"{grads / MIB:.1f} MiB",
         "optimizer state": f"{state / MIB:.1f} MiB",
@@ -83,6 +86,10 @@ def _overview(
     for name, text in rows.items():
         table.add_row(name, text)
     return table
+
+
+def _count(params: list[nn.Parameter]) -> int:
+    return sum(p.numel() for p in params)
 
 
 def _bytes(tensors: list[Any]) -> int:
@@ -106,7 +113,11 @@ def _state_bytes(key: str, node: Mapping[str, Any], params: list[nn.Parameter]) 
         optimizer = build_optimizer(key, node, [probe])
         probe.grad = torch.ones_like(probe)
         optimizer.step(None if not _wants_closure(optimizer) else lambda p=probe: p.sum())  # type: ignore[arg-type]
-        state = [v for v in optimizer.state[probe].values() if isinstance(v, torch.Tensor) and v.numel() > 1]
+        state = [
+            v
+            for v in optimizer.state[probe].values()
+            if isinstance(v, torch.Tensor) and v.numel() > 1
+        ]
         per_element = sum(v.numel() * v.element_size() for v in state) / probe.numel()
         total += int(per_element * sum(p.numel() for p in params if p.dtype is dtype))
     return total

@@ -8,7 +8,16 @@ from runner.result import RunResult, number
 
 def write_report(folder: Path, results: Sequence[RunResult]) -> list[Path]:
     """Write `report.md` into the sweep's folder and return the files written."""
-    columns = ["job", "status", "quality", "examples/s", "peak MiB", "skipped", "final scale", "error"]
+    columns = [
+        "job",
+        "status",
+        "quality",
+        "examples/s",
+        "peak MiB",
+        "skipped",
+        "final scale",
+        "error",
+    ]
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for r in results:
         quality = f"{r.quality} {number(r.metrics.get(r.quality))}" if r.quality else ""

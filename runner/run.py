@@ -103,5 +103,3 @@ def _with_checkpoint(spec: RunSpec, origin: Origin) -> RunSpec:
     saved = checkpoint.load(path)["spec"]
     own = {key: saved[key] for key in ("model", "data", "task") if not origin.touches(key)}
     return replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **own)
-
-

@@ -106,7 +106,7 @@ class RunSpec:
         if self.mode not in MODES:
             yield f"mode={self.mode} is not known. Allowed: {', '.join(MODES)}."
         if self.mode == "evaluate" and self.checkpoint.path is None:
-            yield "mode=evaluate needs what to load: checkpoint=<file, run folder or MLflow run id>."
+            yield "mode=evaluate needs what to load: checkpoint=<file, folder or run id>."
         if self.seed < 0:
             yield f"seed={self.seed} is negative. Allowed: 0 and up."
         yield from self._not_positive()
@@ -125,7 +125,7 @@ class RunSpec:
                     yield f"{part}.{key}={value} is too small. Allowed: 1 and up."
         clip = self.train.clip_norm
         if clip is not None and not clip > 0:
-            yield f"train.clip_norm={clip} does not clip. Allowed: above 0, or null for no clipping."
+            yield f"train.clip_norm={clip} does not clip. Allowed: above 0, or null for none."
         if self.train.num_workers < 0:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
 

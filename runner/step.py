@@ -49,7 +49,7 @@ def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
 
 
 def train_step(state: TrainState, micros: Sequence[Batch]) -> Pending:
-    """Train on the micro-batches of one step; their gradients add up to those of one large batch."""
+    """Train on the micro-batches of one step; gradients add up to those of one large batch."""
     state.step += 1
     counts = [examples_in(micro) for micro in micros]
     if state.takes_closure:
@@ -106,7 +106,7 @@ def _clip(state: TrainState) -> Tensor:
 _WIDE = (torch.float32, torch.float64)
 
 
-def grad_norms(grads: Sequence[Tensor]) -> Tensor:
+def grad_norms(grads: list[Tensor]) -> Tensor:
     """2-norm of each gradient, shape [len(grads)], accumulated in float32 at least.
 
     Raises:
@@ -175,8 +175,8 @@ def collect(pending: Sequence[Pending], started: float, skipped: int) -> Steps:
         norms = torch.stack([torch.linalg.vector_norm(p.norms) for p in pending])
     columns = [losses, norms]
     if pending[0].scale is not None:
-        columns += [torch.stack([p.scale for p in pending if p.scale is not None]),
-                    torch.stack([p.found_inf for p in pending if p.found_inf is not None])]  # fmt: skip
+        columns.append(torch.stack([p.scale for p in pending if p.scale is not None]))
+        columns.append(torch.stack([p.found_inf for p in pending if p.found_inf is not None]))
     wide = torch.float32 if losses.device.type == "mps" else torch.float64
     values = torch.stack([column.to(wide) for column in columns]).tolist()
     records = []

@@ -62,20 +62,26 @@ class Sweep:
         error = f"{len(bad)} of {len(results)} jobs did not finish." if bad else None
         self.tracker.close(word, error)
         if self.tracker.run_id:
-            console.print(f"MLflow: parent run {self.tracker.run_id}; to see it: python -m runner ui")
+            console.print(
+                f"MLflow: parent run {self.tracker.run_id}; to see it: python -m runner ui"
+            )
         console.print(f"folder: {self.folder}")
         return status
 
 
 def read_results(folder: Path) -> list[RunResult]:
     """The results of a sweep's jobs in order; a job that left none is a failed one."""
-    jobs = sorted((p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()), key=lambda p: int(p.name))
+    jobs = sorted(
+        (p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()), key=lambda p: int(p.name)
+    )
     found = []
     for job in jobs:
         if (job / FILE).exists():
             found.append(RunResult.read(job))
         else:
-            found.append(RunResult("", f"job {job.name}", str(job), "failed", "died without a result"))
+            found.append(
+                RunResult("", f"job {job.name}", str(job), "failed", "died without a result")
+            )
     return found
 
 

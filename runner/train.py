@@ -118,7 +118,10 @@ def _try(this: Run, state: TrainState, loader: Loader) -> None:
     except Exception as error:
         (this.out / "error.txt").write_text(traceback.format_exc())
         shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
-        names = {key: this.origin.chosen(key, getattr(this.spec, key)) for key in ("model", "data", "task")}
+        names = {
+            key: this.origin.chosen(key, getattr(this.spec, key))
+            for key in ("model", "data", "task")
+        }
         raise ConfigError(
             f"model={names['model']} fails on the first batch of data={names['data']} (inputs "
             f"{shape}) with task={names['task']}: {type(error).__name__}: {error} "

@@ -75,4 +75,6 @@ def _port(text: str | None) -> int:
             except OSError:
                 continue
             return port
-    raise ConfigError(f"Port {text or f'{FIRST_PORT} to {LAST_PORT - 1}'} is in use. Type port=<n>.")
+    raise ConfigError(
+        f"Port {text or f'{FIRST_PORT} to {LAST_PORT - 1}'} is in use. Type port=<n>."
+    )

@@ -1,12 +1,12 @@
 """Batches of a map-style dataset, in an order that the seed and the epoch alone decide."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from runner.errors import ConfigError
 
@@ -61,17 +61,18 @@ class Loader:
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch."""
-        chosen = self.order(epoch).split(self.batch_size)
-        dataset = self.dataset
-        if type(dataset) is TensorDataset:
-            batches: Iterator[Any] = (tuple(t[i] for t in dataset.tensors) for i in chosen)
-        elif hasattr(dataset, "batch"):
-            batches = (dataset.batch(i) for i in chosen)  # type: ignore[attr-defined]
-        else:
-            batches = iter(self._dataloader([i.tolist() for i in chosen]))
+        batches = self._batches(self.order(epoch).split(self.batch_size))
         if self.device.type == "cpu":
             return batches
         return (self._move(batch) for batch in batches)
+
+    def _batches(self, chosen: Sequence[Tensor]) -> Iterator[Any]:
+        dataset = self.dataset
+        if type(dataset) is TensorDataset:
+            return (tuple(t[i] for t in dataset.tensors) for i in chosen)
+        if hasattr(dataset, "batch"):
+            return (dataset.batch(i) for i in chosen)  # type: ignore[attr-defined]
+        return iter(self._dataloader([i.tolist() for i in chosen]))
 
     def _dataloader(self, batches: list[list[int]]) -> DataLoader[Any]:
         return DataLoader(

@@ -25,9 +25,9 @@ class Guard(Observer):
             if record.loss_scale is not None and record.loss_scale < TINY_SCALE:
                 self._once(
                     "scale",
-                    f"the loss scale fell to {record.loss_scale:g} at step {record.step}: gradients "
-                    "overflow at every scale. Look for a module that leaves float16's range and "
-                    "type precision.keep_fp32=[<module>], or precision=bf16-mixed.",
+                    f"the loss scale fell to {record.loss_scale:g} at step {record.step}: "
+                    "gradients overflow at every scale. Look for a module that leaves float16's "
+                    "range and type precision.keep_fp32=[<module>], or precision=bf16-mixed.",
                 )
 
     def evaluation(self, record: EvalRecord) -> None:

@@ -26,8 +26,10 @@ from runner.errors import ConfigError
 Choice = Literal["auto", "native", "float32_accumulate"]
 Resolved = Literal["native", "float32_accumulate"]
 
-CROSSOVER = 1024
-"""Elements of a weight from which accumulating in float32 pays (bench/results/cpu_float16.md)."""
+LARGE_MATRIX = 4096
+LARGE_CONVOLUTION = 128
+"""Elements of a weight from which accumulating in float32 pays, at batches of 8 to 128 and images
+of 8x8 to 28x28 (bench/results/cpu_float16.md). A convolution reuses its weight at every pixel."""
 
 
 class Kernel(NamedTuple):
@@ -97,18 +99,24 @@ def has_native_float16() -> bool:
 def pays(model: nn.Module) -> bool:
     """Whether float32 accumulation is faster than the native kernels for this model.
 
-    True with any convolution or recurrent layer, or a weight of CROSSOVER elements outside an
-    embedding. Below that the extra 3 to 5 µs of Python per operator outweigh the gain.
+    True with a weight of LARGE_CONVOLUTION or LARGE_MATRIX elements, and with an LSTM, whose
+    native kernel raises under autocast. Below that 5 to 10 µs of Python per operator, twice
+    that for a convolution, outweigh the gain.
     """
-    tables: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
-            return True
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            tables.add(id(module.weight))
-    weights = (p for p in model.parameters() if id(p) not in tables)
+    return any(_large(module) for module in model.modules())
+
+
+def _large(module: nn.Module) -> bool:
+    """Whether one module's own weights are worth it; an embedding's are looked up, not used."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return False
+    if isinstance(module, nn.LSTM):
+        return True
+    convolution = isinstance(module, nn.modules.conv._ConvNd)
+    limit = LARGE_CONVOLUTION if convolution else LARGE_MATRIX
+    own = module.parameters(recurse=False)
     # A lazy layer has no shape yet; whoever uses one has more than a toy.
-    return any(nn.parameter.is_lazy(p) or (p.ndim > 1 and p.numel() >= CROSSOVER) for p in weights)
+    return any(nn.parameter.is_lazy(p) or (p.ndim > 1 and p.numel() >= limit) for p in own)
 
 
 def resolve(choice: Choice, model: nn.Module) -> Resolved:

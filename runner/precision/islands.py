@@ -17,12 +17,14 @@ from runner.precision.patterns import select
 
 
 class Float32Island:
-    """Mixin before a module's own class: float32 in, float32 inside, the surroundings' dtype out."""
+    """Mixin before a module's own class: float32 inside, the surroundings' dtype out."""
 
     _surroundings: torch.dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kind = next((t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "cpu")
+        kind = next(
+            (t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "cpu"
+        )
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:

@@ -48,18 +48,18 @@ class MixedPrecision(Precision):
             check_loss_scale(dict(loss_scale))
         self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
         self.compute, self.loss_scale = DTYPES[dtype], loss_scale
-        self.float32_matmul, self.cpu_float16 = float32_matmul, cpu_float16
+        self.float32_matmul = float32_matmul
+        self.cpu_float16: Choice = cpu_float16
         self._kernels = ""
         self._forward: dict[str, torch.autocast] = {}
 
     def require(self, device: torch.device) -> None:
-        if device.type == "cuda" and self.compute is torch.bfloat16:
-            if torch.cuda.get_device_capability(device) < (8, 0):
-                warnings.warn(
-                    f"{torch.cuda.get_device_name(device)} has no bfloat16 units: "
-                    f"precision={self.name} is emulated there and slow.",
-                    stacklevel=2,
-                )
+        if device.type != "cuda" or self.compute is not torch.bfloat16:
+            return
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            name = torch.cuda.get_device_name(device)
+            text = f"{name} has no bfloat16 units: precision={self.name} is emulated and slow."
+            warnings.warn(text, stacklevel=2)
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -75,7 +75,9 @@ class MixedPrecision(Precision):
         return self._kernels
 
     def convert(self, model: nn.Module) -> tuple[nn.Module, ConversionReport]:
-        half = [n for n, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+        half = [
+            n for n, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)
+        ]
         if half:
             more = f" and {len(half) - 3} more" if len(half) > 3 else ""
             raise ConfigError(

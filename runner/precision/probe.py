@@ -15,7 +15,9 @@ _HEAVY = ("convolution", "mm", "addmm", "bmm", "baddbmm", "linear", "scaled_dot_
 
 
 def _names(values: Any) -> set[str]:
-    return {str(v.dtype).removeprefix("torch.") for v in tree_leaves(values) if isinstance(v, Tensor)}
+    return {
+        str(v.dtype).removeprefix("torch.") for v in tree_leaves(values) if isinstance(v, Tensor)
+    }
 
 
 class _ComputeDtypes(TorchDispatchMode):
@@ -26,7 +28,11 @@ class _ComputeDtypes(TorchDispatchMode):
         self.probe = probe
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1].strip("_")
@@ -88,7 +94,10 @@ class DtypeProbe:
             if not (seen := self.seen.get(name)) or not seen["outputs"]:
                 continue
             stores = _names(list(module.parameters(recurse=False)))
-            columns = {"stores": stores, **{k: seen[k] for k in ("inputs", "computes", "outputs", "gradients")}}
+            columns = {
+                "stores": stores,
+                **{k: seen[k] for k in ("inputs", "computes", "outputs", "gradients")},
+            }
             row = {key: " ".join(sorted(value)) for key, value in columns.items()}
             rows.append({"module": name or "(model)", "kind": type(module).__name__, **row})
         return rows

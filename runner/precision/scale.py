@@ -169,11 +169,13 @@ def check_loss_scale(values: dict[str, Any]) -> None:
     problems = []
     for key, value in values.items():
         if key not in rules:
-            problems.append(f"precision.loss_scale.{key} is not known. Allowed: {', '.join(rules)}.")
+            problems.append(
+                f"precision.loss_scale.{key} is not known. Allowed: {', '.join(rules)}."
+            )
             continue
         holds, allowed = rules[key]
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (holds(value) if number or value is None and key == "fixed" else False):
+        if not (holds(value) if number or (value is None and key == "fixed") else False):
             problems.append(f"precision.loss_scale.{key}={value} cannot work. Allowed: {allowed}.")
     if problems:
         raise ConfigError(*problems)

@@ -2,18 +2,18 @@
 asked of require(), never kept by hand."""
 
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
-import runner.conf
 from runner.config import instantiate
 from runner.errors import Unavailable
 from runner.precision.base import Precision
 
-CONF = Path(next(iter(runner.conf.__path__))) / "precision"
+CONF = Path(str(files("runner.conf"))) / "precision"
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,9 @@ class TruePrecision(Precision):
         cpu_float16: Choice = "auto",
     ) -> None:
         if dtype not in DTYPES:
-            raise ConfigError(f"precision.dtype={dtype} is not known. Allowed: {', '.join(DTYPES)}.")
+            raise ConfigError(
+                f"precision.dtype={dtype} is not known. Allowed: {', '.join(DTYPES)}."
+            )
         if float32_matmul not in MATMUL:
             raise ConfigError(
                 f"precision.float32_matmul={float32_matmul} is not known. "
@@ -56,7 +58,8 @@ class TruePrecision(Precision):
             )
         self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
         self.storage = self.compute = DTYPES[dtype]
-        self.float32_matmul, self.cpu_float16 = float32_matmul, cpu_float16
+        self.float32_matmul = float32_matmul
+        self.cpu_float16: Choice = cpu_float16
         self._kernels = ""
         # Tensors that a forward makes itself come out in the policy's dtype.
         plain = self.storage is torch.float32
@@ -95,7 +98,7 @@ class TruePrecision(Precision):
             if isinstance(eps, float) and eps > 0 and torch.tensor(eps).half().item() == 0.0:
                 raise ConfigError(
                     f"optimizer.eps={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
-                    f"under precision={self.name}, where {eps:g} is 0 (the least above it is 6e-08), "
+                    f"under precision={self.name}, where {eps:g} is 0 (the least above is 6e-08), "
                     "and divides by it at a step whose squared gradients underflow. "
                     "Type optimizer.eps=1e-4, or precision=16-mixed."
                 )

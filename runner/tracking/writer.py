@@ -27,7 +27,7 @@ def main(parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # a batch system may signal every process
     events = os.dup(1)
     os.dup2(2, 1)  # what MLflow prints goes to the log
-    os.nice(5)  # the trainer's own threads come first
+    os.nice(10)  # the trainer's own threads come first
     _settings()
     Writer(parent, events).run()
 

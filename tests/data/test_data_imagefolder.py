@@ -35,11 +35,16 @@ def test_one_folder_is_split_once_for_all(tmp_path):
     assert val.indices == imagefolder(str(tmp_path), size=8, val_fraction=0.3).val.indices
 
 
-def test_validation_is_not_augmented(tmp_path):
-    write(tmp_path)
-    train, val = imagefolder(str(tmp_path), size=8, augment=True)
-    assert "RandomResizedCrop" in str(train.dataset.transform)
-    assert "Random" not in str(val.dataset.transform)
+@pytest.mark.parametrize("folders", [["."], ["train", "val"]])
+def test_validation_is_not_augmented(tmp_path, folders):
+    for folder in folders:
+        write(tmp_path / folder)
+    train, val = (
+        getattr(split, "dataset", split)  # the split of one folder is a Subset
+        for split in imagefolder(str(tmp_path), size=8, augment=True)
+    )
+    assert "RandomResizedCrop" in str(train.transform)
+    assert "Random" not in str(val.transform)
 
 
 def test_missing_folder(tmp_path):

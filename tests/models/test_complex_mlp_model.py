@@ -1,10 +1,10 @@
 import pytest
 import torch
-from runner.models.complex_mlp import ComplexLinear, ComplexMLP, ModReLU
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner.data.signals import signals
+from runner.models.complex_mlp import ComplexLinear, ComplexMLP, ModReLU
 
 
 def widen(model):
@@ -60,12 +60,12 @@ def test_modrelu_shrinks_magnitudes_and_keeps_phases():
 
 
 @pytest.mark.parametrize("bias", [-0.5, 0.0, 0.5])
-def test_modrelu_at_zero_has_finite_gradients(bias):
+def test_modrelu_at_zero_has_bounded_gradients(bias):
     unit = ModReLU(2)
     torch.nn.init.constant_(unit.bias, bias)
     z = torch.zeros(1, 2, dtype=torch.complex64, requires_grad=True)
     unit(z).real.sum().backward()
-    assert z.grad.isfinite().all()
+    assert z.grad.abs().max() <= 1 / torch.finfo(torch.float32).eps
     assert unit.bias.grad.isfinite().all()
 
 

@@ -2,9 +2,10 @@ import math
 
 import pytest
 import torch
-from runner.models.gpt import GPT
 from torch import nn
 from torch.nn import functional as F
+
+from runner.models.gpt import GPT
 
 
 def tokens(length=16):

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from runner.models.mlp import MLP
 
 

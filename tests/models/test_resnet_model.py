@@ -1,7 +1,8 @@
 import pytest
 import torch
-from runner.models.resnet import resnet
 from torch import nn
+
+from runner.models.resnet import resnet
 
 
 @pytest.mark.parametrize("shape", [[1, 8, 8], [3, 32, 32], [4, 65, 70]])

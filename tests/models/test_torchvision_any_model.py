@@ -1,7 +1,8 @@
 import pytest
 import torch
-from runner.models.torchvision_any import torchvision_any
 from torch import nn
+
+from runner.models.torchvision_any import torchvision_any
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "squeezenet1_1", "googlenet"])

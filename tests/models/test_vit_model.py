@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from runner.models.vit import patches, vit
 
 

@@ -27,6 +27,8 @@ def ended(reader, trainer_command, tmp_path_factory):
     """Runs a trainer for every ending, all at once; returns the store and their outputs."""
     folder = tmp_path_factory.mktemp("endings")
     uri = f"sqlite:///{folder}/store/mlflow.db"
+    (folder / "store").mkdir()
+    (folder / "store" / "mlflow.db.new").write_text("left by a writer killed while it made a store")
     trainers = {
         ending: subprocess.Popen(
             [*trainer_command, uri, str(folder / ending), ending],
@@ -34,14 +36,23 @@ def ended(reader, trainer_command, tmp_path_factory):
             stderr=subprocess.STDOUT,
             text=True,
             cwd=folder,
+            start_new_session=True,
         )
         for ending in EXPECTED
     }
     for ending, trainer in trainers.items():
         assert trainer.stdout.readline() == "ready\n"
         if ending in SIGNALS:
-            trainer.send_signal(SIGNALS[ending])
+            _signal(trainer, SIGNALS[ending])
     return reader(uri), {ending: _output(trainer) for ending, trainer in trainers.items()}
+
+
+def _signal(trainer, number):
+    """As a terminal or a batch system does: to the whole group. SIGKILL to the trainer alone."""
+    if number == signal.SIGKILL:
+        trainer.kill()
+    else:
+        os.killpg(trainer.pid, number)
 
 
 def _output(trainer):
