@@ -6,9 +6,11 @@ from importlib.resources import files
 from pathlib import Path
 
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-_PRECISION = re.compile(
-    r"^(?P<key>\+{0,2}precision=)(?P<call>choice\()?(?P<names>.*?)(?P<end>\))?$"
+_GROUPS = "accelerator|precision|model|data|task|optimizer|scheduler|tracking"
+_GROUP = re.compile(
+    rf"^(?P<plus>\+{{0,2}})(?P<group>{_GROUPS})=(?P<call>choice\()?(?P<names>[^()]*)(?P<end>\))?$"
 )
+_NUMBER = re.compile(r"^[-+]?\d+(\.\d*)?$")
 
 
 def rewrite(argv: Sequence[str]) -> list[str]:
@@ -21,6 +23,7 @@ def rewrite(argv: Sequence[str]) -> list[str]:
 
 
 def _option(text: str) -> str:
+    """One `group=option,...` with its aliases spelled out and its numbers quoted."""
     match = _GROUP.match(text)
     if match is None:
         return text

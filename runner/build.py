@@ -93,10 +93,10 @@ def _check_meta(spec: RunSpec, dataset: Any) -> None:
             f"data.meta.input={meta['input']}, but an example has the shape {shape}. "
             f"Type data.meta.input={str(shape).replace(' ', '')}."
         )
-    targets = dataset.tensors[1] if isinstance(dataset, TensorDataset) else None
-    found = len(dataset.classes) if hasattr(dataset, "classes") else None
-    if targets is not None and not targets.is_floating_point():
-        found = int(targets.max()) + 1
+    named = getattr(dataset, "classes", None)
+    found = len(named) if named else None
+    if isinstance(dataset, TensorDataset) and not dataset.tensors[1].is_floating_point():
+        found = int(dataset.tensors[1].max()) + 1
     if found is not None and found > meta.get("classes", found):
         problems.append(
             f"data.meta.classes={meta['classes']}, but the data have {found} classes. "

@@ -59,7 +59,7 @@ def find(where: str, tracking_uri: str | None = None) -> Path:
     if path.is_file():
         return path
     if not path.exists() and "/" not in where and "\\" not in where:
-        path = _folder_of_run(where, tracking_uri)
+        path = folder_of_run(where, tracking_uri)
     found = sorted(path.glob("checkpoints/step-*.pt")) or sorted(path.glob("step-*.pt"))
     if not found:
         raise ConfigError(
@@ -69,7 +69,7 @@ def find(where: str, tracking_uri: str | None = None) -> Path:
     return found[-1]
 
 
-def _folder_of_run(run_id: str, tracking_uri: str | None) -> Path:
+def folder_of_run(run_id: str, tracking_uri: str | None) -> Path:
     """A run keeps its output folder as a tag. mlflow is imported here only."""
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException

@@ -1,31 +1,148 @@
-"""The report of a sweep: what each job came to, side by side."""
+"""The report of a sweep: every job side by side, its curves laid over one another."""
 
-from collections.abc import Sequence
+import html
+import json
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from runner.result import RunResult, number
+from runner.errors import ConfigError, RunnerError
+from runner.result import RunResult, number, read_results
+
+COLUMNS = ("job", "status", "quality", "best", "examples/s", "step ms", "peak MiB", "skipped steps",
+           "final scale", "error")  # fmt: skip
+MANIFEST = "sweep.json"
 
 
-def write_report(folder: Path, results: Sequence[RunResult]) -> list[Path]:
-    """Write `report.md` into the sweep's folder and return the files written."""
-    columns = [
-        "job",
-        "status",
-        "quality",
-        "examples/s",
-        "peak MiB",
-        "skipped",
-        "final scale",
-        "error",
+def write_report(folder: Path) -> list[Path]:
+    """Write `report.md`, `report.html` and `report.png` of the jobs in a sweep's folder.
+
+    Returns:
+        The files written; no picture where no job has a journal.
+    """
+    results = read_results(folder)
+    rows = [_row(result) for result in results]
+    command = " ".join(json.loads((folder / MANIFEST).read_text())["command"])
+    markdown, page, picture = (folder / f"report.{kind}" for kind in ("md", "html", "png"))
+    markdown.write_text(_markdown(command, rows))
+    drawn = _draw(picture, results)
+    page.write_text(_html(command, rows, picture if drawn else None))
+    return [markdown, page, *([picture] if drawn else [])]
+
+
+def _row(r: RunResult) -> list[str]:
+    """One job's cells, in the order of COLUMNS."""
+    quality = f"{r.quality} {number(r.metrics.get(r.quality))}" if r.quality else ""
+    skipped = "" if r.skipped_steps is None else str(r.skipped_steps)
+    return [
+        r.label,
+        r.status,
+        quality,
+        number(r.best),
+        number(r.examples_per_second),
+        number(r.step_ms),
+        number(r.peak_memory_mib),
+        skipped,
+        number(r.loss_scale),
+        r.error,
     ]
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+
+
+def _markdown(command: str, rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return (
+            f"| {' | '.join(c.replace('|', chr(92) + '|').replace(chr(10), ' ') for c in cells)} |"
+        )
+
+    table = [line(COLUMNS), f"|{'---|' * len(COLUMNS)}", *map(line, rows)]
+    return f"`{command}`\n\n" + "\n".join(table) + "\n"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Sweep report</title>
+<style>body{{font:14px sans-serif;margin:2em;max-width:80em}}
+table{{border-collapse:collapse}}td,th{{padding:.3em .8em;border-bottom:1px solid #ccc;text-align:left}}
+img{{max-width:100%}}</style>
+<h1>Sweep report</h1><p><code>{command}</code></p><table>{table}</table>{picture}</html>
+"""
+
+
+def _html(command: str, rows: Sequence[Sequence[str]], picture: Path | None) -> str:
+    """A page that needs nothing beside itself."""
+    import base64
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(c)}</{tag}>' for c in cells)}</tr>"
+
+    table = line("th", COLUMNS) + "".join(line("td", row) for row in rows)
+    image = ""
+    if picture is not None:
+        data = base64.b64encode(picture.read_bytes()).decode()
+        image = f'<p><img alt="loss and loss scale" src="data:image/png;base64,{data}"></p>'
+    return _PAGE.format(command=html.escape(command), table=table, picture=image)
+
+
+def history(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, values) of every record in a job's journal."""
+    for journal in sorted(folder.glob("journal*.jsonl")):
+        for text in journal.read_text().splitlines():
+            record: dict[str, Any] = json.loads(text)
+            if record.get("kind") == "metrics":
+                yield record["step"], record["values"]
+
+
+def _draw(path: Path, results: Sequence[RunResult]) -> bool:
+    """Loss curves of all jobs, and loss scales of those that have one, over the steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True)
+    drawn = False
     for r in results:
-        quality = f"{r.quality} {number(r.metrics.get(r.quality))}" if r.quality else ""
-        skipped = "" if r.skipped_steps is None else str(r.skipped_steps)
-        error = r.error.splitlines()[0].replace("|", "\\|") if r.error else ""
-        cells = [r.label, r.status, quality, number(r.examples_per_second),
-                 number(r.peak_memory_mib), skipped, number(r.loss_scale), error]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    path = folder / "report.md"
-    path.write_text("\n".join(lines) + "\n")
-    return [path]
+        for ax, key in zip(axes, ("train/loss", "loss_scale/value"), strict=True):
+            points = [(step, v[key]) for step, v in history(Path(r.folder)) if key in v]
+            if points:
+                ax.plot(*zip(*points, strict=True), label=r.label, lw=1)
+                ax.set_ylabel(key)
+                drawn = True
+    if not drawn:
+        return False
+    axes[0].set_yscale("log")
+    axes[1].set_yscale("log", base=2)
+    axes[1].set_xlabel("step")
+    for ax in axes:
+        if ax.lines:
+            ax.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def rebuild(argv: Sequence[str]) -> int:
+    """`runner report [parent run id or sweep folder]`; the newest sweep where none is given."""
+    try:
+        if len(argv) > 1:
+            raise ConfigError(f"report takes one sweep, and was given: {' '.join(argv)}.")
+        paths = write_report(_sweep_folder(argv[0] if argv else None))
+    except RunnerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    print(paths[0].read_text())
+    print("\n".join(str(path) for path in paths))
+    return 0
+
+
+def _sweep_folder(where: str | None) -> Path:
+    from runner.checkpoint import folder_of_run
+
+    if where is None:
+        found = sorted(Path("outputs/sweeps").glob(f"*/{MANIFEST}"))
+        if not found:
+            raise ConfigError(
+                "There is no sweep under outputs/sweeps. Type report <folder or run id>."
+            )
+        return found[-1].parent
+    folder = Path(where) if Path(where).exists() else folder_of_run(where, None)
+    if not (folder / MANIFEST).exists():
+        raise ConfigError(f"{where} is not a sweep: {folder} holds no {MANIFEST}.")
+    return folder

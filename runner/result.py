@@ -131,3 +131,19 @@ def sweep_table(results: Sequence[RunResult]) -> Table:
             row += [skipped, number(r.loss_scale)]
         table.add_row(*row)
     return table
+
+
+def read_results(folder: Path) -> list[RunResult]:
+    """The results of a sweep's jobs in order; a job that left none is a failed one."""
+    jobs = sorted(
+        (p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()), key=lambda p: int(p.name)
+    )
+    found = []
+    for job in jobs:
+        if (job / FILE).exists():
+            found.append(RunResult.read(job))
+        else:
+            found.append(
+                RunResult("", f"job {job.name}", str(job), "failed", "died without a result")
+            )
+    return found

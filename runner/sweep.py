@@ -8,11 +8,9 @@ from typing import Any
 from uuid import uuid4
 
 from runner.config import instantiate
-from runner.report import write_report
-from runner.result import FILE, RunResult, plain_console, sweep_table
+from runner.report import MANIFEST, write_report
+from runner.result import plain_console, read_results, sweep_table
 from runner.tracking.base import RunInfo, Status, Tracker
-
-MANIFEST = "sweep.json"
 
 
 class Sweep:
@@ -37,16 +35,13 @@ class Sweep:
         """Open the parent run, so that the store exists before any job needs it."""
         cls.current = cls(folder, overrides, tracking)
 
-    def results(self) -> list[RunResult]:
-        return read_results(self.folder)
-
     def end(self, status: int) -> int:
         """Print the table, leave the report with the parent run and close it.
 
         Returns:
             0 when every job finished; 1 when any failed; the status itself for a stop.
         """
-        results = self.results()
+        results = read_results(self.folder)
         console = plain_console()
         if results:
             console.print()
@@ -54,7 +49,7 @@ class Sweep:
             for result in results:
                 if result.error:
                     console.print(f"{result.label}: {result.error}", markup=False)
-            for path in write_report(self.folder, results):
+            for path in write_report(self.folder):
                 self.tracker.artifact(path)
         bad = [r for r in results if r.status in ("failed", "stopped")]
         status = status or int(bool(bad))
@@ -67,22 +62,6 @@ class Sweep:
             )
         console.print(f"folder: {self.folder}")
         return status
-
-
-def read_results(folder: Path) -> list[RunResult]:
-    """The results of a sweep's jobs in order; a job that left none is a failed one."""
-    jobs = sorted(
-        (p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()), key=lambda p: int(p.name)
-    )
-    found = []
-    for job in jobs:
-        if (job / FILE).exists():
-            found.append(RunResult.read(job))
-        else:
-            found.append(
-                RunResult("", f"job {job.name}", str(job), "failed", "died without a result")
-            )
-    return found
 
 
 def finish(status: int) -> int:

@@ -54,7 +54,6 @@ KERNELS: dict[str, Kernel] = {
     "convolution": Kernel(3),
     "convolution_backward": Kernel(3),
     "col2im": Kernel(1),
-    "pow.Tensor_Scalar": Kernel(1),
     # The log-sum-exp, second result and sixth argument of the backward, is float32 throughout.
     "_scaled_dot_product_flash_attention_for_cpu": Kernel(3, rounded=1),
     "_scaled_dot_product_flash_attention_for_cpu_backward": Kernel(5),
