@@ -51,9 +51,8 @@ def _row(r: RunResult) -> list[str]:
 
 def _markdown(command: str, rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str]) -> str:
-        return (
-            f"| {' | '.join(c.replace('|', chr(92) + '|').replace(chr(10), ' ') for c in cells)} |"
-        )
+        escaped = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+        return f"| {' | '.join(escaped)} |"
 
     table = [line(COLUMNS), f"|{'---|' * len(COLUMNS)}", *map(line, rows)]
     return f"`{command}`\n\n" + "\n".join(table) + "\n"
@@ -62,7 +61,8 @@ def _markdown(command: str, rows: Sequence[Sequence[str]]) -> str:
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Sweep report</title>
 <style>body{{font:14px sans-serif;margin:2em;max-width:80em}}
-table{{border-collapse:collapse}}td,th{{padding:.3em .8em;border-bottom:1px solid #ccc;text-align:left}}
+table{{border-collapse:collapse}}
+td,th{{padding:.3em .8em;border-bottom:1px solid #ccc;text-align:left}}
 img{{max-width:100%}}</style>
 <h1>Sweep report</h1><p><code>{command}</code></p><table>{table}</table>{picture}</html>
 """
