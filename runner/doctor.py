@@ -24,7 +24,7 @@ def doctor(argv: Sequence[str]) -> int:
         for column in ("precision", "runs", "what it is, or why not and what to type"):
             table.add_column(column, overflow="fold")
         for row in support(accelerator.device):
-            text = header(row.name) if row.runs else f"{row.why} {row.remedy}"
+            text = header(row.name)[0] if row.runs else f"{row.why} {row.remedy}"
             table.add_row(row.name, "yes" if row.runs else "no", text)
         console.print(table)
     return 0

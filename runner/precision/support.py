@@ -40,9 +40,10 @@ def _order(name: str) -> tuple[int, str]:
     return (widths.index(name) if name in widths else len(widths), name)
 
 
-def header(name: str) -> str:
-    """The first comment of a precision's yaml: what it is in one line."""
-    return (CONF / f"{name}.yaml").read_text().splitlines()[0].lstrip("# ")
+def header(name: str) -> tuple[str, str]:
+    """The two comments that a precision's yaml opens with: what it is, and why to use it."""
+    what, why = (CONF / f"{name}.yaml").read_text().splitlines()[:2]
+    return what.lstrip("# "), why.removeprefix("# Why: ")
 
 
 def load(name: str, **changes: Any) -> Precision:

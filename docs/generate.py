@@ -1,0 +1,123 @@
+"""Writes the generated tables into README.md and docs/*.md, between their markers.
+
+    python docs/generate.py           rewrite
+    python docs/generate.py --check   exit status 1 if a page is stale
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from runner.precision.support import header, load, names
+from runner.spec import RunSpec
+from runner.tracking.metrics import METRICS
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = Path(str(files("runner.conf")))
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def dtype(value: torch.dtype) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def precisions() -> str:
+    rows = []
+    for name in names():
+        p = load(name)
+        scale = p.scale(torch.device("cpu")).value
+        rows.append([
+            f"`{name}`", dtype(p.storage), dtype(p.compute),
+            "none" if scale is None else f"dynamic, from {scale.item():g}", header(name)[1],
+        ])  # fmt: skip
+    head = ["precision", "parameters, gradients, optimizer state", "compute", "loss scale", "why"]
+    return table(head, rows)
+
+
+def keys() -> str:
+    rows = []
+    for part in fields(RunSpec):
+        value = getattr(RunSpec(), part.name)
+        if is_dataclass(value):
+            notes = attributes(type(value))
+            for field in fields(value):
+                default = getattr(value, field.name)
+                kind = str(field.type).replace(" | ", " or ").replace("None", "null")
+                note = notes.get(field.name, "")
+                rows.append([f"`{part.name}.{field.name}`", kind, f"`{yaml(default)}`", note])
+        elif not isinstance(value, dict):
+            rows.append([f"`{part.name}`", str(part.type), f"`{yaml(value)}`", TOP[part.name]])
+    return table(["key", "type", "default", "meaning"], rows)
+
+
+TOP = {
+    "mode": "train, evaluate or plan",
+    "seed": "of Python, NumPy and torch, and of the order of the training data",
+    "deterministic": "refuse operations whose result can differ between runs",
+}
+
+
+def yaml(value: object) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create({"v": value})).removeprefix("v:").strip()
+
+
+def attributes(kind: type) -> dict[str, str]:
+    """`name: text` entries of a class's docstring, continuation lines joined."""
+    notes: dict[str, str] = {}
+    text = " ".join((kind.__doc__ or "").split())
+    known = [field.name for field in fields(kind)]
+    spots = sorted((text.index(f"{k}: "), k) for k in known if f"{k}: " in text)
+    for (start, key), end in zip(spots, [s for s, _ in spots[1:]] + [len(text)], strict=True):
+        notes[key] = text[start + len(key) + 2 : end].strip(" ;.")
+    return notes
+
+
+def groups() -> str:
+    rows = []
+    for folder in sorted(p for p in CONF.iterdir() if p.is_dir() and list(p.glob("*.yaml"))):
+        for path in sorted(folder.glob("*.yaml")):
+            lines = [line for line in path.read_text().splitlines() if line.startswith("#")]
+            note = next(line.lstrip("# ") for line in lines if "@package" not in line)
+            rows.append([f"`{folder.name}={path.stem}`", note])
+    return table(["option", "what it is"], rows)
+
+
+def metrics() -> str:
+    return table(["metric", "meaning"], [[f"`{name}`", text] for name, text in METRICS.items()])
+
+
+TABLES = {"precisions": precisions, "keys": keys, "groups": groups, "metrics": metrics}
+
+
+def render(text: str) -> str:
+    """The page with every table between `<!-- table:NAME -->` and `<!-- end -->` made anew."""
+    for name, make in TABLES.items():
+        start, end = f"<!-- table:{name} -->", "<!-- end -->"
+        if start in text:
+            before, rest = text.split(start, 1)
+            text = f"{before}{start}\n{make()}\n{end}{rest.split(end, 1)[1]}"
+    return text
+
+
+def main() -> int:
+    stale = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = page.read_text()
+        if (made := render(text)) != text:
+            stale.append(page.name)
+            if "--check" not in sys.argv:
+                page.write_text(made)
+    print(f"stale: {', '.join(stale)}" if stale else "every page is up to date")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

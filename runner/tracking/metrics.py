@@ -1,0 +1,22 @@
+"""The metrics of a run: the names that dashboards and scripts rely on."""
+
+METRICS = {
+    "train/loss": "mean over the step's examples, unscaled",
+    "train/lr": "learning rate in force in that step, of the first optimizer",
+    "train/grad_norm": "2-norm of all gradients, unscaled, before clipping",
+    "loss_scale/value": "loss scale in force during that step",
+    "loss_scale/changes": "the same where it changes, the value before and after: a chart of a few "
+    "hundred points shows every dip",
+    "loss_scale/overflow": "1 where gradients were not finite and the step was skipped, else 0",
+    "loss_scale/skipped_steps": "skipped steps so far, this one included",
+    "perf/step_ms": "mean host milliseconds per step since the last transfer of records",
+    "perf/examples_per_second": "over the same steps, evaluations not counted",
+    "memory/peak_mib": "peak so far: allocated device memory, or a CPU process's resident set",
+    "memory/weights_mib": "parameters and buffers after conversion, once",
+    "memory/optimizer_mib": "optimizer state after the first steps, once",
+    "val/loss": "mean over the validation set",
+    "val/accuracy": "share of right classes (task=classification)",
+    "val/perplexity": "exp of val/loss (task=language)",
+    "guard/stagnant_share": "share of half-precision elements with a gradient that a step left "
+    "where they were (true half precisions, at each evaluation)",
+}
