@@ -1,7 +1,7 @@
 """Writes the generated tables into README.md and docs/*.md, between their markers.
 
-    python docs/generate.py           rewrite
-    python docs/generate.py --check   exit status 1 if a page is stale
+python docs/generate.py           rewrite
+python docs/generate.py --check   exit status 1 if a page is stale
 """
 
 import sys
@@ -19,6 +19,7 @@ from runner.tracking.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = Path(str(files("runner.conf")))
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
@@ -75,7 +76,7 @@ def attributes(kind: type) -> dict[str, str]:
     text = " ".join((kind.__doc__ or "").split())
     known = [field.name for field in fields(kind)]
     spots = sorted((text.index(f"{k}: "), k) for k in known if f"{k}: " in text)
-    for (start, key), end in zip(spots, [s for s, _ in spots[1:]] + [len(text)], strict=True):
+    for (start, key), end in zip(spots, [*[s for s, _ in spots[1:]], len(text)], strict=False):
         notes[key] = text[start + len(key) + 2 : end].strip(" ;.")
     return notes
 

@@ -40,8 +40,12 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class InitSpec:
-    """low_memory makes parameters on the device in the precision's dtype, which changes the
-    seeded weights; otherwise they are made in float32 on the CPU and cast."""
+    """How parameters are made.
+
+    Attributes:
+        low_memory: on the device in the precision's dtype, which changes the seeded weights;
+            otherwise in float32 on the CPU, and cast.
+    """
 
     low_memory: bool = False
 
@@ -65,7 +69,12 @@ class CheckpointSpec:
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
-    """name: auto, cpu, cuda or mps; index: which device of that kind."""
+    """Where a run computes.
+
+    Attributes:
+        name: auto, cpu, cuda or mps.
+        index: which device of that kind, from 0.
+    """
 
     name: str = "auto"
     index: int = 0
@@ -73,8 +82,13 @@ class AcceleratorSpec:
 
 @dataclass(frozen=True)
 class DebugSpec:
-    """overfit: train and evaluate on this many examples; anomaly: autograd's anomaly mode;
-    profile: optimizer steps to record with torch.profiler."""
+    """Ways to look into a run; `debug=<preset>` sets them.
+
+    Attributes:
+        overfit: train and evaluate on this many examples of the training set.
+        anomaly: autograd's anomaly mode.
+        profile: optimizer steps to record with torch.profiler.
+    """
 
     overfit: int | None = None
     anomaly: bool = False

@@ -5,6 +5,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from runner.observers.base import Observer
 from runner.records import EvalRecord, StepRecord, Steps
+from runner.result import number
 
 
 class ProgressBar(Observer):
@@ -20,7 +21,9 @@ class ProgressBar(Observer):
 
     def steps(self, block: Steps) -> None:
         self._last = block[-1]
-        self._bar.update(self._task, completed=self._last.step, now=f"loss {self._last.loss:.4f}")
+        self._bar.update(
+            self._task, completed=self._last.step, now=f"loss {number(self._last.loss)}"
+        )
 
     def evaluation(self, record: EvalRecord) -> None:
         self._bar.console.print(line(record, self._last))
@@ -45,8 +48,8 @@ def line(record: EvalRecord, last: StepRecord | None) -> str:
     """One evaluation in one line."""
     parts = [f"epoch {record.epoch}", f"step {record.step}"]
     if last is not None:
-        parts.append(f"train/loss {last.loss:.4f}")
-    parts += [f"{key} {value:.4f}" for key, value in record.metrics.items()]
+        parts.append(f"train/loss {number(last.loss)}")
+    parts += [f"{key} {number(value)}" for key, value in record.metrics.items()]
     if last is not None and last.loss_scale is not None:
         parts.append(f"loss scale {last.loss_scale:g}")
         parts.append(f"skipped {last.skipped_steps}")
