@@ -52,11 +52,10 @@ def versions(*packages: str) -> str:
 
 
 def machine() -> str:
-    import torch
-
     from runner.accelerator import cpu_name
 
-    return f"{cpu_name()}, {platform.system()}, Python {sys.version.split()[0]}, {versions('torch')}"
+    python = sys.version.split()[0]
+    return f"{cpu_name()}, {platform.system()}, Python {python}, {versions('torch')}"
 
 
 def commit() -> str:

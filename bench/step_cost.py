@@ -98,7 +98,8 @@ def raw(precision: str, steps: int, record: bool) -> None:
 def runner(precision: str, steps: int, journal: Path | None) -> None:
     policy = load(precision)
     net, _ = policy.convert(model())
-    state = TrainState(net, policy, Classification(), policy.scale(CPU), [Driven(optimizer(net))], CPU)
+    driven = [Driven(optimizer(net))]
+    state = TrainState(net, policy, Classification(), policy.scale(CPU), driven, CPU)
     loader = Loader(TensorDataset(X, Y), 8, shuffle=False, seed=0, device=CPU)
     train = TrainSpec(max_steps=steps, eval_every=10**9, log_every=20)
     tracker = NoTracker()
@@ -134,12 +135,12 @@ def fabric(precision: str, steps: int) -> None:
 
 
 def accelerate(precision: str, steps: int) -> None:
-    from accelerate import Accelerator as HF
+    from accelerate import Accelerator as HuggingFace
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)
     names = {"32-true": "no", "bf16-mixed": "bf16"}
-    acc = HF(mixed_precision=names[precision], cpu=True)
+    acc = HuggingFace(mixed_precision=names[precision], cpu=True)
     net = model()
     net, opt = acc.prepare(net, optimizer(net))
     for step, (x, y) in enumerate(batches(steps)):
@@ -211,11 +212,14 @@ def main() -> None:
             for name, values in per_step.items():
                 over = [v - r for v, r in zip(values, per_step["raw"], strict=True)]
                 ratio = median(values) / median(per_step["raw"])
-                rows.append([precision, name, spread(values), f"{median(over):+.1f}", f"{ratio:.2f}"])
+                cells = [precision, name, spread(values), f"{median(over):+.1f}", f"{ratio:.2f}"]
+                rows.append(cells)
     body = table(["precision", "contender", "µs CPU per step", "over raw", "ratio"], rows)
-    write("step_cost", "What does a step cost over a hand-written PyTorch loop?",
-          f"{options.steps} steps x {options.rounds} rounds, one thread; "
-          f"{versions('lightning', 'accelerate')}. Medians (least to greatest).\n\n{body}")  # fmt: skip
+    note = (
+        f"{options.steps} steps x {options.rounds} rounds; {versions('lightning', 'accelerate')}."
+    )
+    body = f"{note} Medians (least to greatest).\n\n{body}"
+    write("step_cost", "What does a step cost over a hand-written PyTorch loop?", body)
 
 
 if __name__ == "__main__":

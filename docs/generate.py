@@ -51,11 +51,10 @@ def keys() -> str:
             notes = attributes(type(value))
             for field in fields(value):
                 default = getattr(value, field.name)
-                kind = str(field.type).replace(" | ", " or ").replace("None", "null")
-                note = notes.get(field.name, "")
-                rows.append([f"`{part.name}.{field.name}`", kind, f"`{yaml(default)}`", note])
+                                note = notes.get(field.name, "")
+                rows.append([f"`{part.name}.{field.name}`", kind(field.type), f"`{yaml(default)}`", note])
         elif not isinstance(value, dict):
-            rows.append([f"`{part.name}`", str(part.type), f"`{yaml(value)}`", TOP[part.name]])
+            rows.append([f"`{part.name}`", kind(part.type), f"`{yaml(value)}`", TOP[part.name]])
     return table(["key", "type", "default", "meaning"], rows)
 
 
@@ -66,15 +65,20 @@ TOP = {
 }
 
 
+def kind(hint: object) -> str:
+    name = hint.__name__ if isinstance(hint, type) else str(hint)
+    return name.replace(" | ", " or ").replace("None", "null")
+
+
 def yaml(value: object) -> str:
     return OmegaConf.to_yaml(OmegaConf.create({"v": value})).removeprefix("v:").strip()
 
 
-def attributes(kind: type) -> dict[str, str]:
+def attributes(of: type) -> dict[str, str]:
     """`name: text` entries of a class's docstring, continuation lines joined."""
     notes: dict[str, str] = {}
-    text = " ".join((kind.__doc__ or "").split())
-    known = [field.name for field in fields(kind)]
+    text = " ".join((of.__doc__ or "").split())
+    known = [field.name for field in fields(of)]
     spots = sorted((text.index(f"{k}: "), k) for k in known if f"{k}: " in text)
     for (start, key), end in zip(spots, [*[s for s, _ in spots[1:]], len(text)], strict=False):
         notes[key] = text[start + len(key) + 2 : end].strip(" ;.")

@@ -6,20 +6,34 @@ from importlib.resources import files
 from pathlib import Path
 
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-_GROUPS = "accelerator|precision|model|data|task|optimizer|scheduler|tracking"
+_GROUPS = (
+    "accelerator|precision|model|data|task|optimizer|scheduler|tracking|debug|experiment|sweep"
+)
 _GROUP = re.compile(
     rf"^(?P<plus>\+{{0,2}})(?P<group>{_GROUPS})=(?P<call>choice\()?(?P<names>[^()]*)(?P<end>\))?$"
 )
-_NUMBER = re.compile(r"^[-+]?\d+(\.\d*)?$")
+_NOT_TEXT = re.compile(r"^([-+]?\d+(\.\d*)?|null|true|false)$", re.IGNORECASE)
+_VALUED = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c",
+           "--package", "-p", "--info", "--experimental-rerun"}  # fmt: skip
 
 
 def rewrite(argv: Sequence[str]) -> list[str]:
-    """Legacy precision names spelled out, numbers quoted where a group's option is wanted, and
-    `checkpoint=<what>` as the key that holds it.
+    """Legacy precision names spelled out, numbers quoted where a group's option is wanted,
+    `checkpoint=<what>` as the key that holds it, and Hydra's own flags after the overrides.
 
-    Hydra would read `precision=16` as a number and die of it, in single runs and in sweeps.
+    Hydra would read `precision=16` as a number and die of it, in single runs and in sweeps; and
+    its parser takes overrides in one piece only, so that `model=vit -m seed=0,1` would not parse.
     """
-    return [_checkpoint(_option(text)) for text in argv]
+    overrides, flags, rest = [], [], list(argv)
+    while rest:
+        text = rest.pop(0)
+        if not text.startswith("-"):
+            overrides.append(_checkpoint(_option(text)))
+            continue
+        flags.append(text)
+        if text in _VALUED and rest and "=" not in rest[0]:
+            flags.append(rest.pop(0))
+    return [*overrides, *flags]
 
 
 def _option(text: str) -> str:
@@ -31,13 +45,17 @@ def _option(text: str) -> str:
     if match["group"] == "precision":
         bare = [name.strip("\"'") for name in names]
         names = [PRECISION_ALIASES.get(b, n) for b, n in zip(bare, names, strict=True)]
-    quoted = ",".join(f"'{name}'" if _NUMBER.match(name) else name for name in names)
+    quoted = ",".join(f"'{name}'" if _NOT_TEXT.match(name) else name for name in names)
     return f"{match['plus']}{match['group']}={match['call'] or ''}{quoted}{match['end'] or ''}"
 
 
 def _checkpoint(text: str) -> str:
-    key, mark, value = text.partition("=")
-    return f"checkpoint.path={value}" if mark and key == "checkpoint" and value else text
+    key, _, value = text.partition("=")
+    if key != "checkpoint" or not value:
+        return text
+    if "'" not in value and Path(value).exists():  # it may hold what Hydra's grammar does not take
+        value = f"'{value}'"
+    return f"checkpoint.path={value}"
 
 
 def config_dir(argv: Sequence[str]) -> Path | None:

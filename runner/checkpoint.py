@@ -71,18 +71,20 @@ def find(where: str, tracking_uri: str | None = None) -> Path:
 
 def folder_of_run(run_id: str, tracking_uri: str | None) -> Path:
     """A run keeps its output folder as a tag. mlflow is imported here only."""
+    from runner.tracking.uri import resolve_uri, sqlite_path
+
+    uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
+    unknown = f"checkpoint={run_id} is neither a file, a folder nor the id of a run in {uri}."
+    if (database := sqlite_path(uri)) and not database.exists():
+        raise ConfigError(unknown)  # MLflow would create it
+
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    from runner.tracking.uri import resolve_uri
-
-    uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
     try:
         run = MlflowClient(uri).get_run(run_id)
     except MlflowException:
-        raise ConfigError(
-            f"checkpoint={run_id} is neither a file, a folder nor the id of a run in {uri}."
-        ) from None
+        raise ConfigError(unknown) from None
     return Path(run.data.tags.get("output_dir", "missing"))
 
 

@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]](argv[1:])
     argv = rewrite(argv)
-    for warning in shadowed(folder) if (folder := config_dir(argv)) else ():
+    if (folder := config_dir(argv)) and not folder.is_dir():
+        print(f"error: --config-dir={folder} is no folder in {Path.cwd()}.", file=sys.stderr)
+        return 2
+    for warning in shadowed(folder) if folder else ():
         print(warning, file=sys.stderr)
     return _hydra(argv)
 
@@ -49,7 +52,7 @@ def _hydra(argv: Sequence[str]) -> int:
     status = 0
     try:
         hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(job)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         print(f"error: {explain(error, argv)}", file=sys.stderr)
         status = 2
     except RunnerError as error:

@@ -1,19 +1,24 @@
 """From Hydra's config to a RunSpec, and every problem of a config in one message."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
 from inspect import Parameter, signature
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from runner.errors import ConfigError
+from runner.explain import explain
 from runner.spec import RunSpec
 
 # What the runner itself passes first to the target of each group.
 LEADING = {"optimizer": 1, "scheduler": 1}
+# Groups that every run needs; a scheduler may be none.
+NEEDED = ("precision", "model", "data", "task", "optimizer", "tracking")
 # Keys of a group that describe it to the runner and are not passed to its target.
 RESERVED = {"_target_", "meta", "match", "shuffle"}
 
@@ -41,13 +46,25 @@ def _clear_readonly(node: DictConfig) -> None:
 
 def resolve(config: DictConfig) -> RunSpec:
     """The frozen spec of a composed config; interpolations are resolved, `???` is refused."""
-    missing = sorted(OmegaConf.missing_keys(config))
+    missing = sorted(_missing("", OmegaConf.to_container(config)))
     if missing:
         raise ConfigError(*(f"{key} has no value. Type {key}=<value>." for key in missing))
-    values = OmegaConf.to_container(config, resolve=True)
-    spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
+    try:
+        values = OmegaConf.to_container(config, resolve=True)
+        spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error, ())) from error
     assert isinstance(spec, RunSpec)
     return spec
+
+
+def _missing(prefix: str, value: object) -> Iterator[str]:
+    """Dotted keys of every `???`; OmegaConf's own search trips over interpolations of one."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _missing(f"{prefix}.{key}" if prefix else str(key), item)
+    elif value == "???":
+        yield prefix
 
 
 def flatten(spec: RunSpec) -> dict[str, str]:
@@ -125,12 +142,17 @@ def targets(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
 
 def check_targets(spec: RunSpec) -> list[str]:
     """Every problem of the targets: ones that do not import, arguments that do not bind."""
-    problems: list[str] = []
+    found = {key.partition(".")[0] for key, _, _ in targets(spec)}
+    problems = [f"{key} has no _target_. Type {key}=<option>." for key in NEEDED if key not in found]
     for key, node, leading in targets(spec):
-        if node["_target_"] is None:
+        path = node["_target_"]
+        if path is None and key not in NEEDED:
+            continue
+        if not isinstance(path, str):
+            problems.append(f"{key}._target_={path} is no path. Write package.module.Name.")
             continue
         try:
-            target = locate(node["_target_"])
+            target = locate(path)
         except ConfigError as error:
             problems += [f"{key}._target_={problem}" for problem in error.problems]
             continue
@@ -172,14 +194,18 @@ def _wrong_types(key: str, given: Mapping[str, Any], target: Any) -> Iterator[st
         return
     for name, value in given.items():
         if isinstance(value, str) and name in hints and not _accepts_text(hints[name]):
-            wanted = str(getattr(hints[name], "__name__", hints[name])).replace("typing.", "")
+            wanted = hints[name].__name__ if type(hints[name]) is type else str(hints[name])
+            wanted = wanted.replace("typing.", "").replace("collections.abc.", "")
             yield f"{key}.{name}={value} is text. Allowed: {wanted}."
 
 
 def _accepts_text(hint: Any) -> bool:
-    if get_origin(hint) is Union or hasattr(hint, "__args__"):
-        options = get_args(hint)
-        return any(_accepts_text(o) for o in options) or any(isinstance(o, str) for o in options)
-    return not (
-        isinstance(hint, type) and hint in (int, float, bool, type(None), list, tuple, dict)
-    )
+    """Whether an annotation lets text through; one that is not understood does."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, UnionType):
+        return any(_accepts_text(option) for option in get_args(hint))
+    if kind is Literal:
+        return any(isinstance(option, str) for option in get_args(hint))
+    if not isinstance(kind, type) or issubclass(kind, str | bytes):
+        return True
+    return not issubclass(kind, int | float | NoneType | Iterable)

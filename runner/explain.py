@@ -1,7 +1,9 @@
 """Hydra's and OmegaConf's complaints in our form: what you gave, what is allowed, what to type."""
 
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from difflib import get_close_matches
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import (
@@ -17,7 +19,7 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     """One clear message for a config that does not compose.
 
     Args:
-        error: from Hydra or OmegaConf.
+        error: from Hydra, OmegaConf or the operating system.
         argv: the command, to name the override as it was typed.
     """
     if isinstance(error, MissingConfigException):
@@ -28,18 +30,44 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return _unknown_key(cause, argv)
     if isinstance(cause, ValidationError):
-        typed = _typed(str(cause.full_key), argv) or str(cause.full_key)
-        return f"{typed}: {_first_line(cause)}."
+        return _wrong_value(cause, argv)
     if isinstance(cause, InterpolationResolutionError):
         return f"{cause.full_key}: {_first_line(cause)}. Give it a value: {cause.full_key}=<value>."
+    if isinstance(error, OSError) and error.filename:
+        return (
+            f"{error.filename}: {error.strerror}. Run in a folder that you may write to, or type "
+            "hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
+        )
     return str(error).strip()
+
+
+def _wrong_value(error: ValidationError, argv: Sequence[str]) -> str:
+    """A value that a key's type refuses."""
+    full = str(error.full_key)
+    given = _typed(full, argv) or full
+    try:
+        hint = get_type_hints(error.object_type)[full.rpartition(".")[2]]
+    except (KeyError, TypeError):
+        return f"{given}: {_first_line(error)}."
+    return f"{given} does not fit. Allowed: {_allowed(hint, full)}."
+
+
+def _allowed(hint: Any, key: str) -> str:
+    """A type in words."""
+    if is_dataclass(hint) or get_origin(hint) is dict:
+        return f"keys under it, {key}.<key>=<value>"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+             type(None): "null"}  # fmt: skip
+    return " or ".join(names.get(option, str(option)) for option in get_args(hint) or (hint,))
 
 
 def _missing_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file or "").rpartition("/")
     options = [str(name) for name in error.options or ()]
-    if not group or not options:
+    if not group:
         return str(error).strip().replace("\n", " ")
+    if not options:
+        return f"{group}={option} is not known: there is no option in {group}/."
     near = get_close_matches(option, options, 1, 0.3)
     hint = f" Type {group}={near[0]}." if near else ""
     return f"{group}={option} is not known. Allowed: {', '.join(options)}.{hint}"
@@ -58,7 +86,9 @@ def _unknown_key(error: OmegaConfBaseException, argv: Sequence[str]) -> str:
 
 
 def _typed(key: str, argv: Sequence[str]) -> str | None:
-    return next((text for text in argv if text.lstrip("+~").startswith(f"{key}=")), None)
+    """The override that sets a key, the last one where several do."""
+    found = [text for text in argv if text.lstrip("+~").startswith(f"{key}=")]
+    return found[-1] if found else None
 
 
 def _first_line(error: Exception) -> str:

@@ -123,6 +123,8 @@ class RunSpec:
             yield "mode=evaluate needs what to load: checkpoint=<file, folder or run id>."
         if self.seed < 0:
             yield f"seed={self.seed} is negative. Allowed: 0 and up."
+        if not isinstance(shuffle := self.data.get("shuffle", True), bool):
+            yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
         yield from self._not_positive()
 
     def _not_positive(self) -> Iterator[str]:

@@ -80,6 +80,8 @@ class Loader:
             batch_sampler=batches,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
+            # Seeds the workers; without it each epoch draws from the stream that dropout uses.
+            generator=torch.Generator().manual_seed(self.seed),
         )
 
     def _move(self, batch: Batch) -> Batch:
