@@ -51,8 +51,9 @@ def keys() -> str:
             notes = attributes(type(value))
             for field in fields(value):
                 default = getattr(value, field.name)
-                                note = notes.get(field.name, "")
-                rows.append([f"`{part.name}.{field.name}`", kind(field.type), f"`{yaml(default)}`", note])
+                note = notes.get(field.name, "")
+                name = f"`{part.name}.{field.name}`"
+                rows.append([name, kind(field.type), f"`{yaml(default)}`", note])
         elif not isinstance(value, dict):
             rows.append([f"`{part.name}`", kind(part.type), f"`{yaml(value)}`", TOP[part.name]])
     return table(["key", "type", "default", "meaning"], rows)

@@ -85,7 +85,9 @@ def build_splits(spec: RunSpec) -> Splits:
 
 def _check_meta(spec: RunSpec, dataset: Any) -> None:
     """What data.meta says of the data, from which models take their sizes, must be true."""
-    meta, (example, _) = spec.data.get("meta") or {}, dataset[0]
+    if not len(dataset):
+        return  # the loader says so
+    meta, example = spec.data.get("meta") or {}, _first_input(dataset)
     shape = list(getattr(example, "shape", []))
     problems = []
     if "input" in meta and isinstance(example, Tensor) and shape != list(meta["input"]):
@@ -97,13 +99,24 @@ def _check_meta(spec: RunSpec, dataset: Any) -> None:
     found = len(named) if named else None
     if isinstance(dataset, TensorDataset) and not dataset.tensors[1].is_floating_point():
         found = int(dataset.tensors[1].max()) + 1
-    if found is not None and found > meta.get("classes", found):
+    if found is not None and found > (meta.get("classes") or found):
         problems.append(
             f"data.meta.classes={meta['classes']}, but the data have {found} classes. "
             f"Type data.meta.classes={found}."
         )
     if problems:
         raise ConfigError(*problems)
+
+
+def _first_input(dataset: Any) -> Any:
+    first = dataset[0]
+    if not (isinstance(first, tuple | list) and len(first) == 2):
+        size = f" of {len(first)}" if isinstance(first, tuple | list) else ""
+        raise ConfigError(
+            f"data: the train set yields a {type(first).__name__}{size}; it needs a __getitem__ "
+            "that yields (input, target)."
+        )
+    return first[0]
 
 
 def build_loaders(spec: RunSpec, splits: Splits, device: torch.device) -> tuple[Loader, Loader]:
@@ -167,17 +180,21 @@ def _takes(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bool
     if match is None:
         return True
     if match != "matrices":
-        return any(matches(pattern, name) for pattern in match)
+        patterns = [match] if isinstance(match, str) else match
+        return any(matches(pattern, name) for pattern in patterns)
+    if param.ndim != 2:
+        return False
     module = model.get_submodule(name.rpartition(".")[0])
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    return param.ndim == 2 and not isinstance(module, nn.Embedding) and module is not linears[-1]
+    return not isinstance(module, nn.Embedding) and module not in linears[-1:]
 
 
 def build_optimizer(key: str, node: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
     """One optimizer, fused where torch has a fused kernel for these parameters and the config
-    does not say otherwise."""
+    does not say otherwise. torch refuses fused complex parameters only at the first step."""
     target = locate(node["_target_"])
-    takes_fused = "fused" in signature(target).parameters
+    real = all(p.is_floating_point() for p in params)
+    takes_fused = real and "fused" in signature(target).parameters
     if takes_fused and arguments(node).get("fused") is None:
         try:
             return target(params, **{**arguments(node), "fused": True})

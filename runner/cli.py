@@ -22,6 +22,7 @@ from runner.config import register_schema, resolve
 from runner.errors import RunnerError, Unavailable
 from runner.explain import explain
 from runner.spec import Origin
+from runner.usage import usage
 
 if TYPE_CHECKING:
     from runner.result import RunResult
@@ -35,8 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]](argv[1:])
     argv = rewrite(argv)
+    if {"--help", "-h"} & set(argv):
+        print(usage(argv), flush=True)
+        argv = [*(text for text in argv if text not in ("--help", "-h")), "--cfg", "job"]
     if (folder := config_dir(argv)) and not folder.is_dir():
-        print(f"error: --config-dir={folder} is no folder in {Path.cwd()}.", file=sys.stderr)
+        text = f"{folder} is no folder in {Path.cwd()}. Type --config-dir <folder of your configs>."
+        print(f"error: --config-dir={text}", file=sys.stderr)
         return 2
     for warning in shadowed(folder) if folder else ():
         print(warning, file=sys.stderr)

@@ -143,7 +143,8 @@ def targets(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
 def check_targets(spec: RunSpec) -> list[str]:
     """Every problem of the targets: ones that do not import, arguments that do not bind."""
     found = {key.partition(".")[0] for key, _, _ in targets(spec)}
-    problems = [f"{key} has no _target_. Type {key}=<option>." for key in NEEDED if key not in found]
+    empty = [key for key in NEEDED if key not in found]
+    problems = [f"{key} has no _target_. Type {key}=<option>." for key in empty]
     for key, node, leading in targets(spec):
         path = node["_target_"]
         if path is None and key not in NEEDED:

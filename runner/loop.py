@@ -65,6 +65,7 @@ def fit(
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
         with (first if state.step == 0 else None) or nullcontext():
             pending.append(train_step(state, micros))
+        stagnant = None if watch is None else watch.share()
         stop = stopped()
         at_flush = step % train.log_every == 0 or (flush_every and step % flush_every == 0)
         if at_flush or at_eval or stop:
@@ -75,7 +76,6 @@ def fit(
         if stop:
             return
         if at_eval:
-            stagnant = None if watch is None else watch.share()
             metrics = evaluate(state, validation)
             yield EvalRecord(step, int(time() * 1000), state.epoch, metrics, stagnant)
             started = perf_counter()

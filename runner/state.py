@@ -62,6 +62,10 @@ class TrainState:
         return [p for d in self.driven for p in d.params]
 
     @cached_property
+    def complex(self) -> list[Tensor]:
+        return [p for p in self.trainable if p.is_complex()]
+
+    @cached_property
     def takes_closure(self) -> bool:
         """Whether the one optimizer evaluates the loss by itself, as LBFGS does."""
         return len(self.driven) == 1 and isinstance(self.driven[0].optimizer, torch.optim.LBFGS)

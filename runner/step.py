@@ -53,8 +53,8 @@ def train_step(state: TrainState, micros: Sequence[Batch]) -> Pending:
     state.step += 1
     counts = [examples_in(micro) for micro in micros]
     if state.takes_closure:
-        loss, norms, scale, found = _closure_step(state, micros, counts)
         lr = state.driven[0].lr
+        loss, norms, scale, found = _closure_step(state, micros, counts)
     else:
         scale = state.scale.value
         loss = _backward(state, micros, counts)
@@ -75,15 +75,15 @@ def train_step(state: TrainState, micros: Sequence[Batch]) -> Pending:
 
 def _backward(state: TrainState, micros: Sequence[Batch], counts: Sequence[int]) -> Tensor:
     """Accumulate the gradients of the mean over all examples; returns that mean, detached."""
-    if len(micros) == 1:
-        loss = loss_of(state, *micros[0])
-        state.scale.multiply(loss).backward()
-        return loss.detach()
     total: Tensor | None = None
     for micro, count in zip(micros, counts, strict=True):
-        loss = loss_of(state, *micro) * (count / sum(counts))
+        loss = loss_of(state, *micro)
+        if len(micros) > 1:
+            loss = loss * (count / sum(counts))
         state.scale.multiply(loss).backward()
         total = loss.detach() if total is None else total + loss.detach()
+    for p in state.complex:  # autograd leaves lazy conjugates, which optimizers cannot read
+        p.grad = None if p.grad is None else p.grad.resolve_conj()
     assert total is not None
     return total
 

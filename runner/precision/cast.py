@@ -2,6 +2,7 @@
 integers and booleans stay; complex tensors follow the width (complex64 <-> complex128) and never
 lose their imaginary part."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -33,6 +34,8 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
         return cast_tensor(nest, dtype)
     if isinstance(nest, Mapping):
         cast = {key: cast_nest(value, dtype) for key, value in nest.items()}
+        if isinstance(nest, defaultdict):
+            return type(nest)(nest.default_factory, cast)
         return cast if type(nest) is dict else type(nest)(cast)  # type: ignore[call-arg]
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)(*(cast_nest(value, dtype) for value in nest))
@@ -46,24 +49,24 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
 
 def cast_floats(model: nn.Module, dtype: torch.dtype, islands: Collection[str] = ()) -> None:
     """Cast parameters and buffers in place, outside the islands (dotted module names). A
-    parameter object stays the same, so ties, hooks and frozen flags survive."""
-    kept = _tensors_of(model, islands)
+    parameter object stays the same, so ties, hooks and frozen flags survive; a buffer that modules
+    share is cast once, so that they still share it."""
+    done = _tensors_of(model, islands)
 
     def convert(tensor: Tensor) -> Tensor:
-        return tensor if id(tensor) in kept else cast_tensor(tensor, dtype)
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor, cast_tensor(tensor, dtype)
+        return done[id(tensor)][1]
 
     with torch.no_grad():
         model._apply(convert)
 
 
-def _tensors_of(model: nn.Module, islands: Collection[str]) -> set[int]:
-    """Identities of all tensors in the islands, their gradients included."""
-    kept: set[int] = set()
-    for name in islands:
-        module = model.get_submodule(name)
-        for tensor in (*module.parameters(), *module.buffers()):
-            kept.add(id(tensor))
-    return kept
+def _tensors_of(model: nn.Module, islands: Collection[str]) -> dict[int, tuple[Tensor, Tensor]]:
+    """The islands' tensors by identity, each with what becomes of it: itself."""
+    modules = [model.get_submodule(name) for name in islands]
+    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+    return {id(tensor): (tensor, tensor) for tensor in tensors}
 
 
 @contextmanager

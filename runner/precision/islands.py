@@ -5,14 +5,16 @@ torch.nn.utils.parametrize does it): names, state dict, hooks, isinstance and de
 and torch.compile sees an ordinary forward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.precision.cast import cast_nest
+from runner.errors import ConfigError
+from runner.precision.cast import cast_floats, cast_nest
 from runner.precision.patterns import select
 
 
@@ -22,9 +24,8 @@ class Float32Island:
     _surroundings: torch.dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kind = next(
-            (t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "cpu"
-        )
+        leaves = (*self.parameters(recurse=False), *tree_leaves((args, kwargs)))  # type: ignore[attr-defined]
+        kind = next((t.device.type for t in leaves if isinstance(t, Tensor)), "cpu")
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
@@ -50,17 +51,58 @@ def make_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
         Dotted names of the islands.
 
     Raises:
-        ConfigError: a pattern matches nothing.
+        ConfigError: a pattern matches nothing, or an island shares a parameter with a module
+            of another dtype.
     """
     if not patterns:
         return set()
-    chosen = select("precision.keep_fp32", patterns, (name for name, _ in model.named_modules()))
-    outermost = {n for n in chosen if not any(n.startswith(f"{m}.") for m in chosen)}
+    # A module that is registered twice can be meant by either name.
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    chosen = select("precision.keep_fp32", patterns, names)
+    outermost = {n for n in chosen if not any(_holds(m, n) for m in chosen)}
+    if storage is not torch.float32:
+        _refuse_ties(model, outermost)
     for name in outermost:
-        module = model.get_submodule(name)
-        if not isinstance(module, Float32Island):
-            kind = type(module)
-            module.__class__ = type(f"Float32{kind.__name__}", (Float32Island, kind), {})
-            module._surroundings = storage  # type: ignore[assignment]
-        module.float()
+        _make_island(model.get_submodule(name), storage)
     return outermost
+
+
+def _holds(outer: str, inner: str) -> bool:
+    """Whether one name is that of a module inside the other; the model's own name is empty."""
+    return outer != inner and (not outer or inner.startswith(f"{outer}."))
+
+
+def _make_island(module: nn.Module, storage: torch.dtype) -> None:
+    if not isinstance(module, Float32Island):
+        module.__class__ = _island_class(type(module))
+        module._surroundings = storage  # type: ignore[assignment]
+        # nn.TransformerEncoderLayer reads its parts' weights and passes their forward by in
+        # evaluation, but for parts with hooks.
+        module.register_forward_pre_hook(_called)
+    cast_floats(module, torch.float32)
+
+
+def _called(module: nn.Module, args: Any) -> None:
+    """Nothing; see _make_island."""
+
+
+@cache
+def _island_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Float32{kind.__name__}", (Float32Island, kind), {})
+
+
+def _refuse_ties(model: nn.Module, islands: Collection[str]) -> None:
+    """A tied parameter has one dtype, so both its modules are in float32 or neither is."""
+    held = {part for name in islands for part in model.get_submodule(name).modules()}
+    inside = {id(p) for part in held for p in part.parameters(recurse=False)}
+    outside = [
+        name
+        for name, module in model.named_modules()
+        if module not in held and any(id(p) in inside for p in module.parameters(recurse=False))
+    ]
+    if outside:
+        raise ConfigError(
+            f"precision.keep_fp32: {', '.join(sorted(islands))} shares a parameter with "
+            f"{', '.join(name or 'the model itself' for name in outside)}, which is not in it. "
+            f"Add {', '.join(name or '*' for name in outside)}."
+        )

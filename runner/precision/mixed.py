@@ -12,7 +12,7 @@ from runner.errors import ConfigError
 from runner.precision.base import ConversionReport, Precision
 from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
 from runner.precision.scale import DynamicScale, NoScale, Scale, check_loss_scale
-from runner.precision.true import DTYPES, float32_matmul
+from runner.precision.true import DTYPES, check_kernels, float32_matmul
 
 
 @final
@@ -22,7 +22,7 @@ class MixedPrecision(Precision):
     Args:
         name: label of the run.
         dtype: float16 or bfloat16.
-        loss_scale: keywords of DynamicScale, or null for none.
+        loss_scale: keywords of DynamicScale, or null for none; float16 only.
         keep_fp32: patterns of modules that compute in float32.
         autocast_loss: compute the loss under autocast too, else outside it on float32 outputs.
         float32_matmul: precision of the float32 products that autocast leaves.
@@ -44,6 +44,12 @@ class MixedPrecision(Precision):
     ) -> None:
         if dtype not in ("float16", "bfloat16"):
             raise ConfigError(f"precision.dtype={dtype} is not known. Allowed: float16, bfloat16.")
+        check_kernels(float32_matmul, cpu_float16)
+        if loss_scale is not None and dtype == "bfloat16":
+            raise ConfigError(
+                f"precision.loss_scale={dict(loss_scale)}: precision={name} has none, because "
+                "bfloat16 has float32's range. Leave it out, or type precision=16-mixed."
+            )
         if loss_scale is not None:
             check_loss_scale(dict(loss_scale))
         self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss

@@ -9,7 +9,8 @@ from runner.errors import ConfigError
 
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern names this module or one that holds it (`layer1` covers `layer1.0`);
-    `*` stands for any part of one segment, a leading `*.` for any depth."""
+    `*` stands for any part of one segment, a leading `*.` for any depth, `*` alone for the model
+    itself, whose name is empty."""
     wanted, given = pattern.split("."), name.split(".")
     if wanted[0] == "*" and len(wanted) > 1:
         return any(_starts(wanted[1:], given[i:]) for i in range(len(given)))
@@ -28,18 +29,18 @@ def select(key: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
     Args:
         key: the config key, for the message.
         patterns: as the user wrote them.
-        names: dotted module names of the model.
+        names: dotted module names of the model, the empty one of the model itself included.
     """
-    names = [name for name in names if name]
+    names = list(names)
     found: set[str] = set()
     problems = []
     for pattern in patterns:
         hits = {name for name in names if matches(pattern, name)}
         if not hits:
-            near = get_close_matches(pattern, names, 4, 0.4) or names[:8]
+            near = get_close_matches(pattern, names, 4, 0.4) or [n for n in names if n][:8]
             problems.append(
                 f"{key}: {pattern} matches no module of the model. "
-                f"Nearest names: {', '.join(near)}. `*` stands for any part of one segment."
+                f"Nearest names: {', '.join(near) or '*'}. `*` stands for any part of one segment."
             )
         found |= hits
     if problems:

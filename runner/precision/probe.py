@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 # Operations whose input dtype is the dtype that a module computes in.
 _HEAVY = ("convolution", "mm", "addmm", "bmm", "baddbmm", "linear", "scaled_dot_product", "lstm",
-          "gru", "norm", "embedding", "gemm")  # fmt: skip
+          "gru", "rnn", "norm", "embedding", "gemm")  # fmt: skip
 
 
 def _names(values: Any) -> set[str]:

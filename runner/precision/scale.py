@@ -8,6 +8,7 @@ own, and its state keeps one name in checkpoints.
 Source: PyTorch AMP; Micikevicius et al., Mixed Precision Training, arXiv:1710.03740.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Final
@@ -101,7 +102,7 @@ class DynamicScale(Scale):
              "backoff_factor": backoff_factor, "growth_interval": growth_interval}
         )  # fmt: skip
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
-        self.growth_interval, self.fixed = growth_interval, fixed is not None
+        self.growth_interval, self.fixed = int(growth_interval), fixed is not None
         self.device = device
         self._scale = torch.tensor(fixed or init_scale, dtype=torch.float32, device=device)
         self._applied_in_a_row = torch.zeros((), dtype=torch.int32, device=device)
@@ -114,7 +115,7 @@ class DynamicScale(Scale):
         return loss * self._scale
 
     def unscale(self, grads: Sequence[Tensor]) -> Tensor:
-        found_inf = torch.zeros((), device=self.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
         inverse = self._scale.reciprocal()
         for group in _by_dtype(grads):
             torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
@@ -122,7 +123,7 @@ class DynamicScale(Scale):
 
     def step(self, optimizer: Optimizer, found_inf: Tensor | None) -> None:
         assert found_inf is not None
-        if self.device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self.device.type != "cpu" and _skips_by_itself(optimizer):
             optimizer.found_inf, optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
             try:
                 optimizer.step()  # a fused kernel reads found-inf on the device and skips there
@@ -175,10 +176,18 @@ def check_loss_scale(values: dict[str, Any]) -> None:
             continue
         holds, allowed = rules[key]
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (holds(value) if number or (value is None and key == "fixed") else False):
+        known = (number and math.isfinite(value)) or (value is None and key == "fixed")
+        if not (known and holds(value)):
             problems.append(f"precision.loss_scale.{key}={value} cannot work. Allowed: {allowed}.")
     if problems:
         raise ConfigError(*problems)
+
+
+def _skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether a fused kernel reads found-inf and skips. Not SGD before it has its momentum: torch
+    allocates that without filling it and leaves the filling to the step that is skipped."""
+    unfilled = not optimizer.state and any(g.get("momentum") for g in optimizer.param_groups)
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not unfilled
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:

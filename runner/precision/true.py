@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, final, get_args
 
 import torch
 from torch import nn
@@ -51,11 +51,7 @@ class TruePrecision(Precision):
             raise ConfigError(
                 f"precision.dtype={dtype} is not known. Allowed: {', '.join(DTYPES)}."
             )
-        if float32_matmul not in MATMUL:
-            raise ConfigError(
-                f"precision.float32_matmul={float32_matmul} is not known. "
-                f"Allowed: {', '.join(MATMUL)}."
-            )
+        check_kernels(float32_matmul, cpu_float16)
         self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
         self.storage = self.compute = DTYPES[dtype]
         self.float32_matmul = float32_matmul
@@ -108,6 +104,21 @@ class TruePrecision(Precision):
 
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.storage)
+
+
+def check_kernels(float32_matmul: str, cpu_float16: str) -> None:
+    """Raise ConfigError for values that are not known; torch only warns of the first."""
+    allowed = {
+        "float32_matmul": (float32_matmul, MATMUL),
+        "cpu_float16": (cpu_float16, get_args(Choice)),
+    }
+    problems = [
+        f"precision.{key}={value} is not known. Allowed: {', '.join(known)}."
+        for key, (value, known) in allowed.items()
+        if value not in known
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def require_tf32(name: str, device: torch.device) -> None:

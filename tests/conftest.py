@@ -1,0 +1,114 @@
+"""How the tests reach the runner: as a process, inside this process, or through its config."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+
+from runner import cli as command_line
+from runner.argv import rewrite
+from runner.config import register_schema, resolve
+
+ROOT = Path(__file__).parents[1]
+QUICK = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
+
+
+class Done(NamedTuple):
+    """What a command came to."""
+
+    rc: int
+    stdout: str
+    stderr: str
+
+
+def clean_env(**more):
+    """This process's environment without what steers MLflow or Hydra."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), **more}
+
+
+@pytest.fixture(scope="session")
+def root():
+    return ROOT
+
+
+@pytest.fixture
+def cli(tmp_path):
+    """`python -m runner <args>` as a process of its own."""
+
+    def run(*args, cwd=tmp_path, env=None, timeout=120):
+        done = subprocess.run(
+            [sys.executable, "-m", "runner", *map(str, args)],
+            cwd=cwd, env=clean_env(**(env or {})), capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch, capsys):
+    """The same command inside this process, in tmp_path; torch is imported already."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    monkeypatch.setattr(sys, "argv", ["runner"])
+    for key in [k for k in os.environ if k.startswith(("MLFLOW_", "HYDRA_"))]:
+        monkeypatch.delenv(key)
+    modules = set(sys.modules)
+
+    def run(*args):
+        capsys.readouterr()
+        rc = command_line.main([str(arg) for arg in args])
+        return Done(rc, *capsys.readouterr())
+
+    yield run
+    os.environ.pop("HYDRA_FULL_ERROR", None)
+    for name in set(sys.modules) - modules:  # a test's own packages, which the next one may name so
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def quick(main):
+    """A tiny run without tracking."""
+    return lambda *args: main(*QUICK, "tracking=none", *args)
+
+
+@pytest.fixture(scope="session")
+def compose():
+    """The spec that a command's overrides compose to."""
+    register_schema()
+
+    def made(*overrides):
+        with initialize_config_module(version_base="1.3", config_module="runner.conf"):
+            return resolve(hydra_compose("config", rewrite(overrides)))
+
+    return made
+
+
+@pytest.fixture
+def result():
+    """The result.json under a folder of outputs that holds one run."""
+    import json
+
+    def read(folder):
+        (found,) = Path(folder).glob("outputs/runs/*/result.json")
+        return json.loads(found.read_text())
+
+    return read
+
+
+@pytest.fixture(autouse=True)
+def _same_process():
+    """No test may leave the process changed for the next."""
+    before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    yield
+    assert (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()) == before
+    gc.collect()

@@ -1,0 +1,92 @@
+import pytest
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.errors import ConfigError
+from runner.explain import explain
+
+
+@pytest.fixture
+def told(compose):
+    """How a command's failure to compose is explained."""
+
+    def message(*argv):
+        with pytest.raises((HydraException, OmegaConfBaseException, ConfigError)) as caught:
+            compose(*argv)
+        if isinstance(caught.value, ConfigError):
+            return str(caught.value)
+        return explain(caught.value, argv)
+
+    return message
+
+
+def test_unknown_option(told):
+    text = told("precision=bf17-mixed")
+    assert text.startswith("precision=bf17-mixed is not known. Allowed: 16-mixed, 16-true,")
+    assert text.endswith("Type precision=bf16-mixed.")
+
+
+def test_unknown_option_with_nothing_like_it(told):
+    assert "Type" not in told("model=qqqqqqqqqqqqqqq")
+
+
+def test_unknown_key_beside_a_near_one(told):
+    text = told("train.max_step=3")
+    assert text.startswith("train.max_step=3 is not known. Allowed: train.epochs, train.max_steps,")
+    assert text.endswith("Type train.max_steps=<value>.")
+
+
+def test_unknown_key_at_the_top(told):
+    assert told("sed=3").endswith("Type seed=<value>.")
+
+
+def test_a_key_added_with_a_plus_is_no_loophole(told):
+    assert told("+train.warmup=3").startswith("train.warmup is not known. Allowed: train.epochs,")
+    assert told("+nosuch.key=3").startswith("nosuch is not known. Allowed: mode,")
+
+
+@pytest.mark.parametrize(
+    ("typed", "allowed"),
+    [
+        ("seed=x", "a whole number"),
+        ("seed=1.5", "a whole number"),
+        ("train.batch_size=null", "a whole number"),
+        ("train.max_steps=x", "a whole number or null"),
+        ("train.clip_norm=x", "a number or null"),
+        ("deterministic=maybe", "true or false"),
+        ("train=3", "keys under it, train.<key>=<value>"),
+        ("model.sub=1,2", None),
+    ],
+)
+def test_wrong_type(told, typed, allowed):
+    text = told(typed)
+    if allowed is None:
+        assert typed in text
+    else:
+        assert text == f"{typed} does not fit. Allowed: {allowed}."
+
+
+def test_of_two_overrides_of_a_key_the_last_is_named(told):
+    assert told("seed=1", "seed=x").startswith("seed=x ")
+
+
+def test_an_interpolation_of_nothing(told):
+    text = told("model.hidden=${nothing.here}")
+    assert text.startswith("model.hidden: ")
+    assert "nothing.here" in text
+    assert text.endswith("Type model.hidden=<value>.") or "model.hidden=<value>" in text
+
+
+@pytest.mark.parametrize("typed", ["train.max_steps", "model", "a b"])
+def test_what_is_no_override(told, typed):
+    assert told(typed).startswith(f"{typed} is not an override. Type key=value")
+
+
+def test_the_operating_systems_refusal():
+    text = explain(PermissionError(13, "Permission denied", "/ro/outputs"), [])
+    assert text.startswith("/ro/outputs: Permission denied.")
+    assert "hydra.run.dir=<folder>" in text
+
+
+def test_anything_else_speaks_for_itself():
+    assert explain(HydraException("  something \n"), []) == "something"
