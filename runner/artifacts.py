@@ -20,6 +20,7 @@ PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy"
 
 
 def write_json(path: Path, content: Any) -> Path:
+    """Indented, for people too; returns the path."""
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 

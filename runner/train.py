@@ -63,6 +63,7 @@ class Run:
 
 
 def train(this: Run) -> RunResult:
+    """Data, model, optimizer, then the loop. Raises ConfigError where they do not fit together."""
     spec, started = this.spec, perf_counter()
     _prepare(this)
     loaders = build_loaders(spec, build_splits(spec), this.device)
@@ -186,6 +187,7 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
 
 
 def evaluate_checkpoint(this: Run) -> RunResult:
+    """The task's metrics of a checkpoint's weights, in this run's precision."""
     spec, started = this.spec, perf_counter()
     _prepare(this)
     path = Path(spec.checkpoint.path or "")

@@ -4,8 +4,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from runner.errors import ConfigError
 from runner.tracking.uri import resolve_experiment, resolve_uri
@@ -29,10 +30,14 @@ def ui(argv: Sequence[str]) -> int:
         return 2
     name = resolve_experiment(given.get("tracking.experiment"), os.environ)
     if uri.startswith("http"):
-        print(f"The store has a server of its own: {page(uri, uri, name)}")
+        for what, url in pages(uri, uri, name):
+            print(f"{what}: {url}")
         return 0
     base = f"http://127.0.0.1:{port}"
-    print(f"store: {uri}\nruns:  {page(uri, base, name)}\nCtrl-C ends it.", flush=True)
+    print(f"store: {uri}")
+    for what, url in pages(uri, base, name):
+        print(f"{what}: {url}")
+    print("Ctrl-C ends it.", flush=True)
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port),
                "--workers", "1", "--backend-store-uri", uri]  # fmt: skip
     try:
@@ -41,15 +46,27 @@ def ui(argv: Sequence[str]) -> int:
         return 0
 
 
-def page(uri: str, base: str, experiment: str) -> str:
-    """The page of an experiment's runs; the store's front page where it has no such experiment.
-    The workflow type keeps MLflow from opening its page on generative AI."""
-    import mlflow
+def pages(uri: str, base: str, experiment: str) -> Iterator[tuple[str, str]]:
+    """What there is to see, and its URL: an experiment's runs and its newest sweep's charts; the
+    front page of a store that has no such experiment.
 
-    found = mlflow.MlflowClient(uri).get_experiment_by_name(experiment)
+    The workflow type keeps MLflow from opening its page on generative AI; sorted by name, a
+    sweep's jobs are not folded under their parent, and the charts draw them.
+    """
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    found = client.get_experiment_by_name(experiment)
     if found is None:
-        return base
-    return f"{base}/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning"
+        yield "store", base
+        return
+    runs = f"{base}/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning"
+    yield "runs", runs
+    sweeps = client.search_runs([found.experiment_id], "tags.role = 'sweep'", max_results=1)
+    for sweep in sweeps:
+        children = quote(f"tags.`mlflow.parentRunId` = '{sweep.info.run_id}'")
+        order = "orderByKey=attributes.run_name&orderByAsc=true"
+        yield "newest sweep", f"{runs}&searchFilter={children}&{order}&compareRunsMode=CHART"
 
 
 def _arguments(argv: Sequence[str]) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """How the tests reach the runner: as a process, inside this process, or through its config."""
 
-import gc
+import io
 import os
 import subprocess
 import sys
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,26 +54,41 @@ def cli(tmp_path):
     return run
 
 
-@pytest.fixture
-def main(tmp_path, monkeypatch, capsys):
-    """The same command inside this process, in tmp_path; torch is imported already."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    monkeypatch.setattr(sys, "argv", ["runner"])
-    for key in [k for k in os.environ if k.startswith(("MLFLOW_", "HYDRA_"))]:
-        monkeypatch.delenv(key)
+@contextmanager
+def in_process(folder):
+    """The same command inside this process, in a folder; torch is imported already."""
     modules = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [p for p in sys.path if p])
+        patch.setattr(sys, "argv", ["runner"])
+        for key in [k for k in os.environ if k.startswith(("MLFLOW_", "HYDRA_"))]:
+            patch.delenv(key)
 
-    def run(*args):
-        capsys.readouterr()
-        rc = command_line.main([str(arg) for arg in args])
-        return Done(rc, *capsys.readouterr())
+        def run(*args):
+            out, err = io.StringIO(), io.StringIO()
+            with redirect_stdout(out), redirect_stderr(err):
+                rc = command_line.main([str(arg) for arg in args])
+            return Done(rc, out.getvalue(), err.getvalue())
 
-    yield run
+        yield run
     os.environ.pop("HYDRA_FULL_ERROR", None)
-    for name in set(sys.modules) - modules:  # a test's own packages, which the next one may name so
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+    for name in set(sys.modules) - modules:  # the folder's own; the next test may name one so, too
+        if str(folder) in str(getattr(sys.modules[name], "__file__", None)):
             del sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def inside():
+    """in_process, for fixtures that several tests share."""
+    return in_process
+
+
+@pytest.fixture
+def main(tmp_path):
+    """`python -m runner <args>` inside this process, in tmp_path."""
+    with in_process(tmp_path) as run:
+        yield run
 
 
 @pytest.fixture
@@ -93,22 +109,9 @@ def compose():
     return made
 
 
-@pytest.fixture
-def result():
-    """The result.json under a folder of outputs that holds one run."""
-    import json
-
-    def read(folder):
-        (found,) = Path(folder).glob("outputs/runs/*/result.json")
-        return json.loads(found.read_text())
-
-    return read
-
-
 @pytest.fixture(autouse=True)
 def _same_process():
     """No test may leave the process changed for the next."""
     before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     yield
     assert (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()) == before
-    gc.collect()

@@ -8,6 +8,8 @@ from runner.records import Steps
 
 
 class Checkpoints(Observer):
+    """Calls `save` after each block that ends at a multiple of `every_steps`."""
+
     def __init__(self, save: Callable[[], object], every_steps: int) -> None:
         self.save, self.every_steps = save, every_steps
 

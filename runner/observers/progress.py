@@ -9,10 +9,12 @@ from runner.result import number
 
 
 class ProgressBar(Observer):
+    """A bar over `total` steps, with a line above it for each evaluation."""
+
     def __init__(self, console: Console, total: int, label: str) -> None:
         self.console = console
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
             TextColumn("{task.fields[now]}"), TimeRemainingColumn(), console=console,
         )  # fmt: skip
         self._task = self._bar.add_task(label, total=total, now="")
@@ -33,6 +35,8 @@ class ProgressBar(Observer):
 
 
 class ProgressLines(Observer):
+    """A line per evaluation, for files and pipes."""
+
     def __init__(self, console: Console) -> None:
         self.console = console
         self._last: StepRecord | None = None

@@ -17,6 +17,7 @@ class Recorder(Observer):
     def __init__(self, tracker: Tracker, state: TrainState, accelerator: Accelerator) -> None:
         self.tracker, self.state, self.accelerator = tracker, state, accelerator
         self._last: StepRecord | None = None
+        self._sized = False
 
     def steps(self, block: Steps) -> None:
         self.tracker.metrics_many(self._points(block))
@@ -56,7 +57,9 @@ class Recorder(Observer):
             "perf/examples_per_second": sum(r.examples for r in block) / milliseconds * 1e3,
             "memory/peak_mib": self.accelerator.peak_memory_mib(),
         }
-        if block[0].step == 1:  # the optimizer makes its state in its first applied step
+        # The optimizer makes its state in its first applied step.
+        if not self._sized and any(not record.overflow for record in block):
+            self._sized = True
             size = sum(t.numel() * t.element_size() for t in self.state.state_tensors())
             values["memory/optimizer_mib"] = size / MIB
         return block[-1].step, block[-1].time_ms, values

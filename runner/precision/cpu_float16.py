@@ -183,14 +183,12 @@ def _exit() -> None:
     global _depth, _library
     with _lock:
         _depth -= 1
-        if _depth == 0 and _library is not None:
-            # Dropping the last reference would do it too, but a traceback may hold one.
-            _library._destroy()
-            _library = None
+        if _depth == 0:
+            _library = None  # A library takes its kernels away when its last reference goes.
 
 
 def _install() -> torch.library.Library:
-    """The library that holds the kernels; they are active until it is destroyed."""
+    """The library that holds the kernels: active until its last reference goes."""
     kernels = {name: _accumulating(name, kernel) for name, kernel in KERNELS.items()}
     kernels |= {name: _writing(name, kernels[source]) for name, source in INTO.items()}
     # All before the first registration: a CPU kernel changes what AutogradCPU holds.
@@ -202,7 +200,7 @@ def _install() -> torch.library.Library:
         for key, lstm in lstms.items():
             library.impl("lstm.input", lstm, key, with_keyset=True)
     except BaseException:
-        library._destroy()
+        del library  # The traceback would keep it, and its kernels, alive.
         raise
     return library
 

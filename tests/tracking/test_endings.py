@@ -6,6 +6,7 @@ All endings start at once on a store that does not exist: that is a test of its 
 import os
 import signal
 import subprocess
+from contextlib import suppress
 
 import pytest
 
@@ -40,7 +41,10 @@ def ended(reader, until, trainer_command, tmp_path_factory):
             _signal(trainer, SIGNALS[ending])
     for trainer in trainers.values():
         trainer.wait(timeout=60)
-    return reader(uri), {ending: output.read_text() for ending, output in outputs.items()}
+    yield reader(uri), {ending: output.read_text() for ending, output in outputs.items()}
+    for trainer in trainers.values():
+        with suppress(ProcessLookupError):
+            os.killpg(trainer.pid, signal.SIGKILL)  # the forked child
 
 
 def _start(command, output):

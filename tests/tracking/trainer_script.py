@@ -41,7 +41,7 @@ def end(tracker: MlflowTracker, ending: str) -> None:
         tracker.close("FAILED", "ValueError: loss is nan")
     elif ending == "forked":
         if os.fork() == 0:  # as a data loader's worker: holds the writer's pipe open
-            time.sleep(20)
+            time.sleep(120)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     elif ending != "unclosed":

@@ -1,0 +1,107 @@
+"""The wheel: one name in site-packages, complete, and at home beside a user's own packages."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+NET = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(6, classes))
+"""
+DATA = """
+import torch
+from torch.utils.data import TensorDataset
+
+def mine(count: int):
+    data = TensorDataset(torch.randn(count, 2, 3), torch.arange(count) % 2)
+    return data, data
+"""
+
+
+def python(*args, cwd, **env):
+    done = subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory, root):
+    """The folder that a wheel of this checkout is installed into."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a copy: building leaves files behind
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("runner", "conf", "models"):
+        shutil.copytree(root / name, source / name, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source / name)
+    pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+    python(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    python(*pip, "install", "--no-deps", "--target", folder / "site", wheel, cwd=folder)
+    return folder / "site"
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """A user's folder, with packages called like folders of our checkout."""
+    files = {
+        "models/__init__.py": "",
+        "models/net.py": NET,
+        "conf/__init__.py": "",
+        "lab/data.py": DATA,
+        "lab/conf/model/net.yaml": "_target_: models.net.Net\nclasses: ${data.meta.classes}\n",
+        "lab/conf/data/mine.yaml": (
+            "defaults:\n  - override /task@_global_.task: classification\n\n"
+            "_target_: lab.data.mine\ncount: 16\nmeta:\n  input: [2, 3]\n  classes: 2\n"
+        ),
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_it_adds_one_name(installed):
+    names = {path.name for path in installed.iterdir()}
+    assert {name for name in names if not name.endswith(".dist-info")} - {"bin"} == {"runner"}
+
+
+def test_it_is_complete(installed, root):
+    def files(folder):
+        found = (p for p in folder.rglob("*") if p.suffix in (".yaml", ".py", ".typed"))
+        return {str(p.relative_to(folder)) for p in found if "__pycache__" not in p.parts}
+
+    assert files(installed / "runner" / "conf") == files(root / "conf")
+    assert files(installed / "runner" / "models") == files(root / "models")
+    own = {name for name in files(installed / "runner") if not name.startswith(("conf/", "models"))}
+    assert own == files(root / "runner")
+
+
+def test_it_runs_beside_a_users_own_packages(installed, lab):
+    where = "import runner, runner.conf; print(runner.__file__, runner.conf.__file__)"
+    env = {"PYTHONPATH": str(installed)}
+    for path in python("-c", where, cwd=lab, **env).split():
+        assert Path(path).is_relative_to(installed)
+    shown = python("-m", "runner", "--config-dir", "lab/conf", "model=net", "data=mine",
+                   "--cfg", "job", cwd=lab, **env)  # fmt: skip
+    assert "_target_: models.net.Net" in shown
+    text = python(
+        "-m", "runner", "--config-dir", "lab/conf", "model=net", "data=mine", "tracking=none",
+        "precision=bf16-mixed", "train.max_steps=2", cwd=lab, **env,
+    )  # fmt: skip
+    assert "bf16-mixed net mine" in text
+    text = python("-m", "runner", "model=mlp", "mode=plan", "tracking=none", cwd=lab, **env)
+    assert "plan: 32-true mlp digits" in text  # the built-in models are still found

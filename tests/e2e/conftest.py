@@ -1,0 +1,142 @@
+"""A store that all end-to-end tests share (making one takes seconds), and code of a user's own."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # mlflow's imports, not ours
+    from mlflow.tracking import MlflowClient
+
+NETS = '''
+import torch
+from torch import nn
+
+RSS = []
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+
+class Net(nn.Module):
+    """One hidden layer with dropout; fails in the given training step where asked to."""
+
+    def __init__(self, classes: int, width: int = 16, fail_at: int | None = None) -> None:
+        super().__init__()
+        RSS.append(resident())
+        self.fail_at, self.calls = fail_at, 0
+        self.body = nn.Sequential(nn.Flatten(), nn.LazyLinear(width), nn.ReLU(), nn.Dropout(0.5))
+        self.body(torch.zeros(1, 1, 8, 8))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.training and self.calls == self.fail_at:
+            raise ArithmeticError("failed as it was told to")
+        return self.head(self.body(x))
+
+
+class Half(Net):
+    """Parameters that are not float32."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.head.half()
+'''
+DATA = '''
+import torch
+from torch.utils.data import Dataset
+
+
+class Rows(Dataset):
+    """Rows of a list, with inputs in a dictionary's place where asked to."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self.x = torch.randn(count, 1, 8, 8, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int):
+        return self.x[index], int(self.x[index].sum() > 0)
+
+
+def rows(count: int, val: int = 20):
+    return Rows(count), Rows(val)
+
+
+def one_set(count: int):
+    return Rows(count)
+'''
+FILES = {
+    "lab/__init__.py": "",
+    "lab/nets.py": NETS,
+    "lab/data.py": DATA,
+    "lab/conf/model/net.yaml": (
+        "# Mine\n_target_: lab.nets.Net\nclasses: ${data.meta.classes}\nwidth: 16\nfail_at: null\n"
+    ),
+    "lab/conf/data/mine.yaml": (
+        "# Mine\ndefaults:\n  - override /task@_global_.task: classification\n\n"
+        "_target_: lab.data.rows\ncount: 60\nmeta:\n  input: [1, 8, 8]\n  classes: 2\n"
+    ),
+}
+OWN = ("--config-dir", "lab/conf", "model=net", "train.max_steps=3", "train.log_every=2")
+
+
+def write_lab(folder):
+    """A user's folder with code and configs of its own."""
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return write_lab(tmp_path)
+
+
+@pytest.fixture
+def own(lab, main):
+    """A tiny run of a user's own model, without tracking."""
+    return lambda *args: main(*OWN, "tracking=none", *args)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    """URI of a store that the first run makes."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture(scope="session")
+def reader(store):
+    """A client, made late: the first run must find no store."""
+
+    def made():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return MlflowClient(tracking_uri=store)
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def lab_writer():
+    return write_lab
+
+
+def read_result(folder):
+    """The newest result.json of the runs under a folder."""
+    found = sorted(Path(folder).glob("outputs/runs/*/result.json"))
+    return json.loads(found[-1].read_text())
+
+
+@pytest.fixture(scope="session")
+def result():
+    return read_result

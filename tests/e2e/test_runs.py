@@ -1,0 +1,284 @@
+"""Whole runs, as the command line starts them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from runner.config import flatten
+from runner.precision import support
+from runner.tracking import journal as journals
+
+# An initial scale that overflows and a short interval: the scale falls, then rises and falls.
+SCALED = ("precision=16-mixed", "precision.loss_scale.init_scale=16777216",
+          "precision.loss_scale.growth_interval=2")  # fmt: skip
+TINY = ("model=mlp", "model.hidden=[16]", "train.log_every=5", "train.eval_every=6")
+STEPS = 12
+CPU = torch.device("cpu")
+RUNS_HERE = [row.name for row in support.support(CPU) if row.runs]
+NOT_HERE = [row.name for row in support.support(CPU) if not row.runs]
+EXTRA = {"16-true": ["optimizer.eps=1e-4"]}
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory, inside, store, reader, result):
+    """A run with a loss scale in a real store: (its folder, its MLflow run, the client)."""
+    folder = tmp_path_factory.mktemp("tracked")
+    with inside(folder) as main:
+        done = main(*TINY, *SCALED, f"train.max_steps={STEPS}", f"tracking.uri={store}")
+    assert done.rc == 0, done.stderr
+    outcome = result(folder)
+    client = reader()
+    return Path(outcome["folder"]), client.get_run(outcome["run_id"]), client
+
+
+def points(tracked, key):
+    _, run, client = tracked
+    history = client.get_metric_history(run.info.run_id, key)
+    return sorted((point.step, point.value) for point in history)
+
+
+def journal(folder):
+    """(step, values) of every metric record that the run wrote."""
+    return [
+        (record["step"], record["values"])
+        for record, _ in journals.read(folder / "journal.jsonl")
+        if record["kind"] == "metrics"
+    ]
+
+
+def in_journal(folder, key):
+    return [(step, values[key]) for step, values in journal(folder) if key in values]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["train/loss", "train/lr", "train/grad_norm", "loss_scale/value", "loss_scale/overflow",
+     "loss_scale/skipped_steps"],
+)  # fmt: skip
+def test_every_step_is_stored_with_its_value(tracked, key):
+    stored = points(tracked, key)
+    assert [step for step, _ in stored] == list(range(1, STEPS + 1))
+    expected = in_journal(tracked[0], key)
+    finite = [(step, value) for step, value in expected if abs(value) < float("inf")]
+    assert [point for point in stored if point[0] in dict(finite)] == finite
+
+
+def test_the_loss_scale_fell_at_each_overflow_and_rose_after_two_steps(tracked):
+    scales, overflows = (dict(points(tracked, f"loss_scale/{k}")) for k in ("value", "overflow"))
+    assert scales[1] == 2.0**24
+    assert overflows[1] == 1.0
+    good = 0
+    for step in range(1, STEPS):
+        good = 0 if overflows[step] else good + 1
+        factor = 0.5 if overflows[step] else 2.0 if good == 2 else 1.0
+        good = 0 if good == 2 else good
+        assert scales[step + 1] == scales[step] * factor, step
+    skipped = dict(points(tracked, "loss_scale/skipped_steps"))
+    assert skipped == {s: sum(overflows[i] for i in range(1, s + 1)) for s in overflows}
+
+
+def test_the_changes_alone_draw_the_same_line(tracked):
+    scales, changes = (points(tracked, f"loss_scale/{key}") for key in ("value", "changes"))
+    drawn = dict(changes)
+    assert {step: value for step, value in scales if step in drawn}.items() >= drawn.items()
+    for (_, before), (step, after) in zip(scales, scales[1:], strict=False):
+        if before != after:
+            assert drawn[step - 1] == before
+            assert drawn[step] == after
+    assert changes[0] == scales[0]
+    assert changes[-1] == scales[-1]
+
+
+def test_evaluations_rates_and_memory(tracked):
+    assert [step for step, _ in points(tracked, "val/loss")] == [6, 12]
+    assert [step for step, _ in points(tracked, "val/accuracy")] == [6, 12]
+    for key in ("perf/step_ms", "perf/examples_per_second", "memory/peak_mib"):
+        assert [step for step, _ in points(tracked, key)] == [5, 6, 10, 12], key
+    assert [step for step, _ in points(tracked, "memory/weights_mib")] == [0]
+    ((_, size),) = points(tracked, "memory/optimizer_mib")
+    assert size > 0
+
+
+def test_the_params_are_the_whole_config(tracked, compose, store):
+    _, run, _ = tracked
+    spec = compose(*TINY, *SCALED, f"train.max_steps={STEPS}", f"tracking.uri={store}")
+    assert run.data.params == flatten(spec)
+
+
+def test_tags_and_status(tracked):
+    folder, run, _ = tracked
+    tags = run.data.tags
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "16-mixed mlp digits"
+    assert tags["precision"] == "16-mixed"
+    assert (tags["model"], tags["data"], tags["mode"]) == ("mlp", "digits", "train")
+    assert tags["accelerator"] in ("cpu", "cuda", "mps")
+    assert tags["device_name"]
+    assert tags["output_dir"] == str(folder)
+    assert "error" not in tags
+
+
+def test_artifacts(tracked, compose):
+    folder, run, client = tracked
+    names = {item.path for item in client.list_artifacts(run.info.run_id)}
+    assert names == {"config.yaml", "environment.json", "conversion.json", "dtypes.json",
+                     "loss_scale.png"}  # fmt: skip
+    for name in names:
+        stored = Path(run.info.artifact_uri.removeprefix("file://")) / name
+        assert stored.read_bytes() == (folder / name).read_bytes()
+    assert OmegaConf.load(folder / "config.yaml").precision.loss_scale.growth_interval == 2
+
+
+def test_the_result_is_that_of_the_metrics(tracked):
+    outcome = json.loads((tracked[0] / "result.json").read_text())
+    assert outcome["status"] == "finished"
+    assert outcome["steps"] == STEPS
+    assert outcome["metrics"]["val/loss"] == points(tracked, "val/loss")[-1][1]
+    assert outcome["loss_scale"] == points(tracked, "loss_scale/value")[-1][1]
+    assert outcome["skipped_steps"] == points(tracked, "loss_scale/skipped_steps")[-1][1]
+    assert outcome["run_id"] == tracked[1].info.run_id
+
+
+def test_a_run_that_fails_is_failed_in_the_store(lab, main, store, reader):
+    name = "fails on purpose"
+    done = main("--config-dir", "lab/conf", "model=net", "model.fail_at=3", "train.log_every=1",
+                f"tracking.uri={store}", f"tracking.run_name={name}")  # fmt: skip
+    assert done.rc == 1
+    assert "ArithmeticError: failed as it was told to" in done.stderr
+    client = reader()
+    (run,) = client.search_runs(["1"], f"attributes.run_name = '{name}'")
+    assert run.info.status == "FAILED"
+    assert run.data.tags["error"] == "ArithmeticError: failed as it was told to"
+    assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 2
+
+
+@pytest.mark.parametrize("name", RUNS_HERE)
+def test_every_precision_that_runs_here_trains(quick, tmp_path, result, name):
+    done = quick("accelerator=cpu", f"precision={name}", *EXTRA.get(name, []))
+    assert done.rc == 0, done.stderr
+    outcome = result(tmp_path)
+    assert outcome["precision"] == name
+    assert outcome["steps"] == 3
+    assert 0 < outcome["train_loss"] < 3
+    assert (outcome["loss_scale"] is not None) == (name == "16-mixed")
+    assert (Path(outcome["folder"]) / "loss_scale.png").exists() == (name == "16-mixed")
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_a_precision_that_cannot_run_here_is_refused(quick, name):
+    done = quick("accelerator=cpu", f"precision={name}")
+    assert done.rc == 2
+    assert done.stderr.startswith(f"error: precision={name} ")
+    assert "Traceback" not in done.stderr
+
+
+def state_of_torch():
+    cudnn = torch.backends.cudnn
+    return (
+        torch.get_default_dtype(), torch.get_float32_matmul_precision(), cudnn.allow_tf32,
+        cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(), torch.is_grad_enabled(), torch.is_anomaly_enabled(),
+        torch.get_rng_state().tolist(),
+    )  # fmt: skip
+
+
+def test_a_run_neither_sees_nor_leaves_anything_in_the_process(own, tmp_path, result):
+    """The same seed gives the same numbers first, last, and after anything in between. The model
+    has dropout, so that the random stream counts."""
+
+    def numbers(*more):
+        assert own("train.max_steps=5", "train.eval_every=2", *more).rc == 0
+        outcome = result(tmp_path)
+        return outcome["train_loss"], outcome["metrics"]
+
+    before = state_of_torch()
+    first = numbers("seed=3")
+    for between in ("64-true", "bf16-true", "16-mixed"):
+        assert own(f"precision={between}", "deterministic=true", "debug=anomaly").rc == 0
+        assert state_of_torch() == before, between
+    assert own("precision=64-true", "deterministic=true", "model.fail_at=2").rc == 1
+    assert state_of_torch() == before
+    torch.rand(7)
+    assert numbers("seed=3") == first
+    assert numbers("seed=4") != first
+
+
+def test_evaluating_more_often_trains_the_same(own, tmp_path, result):
+    assert own("data=mine", "train.max_steps=4", "train.eval_every=4").rc == 0
+    seldom = result(tmp_path)
+    assert own("data=mine", "train.max_steps=4", "train.eval_every=1").rc == 0
+    assert result(tmp_path)["train_loss"] == seldom["train_loss"]
+
+
+def test_the_deterministic_run_is_allowed(quick):
+    assert quick("deterministic=true", "precision=bf16-mixed").rc == 0
+
+
+def test_a_plan_trains_and_tracks_nothing(main, tmp_path):
+    done = main("mode=plan", "model=mlp", "precision=bf16-true")
+    assert done.rc == 0, done.stderr
+    for part in ("plan: bf16-true mlp digits", "bfloat16 (85,002)", "optimizer state"):
+        assert part in done.stdout
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert not {"mlflow.db", "journal.jsonl"} & set(left)
+    assert not [name for name in left if name.endswith(".pt")]
+
+
+def test_a_plan_of_a_precision_that_cannot_run_here_is_refused(main):
+    assert main("mode=plan", "model=mlp", "accelerator=cpu", "precision=tf32").rc == 2
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "run id"])
+def test_a_checkpoint_is_evaluated_by_name_at_any_precision(tracked, main, store, result, how):
+    folder, run, _ = tracked
+    where = {"folder": folder, "run id": run.info.run_id,
+             "file": folder / "checkpoints" / f"step-{STEPS:08d}.pt"}[how]  # fmt: skip
+    trained = json.loads((folder / "result.json").read_text())["metrics"]
+    # The model is not named: the checkpoint knows it.
+    command = ("mode=evaluate", f"checkpoint={where}", f"tracking.uri={store}")
+    done = main(*command, "precision=16-mixed")
+    assert done.rc == 0, done.stderr
+    outcome = result(Path.cwd())
+    assert outcome["metrics"] == trained
+    assert outcome["steps"] == STEPS
+    assert main(*command, "precision=bf16-true").rc == 0
+    assert result(Path.cwd())["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=0.05)
+    assert result(Path.cwd())["metrics"] != trained
+
+
+def test_an_evaluation_is_stored_at_the_checkpoints_step(tracked, main, store, reader, result):
+    assert main("mode=evaluate", f"checkpoint={tracked[0]}", f"tracking.uri={store}").rc == 0
+    run = reader().get_run(result(Path.cwd())["run_id"])
+    assert run.data.tags["mode"] == "evaluate"
+    (point,) = reader().get_metric_history(run.info.run_id, "val/accuracy")
+    assert point.step == STEPS
+    assert run.info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("preset", ["smoke", "overfit", "anomaly", "profile"])
+def test_every_debug_preset_runs(quick, tmp_path, preset):
+    done = quick(f"debug={preset}", "train.max_steps=4", "train.eval_every=4")
+    assert done.rc == 0, done.stderr
+    assert bool(list(tmp_path.glob("outputs/runs/*/profile.txt"))) == (preset == "profile")
+
+
+def test_early_stop_ends_a_run_before_its_last_step(quick, tmp_path, result):
+    done = quick("train.max_steps=50", "train.eval_every=2", "train.early_stop=2",
+                 "optimizer.lr=0")  # fmt: skip
+    assert done.rc == 0, done.stderr
+    assert result(tmp_path)["steps"] == 6
+
+
+def test_failed_jobs_leave_no_model_in_memory(own):
+    """Six jobs that fail with a 50 MB model: the last starts with no more than the second."""
+    done = own("model.width=180000", "model.fail_at=1", "-m", "seed=0,1,2,3,4,5",
+               "train.batch_size=2", "optimizer=sgd")  # fmt: skip
+    assert done.rc == 1
+    assert done.stderr.count("failed as it was told to") >= 6
+    from lab.nets import RSS
+
+    assert len(RSS) == 6
+    assert max(RSS[2:]) - RSS[1] < 50, RSS

@@ -1,0 +1,71 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.errors import ConfigError, Unavailable
+from runner.precision import support
+from runner.precision.true import TruePrecision
+
+CONF = Path(__file__).parents[2] / "conf" / "precision"
+CPU = torch.device("cpu")
+
+
+def test_every_yaml_is_listed_by_width():
+    assert set(support.names()) == {path.stem for path in CONF.glob("*.yaml")}
+    assert len(support.names()) == len(set(support.names()))
+    assert support.names()[:7] == [
+        "64-true", "32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true",
+    ]  # fmt: skip
+
+
+def test_a_new_yaml_is_picked_up_after_the_known_ones(tmp_path, monkeypatch):
+    for name in ("b-new", "a-new", "16-true"):
+        (tmp_path / f"{name}.yaml").write_text(f"# what {name} is\n# Why: because\nname: x\n")
+    monkeypatch.setattr(support, "CONF", tmp_path)
+    assert support.names() == ["16-true", "a-new", "b-new"]
+    assert support.header("a-new") == ("what a-new is", "because")
+
+
+@pytest.mark.parametrize("name", support.names())
+def test_a_header_says_what_and_why(name):
+    lines = (CONF / f"{name}.yaml").read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert lines[1].startswith("# Why: ")
+    assert support.header(name) == (lines[0][2:], lines[1][7:])
+
+
+def test_keywords_change_what_the_yaml_says():
+    precision = support.load("bf16-true", autocast_loss=True)
+    assert isinstance(precision, TruePrecision)
+    assert (precision.name, precision.autocast_loss) == ("bf16-true", True)
+    assert not support.load("bf16-true").autocast_loss
+
+
+def test_unknown_keywords_and_targets_fail():
+    with pytest.raises(TypeError):
+        support.load("32-true", loss_scale={})
+    with pytest.raises(ConfigError, match="does not import"):
+        support.load("32-true", _target_="runner.precision.none.None")
+
+
+def test_a_row_for_every_precision():
+    rows = support.support(CPU)
+    assert [row.name for row in rows] == support.names()
+    assert {row.device for row in rows} == {"cpu"}
+    by_name = {row.name: row for row in rows}
+    assert by_name["32-true"].runs
+    assert (by_name["32-true"].why, by_name["32-true"].remedy) == ("", "")
+    assert not by_name["tf32"].runs
+    assert "needs an NVIDIA GPU" in by_name["tf32"].why
+    assert "precision=32-true" in by_name["tf32"].remedy
+
+
+def test_rows_follow_require(monkeypatch):
+    def refuse(self, device):
+        if self.name == "bf16-true":
+            raise Unavailable(f"not on {device}", "type another")
+
+    monkeypatch.setattr(TruePrecision, "require", refuse)
+    refused = [row for row in support.support(CPU) if not row.runs]
+    assert refused == [support.Support("bf16-true", "cpu", "not on cpu", "type another")]

@@ -1,0 +1,152 @@
+import pytest
+import torch
+from torch import nn
+
+from runner.errors import ConfigError, Unavailable
+from runner.precision import support
+from runner.precision.true import TruePrecision, float32_matmul
+
+CPU, CUDA, MPS = map(torch.device, ("cpu", "cuda", "mps"))
+ADAMS = {
+    "Adam": {}, "AdamW": {}, "NAdam": {}, "RMSprop": {"eps": 1e-8}, "Adagrad": {"eps": 1e-10},
+}  # fmt: skip
+
+
+def switches():
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Make torch report a GPU of a given compute capability."""
+
+    def pretend(*capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+
+    return pretend
+
+
+def test_every_bad_value_is_refused_with_the_allowed_ones():
+    with pytest.raises(ConfigError, match=r"dtype=float8 is not known\. Allowed: float64, float32"):
+        TruePrecision("x", "float8")
+    with pytest.raises(ConfigError) as error:
+        TruePrecision("x", "float32", float32_matmul="tf32", cpu_float16="fast")  # type: ignore
+    assert error.value.problems == (
+        "precision.float32_matmul=tf32 is not known. Allowed: highest, high, medium.",
+        "precision.cpu_float16=fast is not known. Allowed: auto, native, float32_accumulate.",
+    )
+
+
+def test_float64_is_refused_on_mps():
+    with pytest.raises(Unavailable, match="Apple's GPUs have no float64.*precision=32-true"):
+        support.load("64-true").require(MPS)
+    for name in ("32-true", "16-true", "bf16-true"):
+        support.load(name).require(MPS)
+
+
+@pytest.mark.parametrize("device", [CPU, MPS])
+def test_tf32_needs_a_gpu(device):
+    with pytest.raises(Unavailable) as error:
+        support.load("tf32").require(device)
+    assert "precision=tf32 needs an NVIDIA GPU" in error.value.what
+    assert f"this run is on {device.type}" in error.value.what
+    assert "precision=32-true" in error.value.remedy
+
+
+def test_tf32_needs_ampere(gpu):
+    gpu(7, 0)
+    with pytest.raises(Unavailable, match=r"8\.0 or higher; cuda \(Tesla V100\) has 7\.0"):
+        support.load("tf32").require(CUDA)
+    support.load("32-true").require(CUDA)
+    gpu(8, 0)
+    support.load("tf32").require(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("name", "inside"), [("32-true", ("highest", False)), ("tf32", ("high", True))]
+)
+def test_the_session_sets_both_switches_and_restores_them(name, inside):
+    model, before = nn.Linear(2, 2), switches()
+    assert before == ("highest", True)  # torch leaves TF32 on for convolutions
+    with support.load(name).session(model, CPU):
+        assert switches() == inside
+    assert switches() == before
+
+
+def _fail_inside(precision):
+    with float32_matmul(precision):
+        raise RuntimeError("inside")
+
+
+@pytest.mark.parametrize("before", [("high", False), ("medium", True), ("highest", False)])
+def test_the_switches_come_back_after_an_exception(before):
+    kept = switches()
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+    try:
+        for precision in ("highest", "high"):
+            with pytest.raises(RuntimeError, match="inside"):
+                _fail_inside(precision)
+            assert switches() == before
+    finally:
+        torch.set_float32_matmul_precision(kept[0])
+        torch.backends.cudnn.allow_tf32 = kept[1]
+
+
+@pytest.mark.parametrize("kind", ADAMS)
+def test_an_eps_that_float16_rounds_to_zero_is_refused(kind):
+    optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(1))], **ADAMS[kind])
+    with pytest.raises(ConfigError, match=rf"optimizer\.eps=1e-\d+: {kind}.*optimizer\.eps=1e-4"):
+        support.load("16-true").check_optimizers([optimizer])
+    for name in set(support.names()) - {"16-true"}:
+        support.load(name).check_optimizers([optimizer])
+
+
+def test_an_eps_that_works_and_none_at_all_pass():
+    weights = [nn.Parameter(torch.ones(1))]
+    good = [torch.optim.AdamW(weights, eps=1e-4), torch.optim.SGD(weights)]
+    support.load("16-true").check_optimizers(good)
+
+
+def train(eps):
+    """Five steps whose squared gradients underflow in float16."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer = torch.optim.AdamW([weight], lr=0.01, eps=eps)
+    for _ in range(5):
+        weight.grad = torch.tensor([1e-5, 1.0, 0.0, 1e-3], dtype=torch.float16)
+        optimizer.step()
+    return weight
+
+
+def test_the_refused_eps_fails_and_the_advised_one_works():
+    assert not train(1e-8).isfinite().all()
+    assert train(1e-4).isfinite().all()
+
+
+@pytest.mark.parametrize("choice", ["native", "float32_accumulate"])
+def test_the_float16_kernels_are_told(choice):
+    precision, model = support.load("16-true", cpu_float16=choice), nn.Linear(2, 2)
+    assert precision.kernels() == ""
+    with precision.session(model, CPU):
+        assert precision.kernels() == choice
+    other = support.load("bf16-true")
+    with other.session(model, CPU):
+        assert other.kernels() == ""
+
+
+@pytest.mark.parametrize("name", ["64-true", "16-true", "bf16-true"])
+def test_tensors_that_a_forward_makes_are_in_the_dtype(name):
+    precision = support.load(name)
+    for _ in range(2):
+        with precision.forward(CPU):
+            assert torch.zeros(1).dtype is precision.storage
+        assert torch.zeros(1).dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", ["64-true", "32-true", "tf32", "16-true", "bf16-true"])
+def test_inputs_are_cast_and_the_loss_dtype_is_wide(name):
+    precision = support.load(name)
+    cast = precision.cast({"x": torch.ones(1), "mask": torch.ones(1, dtype=torch.bool)})
+    assert (cast["x"].dtype, cast["mask"].dtype) == (precision.storage, torch.bool)
+    assert precision.loss_dtype is (torch.float64 if name == "64-true" else torch.float32)

@@ -1,0 +1,57 @@
+import pytest
+import torch
+
+from runner import accelerator
+from runner.accelerator import MIB, Accelerator, available, choose, cpu_name, resident_peak_mib
+from runner.errors import ConfigError, Unavailable
+from runner.spec import AcceleratorSpec
+
+
+def test_every_machine_has_a_cpu_last():
+    assert available()[-1] == "cpu"
+
+
+def test_auto_takes_the_best(monkeypatch):
+    assert choose(AcceleratorSpec()).device.type == available()[0]
+    monkeypatch.setattr(accelerator, "available", lambda: ["mps", "cpu"])
+    assert choose(AcceleratorSpec()).device.type == "mps"
+    assert choose(AcceleratorSpec("cpu")).device.type == "cpu"
+
+
+def test_an_unknown_kind_is_wrong():
+    with pytest.raises(ConfigError, match=r"accelerator.name=warp is not known. Allowed: "):
+        choose(AcceleratorSpec("warp"))
+
+
+def test_a_kind_that_is_not_here_is_unavailable(monkeypatch):
+    monkeypatch.setattr(accelerator, "available", lambda: ["cpu"])
+    with pytest.raises(Unavailable, match=r"accelerator=mps is not on this machine") as caught:
+        choose(AcceleratorSpec("mps"))
+    assert caught.value.remedy == "Type accelerator=cpu."
+
+
+@pytest.mark.parametrize("index", [1, -1])
+def test_an_index_counts_from_nought(index):
+    with pytest.raises(Unavailable, match=rf"accelerator.index={index}: this machine has 1 cpu"):
+        choose(AcceleratorSpec("cpu", index))
+
+
+def test_the_cpu_has_a_name_with_its_threads():
+    name = Accelerator(torch.device("cpu")).name
+    assert name == cpu_name()
+    assert f"{torch.get_num_threads()} of" in name
+    assert not name.startswith((":", " "))
+
+
+def test_a_run_reports_its_own_peak_only():
+    cpu = Accelerator(torch.device("cpu"))
+    cpu.synchronize()
+    cpu.reset_peak_memory()
+    before = cpu.peak_memory_mib()
+    assert before == pytest.approx(resident_peak_mib(), abs=5)
+    block = torch.ones(200 * MIB // 4)
+    del block
+    with_block = cpu.peak_memory_mib()
+    assert with_block > before + 150
+    cpu.reset_peak_memory()
+    assert cpu.peak_memory_mib() < with_block - 100

@@ -1,0 +1,139 @@
+import os
+import random
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from runner.isolation import Stopped, StopSignals, make_deterministic, process_state, seed_all
+
+
+def everything():
+    """What a run may change, in comparable form."""
+    cudnn = torch.backends.cudnn
+    return {
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "tf32": cudnn.allow_tf32,
+        "strict": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn": (cudnn.benchmark, cudnn.deterministic),
+        "anomaly": torch.is_anomaly_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        "torch": torch.get_rng_state().tolist(),
+        "random": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),
+    }
+
+
+def change_everything():
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32
+    make_deterministic()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    torch.set_anomaly_enabled(True)
+    torch.set_grad_enabled(False)
+    seed_all(987)
+
+
+@pytest.mark.parametrize("workspace", [None, ":16:8"])
+def test_all_is_put_back(monkeypatch, workspace):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if workspace:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
+    before = everything()
+    with process_state():
+        change_everything()
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = "other"
+        during = everything()
+    after = everything()
+    assert [key for key in before if before[key] == during[key]] == []
+    assert [key for key in before if before[key] != after[key]] == []
+
+
+def test_all_is_put_back_after_an_exception():
+    before = everything()
+
+    def fail():
+        change_everything()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), process_state():
+        fail()
+    assert everything() == before
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(1).item()])
+def test_a_seed_decides_every_stream(draw):
+    with process_state():
+        seed_all(3)
+        first = draw()
+        assert draw() != first
+        seed_all(3)
+        assert draw() == first
+
+
+def test_a_seed_beyond_numpys_range_is_taken():
+    with process_state():
+        seed_all(2**40)
+
+
+def test_operations_that_can_differ_are_refused():
+    with process_state():
+        make_deterministic()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.backends.cudnn.deterministic
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "name"), [(signal.SIGINT, 130, "SIGINT"), (signal.SIGTERM, 143, "SIGTERM")]
+)
+def test_a_signal_is_a_request(number, status, name):
+    handler = signal.getsignal(number)
+    with StopSignals() as signals:
+        assert not signals.requested()
+        signals.check()
+        os.kill(os.getpid(), number)
+        assert signals.requested()
+        with pytest.raises(Stopped, match=f"Stopped by {name}") as caught:
+            signals.check()
+        assert caught.value.exit_status == status
+    assert signal.getsignal(number) is handler
+
+
+def test_a_second_ctrl_c_interrupts_at_once():
+    with StopSignals():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_second_sigterm_stays_a_request():
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.number == signal.SIGTERM
+
+
+def test_in_another_thread_the_handlers_stay():
+    """Only the main thread may set one; a run in a worker thread must still start."""
+    handler, seen = signal.getsignal(signal.SIGTERM), []
+
+    def work():
+        with StopSignals() as signals:
+            seen.append((signal.getsignal(signal.SIGTERM), signals.requested()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(handler, False)]

@@ -1,0 +1,119 @@
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from runner.data.loading import Loader
+from runner.errors import ConfigError
+
+CPU = torch.device("cpu")
+X, Y = torch.arange(20.0).view(10, 2), torch.arange(10)
+
+
+class Items(Dataset):
+    """Ten pairs, one at a time."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index], Y[index]
+
+
+class Batches(Items):
+    """The same, gathered whole."""
+
+    def batch(self, indices):
+        return X[indices], Y[indices]
+
+
+class Nested(Items):
+    """Inputs that are no tensor."""
+
+    def __getitem__(self, index):
+        return {"a": X[index], "b": [Y[index]]}, Y[index]
+
+
+class Drawn(Items):
+    """Examples with randomness of their own."""
+
+    def __getitem__(self, index):
+        return torch.rand(1), Y[index]
+
+
+def loader(dataset, size=4, shuffle=True, seed=0, device=CPU, **more):
+    return Loader(dataset, size, shuffle=shuffle, seed=seed, device=device, **more)
+
+
+def targets(loader, epoch):
+    return [y.tolist() for _, y in loader.epoch(epoch)]
+
+
+KINDS = [TensorDataset(X, Y), Items(), Batches()]
+
+
+@pytest.mark.parametrize("dataset", KINDS, ids=["tensors", "items", "batches"])
+def test_every_kind_gives_the_same_batches(dataset):
+    expected = loader(TensorDataset(X, Y)).order(3).split(4)
+    found = list(loader(dataset).epoch(3))
+    assert len(found) == len(loader(dataset)) == 3
+    for (x, y), chosen in zip(found, expected, strict=True):
+        assert torch.equal(x, X[chosen])
+        assert torch.equal(y, Y[chosen])
+    assert [len(y) for _, y in found] == [4, 4, 2]
+
+
+def test_an_epoch_holds_each_example_once():
+    batches = targets(loader(KINDS[0]), 1)
+    assert sorted(index for batch in batches for index in batch) == list(range(10))
+
+
+def test_seed_and_epoch_alone_decide_the_order():
+    torch.manual_seed(1)
+    first = targets(loader(KINDS[0], seed=5), 2)
+    torch.manual_seed(2)
+    assert targets(loader(KINDS[0], seed=5), 2) == first
+    assert targets(loader(KINDS[0], seed=5), 3) != first
+    assert targets(loader(KINDS[0], seed=6), 2) != first
+
+
+def test_without_shuffle_the_order_is_the_sets():
+    assert targets(loader(KINDS[0], shuffle=False), 7) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("dataset", KINDS, ids=["tensors", "items", "batches"])
+def test_loading_leaves_the_random_stream_alone(dataset):
+    """Else evaluating more often would change dropout's masks."""
+    state = torch.get_rng_state()
+    list(loader(dataset).epoch(1))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_nested_inputs_are_collated():
+    inputs, _ = next(loader(Nested(), shuffle=False).epoch(0))
+    assert inputs["a"].shape == (4, 2)
+    assert inputs["b"][0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dataset", [KINDS[0], Nested()], ids=["tensors", "nested"])
+def test_batches_move_to_the_device(dataset):
+    for inputs, target in loader(dataset, device=torch.device("meta")).epoch(0):
+        first = inputs["b"][0] if isinstance(inputs, dict) else inputs
+        assert first.device.type == target.device.type == "meta"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own, from Python 3.12 on
+def test_processes_load_the_same():
+    """Their seeds come from the run's, so that augmentation repeats too."""
+    first = [x.tolist() for x, _ in loader(Drawn(), workers=2).epoch(1)]
+    assert [x.tolist() for x, _ in loader(Drawn(), workers=2).epoch(1)] == first
+    assert targets(loader(Items(), workers=2), 1) == targets(loader(Items()), 1)
+
+
+def test_a_batch_larger_than_the_set():
+    assert targets(loader(KINDS[0], size=64, shuffle=False), 1) == [list(range(10))]
+    assert len(loader(KINDS[0], size=64)) == 1
+
+
+def test_an_empty_set_is_refused():
+    with pytest.raises(ConfigError, match="The data set is empty"):
+        loader(TensorDataset(X[:0], Y[:0]))
