@@ -1,6 +1,7 @@
 """Whole runs, as the command line starts them."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_the_changes_alone_draw_the_same_line(tracked):
     scales, changes = (points(tracked, f"loss_scale/{key}") for key in ("value", "changes"))
     drawn = dict(changes)
     assert {step: value for step, value in scales if step in drawn}.items() >= drawn.items()
-    for (_, before), (step, after) in zip(scales, scales[1:], strict=False):
+    for (_, before), (step, after) in pairwise(scales):
         if before != after:
             assert drawn[step - 1] == before
             assert drawn[step] == after

@@ -70,7 +70,7 @@ def test_a_loss_scale_for_bfloat16_is_refused():
 
 def test_lbfgs_is_refused_where_there_is_a_scale():
     lbfgs = torch.optim.LBFGS([nn.Parameter(torch.ones(1))])
-    with pytest.raises(ConfigError, match="lbfgs evaluates the loss several times.*32-true"):
+    with pytest.raises(ConfigError, match=r"lbfgs evaluates the loss several times.*32-true"):
         support.load("16-mixed").check_optimizers([lbfgs])
     support.load("bf16-mixed").check_optimizers([lbfgs])
     support.load("16-mixed").check_optimizers([torch.optim.AdamW([nn.Parameter(torch.ones(1))])])

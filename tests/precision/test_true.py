@@ -39,7 +39,7 @@ def test_every_bad_value_is_refused_with_the_allowed_ones():
 
 
 def test_float64_is_refused_on_mps():
-    with pytest.raises(Unavailable, match="Apple's GPUs have no float64.*precision=32-true"):
+    with pytest.raises(Unavailable, match=r"Apple's GPUs have no float64.*precision=32-true"):
         support.load("64-true").require(MPS)
     for name in ("32-true", "16-true", "bf16-true"):
         support.load(name).require(MPS)

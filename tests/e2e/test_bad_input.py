@@ -1,0 +1,163 @@
+"""What a user can get wrong: exit status 2, and a message with what was given, what is allowed
+and what to type, never a traceback."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("typed", "parts"),
+    [
+        ("precision=bf17-mixed", ["precision=bf17-mixed is not known", "16-mixed, 16-true",
+                                  "Type precision=bf16-mixed"]),
+        ("precision=17", ["precision=17 is not known", "32-true"]),
+        ("model=null", ["model=null is not known", "mlp, resnet"]),
+        ("~model", ["model has no _target_", "Type model=<option>"]),
+        ("train.max_step=3", ["train.max_step=3 is not known", "train.max_steps=<value>"]),
+        ("nosuch=3", ["nosuch=3 is not known", "mode, seed"]),
+        ("+nosuch=3", ["nosuch is not known"]),
+        ("+train.nosuch=3", ["train.nosuch is not known", "train.epochs"]),
+        ("train.max_steps=x", ["train.max_steps=x does not fit", "a whole number or null"]),
+        ("train.max_steps=0", ["train.max_steps=0 is too small", "1 and up"]),
+        ("deterministic=maybe", ["deterministic=maybe", "true or false"]),
+        ("data.shuffle=no", ["data.shuffle=no", "true or false"]),
+        ("mode=fly", ["mode=fly is not known", "train, evaluate, plan"]),
+        ("mode=evaluate", ["mode=evaluate needs", "checkpoint=<file"]),
+        ("data=text data.path=/no/such.txt", ["cannot read /no/such.txt", "data.path=FILE"]),
+        ("data=imagefolder", ["data.meta.classes has no value", "Type data.meta.classes=<value>"]),
+        ("data.val_fraction=2", ["val_fraction=2", "Type data.val_fraction=0.1"]),
+        ("data.meta.input=[3,3]", ["data.meta.input=[3, 3]", "[1, 8, 8]",
+                                   "Type data.meta.input=[1,8,8]"]),
+        ("data.meta.classes=3", ["data.meta.classes=3", "Type data.meta.classes=10"]),
+        ("precision.keep_fp32=[zzz]", ["zzz matches no module", "layers, layers.0"]),
+        ("precision.keep_fp32=head", ["precision.keep_fp32=head is text", "Sequence[str]"]),
+        ("precision.dtype=float8", ["precision.dtype=float8 is not known", "float64, float32"]),
+        ("model._target_=nowhere.Net", ["model._target_=nowhere.Net does not import",
+                                        "Write package.module.Name"]),
+        ("model._target_=torch.nn.Nothing", ["torch.nn has no Nothing"]),
+        ("model._target_=3", ["model._target_=3 is no path", "package.module.Name"]),
+        ("+model.foo=3", ["model.foo=3", "takes no foo", "input_shape, classes, hidden"]),
+        ("~model.classes", ["model.classes is needed", "Type +model.classes=<value>"]),
+        ("model.hidden=3", ["model: runner.models.mlp.MLP refuses its arguments"]),
+        ("model.hidden=${nothing}", ["model.hidden", "'nothing' not found"]),
+        ("optimizer.lr=abc", ["optimizer.lr=abc is text", "float"]),
+        ("optimizer.lr=-1", ["torch.optim.AdamW refuses its arguments", "-1"]),
+        ("optimizer=lbfgs precision=16-mixed", ["optimizer=lbfgs", "precision=16-mixed",
+                                                "Type precision=32-true"]),
+        ("precision=16-true", ["optimizer.eps=1e-08", "Type optimizer.eps=1e-4"]),
+        ("precision=16-mixed precision.loss_scale.fixed=-1", ["fixed=-1", "above 0, or null"]),
+        ("scheduler=cosine scheduler.T_max=x", ["scheduler.T_max=x is text", "int"]),
+        ("data=text", ["model=mlp fails on the first batch of data=text", "task=language",
+                       "Choose ones that fit", "error.txt"]),
+        ("task=regression", ["regression needs float output and target of one shape"]),
+        ("accelerator=mps", ["accelerator=mps is not on this machine", "Type accelerator="]),
+        ("accelerator=cpu precision=tf32", ["precision=tf32 needs", "precision=32-true"]),
+        ("tracking=mlflow tracking.uri=foo://x", ["tracking.uri=foo://x", "http, https",
+                                                  "tracking.uri=sqlite:///outputs/mlflow.db"]),
+        ("mode=evaluate checkpoint=/no/such.pt", ["checkpoint=/no/such.pt", "outputs/runs/<time>"]),
+        ("mode=evaluate checkpoint=0123abcd", ["checkpoint=0123abcd is neither a file"]),
+        ("precision=32-true,bf16-mixed", ["precision=32-true,bf16-mixed", "--multirun"]),
+        ("train.max_steps", ["train.max_steps is not an override", "key=value"]),
+        ("--config-dir /no/such", ["--config-dir=/no/such is no folder"]),
+        ("--config-dir", ["--config-dir", "expected one argument"]),
+        ("hydra.run.dir=/proc/nothing", ["/proc/nothing", "hydra.run.dir=<folder>"]),
+    ],
+)  # fmt: skip
+def test_it_is_told(quick, typed, parts):
+    if typed == "accelerator=mps":
+        from runner.accelerator import available
+
+        if "mps" in available():
+            pytest.skip("this machine has an mps device")
+    done = quick(*typed.split(" "))
+    assert done.rc == 2, done
+    assert "Traceback" not in done.stderr + done.stdout
+    for part in parts:
+        assert part in done.stderr
+    assert not list(Path().glob("outputs/runs/*/result.json"))
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        ("doctor precision=tf32", ["doctor takes no arguments", "precision=tf32"]),
+        ("ui precision=tf32", ["ui does not take precision=tf32", "tracking.uri=...", "port=..."]),
+        ("ui port=many", ["port=many is not a number", "port=5000"]),
+        ("ui tracking.uri=foo://x", ["tracking.uri=foo://x"]),
+        ("report nowhere/at/all", ["nowhere/at/all"]),
+        ("report", ["no sweep under outputs/sweeps"]),
+        ("report a b", ["report takes one sweep"]),
+    ],
+)
+def test_subcommands_too(main, command, parts):
+    done = main(*command.split())
+    assert done.rc == 2
+    for part in parts:
+        assert part in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_several_problems_come_in_one_message(quick):
+    done = quick("mode=fly", "seed=-1", "+model.foo=1", "optimizer._target_=no.Adam",
+                 "scheduler=cosine", "scheduler.T_max=x")  # fmt: skip
+    assert done.rc == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == 5
+    for line, key in zip(lines, ("mode", "seed", "model.foo", "optimizer", "scheduler"),
+                         strict=True):  # fmt: skip
+        assert line.startswith(f"error: {key}")
+
+
+def test_half_parameters_under_a_mixed_precision(own, lab):
+    done = own("model._target_=lab.nets.Half", "~model.width", "~model.fail_at",
+               "precision=16-mixed")  # fmt: skip
+    assert done.rc == 2
+    for part in ("head.weight, head.bias", "Build the model in float32", "precision=16-true"):
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "part"),
+    [
+        ("lab.data.one_set", "must return (train, val), two map-style data sets"),
+        ("lab.nets.resident", "lab.nets.resident takes no count"),
+    ],
+)
+def test_a_data_target_that_does_not_return_two_sets(own, target, part):
+    done = own("data=mine", f"data._target_={target}")
+    assert done.rc == 2
+    assert part in done.stderr
+
+
+def test_a_model_target_that_makes_no_module(own):
+    done = own("model._target_=builtins.dict", "~model.width", "~model.fail_at")
+    assert done.rc == 2
+    assert "made a dict, not a torch.nn.Module" in done.stderr
+
+
+def test_a_file_that_is_no_checkpoint(quick, tmp_path):
+    (tmp_path / "some.pt").write_text("no checkpoint")
+    done = quick("mode=evaluate", "checkpoint=some.pt")
+    assert done.rc == 2
+    assert "checkpoint=some.pt cannot be read" in done.stderr
+
+
+def test_a_checkpoint_of_another_model(quick, tmp_path):
+    assert quick().rc == 0
+    (run,) = tmp_path.glob("outputs/runs/*")
+    done = quick("mode=evaluate", f"checkpoint={run}", "model.hidden=[8]")
+    assert done.rc == 2
+    assert "does not fit the model" in done.stderr
+    assert "Leave model= out" in done.stderr
+
+
+def test_a_config_of_ones_own_that_hydra_would_ignore(own, lab, root):
+    mine = lab / "lab" / "conf" / "model" / "mlp.yaml"
+    mine.write_text("_target_: lab.nets.Net\n")
+    done = own()
+    assert done.rc == 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("warning: lab/conf/model/mlp.yaml is not used: the built-in ")
+    assert str(root / "conf" / "model" / "mlp.yaml") in line
+    assert line.endswith("my_mlp.yaml.")

@@ -1,0 +1,159 @@
+"""Real sweeps: every job runs, whatever the others do, and the exit status says how it went."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory, inside, store, reader, lab_writer):
+    """Two precisions, with a job of each that fails in its second step: (what was printed, the
+    sweep's folder, the parent run, its children in the order of their jobs, the client)."""
+    folder = lab_writer(tmp_path_factory.mktemp("sweep"))
+    with inside(folder) as main:
+        done = main("--config-dir", "lab/conf", "model=net", "data=mine", "train.max_steps=3",
+                    "-m", "precision=32,'16'", "model.fail_at=null,2",
+                    f"tracking.uri={store}", "tracking.experiment=sweeps")  # fmt: skip
+    client = reader()
+    runs = client.search_runs([client.get_experiment_by_name("sweeps").experiment_id])
+    (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
+    children = [run for run in runs if run is not parent]
+    children.sort(key=lambda run: int(Path(run.data.tags["output_dir"]).name))
+    (out,) = folder.glob("outputs/sweeps/*")
+    return done, out, parent, children, client
+
+
+def test_every_job_runs_and_the_sweep_is_a_failure(swept):
+    done, out, *_ = swept
+    assert done.rc == 1
+    results = [json.loads((out / str(i) / "result.json").read_text()) for i in range(4)]
+    assert [r["status"] for r in results] == ["finished", "failed", "finished", "failed"]
+    assert [r["precision"] for r in results] == ["32-true"] * 2 + ["16-mixed"] * 2
+    assert results[1]["error"] == "ArithmeticError: failed as it was told to"
+    assert results[0]["metrics"]
+    assert "Traceback" in (out / "1" / "error.txt").read_text()
+
+
+def test_the_table_has_a_line_per_job(swept):
+    done, *_ = swept
+    table = done.stdout[done.stdout.index("sweep  ") :]
+    for label, status in (
+        ("32-true model.fail_at=null", "finished"),
+        ("32-true model.fail_at=2", "failed"),
+        ("16-mixed model.fail_at=null", "finished"),
+        ("16-mixed model.fail_at=2", "failed"),
+    ):
+        (line,) = [row for row in table.splitlines() if f"│ {label} " in row]
+        assert status in line
+    assert "16-mixed model.fail_at=2: ArithmeticError: failed as it was told to" in done.stdout
+
+
+def test_the_children_are_nested_under_one_parent(swept):
+    _, _, parent, children, _ = swept
+    assert [run.data.tags["mlflow.parentRunId"] for run in children] == [parent.info.run_id] * 4
+    assert [run.info.status for run in children] == ["FINISHED", "FAILED"] * 2
+    assert [run.data.tags["precision"] for run in children] == ["32-true"] * 2 + ["16-mixed"] * 2
+    assert len({run.data.tags["sweep_id"] for run in [parent, *children]}) == 1
+    assert children[1].data.tags["error"] == "ArithmeticError: failed as it was told to"
+
+
+def test_the_parent_says_how_the_sweep_went(swept):
+    _, out, parent, _, client = swept
+    assert parent.info.status == "FAILED"
+    assert parent.data.tags["error"] == "2 of 4 jobs did not finish."
+    assert parent.data.tags["output_dir"] == str(out)
+    names = {item.path for item in client.list_artifacts(parent.info.run_id)}
+    assert {"report.md", "report.html", "report.png"} <= names
+
+
+def test_the_report_is_rebuilt_by_the_parents_id_or_the_folder(swept, main, monkeypatch, store):
+    _, out, parent, _, _ = swept
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    for where in (parent.info.run_id, out):
+        for path in out.glob("report.*"):
+            path.unlink()
+        done = main("report", where)
+        assert done.rc == 0
+        assert "| 16-mixed model.fail_at=2 | failed |" in done.stdout
+        assert len(list(out.glob("report.*"))) == 3
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["precision=32,'16',\"bf16\"", "precision=choice(32,16,bf16)", "precision=32, 16, bf16"],
+)
+def test_old_names_of_precisions_and_flags_in_any_place(quick, tmp_path, spelling):
+    done = quick("--multirun", spelling)
+    assert done.rc == 0, done.stderr
+    names = [
+        json.loads(path.read_text())["precision"]
+        for path in sorted(tmp_path.glob("outputs/sweeps/*/*/result.json"))
+    ]
+    assert names == ["32-true", "16-mixed", "bf16-mixed"]
+
+
+def test_a_sweep_whose_other_jobs_cannot_run_here_is_done(quick, tmp_path):
+    """Unavailable is told apart from failed: the sweep asked what runs here, and that ran."""
+    done = quick("-m", "accelerator=cpu", "precision=tf32,bf16-mixed")
+    assert done.rc == 0
+    (line,) = [row for row in done.stdout.splitlines() if row.startswith("│ tf32 ")]
+    assert "unavailable" in line
+    assert "Nearest that runs here: precision=32-true." in done.stdout.replace("\n", "")
+    assert "Traceback" not in done.stderr
+    (result,) = tmp_path.glob("outputs/sweeps/*/0/result.json")
+    assert json.loads(result.read_text())["status"] == "unavailable"
+
+
+def test_a_wrong_value_in_one_job_fails_that_job_only(quick):
+    done = quick("-m", "precision.keep_fp32=[],[nothing],[head]")
+    assert done.rc == 1
+    assert "nothing matches no module of the model" in done.stderr
+    assert "Traceback" not in done.stderr
+    table = [row for row in done.stdout.splitlines() if row.startswith("│ 32-true precision")]
+    assert ["finished" in row for row in table] == [True, False, True]
+    assert "keep_fp32=[head]" in table[2]
+
+
+@pytest.mark.parametrize("typed", ["precision=32-true,nonsense", "seed=0,x", "nosuch=1,2"])
+def test_a_wrong_override_stops_the_sweep_before_its_first_job(quick, tmp_path, typed):
+    done = quick("-m", typed)
+    assert done.rc == 2
+    assert "is not known" in done.stderr or "does not fit" in done.stderr
+    assert not list(tmp_path.glob("outputs/sweeps/*/*/result.json"))
+
+
+def test_jobs_begin_from_the_same_state(quick, tmp_path):
+    """The third job repeats the first after one in another precision."""
+    torch.rand(3)
+    done = quick("-m", "seed=5", "precision=32-true,16-mixed", "train.clip_norm=1,100")
+    assert done.rc == 0
+    loss = [
+        json.loads(path.read_text())["train_loss"]
+        for path in sorted(tmp_path.glob("outputs/sweeps/*/*/result.json"))
+    ]
+    again = quick("seed=5", "train.clip_norm=100")
+    assert again.rc == 0
+    (single,) = tmp_path.glob("outputs/runs/*/result.json")
+    assert json.loads(single.read_text())["train_loss"] == loss[1]
+
+
+def test_a_sweep_preset_names_its_precisions(quick, tmp_path):
+    done = quick("sweep=precisions")
+    assert done.rc == 0, done.stderr
+    configs = sorted(tmp_path.glob("outputs/sweeps/*/*/config.yaml"))
+    names = [OmegaConf.load(path).precision.name for path in configs]
+    assert names == ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
+
+
+def test_a_job_interrupted_by_ctrl_c_ends_the_sweep(quick, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("runner.run.run", stop)
+    done = quick("-m", "seed=0,1,2")
+    assert done.rc == 130
+    (only,) = tmp_path.glob("outputs/sweeps/*/*/result.json")
+    assert json.loads(only.read_text())["status"] == "stopped"
