@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,6 +26,7 @@ import torch
 
 from runner.tracking.base import RunInfo
 from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.process import shared_writer
 from runner.tracking.store import MAX_POINTS, Store
 
 KEYS = [f"train/metric_{number}" for number in range(7)]
@@ -37,11 +38,12 @@ Log = Callable[[int, int, dict[str, float]], None]
 @dataclass
 class Cost:
     """Milliseconds per step in the loop, by the clock and of this process's CPU; seconds to
-    close."""
+    close; milliseconds per step of the writer process's CPU, until all is stored."""
 
     wall: float
     cpu: float
     close: float
+    writer: float = 0.0
 
 
 def measure(steps: int, log: Log, close: Callable[[], None]) -> Cost:
@@ -83,7 +85,17 @@ def with_process(steps: int, folder: Path, block: int) -> Cost:
         tracker.metrics_many(kept)
         tracker.close("FINISHED")
 
-    return measure(steps, log, close)
+    before = writer_cpu()
+    cost = measure(steps, log, close)
+    return replace(cost, writer=(writer_cpu() - before) / steps * 1e3)
+
+
+def writer_cpu() -> float:
+    """Seconds of CPU that the writer process has used."""
+    process = shared_writer().process
+    assert process is not None
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def with_thread(steps: int, folder: Path) -> Cost:
@@ -136,17 +148,18 @@ WAYS: dict[str, Callable[[int, Path], Cost]] = {
 
 def table(costs: dict[str, list[Cost]]) -> str:
     """One row per way: medians over the rounds of the difference from the same round's list."""
-    rows = ["| way | loop ms/step | over the list (range) | own CPU over the list | close s |"]
-    rows.append("|---|---|---|---|---|")
+    rows = ["| way | loop ms/step | over the list (range) | own CPU | writer's CPU | close s |"]
+    rows.append("|---|---|---|---|---|---|")
     for way, found in costs.items():
         pairs = list(zip(found, costs["list"], strict=True))
         extra = [cost.wall - base.wall for cost, base in pairs]
         cpu = statistics.median(cost.cpu - base.cpu for cost, base in pairs)
         wall = statistics.median(cost.wall for cost in found)
         close = statistics.median(cost.close for cost in found)
+        writer = statistics.median(cost.writer for cost in found)
         rows.append(
             f"| {way} | {wall:.3f} | {statistics.median(extra):+.3f} "
-            f"({min(extra):+.3f} … {max(extra):+.3f}) | {cpu:+.3f} | {close:.2f} |"
+            f"({min(extra):+.3f} … {max(extra):+.3f}) | {cpu:+.3f} | {writer:.3f} | {close:.2f} |"
         )
     return "\n".join(rows)
 
@@ -178,9 +191,11 @@ def main() -> None:
         "# What logging seven values per step costs the loop\n\n"
         f"`python bench/log_cost.py --steps {args.steps} --rounds {args.rounds}` · {machine()}\n\n"
         f"{table(costs)}\n\n"
-        'Medians over interleaved rounds; SQLite store; one thread for torch. "Own CPU" is the '
-        "training process's alone. The synchronous way runs 200 steps a round. Close waits until "
-        f"all of {7 * args.steps:,} points are stored, the part of them that is not stored yet.\n"
+        "Medians over interleaved rounds, in ms per step; SQLite store; one thread for torch. "
+        "\"Own CPU\" is the training process's, over the list. The writer's CPU is spent on "
+        "another core where one is idle; where none is, the loop waits for its share of it. The "
+        "synchronous way runs 200 steps a round. Close waits until what is left of "
+        f"{7 * args.steps:,} points is stored.\n"
     )
     RESULT.write_text(text)
     print(text)

@@ -160,6 +160,11 @@ def shares(
     """Each optimizer's key, node and parameters; a parameter goes to the first that takes it."""
     if "_target_" in node:
         return [("optimizer", node, list(named.values()))]
+    if stray := [key for key, part in node.items() if not isinstance(part, Mapping)]:
+        names = ", ".join(key for key in node if key not in stray)
+        raise ConfigError(
+            *(f"optimizer.{k} belongs to one of {names}. Type optimizer.<name>.{k}." for k in stray)
+        )
     left, shares = dict(named), []
     for key, part in sorted(node.items(), key=lambda item: item[1].get("match") is None):
         taken = {n: p for n, p in left.items() if _takes(part.get("match"), n, p, model)}

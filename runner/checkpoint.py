@@ -1,6 +1,7 @@
 """Checkpoints: one file each, loadable without unpickling anything but tensors and containers."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,25 @@ from runner.state import TrainState
 FORMAT = 1
 
 
-def save(folder: Path, state: TrainState, spec: RunSpec, keep: int) -> Path:
-    """Write `step-<n>.pt` aside, sync and rename it, then drop all but the newest `keep`."""
+def save(
+    folder: Path, state: TrainState, spec: RunSpec, keep: int, choices: Mapping[str, str] = {}
+) -> Path:
+    """Write `step-<n>.pt` aside, sync and rename it, then drop all but the newest `keep`.
+
+    Args:
+        folder: created.
+        state: schedules that wait for a found-inf flag are settled.
+        spec: of the run.
+        keep: 1 and up.
+        choices: option chosen in each config group, for the labels of evaluations.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for driven in state.driven:
         driven.settle()
     content = {
         "format": FORMAT,
         "spec": to_dict(spec),
+        "choices": dict(choices),
         "precision": state.precision.name,
         "step": state.step,
         "epoch": state.epoch,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -127,8 +128,11 @@ def _origin(sweeping: bool) -> Origin:
     if not sweeping:
         return Origin(choices, overrides)
     sweep = json.loads((Path(HydraConfig.get().sweep.dir) / "sweep.json").read_text())
-    swept = tuple(text for text in overrides if text not in sweep["overrides"])
-    return Origin(choices, overrides, swept, sweep["id"])
+    # By key: the text of a value changes when Hydra quotes it again for a job.
+    typed = OverridesParser.create().parse_overrides(sweep["overrides"])
+    fixed = {override.key_or_group for override in typed if not override.is_sweep_override()}
+    swept = (text for text in overrides if text.lstrip("+~").partition("=")[0] not in fixed)
+    return Origin(choices, overrides, tuple(swept), sweep["id"])
 
 
 def _record(config: DictConfig, folder: Path, status: str, message: str) -> None:

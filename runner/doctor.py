@@ -1,5 +1,6 @@
 """`runner doctor`: every precision on this machine's devices, from require()."""
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -13,9 +14,10 @@ from runner.spec import AcceleratorSpec
 
 def doctor(argv: Sequence[str]) -> int:
     """Print the support table. Exit status 2 for arguments, which it does not take."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if argv:
-        console.print(f"error: doctor takes no arguments, and was given: {' '.join(argv)}")
+        text = f"doctor takes no arguments, and was given: {' '.join(argv)}."
+        print(f"error: {text} Type doctor.", file=sys.stderr)
         return 2
     console.print(f"torch {torch.__version__}")
     for kind in available():

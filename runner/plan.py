@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import nn
 
 from runner.accelerator import MIB, Accelerator
-from runner.build import build_model, build_optimizer, shares
+from runner.build import build_driven, build_model, build_optimizer, shares
 from runner.errors import RunnerError
 from runner.isolation import seed_all
 from runner.precision.base import Precision
@@ -31,6 +31,7 @@ def plan(
     would hold. Nothing is trained, loaded or tracked."""
     seed_all(spec.seed)
     model, report = _build(spec, precision)
+    build_driven(spec, model, precision, steps=1)  # refuses what a run would refuse
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = {key: (node, params) for key, node, params in shares(spec.optimizer, model, named)}
     console.print(_overview(spec, origin, precision, accelerator, model, optimizer))

@@ -86,7 +86,9 @@ def _html(command: str, rows: Sequence[Sequence[str]], picture: Path | None) -> 
 def history(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, values) of every record in a job's journal."""
     for journal in sorted(folder.glob("journal*.jsonl")):
-        for text in journal.read_text().splitlines():
+        for text in journal.read_text().splitlines(keepends=True):
+            if not text.endswith("\n"):
+                return  # the last append of a job that was killed
             record: dict[str, Any] = json.loads(text)
             if record.get("kind") == "metrics":
                 yield record["step"], record["values"]

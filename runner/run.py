@@ -45,7 +45,7 @@ def run(
     with process_state(), StopSignals() as signals:
         accelerator = choose(spec.accelerator)
         if spec.mode == "evaluate":
-            spec = _with_checkpoint(spec, origin)
+            spec, origin = _with_checkpoint(spec, origin)
         precision: Precision = build_group("precision", spec.precision)
         precision.require(accelerator.device)
         task: Task = build_group("task", spec.task)
@@ -96,10 +96,14 @@ def _info(this: Run) -> RunInfo:
     return RunInfo(this.out, flatten(spec), tags, name=this.label, sweep=origin.sweep)
 
 
-def _with_checkpoint(spec: RunSpec, origin: Origin) -> RunSpec:
-    """The spec with the checkpoint's own model, data and task where the user gave none."""
+def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
+    """The spec with the checkpoint's own model, data and task where the user gave none, and the
+    names that they had there."""
     assert spec.checkpoint.path is not None
     path = checkpoint.find(spec.checkpoint.path, spec.tracking.get("uri"))
-    saved = checkpoint.load(path)["spec"]
-    own = {key: saved[key] for key in ("model", "data", "task") if not origin.touches(key)}
-    return replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **own)
+    saved = checkpoint.load(path)
+    own = [key for key in ("model", "data", "task") if not origin.touches(key)]
+    choices = {**origin.choices, **{key: saved["choices"].get(key, "") for key in own}}
+    nodes = {key: saved["spec"][key] for key in own}
+    spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)
+    return spec, replace(origin, choices=choices)

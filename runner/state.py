@@ -52,7 +52,6 @@ class TrainState:
     driven: list[Driven]
     device: torch.device
     clip_norm: float | None = None
-    channels_last: bool = False
     step: int = 0
     epoch: int = 0
     skipped: int = 0

@@ -97,7 +97,8 @@ def _clip(state: TrainState) -> Tensor:
     grads = [p.grad for p in state.trainable if p.grad is not None]
     norms = grad_norms(grads)
     if state.clip_norm is not None:
-        total = torch.linalg.vector_norm(norms)
+        # What overflowed is skipped, and must not scale another optimizer's gradients to nought.
+        total = torch.linalg.vector_norm(norms.nan_to_num(nan=0.0, posinf=0.0))
         factor = (state.clip_norm / (total + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, factor)
     return norms

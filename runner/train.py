@@ -158,7 +158,7 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
     folder = this.out / "checkpoints"
 
     def save() -> None:
-        checkpoint.save(folder, state, spec, spec.checkpoint.keep)
+        checkpoint.save(folder, state, spec, spec.checkpoint.keep, this.origin.choices)
 
     tally = Tally(this.task.quality, this.task.direction)
     observers = _observers(this, state, steps, save)

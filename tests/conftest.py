@@ -1,5 +1,6 @@
 """How the tests reach the runner: as a process, inside this process, or through its config."""
 
+import gc
 import io
 import os
 import subprocess
@@ -21,6 +22,16 @@ ROOT = Path(__file__).parents[1]
 QUICK = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
 
 
+# Two test runs on one machine would wait for each other's threads at every tiny operation.
+torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """A run collects garbage when it begins; what the imports left is none of its business."""
+    gc.collect()
+    gc.freeze()
+
+
 class Done(NamedTuple):
     """What a command came to."""
 
@@ -32,7 +43,7 @@ class Done(NamedTuple):
 def clean_env(**more):
     """This process's environment without what steers MLflow or Hydra."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), **more}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
 @pytest.fixture(scope="session")

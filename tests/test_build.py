@@ -322,6 +322,15 @@ def test_an_optimizer_of_ones_own_takes_no_fused():
     assert made.defaults["fused"] is None
 
 
+def test_a_key_beside_several_optimizers_is_told():
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.eps belongs to one of matrices, rest\. Type "
+    ):
+        split(Net(), {**MUON, "eps": 1e-4})
+    with pytest.raises(ConfigError, match=r"Type optimizer\.<name>\.eps=1e-4"):
+        driven("16-true", optimizer=MUON)
+
+
 # Schedules
 
 

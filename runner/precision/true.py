@@ -92,11 +92,12 @@ class TruePrecision(Precision):
         for optimizer in optimizers:
             eps = optimizer.defaults.get("eps")
             if isinstance(eps, float) and eps > 0 and torch.tensor(eps).half().item() == 0.0:
+                key = "optimizer.eps" if len(optimizers) == 1 else "optimizer.<name>.eps"
                 raise ConfigError(
-                    f"optimizer.eps={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
+                    f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
                     f"under precision={self.name}, where {eps:g} is 0 (the least above is 6e-08), "
                     "and divides by it at a step whose squared gradients underflow. "
-                    "Type optimizer.eps=1e-4, or precision=16-mixed."
+                    f"Type {key}=1e-4, or precision=16-mixed."
                 )
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:

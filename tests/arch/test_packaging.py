@@ -30,7 +30,8 @@ def mine(count: int):
 def python(*args, cwd, **env):
     done = subprocess.run(
         [sys.executable, *map(str, args)],
-        cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=300,
+        cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

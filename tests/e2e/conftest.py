@@ -43,8 +43,8 @@ class Net(nn.Module):
 class Half(Net):
     """Parameters that are not float32."""
 
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
+    def __init__(self, **sizes) -> None:
+        super().__init__(**sizes)
         self.head.half()
 '''
 DATA = '''
@@ -124,6 +124,19 @@ def reader(store):
             return MlflowClient(tracking_uri=store)
 
     return made
+
+
+@pytest.fixture(scope="session")
+def run_named(reader):
+    """The one run of this name in the runner's own experiment."""
+
+    def find(name):
+        client = reader()
+        experiment = client.get_experiment_by_name("precision-runner").experiment_id
+        (run,) = client.search_runs([experiment], f"attributes.run_name = '{name}'")
+        return run
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,8 @@ needs_script = pytest.mark.skipif(
 
 def script(*args, root, cwd, **env):
     return subprocess.run(
-        [str(RUNNER), *args], cwd=cwd, env={**os.environ, "PYTHONPATH": str(root), **env},
+        [str(RUNNER), *args],
+        cwd=cwd, env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **env},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
@@ -51,13 +52,14 @@ def test_from_a_checkpoint(own, main, lab, result):
     done = main("mode=evaluate", f"checkpoint={trained['folder']}", "tracking=none")
     assert done.rc == 0, done.stderr
     assert result(lab)["metrics"] == trained["metrics"]
+    assert "32-true net mine" in done.stdout  # not what the command's defaults would name
 
 
 def test_from_a_checkpoint_whose_code_is_away(own, main, lab, result):
     assert own("data=mine").rc == 0
-    content = lab / "lab" / "nets.py"
-    content.rename(lab / "lab" / "nets_.py")
-    del sys.modules["lab.nets"]
+    (lab / "lab" / "nets.py").rename(lab / "lab" / "nets_.py")
+    for name in ("lab", "lab.nets"):
+        del sys.modules[name]
     done = main("mode=evaluate", f"checkpoint={result(lab)['folder']}", "tracking=none")
     assert done.rc == 2
     assert "lab.nets.Net does not import" in done.stderr

@@ -143,17 +143,16 @@ def test_the_result_is_that_of_the_metrics(tracked):
     assert outcome["run_id"] == tracked[1].info.run_id
 
 
-def test_a_run_that_fails_is_failed_in_the_store(lab, main, store, reader):
+def test_a_run_that_fails_is_failed_in_the_store(lab, main, store, reader, run_named):
     name = "fails on purpose"
     done = main("--config-dir", "lab/conf", "model=net", "model.fail_at=3", "train.log_every=1",
                 f"tracking.uri={store}", f"tracking.run_name={name}")  # fmt: skip
     assert done.rc == 1
     assert "ArithmeticError: failed as it was told to" in done.stderr
-    client = reader()
-    (run,) = client.search_runs(["1"], f"attributes.run_name = '{name}'")
+    run = run_named(name)
     assert run.info.status == "FAILED"
     assert run.data.tags["error"] == "ArithmeticError: failed as it was told to"
-    assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 2
+    assert len(reader().get_metric_history(run.info.run_id, "train/loss")) == 2
 
 
 @pytest.mark.parametrize("name", RUNS_HERE)

@@ -50,7 +50,7 @@ def steps_taken(folder):
     )
 
 
-def test_a_signal_leaves_a_checkpoint_and_a_killed_run(start, reader):
+def test_a_signal_leaves_a_checkpoint_and_a_killed_run(start, reader, run_named):
     cases = [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "SIGINT")]
     running = [start(name) for *_, name in cases]  # side by side: starting takes seconds
     for (number, status, name), (process, folder) in zip(cases, running, strict=True):
@@ -62,7 +62,7 @@ def test_a_signal_leaves_a_checkpoint_and_a_killed_run(start, reader):
         assert "Traceback" not in stderr
         (checkpoint,) = folder.glob("outputs/runs/*/checkpoints/step-*.pt")
         content = torch.load(checkpoint, weights_only=True)
-        (run,) = reader().search_runs(["1"], f"attributes.run_name = '{name}'")
+        run = run_named(name)
         assert run.info.status == "KILLED"
         assert run.data.tags["error"] == f"Stopped by {name}."
         last = max(p.step for p in reader().get_metric_history(run.info.run_id, "train/loss"))

@@ -1,0 +1,63 @@
+"""Pages say what the code does: generated tables, metrics, commands, links."""
+
+import re
+import runpy
+import shlex
+
+import pytest
+
+from runner.precision.support import header, names
+from runner.tracking.metrics import METRICS
+
+
+@pytest.fixture(scope="module")
+def generate(root):
+    return runpy.run_path(str(root / "docs" / "generate.py"))
+
+
+def pages(root):
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def test_generated_tables_are_up_to_date(root, generate):
+    stale = [p.name for p in pages(root) if generate["render"](p.read_text()) != p.read_text()]
+    assert not stale, f"run make docs: {stale}"
+
+
+def test_a_stale_table_is_noticed(generate):
+    page = "<!-- table:metrics -->\n| old |\n<!-- end -->\n"
+    assert "train/loss" in generate["render"](page)
+
+
+def test_every_metric_that_the_code_logs_is_documented(root):
+    code = "\n".join(path.read_text() for path in (root / "runner").rglob("*.py"))
+    logged = set(re.findall(r'"((?:train|loss_scale|perf|memory|val|guard)/\w+)"', code))
+    assert logged == set(METRICS)
+
+
+def test_every_precision_says_what_and_why():
+    assert all(all(header(name)) for name in names())
+
+
+def test_links_and_pictures_exist(root):
+    for page in pages(root):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+@pytest.mark.parametrize("mode", ["single", "sweep"])
+def test_commands_of_the_readme_compose(root, compose, mode):
+    """Each `python -m runner` line of the README, less what only the user has."""
+    text = (root / "README.md").read_text()
+    lines = re.findall(r"python -m runner ([^#\n`]*)", text)
+    checked = 0
+    for line in lines:
+        words = shlex.split(line)
+        if not words or "=" not in line or "--config-dir" in words or "<" in line:
+            continue
+        if ("-m" in words) == (mode == "sweep"):
+            firsts = [re.sub(r"=(?!\[)([^,]*),.*", r"=\1", w) for w in words if w != "-m"]
+            compose(*firsts)
+            checked += 1
+    assert checked

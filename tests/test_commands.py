@@ -1,0 +1,57 @@
+"""doctor, ui and --help, in this process."""
+
+import sqlite3
+
+import pytest
+import torch
+
+from runner.accelerator import available
+from runner.precision.support import names, support
+from runner.ui import pages
+
+
+def test_doctor_lists_every_precision_for_every_device(main):
+    done = main("doctor")
+    assert done.rc == 0
+    for name in names():
+        assert done.stdout.count(f" {name} ") >= len(available())
+    for row in support(torch.device("cpu")):
+        if not row.runs:
+            assert row.remedy.split()[0] in done.stdout
+
+
+def test_doctor_takes_nothing(main):
+    done = main("doctor", "precision=16-mixed")
+    assert done.rc == 2
+    assert "precision=16-mixed" in done.stdout + done.stderr
+
+
+def test_help_lists_options_of_the_user_too(main, tmp_path):
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "my_net.yaml").write_text("_target_: torch.nn.Identity\n")
+    done = main("--help", "--config-dir", str(tmp_path / "conf"), "train.epochs=77")
+    assert done.rc == 0
+    for word in ("my_net", "16-mixed", "doctor", "epochs: 77"):
+        assert word in done.stdout
+
+
+def test_ui_refuses_what_it_does_not_know(main):
+    for argv in (["prt=5"], ["port=abc"], ["tracking.uri=nonsense://x"]):
+        done = main("ui", *argv)
+        assert done.rc == 2
+        assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
+def test_pages_of_a_store_with_a_sweep(main, tmp_path):
+    tiny = ["model=mlp", "model.hidden=[4]", "train.max_steps=1"]
+    assert main("-m", "precision=32-true,16-mixed", *tiny).rc == 0
+    database = tmp_path / "outputs" / "mlflow.db"
+    uri = f"sqlite:///{database}"
+    found = dict(pages(uri, "http://h", "precision-runner"))
+    with sqlite3.connect(database) as store:
+        rows = store.execute("select run_uuid from tags where key='role' and value='sweep'")
+        (parent,) = rows.fetchone()
+    assert parent in found["newest sweep"]
+    assert found["runs"] in found["newest sweep"]
+    assert dict(pages(uri, "http://h", "another")) == {"store": "http://h"}
