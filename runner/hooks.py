@@ -16,5 +16,7 @@ class SweepCallback(Callback):
 
         tracking = OmegaConf.to_container(config.tracking, resolve=True)
         assert isinstance(tracking, dict)
+        if config.mode == "plan":
+            tracking = {"_target_": "runner.tracking.none.NoTracker"}
         overrides = [str(text) for text in config.hydra.overrides.task]
         Sweep.begin(Path(config.hydra.sweep.dir).absolute(), overrides, tracking)  # type: ignore[arg-type]

@@ -50,7 +50,9 @@ def run(
         precision.require(accelerator.device)
         task: Task = build_group("task", spec.task)
         if spec.mode == "plan":
-            return plan(spec, out, origin, precision, accelerator, console)
+            result = plan(spec, out, origin, precision, accelerator, console)
+            result.write(out)
+            return result
         tracker: Tracker = build_group("tracking", spec.tracking)
         this = Run(spec, origin, out, console, accelerator, precision, task, tracker, signals)
         with _tracked(this):

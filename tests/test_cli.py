@@ -113,7 +113,14 @@ def test_a_folder_that_cannot_be_written(main):
     assert "Traceback" not in done.stderr
 
 
-def test_signals_are_as_before(running):
+def test_signals_are_as_before(quick):
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    running(raising(ConfigError("x")))()
+    assert quick().rc == 0
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_process_ends_with_the_status_and_prints_no_traceback(cli):
+    done = cli("precision=nonsense")
+    assert done.rc == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: precision=nonsense is not known. Allowed: ")

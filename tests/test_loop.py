@@ -288,9 +288,12 @@ def test_an_evaluation_is_in_the_runs_precision():
     seen = []
     for name in ("16-mixed", "bf16-true", "64-true"):
         state = made(name)
-        state.model[3].register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+        state.model[3].register_forward_hook(
+            lambda m, a, out: seen.append((out.dtype, out.requires_grad))
+        )
         evaluate(state, loader(3))
-    assert seen == [torch.float16, torch.bfloat16, torch.float64]
+    halves = [(torch.float16, False), (torch.bfloat16, False)]
+    assert seen == [*halves, (torch.float64, False)]
 
 
 def test_an_evaluation_settles_the_schedule():

@@ -18,9 +18,11 @@ def sweep(tmp_path):
         metrics={"val/accuracy": 0.9375}, best=0.95, examples_per_second=1234.5, skipped_steps=2,
         loss_scale=16384.0,
     ).write(done)  # fmt: skip
-    points = [{"kind": "metrics", "step": s, "time": s,
-               "values": {"train/loss": 1 / s, "loss_scale/value": 2.0**s}} for s in range(1, 6)]  # fmt: skip
-    text = "".join(json.dumps(p) + "\n" for p in [{"kind": "start"}, *points])
+    lines = [{"kind": "start"}]
+    for step in range(1, 6):
+        values = {"train/loss": 1 / step, "loss_scale/value": 2.0**step}
+        lines.append({"kind": "metrics", "step": step, "time": step, "values": values})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
     (done / "journal.jsonl").write_text(text)
     RunResult("64-true", "64-true", str(tmp_path / "1"), "failed", "a | b\nsecond").write(
         tmp_path / "1"

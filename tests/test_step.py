@@ -212,9 +212,10 @@ def test_without_a_scale_each_step_moves_the_schedule(name):
     assert state.driven[0].scheduler.last_epoch == 3
 
 
-def test_an_overflow_of_one_optimizer_leaves_the_other_alone():
+@pytest.mark.parametrize("clip", [None, 1e6])
+def test_an_overflow_of_one_optimizer_leaves_the_other_alone(clip):
     """The last layer's gradients overflow by a hook; the first layer's step is the usual one."""
-    keywords = {"kinds": ("adamw", "sgd"), "loss_scale": {"init_scale": 8.0}}
+    keywords = {"kinds": ("adamw", "sgd"), "clip": clip, "loss_scale": {"init_scale": 8.0}}
     state, twin = made("16-mixed", **keywords), made("16-mixed", **keywords)
     state.model[2].bias.register_hook(lambda g: g * torch.inf)
     frozen = [p.detach().clone() for p in state.model[2].parameters()]
@@ -228,6 +229,13 @@ def test_an_overflow_of_one_optimizer_leaves_the_other_alone():
     for d in state.driven:
         d.settle()
     assert [d.scheduler.last_epoch for d in state.driven] == [1, 0]
+
+
+def test_several_optimizers_move_the_scale_once():
+    scale = {"init_scale": 4.0, "growth_interval": 1}
+    state = made("16-mixed", kinds=("adamw", "sgd"), loss_scale=scale)
+    train_step(state, [data(4)])
+    assert state.scale.value.item() == 8.0
 
 
 def test_an_overflow_in_any_micro_batch_skips_the_step():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 # complex32 (ComplexHalf) lacks most kernels, so half precisions keep complex64.
 _COMPLEX = {torch.float64: torch.complex128}
@@ -45,6 +46,17 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
         values = {f.name: cast_nest(getattr(nest, f.name), dtype) for f in fields(nest) if f.init}
         return replace(nest, **values)
     return nest
+
+
+def narrow(nest: Any) -> Any:
+    """Float64 and complex128 tensors of a nest in float32 and complex64, which float32 weights can
+    meet; everything else as it is."""
+
+    def single(value: Any) -> Any:
+        wide = isinstance(value, Tensor) and value.dtype in (torch.float64, torch.complex128)
+        return cast_tensor(value, torch.float32) if wide else value
+
+    return single(nest) if isinstance(nest, Tensor) else tree_map(single, nest)
 
 
 def cast_floats(model: nn.Module, dtype: torch.dtype, islands: Collection[str] = ()) -> None:

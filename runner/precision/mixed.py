@@ -10,6 +10,7 @@ from torch import nn
 
 from runner.errors import ConfigError
 from runner.precision.base import ConversionReport, Precision
+from runner.precision.cast import narrow
 from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
 from runner.precision.scale import DynamicScale, NoScale, Scale, check_loss_scale
 from runner.precision.true import DTYPES, check_kernels, float32_matmul
@@ -107,6 +108,10 @@ class MixedPrecision(Precision):
         if kind not in self._forward:  # one object, entered once per micro-batch
             self._forward[kind] = torch.autocast(kind, dtype=self.compute)
         return self._forward[kind]
+
+    def cast(self, inputs: Any) -> Any:
+        """Unchanged, autocast casts them; but float64, which it passes by, becomes float32."""
+        return narrow(inputs)
 
     def scale(self, device: torch.device) -> Scale:
         return NoScale() if self.loss_scale is None else DynamicScale(device, **self.loss_scale)

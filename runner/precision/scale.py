@@ -154,7 +154,8 @@ class DynamicScale(Scale):
             raise ConfigError(
                 "The checkpoint holds no loss scale: it was trained in another precision."
             )
-        self._scale.fill_(state["scale"])
+        if not self.fixed:
+            self._scale.fill_(state["scale"])
         self._applied_in_a_row.fill_(int(state["applied_in_a_row"]))
 
 

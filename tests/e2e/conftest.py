@@ -11,6 +11,8 @@ with warnings.catch_warnings():
     from mlflow.tracking import MlflowClient
 
 NETS = '''
+import time
+
 import torch
 from torch import nn
 
@@ -38,6 +40,14 @@ class Net(nn.Module):
         if self.training and self.calls == self.fail_at:
             raise ArithmeticError("failed as it was told to")
         return self.head(self.body(x))
+
+
+class Slow(Net):
+    """Fifty steps in a second at most."""
+
+    def forward(self, x):
+        time.sleep(0.02)
+        return super().forward(x)
 
 
 class Half(Net):

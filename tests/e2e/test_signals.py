@@ -18,18 +18,18 @@ def wait_for(condition, seconds=90):
 
 
 @pytest.fixture
-def start(tmp_path, root, store):
+def start(tmp_path, root, store, lab_writer):
     """Starts an endless run in a folder of its own; returns its process and the folder."""
     started = []
 
     def run(name):
-        folder = tmp_path / name
-        folder.mkdir()
+        folder = lab_writer(tmp_path / name)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
         process = subprocess.Popen(
-            [sys.executable, "-m", "runner", "model=mlp", "train.max_steps=10000000",
-             "train.log_every=1", "train.eval_every=100000", f"tracking.uri={store}",
-             f"tracking.run_name={name}", "precision=16-mixed"],
+            [sys.executable, "-m", "runner", "--config-dir", "lab/conf", "model=net",
+             "model._target_=lab.nets.Slow", "train.max_steps=10000000", "train.log_every=1",
+             "train.eval_every=100000", f"tracking.uri={store}", f"tracking.run_name={name}",
+             "precision=16-mixed"],
             cwd=folder, env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -50,6 +50,7 @@ def steps_taken(folder):
     )
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_a_checkpoint_and_a_killed_run(start, reader, run_named):
     cases = [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "SIGINT")]
     running = [start(name) for *_, name in cases]  # side by side: starting takes seconds

@@ -136,7 +136,9 @@ def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):
 
     def note(spec, folder, origin):
         names.append(origin.label(spec))
-        return RunResult(spec.precision["name"], "", str(folder))
+        result = RunResult(spec.precision["name"], "", str(folder))
+        result.write(folder)
+        return result
 
     monkeypatch.setattr("runner.run.run", note)
     assert quick("sweep=precisions").rc == 0

@@ -164,7 +164,9 @@ def test_the_reusable_context_nests():
     context = DefaultDtype(torch.bfloat16)
     for _ in range(2):
         with context:
-            with default_dtype(torch.float64), context:
-                assert torch.zeros(1).dtype is torch.bfloat16
+            with default_dtype(torch.float64):
+                with context:
+                    assert torch.zeros(1).dtype is torch.bfloat16
+                assert torch.get_default_dtype() is torch.float64
             assert torch.get_default_dtype() is torch.bfloat16
         assert torch.get_default_dtype() is torch.float32

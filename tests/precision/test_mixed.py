@@ -118,3 +118,15 @@ def test_the_session_governs_the_products_that_autocast_leaves(name):
     with support.load(name).session(nn.Linear(2, 2), CPU):
         assert not torch.backends.cudnn.allow_tf32
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
+def test_float64_inputs_meet_float32_weights(name):
+    precision = support.load(name)
+    batch = {"x": torch.ones(2, dtype=torch.float64), "n": torch.ones(2, dtype=torch.int64)}
+    cast = precision.cast(batch)
+    assert (cast["x"].dtype, cast["n"].dtype) == (torch.float32, torch.int64)
+    half = torch.ones(2, dtype=torch.bfloat16)
+    assert precision.cast(half) is half
+    with precision.forward(torch.device("cpu")):
+        torch.nn.Linear(2, 2)(precision.cast(torch.ones(1, 2, dtype=torch.float64)))

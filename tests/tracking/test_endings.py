@@ -10,6 +10,8 @@ from contextlib import suppress
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 STEPS = 400
 SIGNALS = {"sigterm": signal.SIGTERM, "sigint": signal.SIGINT, "sigkill": signal.SIGKILL}
 EXPECTED = {
