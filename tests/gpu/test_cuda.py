@@ -1,0 +1,79 @@
+"""What only a CUDA device can show."""
+
+import pytest
+import torch
+from torch import nn
+
+from runner.accelerator import Accelerator
+from runner.precision import support
+from runner.state import Driven, TrainState
+from runner.step import collect, train_step
+from runner.tasks.regression import Regression
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+NAMES = [name for name in support.names() if name != "64-true"]
+
+
+def made(name, optimizer=torch.optim.AdamW, **keywords):
+    device = torch.device("cuda", 0)
+    precision = support.load(name)
+    torch.manual_seed(0)
+    model, _ = precision.convert(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)))
+    model.to(device)
+    made = optimizer(model.parameters(), lr=1e-3, fused=True, **keywords)
+    schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5**step)
+    driven = [Driven(made, schedule)]
+    scale = precision.scale(device)
+    return TrainState(model, precision, Regression(), scale, driven, device, clip_norm=1.0)
+
+
+def batch():
+    return torch.randn(16, 32, device="cuda"), torch.randn(16, 8, device="cuda")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_does_not_synchronise(name):
+    state = made(name, eps=1e-4)
+    batches = [batch() for _ in range(4)]
+    train_step(state, [batches[0]])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = [train_step(state, [b]) for b in batches[1:]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(collect(pending, 0.0, 0)) == 3
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_overflow_is_skipped_on_the_device(optimizer):
+    state = made("16-mixed", optimizer)
+    train_step(state, [batch()])
+    state.scale._scale.fill_(2.0**40)
+    before = [p.detach().clone() for p in state.trainable]
+    pending = train_step(state, [batch()])
+    state.driven[0].settle()
+    assert pending.found_inf.item() == 1.0
+    assert all(torch.equal(a, b) for a, b in zip(before, state.trainable, strict=True))
+    assert state.driven[0].scheduler.last_epoch == 1
+
+
+def test_32_true_is_exact_and_tf32_is_not():
+    device = torch.device("cuda", 0)
+    a, b = torch.randn(512, 512, device=device), torch.randn(512, 512, device=device)
+    exact = a.double() @ b.double()
+    errors = {}
+    for name in ("32-true", "tf32"):
+        with support.load(name).session(nn.Identity(), device):
+            errors[name] = (a @ b - exact).abs().max().item()
+    assert errors["tf32"] > 10 * errors["32-true"]
+
+
+def test_peak_memory_is_the_runs_own():
+    accelerator = Accelerator(torch.device("cuda", 0))
+    accelerator.reset_peak_memory()
+    before = accelerator.peak_memory_mib()
+    torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    assert accelerator.peak_memory_mib() - before == pytest.approx(256, abs=8)
