@@ -1,10 +1,13 @@
 """The Hydra callback that opens a sweep's parent run."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
+
+from runner.errors import RunnerError
 
 
 class SweepCallback(Callback):
@@ -19,4 +22,9 @@ class SweepCallback(Callback):
         if config.mode == "plan":
             tracking = {"_target_": "runner.tracking.none.NoTracker"}
         overrides = [str(text) for text in config.hydra.overrides.task]
-        Sweep.begin(Path(config.hydra.sweep.dir).absolute(), overrides, tracking)  # type: ignore[arg-type]
+        folder = Path(config.hydra.sweep.dir).absolute()
+        try:
+            Sweep.begin(folder, overrides, tracking)  # type: ignore[arg-type]
+        except RunnerError as error:  # Hydra turns a callback's Exception into a warning
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(error.exit_status) from error

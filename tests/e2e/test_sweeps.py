@@ -154,3 +154,18 @@ def test_a_job_interrupted_by_ctrl_c_ends_the_sweep(quick, tmp_path, monkeypatch
     assert done.rc == 130
     (only,) = tmp_path.glob("outputs/sweeps/*/*/result.json")
     assert json.loads(only.read_text())["status"] == "stopped"
+
+
+def test_a_store_that_cannot_be_stops_a_sweep_before_its_first_job(main):
+    done = main("-m", "tracking.uri=nonsense://x", "precision=32,16", "model=mlp")
+    assert done.rc == 2
+    assert done.stderr.startswith("error: tracking.uri=nonsense://x")
+    assert "job 0" not in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_sweep_of_plans_tracks_nothing(main, tmp_path):
+    done = main("-m", "mode=plan", "precision=32,16", "model=mlp")
+    assert done.rc == 0, done.stderr
+    assert "16-mixed" in done.stdout
+    assert not (tmp_path / "outputs" / "mlflow.db").exists()
