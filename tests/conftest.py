@@ -32,6 +32,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Else the interpreter could not take the imports down, and triton would list its leaks."""
+    gc.unfreeze()
+
+
 class Done(NamedTuple):
     """What a command came to."""
 
