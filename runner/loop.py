@@ -57,14 +57,17 @@ def fit(
     per_epoch = -(-len(loader) // train.accumulate)
     every = train.eval_every or per_epoch
     pending: list[Pending] = []
+    nothing = nullcontext()
+    first = first if state.step == 0 else None
     state.model.train()
     started = perf_counter()
     for micros in groups(state, loader, train.accumulate):
         step = state.step + 1
         at_eval = step % every == 0 or step == last
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
-        with (first if state.step == 0 else None) or nullcontext():
+        with first or nothing:
             pending.append(train_step(state, micros))
+        first = None
         stagnant = None if watch is None else watch.share()
         stop = stopped()
         at_flush = step % train.log_every == 0 or (flush_every and step % flush_every == 0)

@@ -34,7 +34,7 @@ def examples_in(batch: Batch) -> int:
     """Examples of a batch: the length of the first dimension of its target, or of its inputs."""
     target = batch[1]
     first = target if isinstance(target, Tensor) else batch[0]
-    return len(first) if isinstance(first, Tensor) else 1
+    return first.shape[0] if isinstance(first, Tensor) and first.ndim else 1  # len() costs 3 µs
 
 
 def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
@@ -104,7 +104,7 @@ def _clip(state: TrainState) -> Tensor:
     return norms
 
 
-_WIDE = (torch.float32, torch.float64)
+_WIDE = ({torch.float32}, {torch.float64})
 
 
 def grad_norms(grads: list[Tensor]) -> Tensor:
@@ -115,10 +115,10 @@ def grad_norms(grads: list[Tensor]) -> Tensor:
     """
     if not grads:
         raise RuntimeError("no parameter received a gradient: the loss does not depend on any")
-    first = grads[0].dtype
-    if first in _WIDE and all(g.dtype is first for g in grads):
+    dtypes = {grad.dtype for grad in grads}
+    if dtypes in _WIDE:
         return torch.stack(torch._foreach_norm(grads))
-    double = any(g.dtype in (torch.float64, torch.complex128) for g in grads)
+    double = bool(dtypes & {torch.float64, torch.complex128})
     wide = torch.float64 if double else torch.float32
     real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
     return torch.stack(torch._foreach_norm(real, 2.0, dtype=wide))

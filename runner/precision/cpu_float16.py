@@ -183,12 +183,14 @@ def _exit() -> None:
     global _depth, _library
     with _lock:
         _depth -= 1
-        if _depth == 0:
-            _library = None  # A library takes its kernels away when its last reference goes.
+        if _depth == 0 and _library is not None:
+            # Its last reference going would do it too, but a kept traceback may hold one.
+            _library._destroy()
+            _library = None
 
 
 def _install() -> torch.library.Library:
-    """The library that holds the kernels: active until its last reference goes."""
+    """The library that holds the kernels: active until it is destroyed."""
     kernels = {name: _accumulating(name, kernel) for name, kernel in KERNELS.items()}
     kernels |= {name: _writing(name, kernels[source]) for name, source in INTO.items()}
     # All before the first registration: a CPU kernel changes what AutogradCPU holds.
@@ -200,7 +202,7 @@ def _install() -> torch.library.Library:
         for key, lstm in lstms.items():
             library.impl("lstm.input", lstm, key, with_keyset=True)
     except BaseException:
-        del library  # The traceback would keep it, and its kernels, alive.
+        library._destroy()
         raise
     return library
 

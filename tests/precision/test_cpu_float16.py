@@ -41,9 +41,10 @@ def test_restored_also_after_an_exception() -> None:
 
 def test_a_failed_installation_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_float16, "_lstm", lambda key: "no kernel")
-    with pytest.raises(TypeError), float32_accumulate():
+    with pytest.raises(TypeError) as failure, float32_accumulate():
         pass
     monkeypatch.undo()
+    assert failure.tb is not None  # a traceback that is kept keeps the frames' locals
     assert not accumulates()
     with float32_accumulate():
         assert accumulates()
