@@ -148,6 +148,9 @@ def float32_accumulate() -> Iterator[None]:
     devices keep their kernels, at 2 µs more per operator of the table. It nests; the last exit,
     also after an exception, restores the dispatcher. Compile inside it and stay inside it.
 
+    Open the first and close the last while no other thread computes: PyTorch's dispatcher takes
+    a kernel away without waiting for a thread that is in it, which ends in an error or a crash.
+
     Raises:
         ConfigError: float32 products are set to compute in bfloat16, which float16 would lose
             three bits to.

@@ -178,7 +178,7 @@ def test_lstm_trains(true_half: bool) -> None:
         (nn.MultiheadAttention(64, 2), True),
         (nn.BatchNorm2d(8192), False),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
 def test_pays_where_a_weight_is_large(model: nn.Module, expected: bool) -> None:
     assert pays(model) is expected
