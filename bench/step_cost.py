@@ -2,8 +2,9 @@
 
 MLP 16-16-4, batch 8, fused AdamW, one thread. The runner records loss, learning rate, gradient
 norm and loss scale of every step; `raw + list` is the hand-written loop that does the same; the
-peers record nothing, and have no 16-mixed on a CPU. Contenders run in turn; CPU time per step, medians. The first losses of all
-must agree, or nothing is printed.
+peers record nothing, and have no 16-mixed on a CPU: there Lightning runs bf16-mixed and Accelerate
+float32. Contenders run in turn; CPU time per step, medians. The first losses of all must agree, or
+nothing is printed.
 """
 
 import argparse
