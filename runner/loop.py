@@ -16,6 +16,9 @@ from runner.state import TrainState
 from runner.step import Pending, collect, train_step
 
 
+_UNWATCHED = nullcontext()
+
+
 def total_steps(train: TrainSpec, loader: Loader) -> int:
     """Optimizer steps of a whole run; the last step of an epoch may have fewer micro-batches."""
     per_epoch = -(-len(loader) // train.accumulate)
@@ -57,17 +60,16 @@ def fit(
     per_epoch = -(-len(loader) // train.accumulate)
     every = train.eval_every or per_epoch
     pending: list[Pending] = []
-    nothing = nullcontext()
-    first = first if state.step == 0 else None
+    watching = first if first and state.step == 0 else _UNWATCHED
     state.model.train()
     started = perf_counter()
     for micros in groups(state, loader, train.accumulate):
         step = state.step + 1
         at_eval = step % every == 0 or step == last
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
-        with first or nothing:
+        with watching:
             pending.append(train_step(state, micros))
-        first = None
+        watching = _UNWATCHED
         stagnant = None if watch is None else watch.share()
         stop = stopped()
         at_flush = step % train.log_every == 0 or (flush_every and step % flush_every == 0)
