@@ -15,7 +15,6 @@ from runner.spec import TrainSpec
 from runner.state import TrainState
 from runner.step import Pending, collect, train_step
 
-
 _UNWATCHED = nullcontext()
 
 
