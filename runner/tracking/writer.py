@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 NAP_SECONDS = 0.25
+REST = 4.0
+"""Rest after a batch, in times of what it took, while the trainer trains: on shared cores (two
+hardware threads of one, say) a busy writer slows it. Nothing rests once the trainer waits."""
 OPEN_SECONDS = 30.0
 DOUBT_SECONDS = 30.0
 ORPHAN_SECONDS = 300.0
@@ -50,7 +53,7 @@ class Task:
         self.follower = follower
         self.failing_since = self.retry_at = 0.0
         self.pause = _FIRST_PAUSE
-        self.told = False
+        self.told = self.awaited = False
 
     def failed(self, now: float) -> float:
         """Notes a failure; returns for how many seconds there has been nothing else."""
@@ -78,10 +81,13 @@ class Writer:
         self._progress_at = time.monotonic()
 
     def run(self) -> None:
-        busy = False
+        busy, rest = False, 0.0
         while not self._finished():
-            self._listen(0.0 if busy else NAP_SECONDS)
+            self._listen(rest if busy else NAP_SECONDS)
+            began = time.monotonic()
             busy = sum(self._work(name, task) for name, task in list(self._tasks.items())) > 0
+            awaited = not self._heard or any(task.awaited for task in self._tasks.values())
+            rest = 0.0 if awaited else REST * (time.monotonic() - began)
 
     def _finished(self) -> bool:
         if self._heard:
@@ -109,7 +115,9 @@ class Writer:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             name = json.loads(line)["journal"]
-            if name not in self._tasks:
+            if name in self._tasks:
+                self._tasks[name].awaited = True  # named again: the trainer waits for its end
+            else:
                 emit = partial(self._emit, name)
                 self._tasks[name] = Task(self._follower(Path(name), emit=emit))
 

@@ -211,3 +211,31 @@ def test_a_torn_progress_file_starts_over_and_looks_for_the_run(journal):
     assert progress.claim()
     assert (progress.run_id, progress.offset, progress.tried) == (None, 0, True)
     progress.release()
+
+
+def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
+    from runner.tracking.writer import NAP_SECONDS, REST, Task, Writer
+
+    class Loop(Writer):
+        def __init__(self):
+            self._tasks, self._heard, self.rests = {"journal": Task(None)}, True, []
+
+        def _finished(self):
+            return len(self.rests) == 3
+
+        def _listen(self, patience):
+            self.rests.append(patience)
+            if len(self.rests) == 2:
+                self._take(b'{"journal": "journal"}\n')
+
+        def _work(self, name, task):
+            time.sleep(0.01)
+            return True
+
+        _rest = b""
+
+    loop = Loop()
+    loop.run()
+    assert loop.rests[0] == NAP_SECONDS
+    assert loop.rests[1] >= REST * 0.01
+    assert loop.rests[2] == 0.0
