@@ -87,7 +87,6 @@ CONTENDERS = {
     "32-true": ("32-true", False),
     "16-mixed native": ("16-mixed", False),
     "16-mixed accumulating": ("16-mixed", True),
-    "16-true native": ("16-true", False),
     "16-true accumulating": ("16-true", True),
     "bf16-mixed": ("bf16-mixed", False),
 }

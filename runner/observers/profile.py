@@ -16,7 +16,7 @@ class Profile(Observer):
 
     def __init__(self, folder: Path, until: int) -> None:
         self.folder, self.until = folder, until
-        self._profile: profile | None = profile(record_shapes=False)
+        self._profile: profile | None = profile(acc_events=True)
         self._profile.start()
 
     def steps(self, block: Steps) -> None:

@@ -13,6 +13,7 @@ where the gradient itself does not.
 """
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -200,10 +201,12 @@ def _install() -> torch.library.Library:
     lstms = {key: _lstm(key) for key in ("CPU", "AutogradCPU")}
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, kernel in kernels.items():
-            library.impl(name, kernel, "CPU", with_keyset=True)
-        for key, lstm in lstms.items():
-            library.impl("lstm.input", lstm, key, with_keyset=True)
+        with warnings.catch_warnings():  # before torch 2.12 it tells of each override
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for name, kernel in kernels.items():
+                library.impl(name, kernel, "CPU", with_keyset=True)
+            for key, lstm in lstms.items():
+                library.impl("lstm.input", lstm, key, with_keyset=True)
     except BaseException:
         library._destroy()
         raise
