@@ -58,7 +58,7 @@ def build_model(
         kind = type(model).__name__
         raise ConfigError(f"model: {spec.model['_target_']} made a {kind}, not a torch.nn.Module.")
     weights(model)
-    model, report = precision.convert(model)
+    model, report = precision.convert(model, device)
     return model.to(device), report
 
 

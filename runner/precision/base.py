@@ -5,17 +5,19 @@ one yaml in conf/precision/; the contract test, `doctor` and the docs pick it up
 """
 
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from runner.precision.cast import cast_floats
 from runner.precision.islands import make_islands
 from runner.precision.scale import NoScale, Scale
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Precision(ABC):
         compute: dtype of the matrix products in the forward.
         keep_fp32: patterns of modules that store and compute in float32.
         autocast_loss: the precision holds in the loss too, not in the forward only.
+        layout: what a converted model's state dict holds in place of plain weights; empty where
+            it can be loaded into the model that was never converted.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Precision(ABC):
     compute: torch.dtype = torch.float32
     keep_fp32: Sequence[str] = ()
     autocast_loss: bool = False
+    layout: str = ""
 
     def require(self, device: torch.device) -> None:
         """Raise Unavailable, with what is missing and the remedy, where it cannot run."""
@@ -66,11 +71,19 @@ class Precision(ABC):
         return nullcontext()
 
     def building(self) -> AbstractContextManager[Any]:
-        """Context around the construction of the model."""
+        """Context around the construction of a model that must never be whole in float32
+        (init.low_memory), and around the loading of its weights."""
         return nullcontext()
 
-    def convert(self, model: nn.Module) -> tuple[nn.Module, ConversionReport]:
-        """The model in this precision. Called once, before the optimizer exists."""
+    def convert(
+        self, model: nn.Module, device: torch.device = CPU
+    ) -> tuple[nn.Module, ConversionReport]:
+        """The model in this precision. Called once, before the optimizer exists.
+
+        Args:
+            model: changed in place; where it is still wherever it was made.
+            device: where it will run; converted layers are made there.
+        """
         islands = make_islands(model, self.keep_fp32, self.storage)
         cast_floats(model, self.storage, islands)
         return model, ConversionReport()
@@ -89,6 +102,21 @@ class Precision(ABC):
     def scale(self, device: torch.device) -> Scale:
         """The loss scale of a run."""
         return NoScale()
+
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Context around an evaluation during training, which leaves no trace in the training."""
+        return nullcontext()
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """What the precision itself must remember: tensors and plain values, for checkpoints."""
+        return {}
+
+    def load_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take back what state_dict gave."""
+
+    def gauges(self, model: nn.Module) -> dict[str, Tensor]:
+        """Scalars on the device to log at the log interval, under their metric names."""
+        return {}
 
     def kernels(self) -> str:
         """Which kernels ran, where a precision has a choice (a tag of the run)."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runner.errors import ConfigError
-from runner.precision.base import ConversionReport, Precision
+from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import narrow
 from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
 from runner.precision.scale import DynamicScale, NoScale, Scale, check_loss_scale
@@ -81,7 +81,9 @@ class MixedPrecision(Precision):
     def kernels(self) -> str:
         return self._kernels
 
-    def convert(self, model: nn.Module) -> tuple[nn.Module, ConversionReport]:
+    def convert(
+        self, model: nn.Module, device: torch.device = CPU
+    ) -> tuple[nn.Module, ConversionReport]:
         half = [
             n for n, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)
         ]
@@ -92,7 +94,7 @@ class MixedPrecision(Precision):
                 f"{', '.join(half[:3])}{more}. Build the model in float32, or type "
                 f"precision={'16-true' if self.compute is torch.float16 else 'bf16-true'}."
             )
-        return super().convert(model)
+        return super().convert(model, device)
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:

@@ -1,0 +1,178 @@
+"""Converting layers: who is converted, who is not and why, and how one module becomes another.
+
+Every decision is made before the first module changes, so that a refusal leaves the model as it
+was. A module becomes another in place: its object stays, and with it names, references that the
+model keeps elsewhere, sharing, hooks, training mode and the user's own attributes.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from runner.errors import ConfigError
+from runner.precision.base import ConversionReport, Converted
+from runner.precision.patterns import select
+
+Judge = Callable[[nn.Module], str]
+
+# What nn.Module keeps hooks in; the dictionaries stay the same objects, so that handles that the
+# user holds still remove their hooks.
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+    "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+def convert_modules(
+    name: str,
+    model: nn.Module,
+    swaps: Mapping[type[nn.Module], Callable[[nn.Module], None]],
+    *,
+    ignore: Sequence[str] = (),
+    islands: Collection[str] = (),
+    judge: Judge = lambda module: "",
+    new_weights: bool = False,
+) -> ConversionReport:
+    """Convert every module that can be, in place.
+
+    Args:
+        name: the precision's, for messages.
+        model: changed in place.
+        swaps: the plain class of a layer, and what turns one of its objects into another.
+        ignore: patterns of modules that `precision.ignore_modules` leaves alone.
+        islands: dotted names of modules that `precision.keep_fp32` keeps.
+        judge: why this precision cannot hold a module; empty where it can.
+        new_weights: the swap replaces the weight's parameter object, so that no other module may
+            share it and no hook may hang on it.
+
+    Raises:
+        ConfigError: nothing would be converted, a pattern matches nothing, or a module carries
+            what a swap would lose.
+    """
+    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
+    left_out = select("precision.ignore_modules", ignore, names) if ignore else set()
+    shared = _shared(model)
+    rows: list[Converted] = []
+    chosen: list[tuple[str, nn.Module, Callable[[nn.Module], None]]] = []
+    for path, module in model.named_modules():
+        kind = next((k for k in swaps if isinstance(module, k)), None)
+        if kind is None and not is_converted(module):
+            continue
+        why = (
+            ("kept in float32 by precision.keep_fp32" if _inside(path, islands) else "")
+            or ("named by precision.ignore_modules" if path in left_out else "")
+            or _foreign(module, kind)
+            or (_tied(path, module, shared) if new_weights else "")
+            or judge(module)
+        )
+        rows.append(Converted(path or "(model)", type(module).__name__, not why, why))
+        if not why:
+            assert kind is not None
+            chosen.append((path, module, swaps[kind]))
+    _check(name, rows, chosen, new_weights)
+    for path, module, swap in chosen:
+        try:
+            swap(module)
+        except (NotImplementedError, torch.OutOfMemoryError):
+            raise  # the meta device, or too little memory
+        except Exception as error:
+            raise ConfigError(
+                f"precision={name} cannot convert {path or 'the model'} ({type(module).__name__}): "
+                f"{type(error).__name__}: {error} Type precision.ignore_modules=[{path or '*'}]."
+            ) from error
+    return ConversionReport(tuple(rows))
+
+
+def _check(
+    name: str,
+    rows: Sequence[Converted],
+    chosen: Sequence[tuple[str, nn.Module, object]],
+    new_weights: bool,
+) -> None:
+    if not chosen:
+        reasons = "; ".join(f"{r.module} ({r.kind}): {r.why}" for r in rows[:4])
+        more = f"; and {len(rows) - 4} more" if len(rows) > 4 else ""
+        what = f"{reasons}{more}" if rows else "it has no nn.Linear"
+        raise ConfigError(
+            f"precision={name} would convert nothing of the model: {what}. "
+            "Type a precision without conversion, for example precision=bf16-mixed."
+        )
+    if new_weights:
+        hooked = [path for path, module, _ in chosen if _weight_hooks(module)]
+        if hooked:
+            raise ConfigError(
+                f"precision={name} replaces weights, and a hook hangs on that of "
+                f"{', '.join(hooked)}. Type precision.ignore_modules=[{','.join(hooked)}]."
+            )
+
+
+_LOW = ("bitsandbytes.", "transformer_engine.", "torchao.", "runner.precision.bitsandbytes")
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether a module is a low-precision layer of one of the libraries already."""
+    if type(module).__name__ in ("Embedding", "StableEmbedding"):  # bitsandbytes' in float32
+        return False
+    return any(kind.__module__.startswith(_LOW) for kind in type(module).__mro__)
+
+
+def _foreign(module: nn.Module, kind: type[nn.Module] | None) -> str:
+    """Why a module is not the plain layer that a conversion may replace."""
+    if kind is None or is_converted(module):
+        return f"is a {type(module).__name__} already"
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "nn.MultiheadAttention reads its weight and never calls it"
+    if parametrize.is_parametrized(module) or "weight" not in module._parameters:
+        return "its weight is made anew in each forward (a parametrization)"
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        return f"{type(module).__name__} has a forward of its own"
+    weight = module._parameters["weight"]
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        return "its weight has no shape before the first forward"
+    if weight is not None and not weight.is_floating_point():
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+    return ""
+
+
+def _inside(path: str, names: Collection[str]) -> bool:
+    return any(not n or path == n or path.startswith(f"{n}.") for n in names)
+
+
+def _shared(model: nn.Module) -> dict[int, list[str]]:
+    """Dotted names of the modules that hold each parameter; more than one where it is tied."""
+    holders: dict[int, list[str]] = defaultdict(list)
+    for path, module in model.named_modules():
+        for parameter in {id(p): p for p in module.parameters(recurse=False)}:
+            holders[parameter].append(path or "(model)")
+    return holders
+
+
+def _tied(path: str, module: nn.Module, shared: Mapping[int, list[str]]) -> str:
+    for parameter in module.parameters(recurse=False):
+        others = [n for n in shared[id(parameter)] if n != (path or "(model)")]
+        if others:
+            return f"shares a parameter with {', '.join(others)}"
+    return ""
+
+
+def _weight_hooks(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and bool(
+        weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def graft(module: nn.Module, made: nn.Module) -> None:
+    """Turn `module` into `made`, keeping its object, its hooks and what the user put on it."""
+    hooks = {key: vars(module)[key] for key in _HOOKS}
+    for key, held in hooks.items():
+        held.update(vars(made)[key])
+    mine = {key: value for key, value in vars(module).items() if key not in vars(made)}
+    training = module.training
+    module.__class__ = type(made)
+    vars(module).update(mine | vars(made) | hooks | {"training": training})
