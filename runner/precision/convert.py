@@ -6,7 +6,8 @@ model keeps elsewhere, sharing, hooks, training mode and the user's own attribut
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,8 +17,7 @@ from runner.errors import ConfigError
 from runner.precision.base import ConversionReport, Converted
 from runner.precision.patterns import select
 
-Judge = Callable[[nn.Module], str]
-
+ROOT = "(model)"  # what a model is called that is itself a layer
 # What nn.Module keeps hooks in; the dictionaries stay the same objects, so that handles that the
 # user holds still remove their hooks.
 _HOOKS = (
@@ -28,87 +28,98 @@ _HOOKS = (
 )  # fmt: skip
 
 
+Swap = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Who may be converted.
+
+    Attributes:
+        name: the precision's, for messages.
+        ignore: patterns of modules that `precision.ignore_modules` leaves alone.
+        islands: dotted names of modules that `precision.keep_fp32` keeps.
+        judge: why this precision cannot hold a module; empty where it can.
+        new_weights: the weight becomes another object, so that no other module may share it and
+            no hook may hang on it.
+    """
+
+    name: str
+    ignore: Sequence[str] = ()
+    islands: Collection[str] = ()
+    judge: Callable[[nn.Module], str] = lambda module: ""
+    new_weights: bool = False
+
+
 def convert_modules(
-    name: str,
-    model: nn.Module,
-    swaps: Mapping[type[nn.Module], Callable[[nn.Module], None]],
-    *,
-    ignore: Sequence[str] = (),
-    islands: Collection[str] = (),
-    judge: Judge = lambda module: "",
-    new_weights: bool = False,
+    model: nn.Module, swaps: Mapping[type[nn.Module], Swap], rules: Rules
 ) -> ConversionReport:
     """Convert every module that can be, in place.
 
     Args:
-        name: the precision's, for messages.
         model: changed in place.
         swaps: the plain class of a layer, and what turns one of its objects into another.
-        ignore: patterns of modules that `precision.ignore_modules` leaves alone.
-        islands: dotted names of modules that `precision.keep_fp32` keeps.
-        judge: why this precision cannot hold a module; empty where it can.
-        new_weights: the swap replaces the weight's parameter object, so that no other module may
-            share it and no hook may hang on it.
+        rules: who may be converted.
 
     Raises:
         ConfigError: nothing would be converted, a pattern matches nothing, or a module carries
             what a swap would lose.
     """
-    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
-    left_out = select("precision.ignore_modules", ignore, names) if ignore else set()
-    shared = _shared(model)
-    rows: list[Converted] = []
-    chosen: list[tuple[str, nn.Module, Callable[[nn.Module], None]]] = []
-    for path, module in model.named_modules():
-        kind = next((k for k in swaps if isinstance(module, k)), None)
-        if kind is None and not is_converted(module):
-            continue
-        why = (
-            ("kept in float32 by precision.keep_fp32" if _inside(path, islands) else "")
-            or ("named by precision.ignore_modules" if path in left_out else "")
-            or _foreign(module, kind)
-            or (_tied(path, module, shared) if new_weights else "")
-            or judge(module)
-        )
-        rows.append(Converted(path or "(model)", type(module).__name__, not why, why))
-        if not why:
-            assert kind is not None
-            chosen.append((path, module, swaps[kind]))
-    _check(name, rows, chosen, new_weights)
-    for path, module, swap in chosen:
+    rows = list(judged(model, tuple(swaps), rules))
+    chosen = [(row.module, module) for row, module in rows if row.done]
+    report = ConversionReport(tuple(row for row, _ in rows))
+    _check(rules, report, chosen)
+    for path, module in chosen:
+        swap = next(s for kind, s in swaps.items() if isinstance(module, kind))
         try:
             swap(module)
         except (NotImplementedError, torch.OutOfMemoryError):
             raise  # the meta device, or too little memory
         except Exception as error:
+            where = "*" if path == ROOT else path
             raise ConfigError(
-                f"precision={name} cannot convert {path or 'the model'} ({type(module).__name__}): "
-                f"{type(error).__name__}: {error} Type precision.ignore_modules=[{path or '*'}]."
+                f"precision={rules.name} cannot convert {path} ({type(module).__name__}): "
+                f"{type(error).__name__}: {error} Type precision.ignore_modules=[{where}]."
             ) from error
-    return ConversionReport(tuple(rows))
+    return report
 
 
-def _check(
-    name: str,
-    rows: Sequence[Converted],
-    chosen: Sequence[tuple[str, nn.Module, object]],
-    new_weights: bool,
-) -> None:
+def judged(
+    model: nn.Module, kinds: tuple[type[nn.Module], ...], rules: Rules
+) -> Iterator[tuple[Converted, nn.Module]]:
+    """Every module of these kinds, and of the libraries' own, with what is to become of it."""
+    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
+    ignored = select("precision.ignore_modules", rules.ignore, names)
+    holders = _holders(model)
+    for name, module in model.named_modules():
+        kind = next((k for k in kinds if isinstance(module, k)), None)
+        if kind is None and not is_converted(module):
+            continue
+        path = name or ROOT
+        why = (
+            ("kept in float32 by precision.keep_fp32" if _inside(name, rules.islands) else "")
+            or ("named by precision.ignore_modules" if name in ignored else "")
+            or _foreign(module, kind)
+            or (_tied(path, module, holders) if rules.new_weights else "")
+            or rules.judge(module)
+        )
+        yield Converted(path, type(module).__name__, not why, why), module
+
+
+def _check(rules: Rules, report: ConversionReport, chosen: Sequence[tuple[str, nn.Module]]) -> None:
     if not chosen:
-        reasons = "; ".join(f"{r.module} ({r.kind}): {r.why}" for r in rows[:4])
-        more = f"; and {len(rows) - 4} more" if len(rows) > 4 else ""
-        what = f"{reasons}{more}" if rows else "it has no nn.Linear"
+        reasons = [f"{r.module} ({r.kind}): {r.why}" for r in report.modules]
+        more = [f"and {len(reasons) - 4} more"] if len(reasons) > 4 else []
         raise ConfigError(
-            f"precision={name} would convert nothing of the model: {what}. "
+            f"precision={rules.name} would convert nothing of the model: "
+            f"{'; '.join(reasons[:4] + more) or 'it has no layer of a kind that it converts'}. "
             "Type a precision without conversion, for example precision=bf16-mixed."
         )
-    if new_weights:
-        hooked = [path for path, module, _ in chosen if _weight_hooks(module)]
-        if hooked:
-            raise ConfigError(
-                f"precision={name} replaces weights, and a hook hangs on that of "
-                f"{', '.join(hooked)}. Type precision.ignore_modules=[{','.join(hooked)}]."
-            )
+    if rules.new_weights and (hooked := [path for path, m in chosen if _weight_hooks(m)]):
+        raise ConfigError(
+            f"precision={rules.name} replaces weights, and a hook hangs on that of "
+            f"{', '.join(hooked)}. Type precision.ignore_modules=[{','.join(hooked)}]."
+        )
 
 
 _LOW = ("bitsandbytes.", "transformer_engine.", "torchao.", "runner.precision.bitsandbytes")
@@ -143,19 +154,18 @@ def _inside(path: str, names: Collection[str]) -> bool:
     return any(not n or path == n or path.startswith(f"{n}.") for n in names)
 
 
-def _shared(model: nn.Module) -> dict[int, list[str]]:
-    """Dotted names of the modules that hold each parameter; more than one where it is tied."""
+def _holders(model: nn.Module) -> dict[int, list[str]]:
+    """Names of the modules that hold each parameter; more than one where it is tied."""
     holders: dict[int, list[str]] = defaultdict(list)
     for path, module in model.named_modules():
-        for parameter in {id(p): p for p in module.parameters(recurse=False)}:
-            holders[parameter].append(path or "(model)")
+        for parameter in {id(p) for p in module.parameters(recurse=False)}:
+            holders[parameter].append(path or ROOT)
     return holders
 
 
-def _tied(path: str, module: nn.Module, shared: Mapping[int, list[str]]) -> str:
+def _tied(path: str, module: nn.Module, holders: Mapping[int, list[str]]) -> str:
     for parameter in module.parameters(recurse=False):
-        others = [n for n in shared[id(parameter)] if n != (path or "(model)")]
-        if others:
+        if others := [n for n in holders[id(parameter)] if n != path]:
             return f"shares a parameter with {', '.join(others)}"
     return ""
 
