@@ -1,6 +1,29 @@
 import re
 
 import pytest
+import torch
+from torch import nn
+
+from runner.build import build_optimizer, embeddings, shares
+from runner.plan import _state_bytes
+from runner.precision.memory import tensor_bytes
+
+STATEFUL = ("adagrad", "adam", "adamw", "nadam", "rmsprop", "sgd", "muon", "adam8bit",
+            "adamw8bit", "lion8bit", "paged_adam8bit", "paged_adamw8bit", "paged_lion8bit",
+            "adamw4bit", "adamwfp8")  # fmt: skip
+
+
+class Sizes(nn.Module):
+    """Every size class: embeddings, tensors above and below 4096 elements, odd ones."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.words = nn.Embedding(512, 64, dtype=dtype)
+        self.conv = nn.Conv2d(64, 96, 3, dtype=dtype)
+        self.body = nn.Linear(64, 256, dtype=dtype)
+        self.odd = nn.Linear(67, 89)
+        self.norm = nn.LayerNorm(64, dtype=dtype)
+        self.head = nn.Linear(256, 512, dtype=dtype)
 
 
 def plan(main, *args):
@@ -48,7 +71,9 @@ def test_islands_and_the_loss_scale_are_named(main):
     assert "from 65536" in text
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "muon", "lbfgs", "adagrad"])
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", "muon", "lbfgs", "adagrad", "adamw8bit", "paged_lion8bit", "adamw4bit"]
+)
 def test_any_optimizer(main, optimizer):
     plan(main, "model=mlp", f"optimizer={optimizer}")
 
@@ -58,3 +83,39 @@ def test_what_a_run_would_refuse_is_refused(main):
         done = main("mode=plan", "precision=16-mixed", "model=mlp", bad)
         assert done.rc == 2
         assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_the_optimizers_state_is_what_it_will_be(compose, name, dtype):
+    model, node = Sizes(dtype), compose(f"optimizer={name}").optimizer
+    split = shares(node, model, dict(model.named_parameters()))
+    planned = sum(_state_bytes(*share, model) for share in split)
+    held = 0
+    for key, part, params in split:
+        made = build_optimizer(key, part, params, embeddings(model))
+        for p in params:
+            p.grad = torch.ones_like(p)
+        made.step()
+        states = [v for values in made.state.values() for v in values.values()]
+        held += tensor_bytes(*(v for v in states if isinstance(v, torch.Tensor)))
+    assert planned == pytest.approx(held, rel=1e-3)
+
+
+@pytest.mark.parametrize(("least", "bits"), [(0, 8), (10**6, 32)])
+def test_it_follows_min_8bit_size(least, bits):
+    model = nn.Linear(300, 300, bias=False)
+    node = {"_target_": "runner.optimizers.AdamW8bit", "min_8bit_size": least}
+    per_element = _state_bytes("optimizer", node, list(model.parameters()), model) / 90_000
+    assert per_element == pytest.approx(2 * bits / 8, rel=0.04)  # scales and tables
+
+
+def test_an_optimizer_that_reads_values_is_estimated_from_a_small_tensor(monkeypatch):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["moment"] = torch.full_like(p, p.grad.sum().item())
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    model = nn.Linear(30, 30)
+    node = {"_target_": "torch.optim.SGD", "lr": 0.1}
+    assert _state_bytes("optimizer", node, list(model.parameters()), model) == 4 * 930

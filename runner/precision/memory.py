@@ -1,0 +1,59 @@
+"""What tensors truly hold in memory, in bytes."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Where bitsandbytes keeps what belongs to a quantized weight beside its codes.
+_SCALES = ("absmax", "code", "offset", "state2")
+
+
+def tensor_bytes(*tensors: Tensor) -> int:
+    """Bytes of the tensors' storages, each storage once.
+
+    A wrapper (torchao's OptimState4bit, DTensor) counts as the tensors inside it, a 4-bit or 8-bit
+    weight of bitsandbytes as its codes and its scales. Tensors on the meta device count what they
+    would hold.
+    """
+    storages: dict[object, int] = {}
+    for tensor in tensors:
+        for part in _parts(tensor):
+            if part.layout is not torch.strided:  # sparse: no storage of its own
+                storages[id(part)] = part.numel() * part.element_size()
+                continue
+            storage = part.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers; what several modules share counts once."""
+    return tensor_bytes(*model.parameters(), *model.buffers())
+
+
+def elements(parameter: Tensor) -> int:
+    """Numbers that a parameter stands for; a 4-bit one holds two of them in a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a tensor consists of."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _parts(getattr(tensor, name))
+        return
+    yield tensor
+    state = getattr(tensor, "quant_state", None)  # Params4bit, once quantized
+    while state is not None:  # doubly quantized: the scales have scales
+        parts = [getattr(state, name, None) for name in _SCALES]
+        yield from (part for part in parts if isinstance(part, Tensor))
+        state = getattr(state, "state2", None)
+    for name in ("CB", "SCB"):  # Int8Params, once quantized
+        part = getattr(tensor, name, None)
+        if isinstance(part, Tensor):
+            yield part
