@@ -1,0 +1,207 @@
+"""float8-*: torchao's FP8 training products inside a bfloat16 model."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from runner.errors import ConfigError, Unavailable
+from runner.precision.base import CPU, ConversionReport, Precision
+from runner.precision.cast import DefaultDtype, cast_floats, cast_nest, narrow
+from runner.precision.convert import Rules, convert_modules, graft
+from runner.precision.islands import make_islands
+from runner.precision.rows import padded
+from runner.precision.true import DTYPES, check_kernels, float32_matmul
+from runner.quiet import quiet
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+WEIGHTS = ("float32", "bfloat16")
+MULTIPLE = 16  # of every dimension that torch._scaled_mm takes
+
+
+@final
+class Float8Precision(Precision):
+    """nn.Linear in torchao's Float8Linear, bfloat16 elsewhere.
+
+    A converted layer scales activations, weights and output gradients to FP8 anew in every step
+    and accumulates its products in float32; weights stay in float32 or bfloat16.
+
+    Args:
+        name: label of the run.
+        recipe: torchao's: tensorwise (one scale per tensor, gradients in e5m2), rowwise (a scale
+            per row, a power of two, all in e4m3) or rowwise_with_gw_hp (the same, but the weight
+            gradient in bfloat16).
+        weights: float32 (bfloat16 compute through autocast) or bfloat16 (everything in it).
+        emulate: round to FP8 and multiply in float32, on any device. Its losses are those of the
+            hardware up to the order of summation; its speed means nothing.
+        ignore_modules: patterns of modules that are not converted.
+        min_features: the least input or output width of a layer that is converted.
+        keep_fp32: patterns of modules that compute in float32.
+        autocast_loss: compute the loss in bfloat16 too, else on float32 outputs.
+        float32_matmul: precision of the float32 products that remain.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+
+    Source: torchao.float8 (github.com/pytorch/ao, torchao/float8/README.md).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        recipe: str,
+        weights: str = "float32",
+        emulate: bool = False,
+        ignore_modules: Sequence[str] = (),
+        min_features: int = MULTIPLE,
+        keep_fp32: Sequence[str] = (),
+        autocast_loss: bool = False,
+        float32_matmul: str = "highest",
+    ) -> None:
+        _check(recipe, weights, emulate, min_features)
+        check_kernels(float32_matmul, "auto")
+        self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
+        self.storage, self.compute = DTYPES[weights], torch.bfloat16
+        self.recipe, self.emulate = recipe, emulate
+        self.ignore_modules, self.min_features = ignore_modules, min_features
+        self.float32_matmul = float32_matmul
+        self._forward: dict[str, AbstractContextManager[Any]] = {}
+
+    def require(self, device: torch.device) -> None:
+        _require_device(self.name, device, self.emulate)
+        if find_spec("torchao") is None:
+            raise Unavailable(
+                f"precision={self.name} needs the package torchao.", "Type pip install torchao."
+            )
+
+    @contextmanager
+    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        with float32_matmul(self.float32_matmul):
+            yield
+
+    def convert(
+        self, model: nn.Module, device: torch.device = CPU
+    ) -> tuple[nn.Module, ConversionReport]:
+        config = _config(self.recipe, self.emulate)
+        islands = make_islands(model, self.keep_fp32, self.storage)
+        judge = partial(unfit, least=self.min_features)
+        rules = Rules(self.name, self.ignore_modules, islands, judge)
+        report = convert_modules(model, {nn.Linear: partial(_swap, config=config)}, rules)
+        cast_floats(model, self.storage, islands)
+        return model, report
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        kind = device.type
+        if kind not in self._forward:  # one object, entered once per micro-batch
+            mixed = self.storage is torch.float32
+            self._forward[kind] = (
+                torch.autocast(kind, dtype=self.compute) if mixed else DefaultDtype(self.storage)
+            )
+        return self._forward[kind]
+
+    def cast(self, inputs: Any) -> Any:
+        return narrow(inputs) if self.storage is torch.float32 else cast_nest(inputs, self.storage)
+
+
+def _check(recipe: str, weights: str, emulate: object, min_features: object) -> None:
+    problems = [
+        f"precision.{key}={value} is not known. Allowed: {', '.join(known)}."
+        for key, value, known in (("recipe", recipe, RECIPES), ("weights", weights, WEIGHTS))
+        if value not in known
+    ]
+    if not isinstance(emulate, bool):
+        problems.append(f"precision.emulate={emulate} is not known. Allowed: true, false.")
+    if type(min_features) is not int or min_features < 1:
+        problems.append(f"precision.min_features={min_features} must be a whole number from 1.")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _require_device(name: str, device: torch.device, emulate: bool) -> None:
+    """Raise Unavailable unless the device has torch's FP8 products, or can emulate them.
+
+    Ada (8.9) has both of torch's kernels: per tensor in cuBLASLt, per row in CUTLASS
+    (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu). A CPU has them in some
+    versions of torch, many times slower than float32, which nobody would want unasked.
+    """
+    if device.type == "mps":  # it has neither the dtypes nor the float64 that scales are made in
+        raise Unavailable(
+            f"precision={name} cannot run on mps, not even emulated: it has no FP8 dtypes.",
+            "Type precision=bf16-mixed.",
+        )
+    if emulate:
+        return
+    remedy = "Type precision.emulate=true, which is slow, or precision=bf16-mixed."
+    wants = f"precision={name} needs an NVIDIA GPU of compute capability 8.9 or higher;"
+    if device.type != "cuda":
+        raise Unavailable(f"{wants} this run is on {device.type}.", remedy)
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        gpu = torch.cuda.get_device_name(device)
+        raise Unavailable(f"{wants} {device} ({gpu}) has {major}.{minor}.", remedy)
+
+
+def unfit(module: nn.Module, least: int) -> str:
+    """Why FP8 cannot or should not hold an nn.Linear; empty where it can.
+
+    torch._scaled_mm multiplies [m, k] by [k, n] with k and n in multiples of 16. Of a layer's
+    three products the forward contracts over `in` and yields `out`, the input's gradient the
+    reverse, and the weight's contracts over the rows (runner.precision.rows) and yields `in`. So
+    both widths must be such multiples; emulation keeps to it, to convert what hardware would.
+    """
+    assert isinstance(module, nn.Linear)
+    out, into = module.weight.shape
+    shape = f"its shape {into} -> {out}"
+    if out % MULTIPLE or into % MULTIPLE:
+        return f"{shape} is not in multiples of {MULTIPLE}"
+    if min(out, into) < least:
+        return f"{shape} is below precision.min_features={least}"
+    if next(module.children(), None) is not None:
+        return "holds modules of its own"  # the library refuses it
+    return ""
+
+
+class _Float8:
+    """Mixin before Float8Linear: autocast on every device, and any number of rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        # The library asks CUDA's autocast only, whatever the device, through a deprecated call.
+        with torch.autocast(kind, enabled=False):
+            return padded(super().forward, input, MULTIPLE)  # type: ignore[misc]
+
+
+def _swap(module: nn.Module, config: "Float8LinearConfig") -> None:
+    """Turn an nn.Linear into a Float8Linear that holds the same parameter objects."""
+    with quiet():
+        from torchao.float8 import convert_to_float8_training
+
+        # Not Float8Linear.from_float: this one also mends a miscompilation of FP8 in Inductor.
+        made = convert_to_float8_training(module, config=config)
+    made.__class__ = _layer(type(module), type(made))
+    for held in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+        vars(made)[held] = vars(module)[held]  # what the user registered as well
+    graft(module, made)
+
+
+@cache
+def _layer(kind: type[nn.Module], converted: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the library's layer and of the module's own class."""
+    return type(f"Float8{kind.__name__}", (_Float8, converted, kind), {})
+
+
+def _config(recipe: str, emulate: bool) -> "Float8LinearConfig":
+    with quiet():
+        from torchao.float8 import Float8LinearConfig
+
+        return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
