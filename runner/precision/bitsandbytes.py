@@ -1,0 +1,153 @@
+"""bnb-*: bitsandbytes' 4-bit and 8-bit weights in the linear layers, the rest as it was built."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from runner.errors import ConfigError, Unavailable
+from runner.precision.base import CPU, ConversionReport, Precision
+from runner.precision.cast import cast_nest
+from runner.precision.convert import Rules, convert_modules
+from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
+from runner.precision.islands import make_islands
+from runner.precision.spill import Spill
+from runner.precision.true import DTYPES, check_kernels, float32_matmul
+
+MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
+COMPUTE = ("bfloat16", "float16", "float32")
+
+
+@final
+class BitsandbytesPrecision(Precision):
+    """Quantised weights in every nn.Linear; everything else as it was built, under autocast.
+
+    Args:
+        name: label of the run.
+        mode: nf4, fp4 (4 bits, frozen), nf4-dq, fp4-dq (their scales in 8 bits, too), int8
+            (frozen), int8-training (float32 weights that train, products on int8 copies).
+        compute_dtype: bfloat16, float16 or float32; of the products and of the model's inputs.
+            float64 is refused: the CPU's 4-bit kernels return garbage for it.
+        ignore_modules: patterns of modules that are not converted.
+        keep_fp32: patterns of modules that compute in float32 (and are not converted).
+        threshold: int8 modes on CUDA: columns of the inputs with a larger magnitude are
+            multiplied in compute_dtype; 0 for none. LLM.int8() uses 6.
+        autocast_loss: compute the loss under autocast, too.
+        float32_matmul: precision of the float32 products that remain.
+        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mode: str,
+        compute_dtype: str = "bfloat16",
+        ignore_modules: Sequence[str] = (),
+        keep_fp32: Sequence[str] = (),
+        threshold: float = 0.0,
+        autocast_loss: bool = False,
+        float32_matmul: str = "highest",
+        cpu_float16: Choice = "auto",
+    ) -> None:
+        _check_values(mode, compute_dtype, threshold)
+        check_kernels(float32_matmul, cpu_float16)
+        self.name, self.mode, self.threshold = name, mode, threshold
+        self.compute, self.autocast_loss = DTYPES[compute_dtype], autocast_loss
+        self.ignore_modules, self.keep_fp32 = ignore_modules, keep_fp32
+        self.float32_matmul = float32_matmul
+        self.cpu_float16: Choice = cpu_float16
+        self.freezes = mode != "int8-training"
+        self.layout = f"bnb-{mode}" if self.freezes else ""
+        self._kernels = ""
+        self._spill = Spill()
+
+    def require(self, device: torch.device) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise Unavailable(
+                f"precision={self.name} needs a CPU or an NVIDIA GPU; here it is {device.type}.",
+                "Type accelerator=cpu, or precision=bf16-true.",
+            )
+        try:
+            import_module("runner.precision.bitsandbytes_library")
+        except ImportError as error:
+            raise Unavailable(
+                f"precision={self.name} needs bitsandbytes, which does not import: {error}.",
+                'Type pip install "bitsandbytes>=0.50".',
+            ) from error
+        least = (7, 5) if self.mode.startswith("int8") else (6, 0)
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < least:
+            found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            raise Unavailable(
+                f"precision={self.name} needs compute capability {least[0]}.{least[1]} or higher; "
+                f"{device} ({torch.cuda.get_device_name(device)}) has {found}.",
+                "Nearest that runs here: precision=bf16-true.",
+            )
+
+    @contextmanager
+    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        kernels: AbstractContextManager[Any] = nullcontext()
+        if device.type == "cpu" and self.compute is torch.float16:
+            self._kernels = resolve(self.cpu_float16, model)
+            if self._kernels == "float32_accumulate":
+                kernels = float32_accumulate()
+        with float32_matmul(self.float32_matmul), kernels:
+            yield
+
+    def kernels(self) -> str:
+        return self._kernels
+
+    def building(self) -> AbstractContextManager[Any]:
+        return self._spill if self.freezes else nullcontext()
+
+    def convert(
+        self, model: nn.Module, device: torch.device = CPU
+    ) -> tuple[nn.Module, ConversionReport]:
+        islands = make_islands(model, self.keep_fp32, torch.float32)
+        rules = Rules(self.name, self.ignore_modules, islands, new_weights=self.freezes)
+        report = convert_modules(model, {nn.Linear: lambda m: self._swap(m, device)}, rules)
+        self._spill.take_back(model)
+        return model, report
+
+    def _swap(self, module: nn.Module, device: torch.device) -> None:
+        from runner.precision.bitsandbytes_layers import Linear4bit, Linear8bit, Linear8bitTrained
+
+        assert isinstance(module, nn.Linear)
+        module.to(device)
+        if self.mode == "int8-training":
+            Linear8bitTrained.swap(module, self.compute, self.threshold)
+        elif self.mode == "int8":
+            Linear8bit.swap(module, self.compute, self.threshold)
+        else:
+            quant_type, _, nested = self.mode.partition("-")
+            Linear4bit.swap(module, quant_type, bool(nested), self.compute)
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        if self.compute is torch.float32:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.compute)
+
+    def cast(self, inputs: Any) -> Any:
+        return cast_nest(inputs, self.compute)
+
+
+def _check_values(mode: str, compute_dtype: str, threshold: float) -> None:
+    problems = []
+    if mode not in MODES:
+        problems.append(f"precision.mode={mode} is not known. Allowed: {', '.join(MODES)}.")
+    if compute_dtype not in COMPUTE:
+        problems.append(
+            f"precision.compute_dtype={compute_dtype}: the kernels compute in {', '.join(COMPUTE)} "
+            "only. Type precision.compute_dtype=float32 for the most exact."
+        )
+    if threshold < 0:
+        problems.append(f"precision.threshold={threshold} is negative. Allowed: 0 (none) and up.")
+    if threshold and not mode.startswith("int8"):
+        problems.append(f"precision.threshold={threshold} has no meaning in {mode}: type 0.")
+    if problems:
+        raise ConfigError(*problems)

@@ -1,0 +1,242 @@
+"""Linear layers on bitsandbytes' kernels, each a torch.nn.Linear turned in place.
+
+They differ from the library's own modules where those mislead: a trainable bias keeps its dtype,
+a checkpoint loads exactly or not at all, an evaluation never sees the weights of an earlier step,
+and a CPU's 4-bit weights are unpacked rightly whatever their width (the library's kernel takes
+the wrong scales where the width is a multiple of 16 and not of the block of 64).
+
+Sources: Dettmers et al., QLoRA, arXiv:2305.14314 (nf4, double quantisation); Dettmers et al.,
+LLM.int8(), arXiv:2208.07339 (row-wise int8, outlier columns).
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from runner.precision.bitsandbytes_library import (
+    QuantState,
+    bnb,
+    dequantize_4bit,
+    int8_vectorwise_quant,
+)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
+
+
+def pack_4bit(weight: Tensor, quant_type: str, nested: bool) -> Any:
+    """A weight [out, in] as two 4-bit codes per byte and one scale per block of 64."""
+    kind: Any = bnb.nn.Params4bit
+    made = kind(_narrow(weight), quant_type=quant_type, compress_statistics=nested)
+    return made.to(weight.device)  # the library quantises when it moves
+
+
+def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] that a packed one stands for."""
+    if packed.device.type == "cpu":  # one long row, whose blocks the kernel finds
+        shape, state = torch.Size(state.shape or ()), copy.copy(state)
+        state.shape = torch.Size((1, shape.numel()))
+        return dequantize_4bit(packed, state).reshape(shape).to(dtype)
+    return dequantize_4bit(packed, state).to(dtype)
+
+
+def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] as int8 with the largest magnitude of each row, float32 [out]."""
+    codes, largest, _ = int8_vectorwise_quant(weight.detach().contiguous().to(torch.float16))
+    return codes, largest
+
+
+def unpack_int8(codes: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] that int8 codes stand for."""
+    return (codes.float() * (largest.float()[:, None] / 127)).to(dtype)
+
+
+def _narrow(weight: Tensor) -> Tensor:
+    weight = weight.detach().contiguous()
+    return weight if weight.dtype in FLOATS else weight.float()
+
+
+class _Product4bit(torch.autograd.Function):
+    """x @ weight.T + bias on a CPU; the weight is unpacked again for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> Any:
+        ctx.packed, ctx.state = packed, state
+        return F.linear(x, unpack_4bit(packed, state, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        wants_x, _, _, wants_bias = ctx.needs_input_grad
+        weight = unpack_4bit(ctx.packed, ctx.state, grad.dtype) if wants_x else None
+        for_bias = grad.flatten(0, -2).sum(0) if wants_bias else None
+        return None if weight is None else grad @ weight, None, None, for_bias
+
+
+class Linear4bit(bnb.nn.Linear4bit):
+    """float [..., in] to the same dtype [..., out]; computes in compute_dtype. The weight is
+    frozen, the bias as it was."""
+
+    compute_dtype: torch.dtype
+    mode: tuple[str, bool]  # quant_type, nested
+
+    @classmethod
+    def swap(cls, module: nn.Linear, quant_type: str, nested: bool, compute: torch.dtype) -> None:
+        """Turn a linear layer into one of these, where it is."""
+        weight = pack_4bit(module.weight, quant_type, nested)
+        module.__class__ = cls
+        module.mode, module.compute_dtype, module.compute_type_is_set = (  # type: ignore[assignment]
+            (quant_type, nested), compute, True
+        )  # fmt: skip
+        module.quant_storage = torch.uint8  # type: ignore[assignment]
+        # The library would repack the weight in an evaluation on AVX512-BF16 processors, for good:
+        # a checkpoint saved after it is wrong, and widths that are no multiple of 32 fail.
+        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        module._hold(weight)  # type: ignore[operator]
+
+    def _hold(self, weight: Any) -> None:
+        weight.module = self
+        self.weight, self.quant_state = weight, weight.quant_state
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        rows, state = x.to(self.compute_dtype), self.weight.quant_state  # type: ignore[attr-defined]
+        if x.device.type == "cpu":
+            made = _Product4bit.apply(rows, self.weight, state, bias)
+        else:
+            made = bnb.matmul_4bit(rows, self.weight, quant_state=state, bias=bias)
+        return made.to(x.dtype)  # type: ignore[union-attr]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
+        """A packed weight with its scales, as it is; a plain one is packed."""
+        key, stem = f"{prefix}weight", f"{prefix}weight."
+        parts = {k[len(stem) :]: state_dict.pop(k) for k in list(state_dict) if k.startswith(stem)}
+        weight = state_dict.get(key)
+        if weight is not None:
+            try:
+                self._hold(self._made_from(weight, parts))
+            except ValueError as error:
+                args[-1].append(f"{key}: {error}")  # error_msgs
+            state_dict[key] = self.weight.data
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _made_from(self, weight: Tensor, parts: dict[str, Tensor]) -> Any:
+        device = self.weight.device
+        shape = (self.out_features, self.in_features)
+        if weight.is_floating_point():
+            if weight.shape != shape:
+                raise ValueError(f"its shape is {list(weight.shape)}, not {list(shape)}")
+            return pack_4bit(weight.to(device), *self.mode)
+        found = packed_mode(parts)
+        if found is None:
+            raise ValueError("it is packed, and its scales are missing")
+        if found != self.mode:
+            raise ValueError(f"it is packed as {label(*found)}, not as {label(*self.mode)}")
+        made = bnb.nn.Params4bit.from_prequantized(weight, parts, device=str(device))
+        held = list(made.quant_state.shape or ())  # type: ignore[union-attr]
+        if held != list(shape):
+            raise ValueError(f"its shape is {held}, not {list(shape)}")
+        return made
+
+
+def packed_mode(parts: dict[str, Tensor]) -> tuple[str, bool] | None:
+    """quant_type and nesting of a packed weight's parts in a state dict; None without them all."""
+    kinds = [k.rpartition("__")[2] for k in parts if k.startswith("quant_state.bitsandbytes__")]
+    nested = "nested_absmax" in parts
+    needed = {"absmax", "quant_map"} | ({"nested_quant_map"} if nested else set())
+    return (kinds[0], nested) if len(kinds) == 1 and needed <= parts.keys() else None
+
+
+def label(quant_type: str, nested: bool) -> str:
+    return f"{quant_type}-dq" if nested else quant_type
+
+
+class Linear8bit(nn.Linear):
+    """float [..., in] to the same dtype [..., out]; int8 weight, frozen, with the largest
+    magnitude of each row in `SCB`, as bitsandbytes calls it. The bias is as it was."""
+
+    SCB: Tensor
+    compute_dtype: torch.dtype
+    threshold: float
+
+    @classmethod
+    def swap(cls, module: nn.Linear, compute: torch.dtype, threshold: float) -> None:
+        """Turn a linear layer into one of these, where it is."""
+        codes, largest = pack_int8(module.weight)
+        module.__class__ = cls
+        module.weight = nn.Parameter(codes, requires_grad=False)
+        module.register_buffer("SCB", largest)
+        module.compute_dtype, module.threshold = compute, threshold  # type: ignore[assignment]
+
+    def forward(self, input: Tensor) -> Tensor:
+        state = bnb.MatmulLtState()
+        state.CB, state.SCB = self.weight.data, self.SCB  # type: ignore[assignment]
+        state.has_fp16_weights = False
+        return _product_int8(self, input, self.weight, state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
+        """int8 with its scales, as it is; a plain weight is packed."""
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None and weight.is_floating_point() and weight.shape == self.weight.shape:
+            codes, largest = pack_int8(weight.to(self.weight.device))
+            state_dict |= {f"{prefix}weight": codes, f"{prefix}SCB": largest}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Linear8bitTrained(nn.Linear):
+    """float [..., in] to the same dtype [..., out]; a plain weight that trains, and an int8 copy
+    made anew in every forward, so that no forward sees the weight of an earlier step."""
+
+    compute_dtype: torch.dtype
+    threshold: float
+
+    @classmethod
+    def swap(cls, module: nn.Linear, compute: torch.dtype, threshold: float) -> None:
+        """Turn a linear layer into one of these, where it is; its parameters stay."""
+        module.__class__ = cls
+        module.compute_dtype, module.threshold = compute, threshold  # type: ignore[assignment]
+
+    def forward(self, input: Tensor) -> Tensor:
+        # Outside training the library asks for a kernel that CPUs lack if the weight may train.
+        weight = self.weight if self.training and torch.is_grad_enabled() else self.weight.detach()
+        state = bnb.MatmulLtState()
+        state.has_fp16_weights = True
+        return _product_int8(self, input, weight, state)
+
+
+def _product_int8(
+    module: Linear8bit | Linear8bitTrained, x: Tensor, weight: Tensor, state: bnb.MatmulLtState
+) -> Tensor:
+    """The library's product on flattened rows (its gradient fails on more dimensions)."""
+    state.is_training, state.threshold = module.training, module.threshold
+    bias = None if module.bias is None else module.bias.to(module.compute_dtype)
+    rows = x.reshape(-1, x.shape[-1]).to(module.compute_dtype)
+    made = bnb.matmul(rows, weight, bias=bias, state=state)
+    return made.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def plain_weights(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with every packed weight as the float32 weight that it stands for.
+
+    Raises:
+        ValueError: a packed weight lacks its scales.
+    """
+    plain: dict[str, Tensor] = {}
+    for key, value in state_dict.items():
+        stem, _, last = key.rpartition(".")
+        scales = f"{stem}.SCB".lstrip(".")
+        if ".weight." in f".{key}" or last == "SCB":
+            continue
+        if last == "weight" and value.dtype is torch.uint8:
+            parts = {k[len(key) + 1 :]: v for k, v in state_dict.items() if k.startswith(f"{key}.")}
+            if packed_mode(parts) is None:
+                raise ValueError(f"{key} is packed, and its scales are missing")
+            value = unpack_4bit(value, QuantState.from_dict(parts, value.device), torch.float32)  # type: ignore[arg-type]
+        elif last == "weight" and value.dtype is torch.int8:
+            if scales not in state_dict:
+                raise ValueError(f"{key} is int8, and {scales} is missing")
+            value = unpack_int8(value, state_dict[scales], torch.float32)
+        plain[key] = value
+    return plain
