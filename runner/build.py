@@ -1,7 +1,6 @@
 """The objects of a run from its spec, in order."""
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping
 from inspect import signature
 from typing import Any
 
@@ -14,8 +13,7 @@ from runner.config import arguments, instantiate, locate
 from runner.data.base import Splits
 from runner.data.loading import Loader
 from runner.errors import ConfigError
-from runner.precision.base import ConversionReport, Precision
-from runner.precision.cast import default_dtype
+from runner.precision.base import Precision
 from runner.precision.patterns import matches
 from runner.spec import RunSpec
 from runner.state import Driven
@@ -30,36 +28,6 @@ def build_group(key: str, node: Mapping[str, Any], *leading: object) -> Any:
         return instantiate(node, *leading)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}: {node['_target_']} refuses its arguments: {error}") from error
-
-
-def build_model(
-    spec: RunSpec,
-    precision: Precision,
-    device: torch.device,
-    weights: Callable[[nn.Module], None] = lambda model: None,
-    made_on: torch.device | None = None,
-) -> tuple[nn.Module, ConversionReport]:
-    """The model on the device, converted; made in float32 first, so that all precisions start
-    from the same seeded weights (with init.low_memory directly in the precision's dtype).
-
-    Args:
-        spec: its model node is called.
-        precision: converts the model.
-        device: where it ends up.
-        weights: loads a checkpoint into it before it is converted.
-        made_on: where its parameters are made, other than the CPU.
-    """
-    low = spec.init.low_memory
-    made_on = device if low else made_on
-    dtype = default_dtype(precision.storage) if low else nullcontext()
-    with precision.building(), dtype, made_on or nullcontext():
-        model = build_group("model", spec.model)
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise ConfigError(f"model: {spec.model['_target_']} made a {kind}, not a torch.nn.Module.")
-    weights(model)
-    model, report = precision.convert(model, device)
-    return model.to(device), report
 
 
 def build_splits(spec: RunSpec) -> Splits:
@@ -142,9 +110,10 @@ def build_driven(spec: RunSpec, model: nn.Module, precision: Precision, steps: i
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
-        raise ConfigError("The model has no trainable parameter: every one is frozen.")
+        raise ConfigError(_nothing_trains(precision))
+    wide = embeddings(model)
     optimizers = [
-        build_optimizer(key, node, params)
+        build_optimizer(key, node, params, wide)
         for key, node, params in shares(spec.optimizer, model, named)
     ]
     precision.check_optimizers(optimizers)
@@ -152,6 +121,16 @@ def build_driven(spec: RunSpec, model: nn.Module, precision: Precision, steps: i
     if closure and (len(optimizers) > 1 or spec.train.clip_norm is not None):
         raise ConfigError("optimizer=lbfgs works alone and without train.clip_norm.")
     return [Driven(o, build_scheduler(spec.scheduler, o, steps)) for o in optimizers]
+
+
+def _nothing_trains(precision: Precision) -> str:
+    if not precision.freezes:
+        return "The model has no trainable parameter: every one is frozen."
+    return (
+        f"Nothing is left to train: precision={precision.name} freezes the weights that it "
+        "quantises, and the model has no other trainable parameter. Type adapter=lora, "
+        "precision=bnb-int8-training, or precision.ignore_modules=[<module>] for one that trains."
+    )
 
 
 def shares(
@@ -194,9 +173,28 @@ def _takes(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bool
     return not isinstance(module, nn.Embedding) and module not in linears[-1:]
 
 
-def build_optimizer(key: str, node: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
+def embeddings(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of embedding tables, those that a table shares with another layer included."""
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
+    return {p for table in tables for p in table.parameters()}
+
+
+def build_optimizer(
+    key: str,
+    node: Mapping[str, Any],
+    params: list[nn.Parameter],
+    wide: Collection[nn.Parameter] = (),
+) -> Optimizer:
     """One optimizer, fused where torch has a fused kernel for these parameters and the config
-    does not say otherwise. torch refuses fused complex parameters only at the first step."""
+    does not say otherwise. torch refuses fused complex parameters only at the first step.
+
+    Args:
+        key: of its node, for messages.
+        node: its target and keywords.
+        params: that it updates.
+        wide: those whose state a low-bit optimizer (runner.optimizers) keeps in 32 bits, in a
+            group of their own.
+    """
     target = locate(node["_target_"])
     real = all(p.is_floating_point() for p in params)
     takes_fused = real and "fused" in signature(target).parameters
@@ -205,6 +203,13 @@ def build_optimizer(key: str, node: Mapping[str, Any], params: list[nn.Parameter
             return target(params, **{**arguments(node), "fused": True})
         except (RuntimeError, TypeError, ValueError):
             pass  # not for this device, dtype or combination of keywords; the plain call tells why
+    if getattr(target, "wide_embeddings", False):
+        kept = {id(p) for p in wide}
+        groups = [
+            {"params": [p for p in params if id(p) not in kept]},
+            {"params": [p for p in params if id(p) in kept], "optim_bits": 32},
+        ]
+        return build_group(key, node, [group for group in groups if group["params"]])
     return build_group(key, node, params)
 
 

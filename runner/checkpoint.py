@@ -3,13 +3,14 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from runner.config import to_dict
 from runner.errors import ConfigError
+from runner.precision.convert import is_converted
 from runner.spec import RunSpec
 from runner.state import TrainState
 
@@ -17,7 +18,12 @@ FORMAT = 1
 
 
 def save(
-    folder: Path, state: TrainState, spec: RunSpec, keep: int, choices: Mapping[str, str] = {}
+    folder: Path,
+    state: TrainState,
+    spec: RunSpec,
+    keep: int,
+    choices: Mapping[str, str] = {},
+    metrics: Mapping[str, float] = {},
 ) -> Path:
     """Write `step-<n>.pt` aside, sync and rename it, then drop all but the newest `keep`.
 
@@ -27,7 +33,9 @@ def save(
         spec: of the run.
         keep: 1 and up.
         choices: option chosen in each config group, for the labels of evaluations.
+        metrics: of an evaluation of these very weights, where there was one.
     """
+    model = plain(state.model)
     folder.mkdir(parents=True, exist_ok=True)
     for driven in state.driven:
         driven.settle()
@@ -36,10 +44,13 @@ def save(
         "spec": to_dict(spec),
         "choices": dict(choices),
         "precision": state.precision.name,
+        "layout": state.precision.layout,
+        "precision_state": state.precision.state_dict(model),
+        "metrics": dict(metrics),
         "step": state.step,
         "epoch": state.epoch,
         "skipped_steps": state.skipped,
-        "model": plain(state.model).state_dict(),
+        "model": model.state_dict(),
         "optimizers": [driven.optimizer.state_dict() for driven in state.driven],
         "schedulers": [d.scheduler.state_dict() if d.scheduler else {} for d in state.driven],
         "loss_scale": state.scale.state_dict(),
@@ -61,7 +72,7 @@ def plain(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def find(where: str, tracking_uri: str | None = None) -> Path:
+def find(where: str, tracking_uri: str | None = None, key: str = "checkpoint") -> Path:
     """The checkpoint that a file, a run's folder or an MLflow run id names.
 
     Raises:
@@ -71,22 +82,22 @@ def find(where: str, tracking_uri: str | None = None) -> Path:
     if path.is_file():
         return path
     if not path.exists() and "/" not in where and "\\" not in where:
-        path = folder_of_run(where, tracking_uri)
+        path = folder_of_run(where, tracking_uri, key)
     found = sorted(path.glob("checkpoints/step-*.pt")) or sorted(path.glob("step-*.pt"))
     if not found:
         raise ConfigError(
-            f"checkpoint={where}: no checkpoint is there. Give a .pt file, the folder of a run "
+            f"{key}={where}: no checkpoint is there. Give a .pt file, the folder of a run "
             "(outputs/runs/<time>), or the id of an MLflow run that was trained on this machine."
         )
     return found[-1]
 
 
-def folder_of_run(run_id: str, tracking_uri: str | None) -> Path:
+def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint") -> Path:
     """A run keeps its output folder as a tag. mlflow is imported here only."""
     from runner.tracking.uri import resolve_uri, sqlite_path
 
     uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
-    unknown = f"checkpoint={run_id} is neither a file, a folder nor the id of a run in {uri}."
+    unknown = f"{key}={run_id} is neither a file, a folder nor the id of a run in {uri}."
     if (database := sqlite_path(uri)) and not database.exists():
         raise ConfigError(unknown)  # MLflow would create it
 
@@ -107,7 +118,7 @@ def load(path: Path) -> dict[str, Any]:
         ConfigError: the file is not one of ours, or damaged.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise ConfigError(f"checkpoint={path} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -115,17 +126,30 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_weights(model: nn.Module, content: dict[str, Any], path: Path) -> None:
-    """Copy a checkpoint's weights into a model, casting to the model's dtypes.
+class Saved(NamedTuple):
+    """A checkpoint's file and what it holds."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+
+def load_weights(model: nn.Module, saved: Saved) -> None:
+    """Copy a checkpoint's weights into a model, casting to the model's dtypes. A packed weight
+    enters a layer that is packed the same way as it is, and a plain layer as what it stands for.
 
     Raises:
-        ConfigError: names or shapes differ.
+        ConfigError: names, shapes or packing differ.
     """
+    weights = saved.content["model"]
     try:
-        model.load_state_dict(content["model"], strict=True)
-    except RuntimeError as error:
+        if saved.content.get("layout") and not any(map(is_converted, model.modules())):
+            from runner.precision.bitsandbytes_layers import plain_weights
+
+            weights = plain_weights(weights)
+        model.load_state_dict(weights, strict=True)
+    except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
         raise ConfigError(
-            f"checkpoint={path} does not fit the model: {reason} "
-            "Leave model= out to take the checkpoint's own."
+            f"checkpoint={saved.path} does not fit the model: {reason} "
+            "Take the checkpoint's own model (mode=evaluate does where model= is left out)."
         ) from error

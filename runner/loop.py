@@ -95,12 +95,13 @@ def evaluate(state: TrainState, validation: Loader) -> dict[str, float]:
         d.settle()
     state.model.eval()
     totals: Tensor | None = None
-    for inputs, target in validation.epoch(0):
-        with precision.forward(state.device):
-            output = state.model(precision.cast(inputs))
-        dtype = precision.loss_dtype
-        found = task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
-        totals = found if totals is None else totals + found
+    with precision.evaluating(state.model):
+        for inputs, target in validation.epoch(0):
+            with precision.forward(state.device):
+                output = state.model(precision.cast(inputs))
+            dtype = precision.loss_dtype
+            found = task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
+            totals = found if totals is None else totals + found
     state.model.train()
     assert totals is not None
     return task.summarise(totals.tolist())

@@ -10,11 +10,13 @@ from rich.table import Table
 from torch import nn
 
 from runner.accelerator import MIB, Accelerator
-from runner.build import build_driven, build_model, build_optimizer, shares
+from runner.build import build_driven, build_optimizer, embeddings, shares
 from runner.errors import RunnerError
 from runner.isolation import seed_all
+from runner.model import Built, build_model
 from runner.precision.base import Precision
 from runner.precision.islands import Float32Island
+from runner.precision.memory import elements, stored_bytes, tensor_bytes
 from runner.result import RunResult
 from runner.spec import Origin, RunSpec
 
@@ -30,22 +32,21 @@ def plan(
     """Build the model without memory where its code allows, convert it, and print what a run
     would hold. Nothing is trained, loaded or tracked."""
     seed_all(spec.seed)
-    model, report = _build(spec, precision)
+    built = _build(spec, precision)
+    model, report = built.model, built.report
     build_driven(spec, model, precision, steps=1)  # refuses what a run would refuse
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = {key: (node, params) for key, node, params in shares(spec.optimizer, model, named)}
-    console.print(_overview(spec, origin, precision, accelerator, model, optimizer))
-    for row in report.modules:
-        console.print(
-            f"{'converted' if row.done else 'skipped'}  {row.module} ({row.kind}) {row.why}"
-        )
+    console.print(_overview(spec, origin, precision, accelerator, built, optimizer))
+    for line in report.lines(most=len(report.modules)):
+        console.print(line)
     islands = [n for n, m in model.named_modules() if isinstance(m, Float32Island)]
     if islands:
         console.print(f"kept in float32: {', '.join(islands)}", markup=False)
     return RunResult(precision.name, origin.label(spec), str(out), device=accelerator.name)
 
 
-def _build(spec: RunSpec, precision: Precision) -> tuple[nn.Module, Any]:
+def _build(spec: RunSpec, precision: Precision) -> Built:
     """On the meta device, which takes no memory; on the CPU where a model's code reads values."""
     try:
         return build_model(spec, precision, torch.device("meta"), made_on=torch.device("meta"))
@@ -60,13 +61,14 @@ def _overview(
     origin: Origin,
     precision: Precision,
     accelerator: Accelerator,
-    model: nn.Module,
+    built: Built,
     optimizers: Mapping[str, tuple[Mapping[str, Any], list[nn.Parameter]]],
 ) -> Table:
-    params, buffers = list(model.parameters()), list(model.buffers())
+    model = built.model
+    params = list(model.parameters())
     trainable = [p for p in params if p.requires_grad]
-    state = sum(_state_bytes(key, *pair) for key, pair in optimizers.items())
-    weights, grads = _bytes([*params, *buffers]), _bytes(trainable)
+    state = sum(_state_bytes(key, *pair, model) for key, pair in optimizers.items())
+    weights, grads = stored_bytes(model), tensor_bytes(*trainable)
     scale = precision.scale(torch.device("cpu")).value
     train = spec.train
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.epochs} epochs"
@@ -76,7 +78,7 @@ def _overview(
         "computed in": str(precision.compute).removeprefix("torch."),
         "loss scale": "none" if scale is None else f"from {scale.item():g}",
         "parameters": f"{_count(params):,} ({_count(trainable):,} trainable)",
-        "weights and buffers": f"{weights / MIB:.1f} MiB",
+        "weights and buffers": f"{weights / MIB:.1f} MiB (as built {built.plain_bytes / MIB:.1f})",
         "gradients": f"{grads / MIB:.1f} MiB",
         "optimizer state": f"{state / MIB:.1f} MiB",
         "before activations": f"{(weights + grads + state) / MIB:.1f} MiB",
@@ -90,24 +92,42 @@ def _overview(
 
 
 def _count(params: list[nn.Parameter]) -> int:
-    return sum(p.numel() for p in params)
-
-
-def _bytes(tensors: list[Any]) -> int:
-    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+    return sum(elements(p) for p in params)
 
 
 def _dtypes(model: nn.Module) -> str:
     counts: dict[str, int] = {}
     for p in model.parameters():
-        name = str(p.dtype).removeprefix("torch.")
-        counts[name] = counts.get(name, 0) + p.numel()
+        packed = getattr(p, "quant_state", None)
+        name = packed.quant_type if packed else str(p.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + elements(p)
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(counts.items()))
 
 
-def _state_bytes(key: str, node: Mapping[str, Any], params: list[nn.Parameter]) -> int:
-    """Bytes of optimizer state: one real step on a small tensor of each shape class tells how
-    many bytes an element of a parameter needs."""
+def _state_bytes(
+    key: str, node: Mapping[str, Any], params: list[nn.Parameter], model: nn.Module
+) -> int:
+    """Bytes of optimizer state after the first step, made on the meta device by the optimizer's
+    own code: exact, also where it depends on a tensor's size, and without memory."""
+    wide = embeddings(model)
+    twins = {p: nn.Parameter(torch.empty_like(p, device="meta")) for p in params}
+    kept = [twin for p, twin in twins.items() if p in wide]
+    optimizer = build_optimizer(key, node, list(twins.values()), kept)
+    if _wants_closure(optimizer):
+        return _probed_bytes(key, node, params)
+    for twin in twins.values():
+        twin.grad = torch.empty_like(twin)
+    try:
+        optimizer.step()
+    except (NotImplementedError, RuntimeError):  # it reads values, which meta tensors lack
+        return _probed_bytes(key, node, params)
+    held = (v for values in optimizer.state.values() for v in values.values())
+    return tensor_bytes(*(v for v in held if isinstance(v, torch.Tensor)))
+
+
+def _probed_bytes(key: str, node: Mapping[str, Any], params: list[nn.Parameter]) -> int:
+    """The same from one real step on a small tensor of each dtype, which tells how many bytes an
+    element of a parameter needs."""
     total = 0
     for dtype in {p.dtype for p in params}:
         probe = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
@@ -119,7 +139,7 @@ def _state_bytes(key: str, node: Mapping[str, Any], params: list[nn.Parameter]) 
             for v in optimizer.state[probe].values()
             if isinstance(v, torch.Tensor) and v.numel() > 1
         ]
-        per_element = sum(v.numel() * v.element_size() for v in state) / probe.numel()
+        per_element = tensor_bytes(*state) / probe.numel()
         total += int(per_element * sum(p.numel() for p in params if p.dtype is dtype))
     return total
 

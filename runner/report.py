@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import ConfigError, RunnerError
-from runner.result import RunResult, number, read_results
+from runner.result import RunResult, columns, number, read_results
 
-COLUMNS = ("job", "status", "quality", "best", "examples/s", "step ms", "peak MiB", "skipped steps",
-           "final scale", "error")  # fmt: skip
 MANIFEST = "sweep.json"
 
 
@@ -22,39 +20,27 @@ def write_report(folder: Path) -> list[Path]:
         The files written; no picture where no job has a journal.
     """
     results = read_results(folder)
-    rows = [_row(result) for result in results]
+    shown = [
+        *columns(results),
+        ("best", lambda r: number(r.best)),
+        ("step ms", lambda r: number(r.step_ms)),
+        ("reason", lambda r: r.error),
+    ]
+    head, rows = [name for name, _ in shown], [[cell(r) for _, cell in shown] for r in results]
     command = " ".join(json.loads((folder / MANIFEST).read_text())["command"])
     markdown, page, picture = (folder / f"report.{kind}" for kind in ("md", "html", "png"))
-    markdown.write_text(_markdown(command, rows))
+    markdown.write_text(_markdown(command, head, rows))
     drawn = _draw(picture, results)
-    page.write_text(_html(command, rows, picture if drawn else None))
+    page.write_text(_html(command, head, rows, picture if drawn else None))
     return [markdown, page, *([picture] if drawn else [])]
 
 
-def _row(r: RunResult) -> list[str]:
-    """One job's cells, in the order of COLUMNS."""
-    quality = f"{r.quality} {number(r.metrics.get(r.quality))}" if r.quality else ""
-    skipped = "" if r.skipped_steps is None else str(r.skipped_steps)
-    return [
-        r.label,
-        r.status,
-        quality,
-        number(r.best),
-        number(r.examples_per_second),
-        number(r.step_ms),
-        number(r.peak_memory_mib),
-        skipped,
-        number(r.loss_scale),
-        r.error,
-    ]
-
-
-def _markdown(command: str, rows: Sequence[Sequence[str]]) -> str:
+def _markdown(command: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str]) -> str:
         escaped = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
         return f"| {' | '.join(escaped)} |"
 
-    table = [line(COLUMNS), f"|{'---|' * len(COLUMNS)}", *map(line, rows)]
+    table = [line(head), f"|{'---|' * len(head)}", *map(line, rows)]
     return f"`{command}`\n\n" + "\n".join(table) + "\n"
 
 
@@ -68,14 +54,16 @@ img{{max-width:100%}}</style>
 """
 
 
-def _html(command: str, rows: Sequence[Sequence[str]], picture: Path | None) -> str:
+def _html(
+    command: str, head: Sequence[str], rows: Sequence[Sequence[str]], picture: Path | None
+) -> str:
     """A page that needs nothing beside itself."""
     import base64
 
     def line(tag: str, cells: Sequence[str]) -> str:
         return f"<tr>{''.join(f'<{tag}>{html.escape(c)}</{tag}>' for c in cells)}</tr>"
 
-    table = line("th", COLUMNS) + "".join(line("td", row) for row in rows)
+    table = line("th", head) + "".join(line("td", row) for row in rows)
     image = ""
     if picture is not None:
         data = base64.b64encode(picture.read_bytes()).decode()

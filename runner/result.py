@@ -2,10 +2,10 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +22,10 @@ class RunResult:
         quality: name of the metric that decides; its last value is metrics[quality].
         examples_per_second: of training, without the first block of steps and evaluations.
         peak_memory_mib: see Accelerator.peak_memory_mib.
+        weights_mib: parameters and buffers after conversion; plain_weights_mib: as built.
+        converted: layers, for example 53/54; empty for a precision that converts none.
+        trains: share of the parameters' elements that train.
+        as_trained: in mode=evaluate, the quality that the checkpoint had in `trained_in`.
         loss_scale: scale in force in the last step; None without one.
     """
 
@@ -42,6 +46,12 @@ class RunResult:
     examples_per_second: float | None = None
     step_ms: float | None = None
     peak_memory_mib: float | None = None
+    weights_mib: float | None = None
+    plain_weights_mib: float | None = None
+    converted: str = ""
+    trains: float | None = None
+    as_trained: float | None = None
+    trained_in: str = ""
     skipped_steps: int | None = None
     loss_scale: float | None = None
     stagnant_share: float | None = None
@@ -88,6 +98,12 @@ def _rows(result: RunResult) -> list[tuple[str, str]]:
         ("examples per second", number(result.examples_per_second)),
         ("peak memory", f"{number(result.peak_memory_mib)} MiB"),
     ]
+    if result.as_trained is not None:
+        text = f"{number(result.as_trained)} in {result.trained_in}; change {_change(result)}"
+        rows.insert(1, ("as trained", text))
+    if result.converted:
+        rows.append(("converted layers", result.converted))
+        rows.append(("weights", f"{number(result.weights_mib)} MiB, {saved(result)} saved"))
     if result.loss_scale is not None:
         rows.append(("skipped steps", str(result.skipped_steps)))
         rows.append(("final loss scale", number(result.loss_scale)))
@@ -114,23 +130,54 @@ def number(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 and abs(value) < 1e15 else f"{value:.4g}"
 
 
-def sweep_table(results: Sequence[RunResult]) -> Table:
-    """Every job of a sweep with its result."""
+def saved(result: RunResult) -> str:
+    """Share of the weights' memory that the precision saves, in percent."""
+    if result.weights_mib is None or not result.plain_weights_mib:
+        return ""
+    return f"{1 - result.weights_mib / result.plain_weights_mib:.0%}"
+
+
+Column = tuple[str, Callable[[RunResult], str]]
+
+
+def columns(results: Sequence[RunResult]) -> list[Column]:
+    """Name and cell of each column that some job of a sweep has something to say in."""
     qualities = sorted({r.quality for r in results if r.quality})
     quality = qualities[0] if len(qualities) == 1 else "quality"
+    trained = sorted({r.trained_in for r in results if r.trained_in})
+    every: list[Column] = [
+        ("job", lambda r: r.label),
+        ("status", lambda r: r.status),
+        (quality, lambda r: number(r.metrics.get(r.quality))),
+        (f"change from {' '.join(trained)}", _change),
+        ("examples/s", lambda r: number(r.examples_per_second)),
+        ("weights MiB", lambda r: number(r.weights_mib)),
+        ("saved", saved if trained else lambda r: ""),
+        ("trains", lambda r: "" if r.trains in (None, 1.0) else f"{r.trains:.1%}"),
+        ("peak MiB", lambda r: number(r.peak_memory_mib)),
+        ("converted", lambda r: r.converted),
+        ("skipped", lambda r: "" if r.skipped_steps is None else str(r.skipped_steps)),
+        ("final scale", lambda r: number(r.loss_scale)),
+    ]  # fmt: skip
+    return [(name, cell) for name, cell in every if any(map(cell, results))]
+
+
+def _change(result: RunResult) -> str:
+    """Of the quality, against what the checkpoint reached in its own precision."""
+    if result.as_trained is None or not result.metrics:
+        return ""
+    return f"{result.objective - result.as_trained:+.4g}"
+
+
+def sweep_table(results: Sequence[RunResult]) -> Table:
+    """Every job of a sweep with its result."""
     table = Table(title="sweep", title_justify="left")
-    scaled = any(r.loss_scale is not None for r in results)
-    for name in ["job", "status", quality, "examples/s", "peak MiB"]:
-        table.add_column(name, justify="left" if name in ("job", "status") else "right")
-    for name in ["skipped", "final scale"] if scaled else []:
-        table.add_column(name, justify="right")
-    for r in results:
-        row: list[Any] = [r.label, r.status, number(r.metrics.get(r.quality)),
-                          number(r.examples_per_second), number(r.peak_memory_mib)]  # fmt: skip
-        if scaled:
-            skipped = "" if r.skipped_steps is None else str(r.skipped_steps)
-            row += [skipped, number(r.loss_scale)]
-        table.add_row(*row)
+    shown = columns(results)
+    for name, _ in shown:
+        words = name in ("job", "status")
+        table.add_column(name, justify="left" if words else "right", no_wrap=words)
+    for result in results:
+        table.add_row(*(cell(result) for _, cell in shown))
     return table
 
 

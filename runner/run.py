@@ -104,8 +104,8 @@ def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
     assert spec.checkpoint.path is not None
     path = checkpoint.find(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = checkpoint.load(path)
-    own = [key for key in ("model", "data", "task") if not origin.touches(key)]
+    own = [key for key in ("model", "adapter", "data", "task") if not origin.touches(key)]
     choices = {**origin.choices, **{key: saved["choices"].get(key, "") for key in own}}
-    nodes = {key: saved["spec"][key] for key in own}
+    nodes = {key: saved["spec"].get(key, {}) for key in own}
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)
     return spec, replace(origin, choices=choices)

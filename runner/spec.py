@@ -44,10 +44,13 @@ class InitSpec:
 
     Attributes:
         low_memory: on the device in the precision's dtype, which changes the seeded weights;
-            otherwise in float32 on the CPU, and cast.
+            otherwise in float32 on the CPU, and cast. A precision that packs weights keeps the
+            seeded ones, in files until it packs them.
+        weights: start from a checkpoint's weights: a file, a run's folder, or an MLflow run id.
     """
 
     low_memory: bool = False
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class RunSpec:
     debug: DebugSpec = field(default_factory=DebugSpec)
     precision: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     task: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)

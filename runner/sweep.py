@@ -39,7 +39,8 @@ class Sweep:
         """Print the table, leave the report with the parent run and close it.
 
         Returns:
-            0 when every job finished; 1 when any failed; the status itself for a stop.
+            0 when every job finished; 1 when any failed; 2 when none failed and this machine lacks
+            what some need; the status itself for a stop.
         """
         results = read_results(self.folder)
         console = plain_console()
@@ -52,8 +53,9 @@ class Sweep:
             for path in write_report(self.folder):
                 self.tracker.artifact(path)
         bad = [r for r in results if r.status in ("failed", "stopped")]
-        status = status or int(bool(bad))
-        word: Status = "KILLED" if status > 128 else "FAILED" if status else "FINISHED"
+        lacking = any(r.status == "unavailable" for r in results)
+        word: Status = "KILLED" if status > 128 else "FAILED" if status or bad else "FINISHED"
+        status = status or (1 if bad else 2 if lacking else 0)
         error = f"{len(bad)} of {len(results)} jobs did not finish." if bad else None
         self.tracker.close(word, error)
         if self.tracker.run_id:

@@ -1,7 +1,7 @@
 """The body of a training run and of an evaluation, between the tracker's open and close."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
 
 from runner import artifacts, checkpoint
 from runner.accelerator import MIB, Accelerator
-from runner.build import build_driven, build_loaders, build_model, build_splits
+from runner.build import build_driven, build_loaders, build_splits
 from runner.data.loading import Loader
 from runner.errors import ConfigError, RunnerError
 from runner.isolation import StopSignals, make_deterministic, seed_all
 from runner.loop import evaluate, fit, total_steps
+from runner.model import Built, build_model, restore_model
 from runner.observers.base import Observer, tell
 from runner.observers.checkpoints import Checkpoints
 from runner.observers.early_stop import EarlyStop
@@ -26,7 +26,8 @@ from runner.observers.profile import Profile
 from runner.observers.progress import progress
 from runner.observers.recorder import Recorder
 from runner.observers.tally import Tally
-from runner.precision.base import ConversionReport, Precision
+from runner.precision.base import Precision
+from runner.precision.memory import elements, stored_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
 from runner.spec import Origin, RunSpec
@@ -68,17 +69,27 @@ def train(this: Run) -> RunResult:
     _prepare(this)
     loaders = build_loaders(spec, build_splits(spec), this.device)
     seed_all(spec.seed)
-    model, report = build_model(spec, this.precision, this.device)
-    with this.precision.session(model, this.device):
-        _describe(this, model, report)
+    built = build_model(spec, this.precision, this.device, start=_start(this))
+    with this.precision.session(built.model, this.device):
+        sizes = _describe(this, built)
         steps = total_steps(spec.train, loaders[0])
         state = TrainState(
-            model, this.precision, this.task, this.precision.scale(this.device),
-            build_driven(spec, model, this.precision, steps), this.device, spec.train.clip_norm,
+            built.model, this.precision, this.task, this.precision.scale(this.device),
+            build_driven(spec, built.model, this.precision, steps), this.device,
+            spec.train.clip_norm,
         )  # fmt: skip
         _try(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
-    return _result(this, tally.summary(), perf_counter() - started)
+    return _result(this, sizes | tally.summary(), perf_counter() - started)
+
+
+def _start(this: Run) -> checkpoint.Saved | None:
+    """The checkpoint that init.weights names."""
+    where = this.spec.init.weights
+    if where is None:
+        return None
+    path = checkpoint.find(where, this.spec.tracking.get("uri"), key="init.weights")
+    return checkpoint.Saved(path, checkpoint.load(path))
 
 
 def _prepare(this: Run) -> None:
@@ -89,21 +100,44 @@ def _prepare(this: Run) -> None:
     torch.set_anomaly_enabled(this.spec.debug.anomaly)
 
 
-def _describe(this: Run, model: nn.Module, report: ConversionReport) -> None:
-    """What was built, on the console, as tags and as metrics."""
-    tensors = [*model.parameters(), *model.buffers()]
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    weights = sum(t.numel() * t.element_size() for t in tensors) / MIB
-    this.say(
-        f"{this.label} on {this.accelerator.name}: {trainable:,} trainable "
-        f"parameters, {weights:.1f} MiB"
-    )
+def _describe(this: Run, built: Built) -> dict[str, Any]:
+    """What was built, on the console, as tags, artifact and metric; its part of the result."""
+    params = list(built.model.parameters())
+    every = sum(map(elements, params))
+    trainable = sum(elements(p) for p in params if p.requires_grad)
+    weights, report = stored_bytes(built.model) / MIB, built.report
+    size = f"{weights:.1f} MiB"
+    if report.modules:
+        size += f" (as built {built.plain_bytes / MIB:.1f})"
+    this.say(f"{this.label} on {this.accelerator.name}: {every:,} parameters, {size}")
+    for line in report.lines():
+        this.say(line)
     tags = {"converted": str(report)} if report.modules else {}
     if kernels := this.precision.kernels():
         tags["cpu_float16"] = kernels
+    if this.spec.mode == "train" and trainable < every:
+        tags["trainable"] = f"{trainable}/{every}"
+        _say_what_trains(this, trainable, every)
     this.tracker.tags(tags)
     this.tracker.artifact(artifacts.write_json(this.out / "conversion.json", report.to_list()))
     this.tracker.metrics(0, artifacts.now_ms(), {"memory/weights_mib": weights})
+    return {
+        "weights_mib": weights,
+        "plain_weights_mib": built.plain_bytes / MIB,
+        "converted": tags.get("converted", ""),
+        "trains": trainable / every if every and this.spec.mode == "train" else None,
+    }
+
+
+def _say_what_trains(this: Run, trainable: int, every: int) -> None:
+    share = f"{trainable / every:.1%}" if every else "none"
+    this.say(f"{trainable:,} of {every:,} parameters train ({share})")
+    if this.precision.freezes and not this.spec.adapter.get("_target_"):
+        this.say(
+            f"warning: precision={this.precision.name} freezes the weights that it quantises. "
+            "Type adapter=lora init.weights=<checkpoint> to tune a trained model, or "
+            "precision=bnb-int8-training to train them all."
+        )
 
 
 def _try(this: Run, state: TrainState, loader: Loader) -> None:
@@ -157,10 +191,12 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
         state.model = torch.compile(model)  # type: ignore[assignment]
     folder = this.out / "checkpoints"
 
-    def save() -> None:
-        checkpoint.save(folder, state, spec, spec.checkpoint.keep, this.origin.choices)
-
     tally = Tally(this.task.quality, this.task.direction)
+
+    def save() -> None:
+        found = tally.metrics if tally.evaluated == state.step else {}
+        checkpoint.save(folder, state, spec, spec.checkpoint.keep, this.origin.choices, found)
+
     observers = _observers(this, state, steps, save)
     early = [o for o in observers if isinstance(o, EarlyStop)]
     probe = DtypeProbe(state.model)
@@ -193,13 +229,13 @@ def evaluate_checkpoint(this: Run) -> RunResult:
     path = Path(spec.checkpoint.path or "")
     content = checkpoint.load(path)
     _, validation = build_loaders(spec, build_splits(spec), this.device)
-    model, report = build_model(
-        spec, this.precision, this.device, lambda m: checkpoint.load_weights(m, content, path)
-    )
-    with this.precision.session(model, this.device):
-        _describe(this, model, report)
-        state = TrainState(model, this.precision, this.task, this.precision.scale(this.device),
-                           [], this.device)  # fmt: skip
+    seed_all(spec.seed)
+    saved = checkpoint.Saved(path, content)
+    built = restore_model(spec, this.precision, this.device, saved)
+    with this.precision.session(built.model, this.device):
+        sizes = _describe(this, built)
+        state = TrainState(built.model, this.precision, this.task,
+                           this.precision.scale(this.device), [], this.device)  # fmt: skip
         _try(this, state, validation)
         began = perf_counter()
         metrics = evaluate(state, validation)
@@ -208,8 +244,17 @@ def evaluate_checkpoint(this: Run) -> RunResult:
             "memory/peak_mib": this.accelerator.peak_memory_mib()}  # fmt: skip
     this.tracker.metrics(content["step"], artifacts.now_ms(), {**metrics, **rate})
     summary = {"metrics": metrics, "best": metrics[this.task.quality], "steps": content["step"],
-               "examples_per_second": validation.examples / seconds}  # fmt: skip
-    return _result(this, summary, perf_counter() - started)
+               "examples_per_second": validation.examples / seconds,
+               **_as_trained(this, content)}  # fmt: skip
+    return _result(this, sizes | summary, perf_counter() - started)
+
+
+def _as_trained(this: Run, content: Mapping[str, Any]) -> dict[str, Any]:
+    """What the checkpoint reached in its own precision, where it was on the same data."""
+    value = content.get("metrics", {}).get(this.task.quality)
+    if value is None or content["spec"]["data"] != this.spec.data:
+        return {}
+    return {"as_trained": value, "trained_in": content["precision"]}
 
 
 def _result(this: Run, summary: dict[str, Any], seconds: float) -> RunResult:

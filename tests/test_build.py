@@ -10,7 +10,6 @@ from runner.build import (
     build_driven,
     build_group,
     build_loaders,
-    build_model,
     build_optimizer,
     build_scheduler,
     build_splits,
@@ -18,6 +17,7 @@ from runner.build import (
 )
 from runner.data.base import Splits
 from runner.errors import ConfigError
+from runner.model import build_model
 from runner.precision import support
 from runner.spec import RunSpec
 
@@ -93,7 +93,7 @@ def spec(**parts):
 def driven(name="32-true", steps=10, **parts):
     chosen = spec(**parts)
     precision = support.load(name)
-    model, _ = build_model(chosen, precision, CPU)
+    model = build_model(chosen, precision, CPU).model
     return build_driven(chosen, model, precision, steps)
 
 
@@ -103,7 +103,7 @@ def driven(name="32-true", steps=10, **parts):
 def test_a_model_is_made_in_float32_and_cast():
     for name in ("64-true", "bf16-true", "16-mixed"):
         precision = support.load(name)
-        model, _ = build_model(spec(), precision, CPU)
+        model = build_model(spec(), precision, CPU).model
         assert Net.made_as is torch.float32
         assert model.body.weight.dtype is precision.storage
 
@@ -112,27 +112,15 @@ def test_a_model_is_made_in_float32_and_cast():
 def test_low_memory_makes_it_in_the_dtype_and_on_the_device(name):
     low = replace(spec().init, low_memory=True)
     precision = support.load(name)
-    model, _ = build_model(spec(init=low), precision, torch.device("meta"))
+    model = build_model(spec(init=low), precision, torch.device("meta")).model
     assert (Net.made_as, Net.made_on.type) == (precision.storage, "meta")
     assert {p.dtype for p in model.parameters()} == {precision.storage}
     assert torch.get_default_dtype() is torch.float32
 
 
 def test_a_model_can_be_made_elsewhere():
-    model, _ = build_model(spec(), support.load("32-true"), torch.device("meta"), made_on=CPU)
+    model = build_model(spec(), support.load("32-true"), torch.device("meta"), made_on=CPU).model
     assert (Net.made_on, model.body.weight.device.type) == (CPU, "meta")
-
-
-def test_weights_are_loaded_before_the_conversion():
-    seen = []
-
-    def load(model):
-        seen.append(model.body.weight.dtype)
-        nn.init.constant_(model.body.weight, 0.1)
-
-    model, _ = build_model(spec(), support.load("bf16-true"), CPU, load)
-    assert seen == [torch.float32]
-    assert torch.equal(model.body.weight, torch.full((4, 4), 0.1, dtype=torch.bfloat16))
 
 
 def test_what_a_target_refuses_is_told_with_its_group():
@@ -199,7 +187,7 @@ def test_nothing_trainable_is_told():
 
 def test_frozen_parameters_are_left_out():
     chosen, precision = spec(), support.load("32-true")
-    model, _ = build_model(chosen, precision, CPU)
+    model = build_model(chosen, precision, CPU).model
     model.words.requires_grad_(False)
     (d,) = build_driven(chosen, model, precision, 10)
     assert [id(p) for p in d.params] == [id(p) for p in model.parameters()][1:]
@@ -248,7 +236,9 @@ def test_muon_and_the_rest_cover_every_parameter_once(compose, model):
     data = "synthetic_tokens" if model == "gpt" else "digits"
     composed = compose(f"model={model}", "optimizer=muon", f"data={data}")
     precision = support.load("32-true")
-    made, _ = build_model(composed, precision, torch.device("meta"), made_on=torch.device("meta"))
+    made = build_model(
+        composed, precision, torch.device("meta"), made_on=torch.device("meta")
+    ).model
     named = {n: p for n, p in made.named_parameters() if p.requires_grad}
     split_up = shares(composed.optimizer, made, named)
     taken = [id(p) for _, _, params in split_up for p in params]

@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from runner.accelerator import MIB, Accelerator
 from runner.observers.base import Observer
+from runner.precision.memory import tensor_bytes
 from runner.records import EvalRecord, StepRecord, Steps
 from runner.state import TrainState
 from runner.tracking.base import Tracker
@@ -60,9 +63,17 @@ class Recorder(Observer):
         # The optimizer makes its state in its first applied step.
         if not self._sized and any(not record.overflow for record in block):
             self._sized = True
-            size = sum(t.numel() * t.element_size() for t in self.state.state_tensors())
-            values["memory/optimizer_mib"] = size / MIB
+            values["memory/optimizer_mib"] = tensor_bytes(*self.state.state_tensors()) / MIB
+        values |= self._gauges()
         return block[-1].step, block[-1].time_ms, values
+
+    def _gauges(self) -> dict[str, float]:
+        """What the precision itself shows, brought to the host in one transfer."""
+        gauges = self.state.precision.gauges(self.state.model)
+        if not gauges:
+            return {}
+        values = torch.stack([g.detach().float() for g in gauges.values()]).tolist()
+        return dict(zip(gauges, values, strict=True))
 
     def evaluation(self, record: EvalRecord) -> None:
         values = dict(record.metrics)

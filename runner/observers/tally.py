@@ -14,6 +14,7 @@ class Tally(Observer):
         self.quality, self.better = quality, max if direction == "max" else min
         self.last: StepRecord | None = None
         self.metrics: dict[str, float] = {}
+        self.evaluated = 0
         self.best: float | None = None
         self.stagnant: float | None = None
         self.scales: list[tuple[int, float]] = []
@@ -37,7 +38,7 @@ class Tally(Observer):
                 self.scales.append((record.step, scale))
 
     def evaluation(self, record: EvalRecord) -> None:
-        self.metrics = dict(record.metrics)
+        self.metrics, self.evaluated = dict(record.metrics), record.step
         self.stagnant = record.stagnant
         value = record.metrics[self.quality]
         if not math.isnan(value):

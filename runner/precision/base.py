@@ -5,7 +5,7 @@ one yaml in conf/precision/; the contract test, `doctor` and the docs pick it up
 """
 
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,6 +39,17 @@ class ConversionReport:
     def __str__(self) -> str:
         return f"{sum(m.done for m in self.modules)}/{len(self.modules)}"
 
+    def lines(self, most: int = 8) -> Iterator[str]:
+        """For the console: how many were converted, and who was not and why."""
+        if not self.modules:
+            return
+        yield f"converted {self} layers"
+        skipped = [module for module in self.modules if not module.done]
+        for module in skipped[:most]:
+            yield f"  skipped {module.module} ({module.kind}): {module.why}"
+        if len(skipped) > most:
+            yield f"  and {len(skipped) - most} more, all in conversion.json"
+
     def to_list(self) -> list[dict[str, Any]]:
         return [asdict(module) for module in self.modules]
 
@@ -54,6 +65,7 @@ class Precision(ABC):
         autocast_loss: the precision holds in the loss too, not in the forward only.
         layout: what a converted model's state dict holds in place of plain weights; empty where
             it can be loaded into the model that was never converted.
+        freezes: converted weights do not train.
     """
 
     name: str
@@ -62,6 +74,7 @@ class Precision(ABC):
     keep_fp32: Sequence[str] = ()
     autocast_loss: bool = False
     layout: str = ""
+    freezes: bool = False
 
     def require(self, device: torch.device) -> None:
         """Raise Unavailable, with what is missing and the remedy, where it cannot run."""

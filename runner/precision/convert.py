@@ -88,8 +88,10 @@ def judged(
     model: nn.Module, kinds: tuple[type[nn.Module], ...], rules: Rules
 ) -> Iterator[tuple[Converted, nn.Module]]:
     """Every module of these kinds, and of the libraries' own, with what is to become of it."""
-    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
-    ignored = select("precision.ignore_modules", rules.ignore, names)
+    # By identity: a module that is registered twice can be meant by either name.
+    every = dict(model.named_modules(remove_duplicate=False))
+    ignored = {every[n] for n in select("precision.ignore_modules", rules.ignore, every)}
+    kept = {part for name in rules.islands for part in every[name].modules()}
     holders = _holders(model)
     for name, module in model.named_modules():
         kind = next((k for k in kinds if isinstance(module, k)), None)
@@ -97,8 +99,8 @@ def judged(
             continue
         path = name or ROOT
         why = (
-            ("kept in float32 by precision.keep_fp32" if _inside(name, rules.islands) else "")
-            or ("named by precision.ignore_modules" if name in ignored else "")
+            ("kept in float32 by precision.keep_fp32" if module in kept else "")
+            or ("named by precision.ignore_modules" if module in ignored else "")
             or _foreign(module, kind)
             or (_tied(path, module, holders) if rules.new_weights else "")
             or rules.judge(module)
@@ -122,7 +124,7 @@ def _check(rules: Rules, report: ConversionReport, chosen: Sequence[tuple[str, n
         )
 
 
-_LOW = ("bitsandbytes.", "transformer_engine.", "torchao.", "runner.precision.bitsandbytes")
+_LOW = ("bitsandbytes.", "transformer_engine.", "torchao.", "runner.precision.bitsandbytes_")
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -150,8 +152,14 @@ def _foreign(module: nn.Module, kind: type[nn.Module] | None) -> str:
     return ""
 
 
-def _inside(path: str, names: Collection[str]) -> bool:
-    return any(not n or path == n or path.startswith(f"{n}.") for n in names)
+def shared_with(model: nn.Module) -> dict[str, list[str]]:
+    """Of each module that shares a parameter with others: their names."""
+    holders = _holders(model)
+    return {
+        name: others
+        for name, module in model.named_modules()
+        if (others := _others(name or ROOT, module, holders))
+    }
 
 
 def _holders(model: nn.Module) -> dict[int, list[str]]:
@@ -163,11 +171,14 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
     return holders
 
 
+def _others(path: str, module: nn.Module, holders: Mapping[int, list[str]]) -> list[str]:
+    mine = [holders[id(parameter)] for parameter in module.parameters(recurse=False)]
+    return sorted({name for names in mine for name in names} - {path})
+
+
 def _tied(path: str, module: nn.Module, holders: Mapping[int, list[str]]) -> str:
-    for parameter in module.parameters(recurse=False):
-        if others := [n for n in holders[id(parameter)] if n != path]:
-            return f"shares a parameter with {', '.join(others)}"
-    return ""
+    others = _others(path, module, holders)
+    return f"shares a parameter with {', '.join(others)}" if others else ""
 
 
 def _weight_hooks(module: nn.Module) -> bool:
@@ -179,6 +190,9 @@ def _weight_hooks(module: nn.Module) -> bool:
 
 def graft(module: nn.Module, made: nn.Module) -> None:
     """Turn `module` into `made`, keeping its object, its hooks and what the user put on it."""
+    for key in ("_parameters", "_buffers", "_modules"):
+        vars(made)[key] = {**vars(module)[key], **vars(made)[key]}
+    made._non_persistent_buffers_set |= module._non_persistent_buffers_set
     hooks = {key: vars(module)[key] for key in _HOOKS}
     for key, held in hooks.items():
         held.update(vars(made)[key])

@@ -36,8 +36,10 @@ def names() -> list[str]:
 
 
 def _order(name: str) -> tuple[int, str]:
-    widths = ("64-true", "32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-    return (widths.index(name) if name in widths else len(widths), name)
+    widths = ("64-true", "32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true",
+              "transformer-engine", "float8", "bnb-int8", "bnb")  # fmt: skip
+    places = [i for i, width in enumerate(widths) if name == width or name.startswith(f"{width}-")]
+    return (min(places, default=len(widths)), name)
 
 
 def header(name: str) -> tuple[str, str]:

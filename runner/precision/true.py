@@ -87,24 +87,31 @@ class TruePrecision(Precision):
         return self._kernels
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if self.storage is not torch.float16:
-            return
-        for optimizer in optimizers:
-            eps = optimizer.defaults.get("eps")
-            if isinstance(eps, float) and eps > 0 and torch.tensor(eps).half().item() == 0.0:
-                key = "optimizer.eps" if len(optimizers) == 1 else "optimizer.<name>.eps"
-                raise ConfigError(
-                    f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
-                    f"under precision={self.name}, where {eps:g} is 0 (the least above is 6e-08), "
-                    "and divides by it at a step whose squared gradients underflow. "
-                    f"Type {key}=1e-4, or precision=16-mixed."
-                )
+        if self.storage is torch.float16:
+            check_eps(self.name, optimizers)
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         return self._forward
 
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.storage)
+
+
+def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError for an eps that is 0 in float16, in which the state follows the weights
+    (an optimizer that keeps a wider state of its own says so: `wide_state`)."""
+    for optimizer in optimizers:
+        eps = optimizer.defaults.get("eps")
+        if getattr(optimizer, "wide_state", False) or not isinstance(eps, float) or eps <= 0:
+            continue
+        if torch.tensor(eps).half().item() == 0.0:
+            key = "optimizer.eps" if len(optimizers) == 1 else "optimizer.<name>.eps"
+            raise ConfigError(
+                f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
+                f"under precision={name}, where {eps:g} is 0 (the least above is 6e-08), "
+                "and divides by it at a step whose squared gradients underflow. "
+                f"Type {key}=1e-4, or precision=16-mixed."
+            )
 
 
 def check_kernels(float32_matmul: str, cpu_float16: str) -> None:

@@ -14,6 +14,9 @@ METRICS = {
     "memory/peak_mib": "peak so far: allocated device memory, or a CPU process's resident set",
     "memory/weights_mib": "parameters and buffers after conversion, once",
     "memory/optimizer_mib": "optimizer state after the first steps, once",
+    "fp8/amax/<module>": "largest magnitude in the amax history of the module's input (FP8 with "
+    "delayed scaling, at each transfer)",
+    "fp8/scale/<module>": "scale in force for the module's input (the same)",
     "val/loss": "mean over the validation set",
     "val/accuracy": "share of right classes (task=classification)",
     "val/perplexity": "exp of val/loss (task=language)",

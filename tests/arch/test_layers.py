@@ -9,10 +9,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (
-    {"errors", "records", "spec", "argv"},
+    {"errors", "quiet", "records", "spec", "argv"},
     {"config", "explain", "usage"},
-    {"precision", "tasks", "data", "tracking", "accelerator", "isolation", "result"},
-    {"state", "build", "checkpoint", "artifacts"},
+    {
+        "precision",
+        "tasks",
+        "data",
+        "tracking",
+        "accelerator",
+        "isolation",
+        "result",
+        "optimizers",
+        "adapter",
+    },
+    {"state", "build", "checkpoint", "model", "artifacts"},
     {"step", "loop"},
     {"observers"},
     {"train", "run", "plan", "report", "sweep", "doctor", "ui"},

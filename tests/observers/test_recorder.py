@@ -6,6 +6,7 @@ import torch
 from runner.accelerator import Accelerator
 from runner.observers.base import tell
 from runner.observers.recorder import Recorder
+from runner.precision import support
 from runner.tracking.none import NoTracker
 
 
@@ -32,6 +33,8 @@ class Notebook(NoTracker):
 
 class State:
     """Two tensors of optimizer state: 2 MiB."""
+
+    model, precision = None, support.load("32-true")
 
     def state_tensors(self):
         return iter([torch.zeros(2**18), torch.zeros(2**18)])

@@ -1,0 +1,129 @@
+"""Adapters: small trainable additions to a frozen model, so that quantised weights can be tuned.
+
+Source: Hu et al., LoRA, arXiv:2106.09685; Dettmers et al., QLoRA, arXiv:2305.14314.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, final
+
+from torch import nn
+
+from runner.config import instantiate
+from runner.errors import ConfigError, Unavailable
+from runner.precision.convert import shared_with
+from runner.precision.patterns import select
+from runner.quiet import quiet
+
+
+class Adapter(ABC):
+    """What changes a model after its conversion and before its optimizer."""
+
+    @abstractmethod
+    def add(self, model: nn.Module) -> None:
+        """Freeze the model and add what trains, in place; the function stays the same."""
+
+    @abstractmethod
+    def merge(self, model: nn.Module) -> None:
+        """Work what was trained into the plain weights and remove the additions, in place. What
+        add() froze stays frozen."""
+
+
+def make(node: Mapping[str, Any]) -> Adapter | None:
+    """The adapter of a config group node, None without one."""
+    return instantiate(node) if node.get("_target_") else None
+
+
+@final
+class Lora(Adapter):
+    """Low-rank additions to linear layers, made by peft.
+
+    Args:
+        rank: of each addition.
+        alpha: the addition is scaled by alpha / rank.
+        dropout: probability on the addition's input, in [0, 1).
+        modules: patterns of linear layers; None: every one that shares its weight with no other.
+        train: patterns of modules that train in full besides (norms, a head).
+
+    Raises:
+        ConfigError: a value is out of range.
+        Unavailable: peft is not installed.
+    """
+
+    def __init__(
+        self,
+        rank: int = 8,
+        alpha: float = 16.0,
+        dropout: float = 0.0,
+        modules: Sequence[str] | None = None,
+        train: Sequence[str] = (),
+    ) -> None:
+        problems = [
+            f"adapter.{key}={value} is out of range. Allowed: {allowed}."
+            for key, value, fits, allowed in (
+                ("rank", rank, rank >= 1, "1 and up"),
+                ("alpha", alpha, alpha > 0, "above 0"),
+                ("dropout", dropout, 0 <= dropout < 1, "0 and up, below 1"),
+            )
+            if not fits
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        if find_spec("peft") is None:
+            raise Unavailable(
+                "adapter=lora needs peft, which is not installed.",
+                'Type pip install "precision-runner[lora]".',
+            )
+        self.rank, self.alpha, self.dropout = rank, alpha, dropout
+        self.modules, self.train = modules, train
+
+    def add(self, model: nn.Module) -> None:
+        with quiet():
+            from peft import LoraConfig, inject_adapter_in_model
+
+        names = [name for name, _ in model.named_modules()]
+        trained = select("adapter.train", self.train, names)
+        chosen = self._chosen(model, names)
+        config = LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,  # type: ignore[arg-type]
+            lora_dropout=self.dropout,
+            target_modules="|".join(re.escape(name) for name in chosen),
+        )
+        full = [p for name in trained for p in model.get_submodule(name).parameters()]
+        floats = [p for p in full if p.is_floating_point() and p.requires_grad]
+        inject_adapter_in_model(config, model)
+        for parameter in floats:
+            parameter.requires_grad_(True)
+
+    def _chosen(self, model: nn.Module, names: Sequence[str]) -> list[str]:
+        """Dotted names of the linear layers that get an addition."""
+        wanted = None if self.modules is None else select("adapter.modules", self.modules, names)
+        tied = shared_with(model)
+        chosen = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+            and name
+            and type(module).__name__ != "NonDynamicallyQuantizableLinear"
+            and (name in wanted if wanted is not None else name not in tied)
+        ]
+        if not chosen:
+            what = "the model" if self.modules is None else f"adapter.modules={list(self.modules)}"
+            raise ConfigError(
+                f"adapter=lora finds no linear layer of its own in {what}. "
+                "Name linear layers in adapter.modules, or type adapter=none."
+            )
+        return chosen
+
+    def merge(self, model: nn.Module) -> None:
+        with quiet():
+            from peft.tuners.lora import LoraLayer
+
+        for name, module in list(model.named_modules()):
+            if isinstance(module, LoraLayer):
+                module.merge()  # type: ignore[operator]
+                holder, _, last = name.rpartition(".")
+                setattr(model.get_submodule(holder), last, module.get_base_layer())

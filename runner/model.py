@@ -1,0 +1,115 @@
+"""The model of a run: made, converted, adapted, and restored from a checkpoint."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from runner import adapter
+from runner.build import build_group
+from runner.checkpoint import Saved, load_weights
+from runner.errors import ConfigError
+from runner.precision.base import ConversionReport, Precision
+from runner.precision.cast import default_dtype
+from runner.precision.memory import stored_bytes
+from runner.spec import RunSpec
+
+
+class Built(NamedTuple):
+    """A model on its device; plain_bytes is what its weights and buffers take unconverted."""
+
+    model: nn.Module
+    report: ConversionReport
+    plain_bytes: int
+
+
+def build_model(
+    spec: RunSpec,
+    precision: Precision,
+    device: torch.device,
+    made_on: torch.device | None = None,
+    start: Saved | None = None,
+) -> Built:
+    """The model with its seeded weights; made in float32 first, so that all precisions start from
+    the same ones (with init.low_memory directly in the precision's dtype).
+
+    Args:
+        spec: its model and adapter nodes are called.
+        precision: converts the model.
+        device: where it ends up.
+        made_on: where its parameters are made, other than the CPU.
+        start: a checkpoint to take the weights from.
+
+    Raises:
+        ConfigError: what was made is no model, cannot be converted or does not fit the checkpoint.
+    """
+    model = _make(spec, precision, device, made_on)
+    if start is not None:
+        _load(model, precision, start)
+    size = stored_bytes(model)
+    model, report = precision.convert(model, device)
+    if (addition := adapter.make(spec.adapter)) is not None:
+        addition.add(model)
+    return Built(model.to(device), report, size)
+
+
+def restore_model(spec: RunSpec, precision: Precision, device: torch.device, saved: Saved) -> Built:
+    """The model with a checkpoint's weights, whatever precision they were trained in: packed
+    weights come back as they are in their own precision, and as the numbers they stand for in one
+    that packs none; there an adapter is merged into them.
+
+    Raises:
+        ConfigError: the weights do not fit, or are packed in another way than this precision's.
+    """
+    content = saved.content
+    if precision.layout and content.get("layout") == precision.layout:
+        built = build_model(spec, precision, device)
+        load_weights(built.model, saved)
+        return built
+    plain = replace(spec, adapter={})
+    built = build_model(plain, precision, device, start=saved)
+    if content["precision"] == precision.name:
+        precision.load_state_dict(built.model, content.get("precision_state", {}))
+    return built
+
+
+def _load(model: nn.Module, precision: Precision, saved: Saved) -> None:
+    """A checkpoint's function in a plain model: its adapter is merged into the weights."""
+    layout = saved.content.get("layout", "")
+    if layout and precision.layout:
+        raise ConfigError(
+            f"checkpoint={saved.path} holds weights packed as {layout}; precision="
+            f"{precision.name} would round them a second time. Type "
+            f"precision={saved.content['precision']} to evaluate it, or one that packs nothing, "
+            "for example precision=bf16-mixed."
+        )
+    addition = adapter.make(saved.content["spec"].get("adapter") or {})
+    if addition is None:
+        load_weights(model, saved)
+        return
+    trains = {name: p.requires_grad for name, p in model.named_parameters()}
+    addition.add(model)
+    load_weights(model, saved)
+    addition.merge(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains[name])
+
+
+def _make(
+    spec: RunSpec,
+    precision: Precision,
+    device: torch.device,
+    made_on: torch.device | None = None,
+) -> nn.Module:
+    low = spec.init.low_memory
+    made_on = device if low else made_on
+    dtype = default_dtype(precision.storage) if low else nullcontext()
+    building = precision.building() if low else nullcontext()
+    with dtype, made_on or nullcontext(), building:
+        model = build_group("model", spec.model)
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise ConfigError(f"model: {spec.model['_target_']} made a {kind}, not a torch.nn.Module.")
+    return model

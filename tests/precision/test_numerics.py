@@ -1,0 +1,114 @@
+"""The numerical contract of every precision that runs on a CPU: from the same seed and data, the
+first loss is float32's within the format's error, training lowers it, and what ran is what the
+precision says.
+
+The bounds are the formats' own. UNIT is the largest relative rounding error of one number: half a
+unit in the last place (float16 11 bits, bfloat16 8, E4M3 4: IEEE 754; Micikevicius et al.,
+arXiv:2209.05433), and for the packed weights half the widest gap between two codes, relative to
+the largest of the block or row: NormalFloat4 0.138 between 0.723 and 1 (Dettmers et al.,
+arXiv:2305.14314, appendix E), FP4 0.167 between 2/3 and 1, int8 1/254. A logit is a sum of many
+products whose errors are independent, so it stays well within one UNIT of the logits' size, and
+the mean loss of a batch within that again.
+"""
+
+import pytest
+import torch
+
+from models.gpt import GPT
+from models.mlp import MLP
+from runner.errors import Unavailable
+from runner.precision import support
+from runner.precision.probe import DtypeProbe
+from runner.state import Driven, TrainState
+from runner.step import train_step
+from runner.tasks.classification import Classification
+from runner.tasks.language import Language
+
+CPU = torch.device("cpu")
+STEPS = 25
+UNIT = {
+    "64-true": 2**-21, "32-true": 2**-21,  # float32's 2**-24, summed one after the other
+    "bf16-mixed": 2**-8, "bf16-true": 2**-8, "16-mixed": 2**-11, "16-true": 2**-11,
+    "bnb-nf4": 0.138, "bnb-nf4-dq": 0.138, "bnb-fp4": 0.167, "bnb-fp4-dq": 0.167,
+    "bnb-int8": 1 / 254 + 2**-8, "bnb-int8-training": 1 / 254 + 2**-8,  # and bfloat16's
+    "float8-tensorwise": 2**-4, "float8-rowwise": 2**-4, "float8-rowwise-hp": 2**-4,
+}  # fmt: skip
+# What the products take, as the probe sees it on a CPU.
+COMPUTES = {
+    "64-true": {"float64"}, "32-true": {"float32"},
+    "bf16-mixed": {"bfloat16"}, "bf16-true": {"bfloat16"},
+    "16-mixed": {"float16"}, "16-true": {"float16"},
+}  # fmt: skip
+STORES = {"bnb-nf4": "uint8", "bnb-nf4-dq": "uint8", "bnb-fp4": "uint8", "bnb-fp4-dq": "uint8",
+          "bnb-int8": "int8", "64-true": "float64", "16-true": "float16",
+          "bf16-true": "bfloat16"}  # fmt: skip
+
+
+def load(name):
+    return support.load(name, **({"emulate": True} if name.startswith("float8") else {}))
+
+
+def here():
+    for name in support.names():
+        try:
+            load(name).require(CPU)
+        except Unavailable:
+            continue
+        yield name
+
+
+HERE = list(here())
+
+
+def mlp():
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(32, 1, 8, 8, generator=generator)
+    target = torch.randint(10, (32,), generator=generator)
+    return MLP([1, 8, 8], 10, [64, 48]), Classification(), (images, target), "layers.1"
+
+
+def gpt():
+    tokens = torch.randint(50, (8, 17), generator=torch.Generator().manual_seed(1))
+    model = GPT(64, 16, layers=2, width=48, heads=4)
+    return model, Language(), (tokens[:, :-1], tokens[:, 1:]), "blocks.0.expand"
+
+
+def trained(name, make):
+    """Losses of the first steps, the probe's rows by module, and a converted module's name."""
+    precision = load(name)
+    torch.manual_seed(0)
+    model, task, batch, watched = make()
+    model, _ = precision.convert(model)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=3e-3, eps=1e-4)
+    state = TrainState(model, precision, task, precision.scale(CPU), [Driven(optimizer)], CPU)
+    with precision.session(model, CPU):
+        with DtypeProbe(model) as probe:
+            losses = [train_step(state, [batch]).loss.item()]
+        losses += [train_step(state, [batch]).loss.item() for _ in range(STEPS)]
+    return losses, {row["module"]: row for row in probe.table()}, watched
+
+
+@pytest.fixture(scope="module", params=[mlp, gpt], ids=["mlp", "gpt"])
+def exact(request):
+    return request.param, trained("32-true", request.param)[0]
+
+
+def test_every_precision_that_runs_here_has_a_bound():
+    assert set(HERE) == set(UNIT)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_the_first_loss_is_float32s_and_training_lowers_it(name, exact):
+    make, reference = exact
+    losses, rows, watched = trained(name, make)
+    assert abs(losses[0] - reference[0]) <= UNIT[name] * reference[0]
+    if name not in ("32-true", "64-true"):
+        assert losses[0] != reference[0]
+    # A loss scale skips the first steps; packed weights leave biases, norms and embeddings.
+    assert losses[-1] < (0.97 if name.startswith("bnb") else 0.8) * losses[0]
+    row = rows[watched]
+    assert STORES.get(name, "float32") in row["stores"].split()
+    computes = COMPUTES.get(name, {"bfloat16"})
+    if not name.startswith("float8"):
+        assert computes <= set(row["computes"].split())
