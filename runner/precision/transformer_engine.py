@@ -1,0 +1,247 @@
+"""transformer-engine*: NVIDIA TransformerEngine's FP8 and FP4 products inside a half-precision
+model."""
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from runner.errors import ConfigError
+from runner.precision import te_recipes
+from runner.precision.base import CPU, ConversionReport, Precision
+from runner.precision.cast import DefaultDtype, cast_floats, cast_nest
+from runner.precision.convert import ROOT, Rules
+from runner.precision.islands import make_islands
+from runner.precision.te_layers import convert_layers, unfit
+from runner.precision.true import DTYPES, check_eps, float32_matmul
+
+WEIGHTS = ("bfloat16", "float16")
+PASSES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+
+
+@final
+class TransformerEnginePrecision(Precision):
+    """nn.Linear and nn.LayerNorm in TransformerEngine's layers, half precision elsewhere.
+
+    Parameters, gradients, optimizer state and buffers are in the weights' dtype; a converted
+    layer's products run in FP8 or FP4, scaled as the recipe says.
+
+    Args:
+        name: label of the run.
+        weights: bfloat16 or float16.
+        recipe: its kind (delayed, current, block, mxfp8, nvfp4) and the keys of that kind; see
+            te_recipes.KINDS.
+        fuse: one layer for a norm and the linear layer that alone takes its output.
+        keep_fp32: patterns of modules that store and compute in float32.
+        ignore_modules: patterns of modules that are not converted.
+        autocast_loss: compute the loss in the weights' dtype too, else in float32.
+        update_in_eval: an evaluation may move the scales of delayed scaling.
+
+    Raises:
+        ConfigError: a value that is not allowed, or a key that the recipe does not have.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weights: str,
+        recipe: Mapping[str, Any],
+        fuse: bool = False,
+        keep_fp32: Sequence[str] = (),
+        ignore_modules: Sequence[str] = (),
+        autocast_loss: bool = False,
+        update_in_eval: bool = False,
+    ) -> None:
+        problems = te_recipes.problems(recipe, weights)
+        if weights not in WEIGHTS:
+            allowed = ", ".join(WEIGHTS)
+            problems.append(f"precision.weights={weights} is not known. Allowed: {allowed}.")
+        problems += [
+            f"precision.{key}={value} is not known. Allowed: true, false."
+            for key, value in (("fuse", fuse), ("update_in_eval", update_in_eval))
+            if not isinstance(value, bool)
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
+        self.storage = self.compute = DTYPES[weights]
+        self.recipe, self.kind = dict(recipe), te_recipes.KINDS[recipe["kind"]]
+        self.fuse, self.ignore_modules = fuse, ignore_modules
+        self.update_in_eval = update_in_eval
+        self._built: Any = None
+        self._forward: dict[str, AbstractContextManager[Any]] = {}
+
+    def require(self, device: torch.device) -> None:
+        te_recipes.require(self.name, self.kind, device)
+
+    @contextmanager
+    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        own = _own_amaxes(model) if device.type == "cuda" else nullcontext()
+        with float32_matmul("highest"), own:
+            yield
+
+    def convert(
+        self, model: nn.Module, device: torch.device = CPU
+    ) -> tuple[nn.Module, ConversionReport]:
+        library = te_recipes.library()
+        islands = make_islands(model, self.keep_fp32, self.storage)
+        judge = partial(unfit, multiple=self.kind.multiple)
+        rules = Rules(self.name, self.ignore_modules, islands, judge)
+        report = convert_layers(model, library, self.kind.multiple, rules, self.fuse)
+        cast_floats(model, self.storage, islands)
+        return model, report
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if self.storage is torch.float16:
+            check_eps(self.name, optimizers)
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        if device.type not in self._forward:
+            floats = DefaultDtype(self.storage)
+            on_gpu = device.type == "cuda"
+            made = _Forward(self._autocast(), floats) if on_gpu else floats
+            self._forward[device.type] = made
+        return self._forward[device.type]
+
+    def cast(self, inputs: Any) -> Any:
+        return cast_nest(inputs, self.storage)
+
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
+        if self.update_in_eval or not self._is_delayed:
+            return nullcontext()
+        return _keep_scales(model)
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Scales and amax histories of delayed scaling, by module; empty for other recipes."""
+        if not self._is_delayed:
+            return {}
+        return {
+            name: {
+                f"{which}_{part}": tensor
+                for which, key in PASSES.items()
+                for part, tensor in zip(("scale", "amax_history"), held[key], strict=True)
+            }
+            for name, layer in _layers(model).items()
+            if (held := layer.get_fp8_meta_tensors()) is not None
+        }
+
+    def load_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take back what state_dict gave, also before a layer's first forward. A layer that the
+        state does not know starts afresh; a history of another length keeps its latest amaxes."""
+        if not self._is_delayed:
+            return
+        for name, layer in _layers(model).items():
+            if name in state:
+                self._restore(layer, state[name])
+
+    def _restore(self, layer: Any, saved: Mapping[str, Tensor]) -> None:
+        if not layer.fp8_meta_tensors_initialized:
+            layer.fp8_meta["num_gemms"] = len(saved["forward_scale"]) // 3  # input, weight, output
+            # Its end would move every scale, were gradients on.
+            with torch.no_grad(), self._autocast():
+                layer.init_fp8_meta_tensors(self._recipe)
+        length = self._recipe.amax_history_len
+        layer.reset_fp8_meta_tensors(
+            {
+                key: [saved[f"{which}_scale"], _fit(saved[f"{which}_amax_history"], length)]
+                for which, key in PASSES.items()
+            }
+        )
+
+    def gauges(self, model: nn.Module) -> dict[str, Tensor]:
+        """Of each converted layer's input under delayed scaling: `fp8/amax/<module>`, the largest
+        absolute value in the last step, and `fp8/scale/<module>`, the factor it is multiplied by
+        before it is rounded to FP8. Empty for other recipes, which keep neither."""
+        if not self._is_delayed:
+            return {}
+        found: dict[str, Tensor] = {}
+        for name, layer in _layers(model).items():
+            if (held := layer.fp8_meta.get(PASSES["forward"])) is None:
+                continue
+            history, scale = held.amax_history[:, 0], held.scale[0]
+            # The library clears the first row at the end of a step, and with it a history of one.
+            top = self._recipe.fp8_format.value.max_fwd / 2**self._recipe.margin
+            found[f"fp8/amax/{name}"] = history[-1].clone() if len(history) > 1 else top / scale
+            found[f"fp8/scale/{name}"] = scale.clone()
+        return found
+
+    @property
+    def _is_delayed(self) -> bool:
+        return self.recipe["kind"] == "delayed"
+
+    @property
+    def _recipe(self) -> Any:
+        if self._built is None:
+            self._built = te_recipes.build(self.recipe)
+        return self._built
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return te_recipes.library().autocast(enabled=True, recipe=self._recipe)
+
+
+class _Forward:
+    """Two contexts as one that serves again."""
+
+    __slots__ = ("floats", "library")
+
+    def __init__(self, library: AbstractContextManager[Any], floats: DefaultDtype) -> None:
+        self.library, self.floats = library, floats
+
+    def __enter__(self) -> None:
+        self.library.__enter__()
+        self.floats.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.floats.__exit__(*error)
+        self.library.__exit__(*error)
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """The library's layers with FP8 state, by their dotted names."""
+    return {
+        name or ROOT: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "fp8_meta", None), dict)
+    }
+
+
+@contextmanager
+def _keep_scales(model: nn.Module) -> Iterator[None]:
+    """Scales and amax histories after as before. A forward writes amaxes even without gradients,
+    and the next training step would take them for its own."""
+    layers = list(_layers(model).values())
+    before = [layer.get_fp8_meta_tensors() for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, tensors in zip(layers, before, strict=True):
+            layer.reset_fp8_meta_tensors(tensors)
+
+
+@contextmanager
+def _own_amaxes(model: nn.Module) -> Iterator[None]:
+    """The library's process-wide list of amaxes for this model alone. It grows with every model
+    that ever ran, and each step would update the scales of all of them."""
+    module = importlib.import_module("transformer_engine.pytorch.quantization")
+    manager = module.FP8GlobalStateManager
+    before = manager.quantization_state
+    manager.reset()
+    for layer in _layers(model).values():
+        layer.fp8_meta.pop(manager.get_buffer_info(), None)  # its place in an earlier list
+    try:
+        yield
+    finally:
+        manager.quantization_state = before
+
+
+def _fit(history: Tensor, length: int) -> Tensor:
+    """An amax history [steps, tensors] at another length. Its first row is the step under way;
+    the others are past steps, the latest last."""
+    latest = history[1:][-(length - 1) :] if length > 1 else history[:0]
+    missing = length - 1 - len(latest)
+    return torch.cat([history[:1], F.pad(latest, (0, 0, missing, 0))])

@@ -1,0 +1,90 @@
+"""Every precision that this GPU has, on it: trains, evaluates, comes back from a checkpoint."""
+
+import copy
+
+import pytest
+import torch
+
+from models.gpt import GPT
+from runner.model import Built
+from runner.precision import support
+from runner.precision.probe import DtypeProbe
+from runner.state import Driven, TrainState
+from runner.step import collect, loss_of, train_step
+from runner.tasks.language import Language
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+# The largest relative rounding error of one number: see tests/precision/test_numerics.py.
+UNIT = {
+    "64-true": 2**-21, "32-true": 2**-21, "tf32": 2**-10,
+    "bf16-mixed": 2**-8, "bf16-true": 2**-8, "16-mixed": 2**-11, "16-true": 2**-11,
+    "bnb-nf4": 0.138, "bnb-nf4-dq": 0.138, "bnb-fp4": 0.167, "bnb-fp4-dq": 0.167,
+    "bnb-int8": 1 / 127 + 2**-8, "bnb-int8-training": 1 / 127 + 2**-8,
+}  # fmt: skip
+FP8 = ("float8-", "transformer-engine")
+DEVICE = torch.device("cuda", 0)
+
+
+def state_of(name):
+    row = next(r for r in support.support(DEVICE) if r.name == name)
+    if not row.runs:
+        pytest.skip(f"{row.why} {row.remedy}")
+    precision = support.load(name)
+    torch.manual_seed(0)
+    model, report = precision.convert(GPT(64, 16, layers=2, width=64, heads=4), DEVICE)
+    built = Built(model.to(DEVICE), report, 0)
+    params = [p for p in built.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=3e-3, eps=1e-4, fused=True)
+    scale = precision.scale(DEVICE)
+    return TrainState(built.model, precision, Language(), scale, [Driven(optimizer)], DEVICE)
+
+
+def batch(count):
+    tokens = torch.randint(50, (count, 17), generator=torch.Generator().manual_seed(1)).cuda()
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    state = state_of("32-true")
+    return loss_of(state, *batch(8)).item()
+
+
+@pytest.mark.parametrize("name", support.names())
+def test_it_trains_from_float32s_loss_and_an_odd_last_batch_never_fails(name, reference):
+    state = state_of(name)
+    unit = 2**-4 if name.startswith(FP8) else UNIT[name]
+    with state.precision.session(state.model, DEVICE):
+        with DtypeProbe(state.model) as probe:
+            pending = [train_step(state, [batch(8)])]
+        pending += [train_step(state, [batch(8 if step % 2 else 3)]) for step in range(30)]
+        losses = [record.loss for record in collect(pending, 0.0, 0)]
+    assert abs(losses[0] - reference) <= unit * reference
+    assert losses[-1] < (0.97 if name.startswith("bnb") else 0.8) * losses[0]
+    rows = {row["module"]: row for row in probe.table()}
+    if name.startswith("float8-"):
+        assert "float8_e4m3fn" in rows["blocks.0.expand"]["computes"]
+
+
+@pytest.mark.parametrize("name", support.names())
+def test_a_checkpoint_brings_back_the_outputs(name, tmp_path):
+    state = state_of(name)
+    precision, model = state.precision, state.model
+    with precision.session(model, DEVICE):
+        for _ in range(3):
+            train_step(state, [batch(8)])
+        saved = {"model": model.state_dict(), "precision": precision.state_dict(model)}
+        torch.save(copy.deepcopy(saved), tmp_path / "saved.pt")
+        content = torch.load(tmp_path / "saved.pt", weights_only=True)
+        fresh = state_of(name)
+        fresh.model.load_state_dict(content["model"])
+        fresh.precision.load_state_dict(fresh.model, content["precision"])
+        outputs = []
+        for each in (state, fresh):
+            each.model.eval()
+            with torch.no_grad(), each.precision.forward(DEVICE):
+                outputs.append(each.model(each.precision.cast(batch(8)[0])))
+    assert torch.equal(*outputs)
