@@ -35,7 +35,7 @@ def save(
         choices: option chosen in each config group, for the labels of evaluations.
         metrics: of an evaluation of these very weights, where there was one.
     """
-    model = plain(state.model)
+    model = state.plain_model
     folder.mkdir(parents=True, exist_ok=True)
     for driven in state.driven:
         driven.settle()
@@ -65,11 +65,6 @@ def save(
     for old in sorted(folder.glob("step-*.pt"))[:-keep]:
         old.unlink()
     return path
-
-
-def plain(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, whose names carry no prefix."""
-    return getattr(model, "_orig_mod", model)
 
 
 def find(where: str, tracking_uri: str | None = None, key: str = "checkpoint") -> Path:

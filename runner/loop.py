@@ -95,7 +95,7 @@ def evaluate(state: TrainState, validation: Loader) -> dict[str, float]:
         d.settle()
     state.model.eval()
     totals: Tensor | None = None
-    with precision.evaluating(state.model):
+    with precision.evaluating(state.plain_model):
         for inputs, target in validation.epoch(0):
             with precision.forward(state.device):
                 output = state.model(precision.cast(inputs))

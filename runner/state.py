@@ -56,6 +56,11 @@ class TrainState:
     epoch: int = 0
     skipped: int = 0
 
+    @property
+    def plain_model(self) -> nn.Module:
+        """The module inside torch.compile's wrapper, whose names carry no prefix."""
+        return getattr(self.model, "_orig_mod", self.model)
+
     @cached_property
     def trainable(self) -> list[Tensor]:
         return [p for d in self.driven for p in d.params]

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from runner import checkpoint
+from runner.checkpoint import Saved
 from runner.errors import ConfigError
 from runner.precision.support import load
 from runner.spec import RunSpec
@@ -122,12 +123,12 @@ def test_no_code_of_a_file_is_run(tmp_path, capsys):
 
 def test_weights_take_the_models_dtype(saved):
     model = nn.Linear(3, 2).half()
-    checkpoint.load_weights(model, checkpoint.load(saved), saved)
+    checkpoint.load_weights(model, Saved(saved, checkpoint.load(saved)))
     assert model.weight.dtype is torch.float16
     assert torch.equal(model.weight, checkpoint.load(saved)["model"]["weight"].half())
 
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 2), nn.Linear(3, 2, bias=False), nn.Identity()])
 def test_weights_of_another_model_are_told(saved, model):
-    with pytest.raises(ConfigError, match=r"does not fit the model: .+ Leave model= out"):
-        checkpoint.load_weights(model, checkpoint.load(saved), saved)
+    with pytest.raises(ConfigError, match=r"does not fit the model: .+ Take the checkpoint's own"):
+        checkpoint.load_weights(model, Saved(saved, checkpoint.load(saved)))

@@ -69,7 +69,7 @@ class Recorder(Observer):
 
     def _gauges(self) -> dict[str, float]:
         """What the precision itself shows, brought to the host in one transfer."""
-        gauges = self.state.precision.gauges(self.state.model)
+        gauges = self.state.precision.gauges(self.state.plain_model)
         if not gauges:
             return {}
         values = torch.stack([g.detach().float() for g in gauges.values()]).tolist()

@@ -40,15 +40,16 @@ class ConversionReport:
         return f"{sum(m.done for m in self.modules)}/{len(self.modules)}"
 
     def lines(self, most: int = 8) -> Iterator[str]:
-        """For the console: how many were converted, and who was not and why."""
+        """For the console: how many were converted, and what there is to say of single ones."""
         if not self.modules:
             return
         yield f"converted {self} layers"
-        skipped = [module for module in self.modules if not module.done]
-        for module in skipped[:most]:
-            yield f"  skipped {module.module} ({module.kind}): {module.why}"
-        if len(skipped) > most:
-            yield f"  and {len(skipped) - most} more, all in conversion.json"
+        told = [module for module in self.modules if module.why]
+        for module in told[:most]:
+            fate = "converted" if module.done else "skipped"
+            yield f"  {fate} {module.module} ({module.kind}): {module.why}"
+        if len(told) > most:
+            yield f"  and {len(told) - most} more, all in conversion.json"
 
     def to_list(self) -> list[dict[str, Any]]:
         return [asdict(module) for module in self.modules]

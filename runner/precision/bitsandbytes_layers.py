@@ -150,6 +150,7 @@ def packed_mode(parts: dict[str, Tensor]) -> tuple[str, bool] | None:
 
 
 def label(quant_type: str, nested: bool) -> str:
+    """A packing as a precision calls it."""
     return f"{quant_type}-dq" if nested else quant_type
 
 

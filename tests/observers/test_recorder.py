@@ -34,7 +34,7 @@ class Notebook(NoTracker):
 class State:
     """Two tensors of optimizer state: 2 MiB."""
 
-    model, precision = None, support.load("32-true")
+    plain_model, precision = None, support.load("32-true")
 
     def state_tensors(self):
         return iter([torch.zeros(2**18), torch.zeros(2**18)])

@@ -1,0 +1,117 @@
+"""gpu.json and gpu.md of a run of bench/gpu/run.sh: python bench/gpu/collect.py OUT
+
+Copy both to bench/results/gpu/ under the device's name; `make docs` puts them into the pages.
+"""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "transformer_engine", "bitsandbytes", "torchao")
+
+
+def main(folder: Path) -> None:
+    found = collect(folder)
+    (folder / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "gpu.md").write_text(markdown(found))
+    print(markdown(found))
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """Everything that the stages left in a folder."""
+    lines = folder / "throughput.jsonl"
+    rows = [json.loads(text) for text in lines.read_text().splitlines()] if lines.exists() else []
+    tests = folder / "tests.log"
+    results = sorted((folder / "sweep").glob("*/result.json"), key=lambda p: int(p.parent.name))
+    status = (folder / "status.txt").read_text().splitlines()
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+        "capability": torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
+        "versions": {name: _version(name) for name in PACKAGES} | {"cuda": torch.version.cuda},
+        "commit": _commit(),
+        "command": "bench/gpu/run.sh WHEELS OUT",
+        "stages": dict(line.split() for line in status),
+        "tests": tests.read_text().strip().splitlines()[-1] if tests.exists() else "not run",
+        "ceilings": next((row for row in rows if row["kind"] == "ceilings"), None),
+        "gpt": [row for row in rows if row["kind"] == "gpt"],
+        "sweep": [_job(json.loads(path.read_text())) for path in results],
+    }
+
+
+def _job(result: dict[str, Any]) -> dict[str, Any]:
+    kept = ("label", "status", "error", "metrics", "converted", "weights_mib", "peak_memory_mib",
+            "examples_per_second", "skipped_steps")  # fmt: skip
+    return {key: result.get(key) for key in kept}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The figures as tables."""
+    versions = ", ".join(f"{name} {text}" for name, text in found["versions"].items())
+    parts = [
+        f"# GPU suite on {found['device']}",
+        f"`{found['command']}`, commit {found['commit']}; {versions}",
+        f"Tests: {found['tests']}. Stages and their exit status: {found['stages']}.",
+    ]
+    if found["ceilings"]:
+        c = found["ceilings"]
+        parts.append(f"Ceilings: bfloat16 product {c['tflops']:.0f} TFLOP/s, copy "
+                     f"{c['tbps']:.2f} TB/s.")  # fmt: skip
+    return "\n\n".join([*parts, _throughput(found["gpt"]), _sweep(found["sweep"])]) + "\n"
+
+
+def _throughput(rows: list[dict[str, Any]]) -> str:
+    base = {
+        row["width"]: row["tokens_per_second"]
+        for row in rows
+        if row["precision"] == "bf16-mixed" and "error" not in row
+    }  # the compiled one, which comes last
+    lines = ["## GPT, tokens per second", "",
+             "| width | precision | compiled | tokens/s (least to greatest) | against compiled "
+             "bf16-mixed | peak GiB | converted |", "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in rows:
+        start = f"| {row['width']} | {row['precision']} | {'yes' if row['compiled'] else 'no'} |"
+        if "error" in row:
+            lines.append(f"{start} {row['error'].splitlines()[0]} | | | |")
+            continue
+        rate = row["tokens_per_second"]
+        ratio = f"{rate / base[row['width']]:.2f}" if row["width"] in base else ""
+        lines.append(
+            f"{start} {rate:,.0f} ({row['least']:,.0f} to {row['greatest']:,.0f}) | {ratio} | "
+            f"{row['peak_gib']:.1f} | {row['converted']} |"
+        )
+    return "\n".join(lines)
+
+
+def _sweep(jobs: list[dict[str, Any]]) -> str:
+    lines = ["## Every precision, GPT on text, 100 steps", "",
+             "| precision | status | val/loss | weights MiB | peak MiB | converted | reason |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for job in jobs:
+        loss = (job["metrics"] or {}).get("val/loss")
+        sizes = (job["weights_mib"], job["peak_memory_mib"])
+        cells = [job["label"], job["status"], "" if loss is None else f"{loss:.4f}",
+                 *("" if size is None else f"{size:.1f}" for size in sizes), job["converted"] or "",
+                 (job["error"] or "").replace("\n", " ")]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,136 @@
+"""Tokens per second of a GPT in every precision against bf16-mixed, by hidden size.
+
+One process, contenders in turn on the same shapes, timed with device events around blocks of
+steps on random tokens; torch.compile where the precision's library allows it, and eagerly too.
+The card's own ceilings (a large bfloat16 product, a copy) are measured first. One JSON line each,
+written as it comes.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.gpt import GPT
+from runner.precision.support import load, support
+from runner.state import Driven, TrainState
+from runner.step import train_step
+from runner.tasks.language import Language
+
+VOCABULARY = 50304  # GPT-2's, rounded up to a multiple of 128
+EAGER_ONLY = ("transformer-engine", "bnb-")  # their layers break the graph
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--widths", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16384, help="in a batch")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="in a block")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    with options.out.open("a") as file:
+        for line in measure(options, device):
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            print(json.dumps(line), flush=True)
+
+
+def measure(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+    yield {"kind": "ceilings", **ceilings(device)}
+    runs = [row.name for row in support(device) if row.runs and row.name != "64-true"]
+    first = ["bf16-mixed", *(name for name in runs if name != "bf16-mixed")]
+    for width in options.widths:
+        for name in first:
+            for compiled in (False, True):
+                if compiled and name.startswith(EAGER_ONLY):
+                    continue
+                row = {"kind": "gpt", "precision": name, "width": width, "compiled": compiled}
+                try:
+                    yield row | gpt(options, device, name, width, compiled)
+                except Exception as error:
+                    yield row | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def seconds(device: torch.device, run: Callable[[], None]) -> float:
+    """Device seconds of a call."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / 1e3
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """TFLOP/s of a bfloat16 product and TB/s of a copy, on random numbers larger than caches."""
+    size = 8192 if device.type == "cuda" else 512
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    big = torch.randn(2**28 if device.type == "cuda" else 2**20, device=device)
+    other = torch.empty_like(big)
+    product = min(seconds(device, lambda: torch.mm(a, b)) for _ in range(20))
+    copy = min(seconds(device, lambda: other.copy_(big)) for _ in range(20))
+    return {"tflops": 2 * size**3 / product / 1e12, "tbps": 2 * big.nbytes / copy / 1e12}
+
+
+def gpt(
+    options: Any, device: torch.device, name: str, width: int, compiled: bool
+) -> dict[str, float]:
+    """Median tokens per second with the least and greatest, and peak memory in GiB."""
+    precision = load(name)
+    torch.manual_seed(0)
+    batch, length = options.tokens // options.context, options.context
+    model = GPT(VOCABULARY, length, options.layers, max(1, width // 128), width)
+    parameters = sum(p.numel() for p in model.parameters())
+    model, report = precision.convert(model, device)
+    model.to(device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, eps=1e-4, fused=fused)
+    state = TrainState(
+        torch.compile(model) if compiled else model,  # type: ignore[arg-type]
+        precision, Language(), precision.scale(device), [Driven(optimizer)], device,
+    )  # fmt: skip
+    batches = [
+        tuple(torch.randint(VOCABULARY, (batch, length), device=device) for _ in range(2))
+        for _ in range(3)
+    ]
+    taken = 0
+
+    def steps(count: int) -> None:
+        nonlocal taken
+        for _ in range(count):
+            train_step(state, [batches[taken % len(batches)]])  # type: ignore[list-item]
+            taken += 1
+
+    with precision.session(model, device):
+        steps(4)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        blocks = [seconds(device, lambda: steps(options.steps)) for _ in range(options.blocks)]
+    rates = [options.steps * batch * length / block for block in blocks]
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    torch._dynamo.reset()
+    return {
+        "tokens_per_second": statistics.median(rates), "least": min(rates), "greatest": max(rates),
+        "peak_gib": peak, "parameters": parameters, "converted": str(report),  # type: ignore[dict-item]
+        "batch": batch, "context": length, "layers": options.layers,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,573 @@
+"""The bnb-* precisions on the library's CPU kernels: values, errors, gradients, training."""
+
+import logging
+import math
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runner.errors import ConfigError, Unavailable
+from runner.models.gpt import GPT
+from runner.precision import support
+from runner.precision.bitsandbytes import BitsandbytesPrecision
+from runner.precision.scale import NoScale
+
+pytest.importorskip("runner.precision.bitsandbytes_library")
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+FOUR = ("nf4", "nf4-dq", "fp4", "fp4-dq")
+FROZEN = (*FOUR, "int8")
+MODES = (*FROZEN, "int8-training")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# A number rounds by 2**-9 or 2**-12 of it at most, the inputs and the weights and the outputs do.
+ROUNDING = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
+
+
+def load(mode, compute="float32", **changes):
+    return support.load(f"bnb-{mode}", compute_dtype=compute, **changes)
+
+
+def convert(model, mode, compute="float32", **changes):
+    load(mode, compute, **changes).convert(model)
+    return model
+
+
+def layer(mode, compute="float32", inside=64, outside=48, bias=True, train=True):
+    """A converted layer and its weight before the conversion."""
+    torch.manual_seed(0)
+    plain = nn.Linear(inside, outside, bias=bias)
+    nn.init.normal_(plain.weight)
+    weight = plain.weight.detach().clone()
+    return convert(plain, mode, compute).train(train), weight
+
+
+def held(module):
+    """The weight that a converted layer stands for, from its state dict by the formats' own
+    definition: a code's value times its block's or row's largest magnitude."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    if module.weight.dtype is torch.int8:
+        return module.weight.float() * module.SCB[:, None] / 127
+    if module.weight.dtype is torch.float32:
+        weight = module.weight.detach().half().float()
+        largest = weight.abs().amax(1, keepdim=True)
+        return (weight * 127 / largest).round() * largest / 127
+    state = module.weight.quant_state
+    pairs, count = module.weight.data.flatten().long(), math.prod(state.shape)
+    codes = torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:count]
+    scales = state.absmax
+    if state.nested:
+        scales = dequantize_blockwise(scales, state.state2) + state.offset
+    scales = scales.float().repeat_interleave(state.blocksize)[:count]
+    return (state.code[codes] * scales).view(state.shape)
+
+
+def error(made, want):
+    return ((made - want).norm() / want.norm()).item()
+
+
+# The config
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_there_is_a_yaml_for_each_mode(mode):
+    precision = support.load(f"bnb-{mode}")
+    assert (precision.name, precision.mode) == (f"bnb-{mode}", mode)
+    assert (precision.storage, precision.compute) == (torch.float32, torch.bfloat16)
+    assert precision.freezes == (mode != "int8-training")
+    assert precision.layout == ("" if mode == "int8-training" else f"bnb-{mode}")
+    assert isinstance(precision.scale(CPU), NoScale)
+
+
+def refused(**changes):
+    with pytest.raises(ConfigError) as told:
+        BitsandbytesPrecision("x", **{"mode": "nf4", **changes})
+    return told.value.problems
+
+
+def test_values_that_cannot_work_are_told():
+    assert refused(compute_dtype="float64") == (
+        "precision.compute_dtype=float64: the kernels compute in bfloat16, float16, float32 only. "
+        "Type precision.compute_dtype=float32 for the most exact.",
+    )
+    assert refused(mode="nf8") == (
+        "precision.mode=nf8 is not known. "
+        "Allowed: nf4, nf4-dq, fp4, fp4-dq, int8, int8-training.",
+    )
+    assert refused(mode="int8", threshold=-1.0) == (
+        "precision.threshold=-1.0 is negative. Allowed: 0 (none) and up.",
+    )
+    assert refused(threshold=6.0) == ("precision.threshold=6.0 has no meaning in nf4: type 0.",)
+    assert len(refused(mode="nf8", compute_dtype="int8", threshold=-1.0)) == 4
+    assert "float32_matmul=tf32 is not known" in refused(float32_matmul="tf32")[0]
+    assert "cpu_float16=fast is not known" in refused(cpu_float16="fast")[0]
+    for mode in ("int8", "int8-training"):
+        assert load(mode, threshold=6.0).threshold == 6.0
+
+
+# What it needs
+
+
+def test_it_runs_on_a_cpu_and_not_on_an_apple_gpu():
+    for mode in MODES:
+        load(mode).require(CPU)
+    with pytest.raises(Unavailable) as told:
+        load("nf4").require(torch.device("mps"))
+    assert told.value.what == "precision=bnb-nf4 needs a CPU or an NVIDIA GPU; here it is mps."
+    assert told.value.remedy == "Type accelerator=cpu, or precision=bf16-true."
+
+
+def test_a_missing_package_is_told_with_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "runner.precision.bitsandbytes_library")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(Unavailable) as told:
+        load("nf4").require(CPU)
+    assert "precision=bnb-nf4 needs bitsandbytes, which does not import" in told.value.what
+    assert told.value.remedy == 'Type pip install "bitsandbytes>=0.50".'
+
+
+@pytest.mark.parametrize(
+    ("mode", "capability", "least"),
+    [
+        ("nf4", (5, 2), "6.0"), ("nf4", (6, 0), ""), ("int8", (7, 0), "7.5"),
+        ("int8", (7, 5), ""), ("int8-training", (7, 0), "7.5"), ("fp4-dq", (7, 0), ""),
+    ],
+)  # fmt: skip
+def test_an_old_gpu_is_told(monkeypatch, mode, capability, least):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old")
+    if not least:
+        load(mode).require(CUDA)
+        return
+    found = ".".join(map(str, capability))
+    told = rf"needs compute capability {least} or higher; cuda:0 \(Old\) has {found}\. Nearest"
+    with pytest.raises(Unavailable, match=told):
+        load(mode).require(CUDA)
+
+
+# The contexts
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+def test_inputs_are_cast_to_the_compute_dtype(compute):
+    batch = load("nf4", compute).cast({"x": torch.ones(2), "n": torch.ones(2).long()})
+    assert (batch["x"].dtype, batch["n"].dtype) == (DTYPES[compute], torch.int64)
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+def test_the_rest_of_the_model_is_under_autocast(compute):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    precision = load("int8", compute, ignore_modules=["1"])
+    precision.convert(model)
+    for _ in range(2):
+        with precision.forward(CPU):
+            made = model(precision.cast(torch.ones(1, 4)))
+        assert made.dtype is DTYPES[compute]
+        assert not torch.is_autocast_enabled("cpu")
+    assert model[1].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("choice", ["native", "float32_accumulate"])
+def test_the_session_sets_the_float16_kernels_and_tells_them(choice):
+    model = nn.Linear(2, 2)
+    precision = load("nf4", "float16", cpu_float16=choice, float32_matmul="high")
+    before = torch.get_float32_matmul_precision()
+    with precision.session(model, CPU):
+        assert precision.kernels() == choice
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before
+    other = load("nf4", "bfloat16", cpu_float16=choice)
+    with other.session(model, CPU):
+        assert other.kernels() == ""
+
+
+# The function
+
+
+# Normal weights: Dettmers et al., arXiv:2305.14314, appendix F, in place of which the library's
+# own quantise and dequantise is the measure.
+ERRORS = {"nf4": 0.093, "nf4-dq": 0.093, "fp4": 0.122, "fp4-dq": 0.122,
+          "int8": 0.008, "int8-training": 0.008}  # fmt: skip
+
+
+def roundtrip(weight, mode):
+    """The library's own quantise and dequantise."""
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_quant, quantize_4bit
+
+    if mode.startswith("int8"):
+        codes, largest, _ = int8_vectorwise_quant(weight.half())
+        return codes.float() * largest[:, None] / 127
+    kind, _, nested = mode.partition("-")
+    packed, state = quantize_4bit(weight, quant_type=kind, compress_statistics=bool(nested))
+    return dequantize_4bit(packed, state)
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_error_at_initialisation_is_that_of_the_format(mode, compute):
+    module, weight = layer(mode, compute, 1024, 256)
+    x = torch.randn(64, 1024)
+    want = F.linear(x, weight, module.bias)
+    made = error(module(x), want)
+    library = error(F.linear(x, roundtrip(weight, mode), module.bias), want)
+    assert library == pytest.approx(ERRORS[mode], rel=0.08)
+    assert made <= math.hypot(library * 1.001, ROUNDING[compute] / 2)
+    assert made > 0.95 * library  # it was quantised
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_evaluation_the_error_stays_small(mode):
+    module, weight = layer(mode, "float32", 1024, 256, train=False)
+    x = torch.randn(64, 1024)
+    with torch.no_grad():
+        made = error(module(x), F.linear(x, weight, module.bias))
+    assert made < 1.5 * ERRORS[mode]  # int8: the inputs are rounded, too
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])
+@pytest.mark.parametrize("train", [True, False])
+def test_outputs_and_gradients_are_those_of_the_weight_that_it_holds(mode, compute, shape, train):
+    module, _ = layer(mode, compute, train=train)
+    weight = held(module)
+    x = torch.randn(*shape, 64).requires_grad_()
+    made = module(x)
+    grad = torch.randn_like(made)
+    made.backward(grad)
+    rough = ROUNDING[compute]
+    inputs = 0.01 if "int8" in mode and not train else 0.0  # rounded to int8, too
+    assert made.shape == (*shape, 48)
+    assert made.dtype is x.grad.dtype is module.bias.grad.dtype is torch.float32
+    assert error(made, F.linear(x, weight, module.bias)) < rough + inputs
+    assert error(x.grad, grad @ weight) < rough
+    assert error(module.bias.grad, grad.flatten(0, -2).sum(0)) < rough
+    if mode == "int8-training" and train:
+        assert error(module.weight.grad, grad.flatten(0, -2).T @ x.flatten(0, -2)) < rough
+    elif mode in FROZEN:
+        assert not module.weight.requires_grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_a_bias_and_with_a_frozen_one_and_with_frozen_inputs(mode):
+    module, _ = layer(mode, bias=False)
+    x = torch.randn(3, 64, requires_grad=True)
+    module(x).sum().backward()
+    assert error(x.grad, held(module).sum(0).expand(3, 64)) < 1e-5
+    module, _ = layer(mode)
+    module(x.detach()).sum().backward()
+    assert torch.equal(module.bias.grad, torch.full((48,), 3.0))
+    module, _ = layer(mode)
+    module.bias.requires_grad_(False)
+    module(x).sum().backward()
+    assert module.bias.grad is None
+
+
+@pytest.mark.parametrize("mode", FOUR)
+def test_zero_rows_pass(mode):
+    for shape in ((0, 64), (2, 0, 64)):
+        for train in (True, False):
+            module, _ = layer(mode, train=train)
+            x = torch.zeros(shape, requires_grad=True)
+            made = module(x)
+            made.sum().backward()
+            assert made.shape == (*shape[:-1], 48)
+            assert x.grad.shape == shape
+            assert torch.equal(module.bias.grad, torch.zeros(48))
+
+
+# On a CPU the library's own Linear4bit returns garbage at the first four: its kernel counts the
+# blocks of 64 row by row, where the packing counts them through the whole weight.
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("inside", [16, 48, 80, 784, 128, 1, 7, 33, 100])
+@pytest.mark.parametrize("mode", FOUR)
+def test_every_width_is_unpacked_rightly(mode, inside, compute):
+    module, weight = layer(mode, compute, inside, 6)
+    for train in (True, False):
+        module.train(train)
+        with torch.no_grad():
+            made = module(torch.eye(inside)) - module.bias
+        torch.testing.assert_close(
+            made, held(module).T, rtol=ROUNDING[compute] * 2, atol=ROUNDING[compute] * 4
+        )
+        assert error(made.T, weight) < 0.2
+    x = torch.zeros(2, inside, requires_grad=True)
+    module(x).sum().backward()
+    assert error(x.grad, held(module).sum(0).expand(2, -1)) < 4 * ROUNDING[compute]
+
+
+def test_an_odd_number_of_weights_is_unpacked_rightly():
+    module, _ = layer("nf4-dq", inside=13, outside=5)
+    made = module(torch.eye(13)) - module.bias
+    torch.testing.assert_close(made, held(module).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8-training"])
+@pytest.mark.parametrize("inside", [1, 7, 16, 48, 100])
+def test_every_width_works_in_int8(mode, inside):
+    module, weight = layer(mode, inside=inside, outside=5)
+    x = torch.randn(3, inside)
+    want = F.linear(x, weight, module.bias)
+    for train in (True, False):
+        assert error(module.train(train)(x), want) < 0.03
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_evaluation_and_training_again_agree(mode):
+    module, _ = layer(mode)
+    x = torch.randn(4, 64)
+    first = module(x)
+    with torch.no_grad():
+        second = module.eval()(x)
+    third = module.train()(x)
+    assert torch.equal(first, third)
+    assert error(second, first) < 0.02
+    third.sum().backward()
+    assert module.bias.grad is not None
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trainable_bias_keeps_its_dtype_and_its_object(mode, compute):
+    module, _ = layer(mode, compute)
+    bias, value = module.bias, module.bias.detach().clone()
+    for train in (True, False):
+        module.train(train)(torch.randn(2, 64))
+    assert module.bias is bias
+    assert (bias.dtype, bias.requires_grad) == (torch.float32, True)
+    assert torch.equal(bias, value)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_output_has_the_dtype_of_its_input(mode):
+    module, _ = layer(mode, "bfloat16")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        x = torch.randn(2, 64, dtype=dtype, requires_grad=True)
+        made = module(x)
+        made.sum().backward()
+        assert (made.dtype, x.grad.dtype) == (dtype, dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float64_weights_are_quantised_to_the_right_numbers(mode):
+    torch.manual_seed(0)
+    module = nn.Linear(64, 48).double()
+    x = torch.randn(4, 64, dtype=torch.float64)
+    want = module(x)
+    convert(module, mode)
+    made = module(x)
+    assert made.dtype is torch.float64
+    assert error(made, want) < 1.2 * ERRORS[mode]
+    assert module.bias.dtype is torch.float64
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_forward_says_nothing(mode, caplog, capfd):
+    module, _ = layer(mode, "bfloat16")
+    with caplog.at_level(logging.INFO):
+        module(torch.randn(2, 64))
+        module.eval()(torch.randn(2, 64))
+    assert caplog.text == ""
+    assert capfd.readouterr() == ("", "")
+
+
+# Models
+
+
+def test_a_gpt_is_converted_but_for_its_tied_head():
+    model = GPT(11, 8, layers=2, heads=2, width=16)
+    _, report = load("nf4").convert(model)
+    assert list(report.lines()) == [
+        "converted 8/9 layers",
+        "  skipped head (Linear): shares a parameter with token_embedding",
+    ]
+    assert model.head.weight is model.token_embedding.weight
+    model = GPT(11, 8, layers=2, heads=2, width=16)
+    weight = model.head.weight
+    _, report = load("int8-training").convert(model)
+    assert str(report) == "9/9"
+    assert model.head.weight is model.token_embedding.weight is weight
+    tokens = torch.arange(8)[None]
+    model(tokens).sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_trains_is_the_same_but_for_packed_weights(mode):
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    model[0].bias.requires_grad_(False)
+    before = dict(model.named_parameters())
+    convert(model, mode, ignore_modules=["2"])
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    replaced = [name for name in before if before[name] is not after[name]]
+    frozen = [name for name in after if not after[name].requires_grad]
+    assert replaced == ([] if mode == "int8-training" else ["0.weight"])
+    assert frozen == [*replaced, "0.bias"]
+
+
+@pytest.mark.parametrize("mode", FROZEN)
+def test_a_hook_on_a_weight_is_refused_and_on_the_module_it_fires(mode):
+    model, seen = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), []
+    model[1].weight.register_hook(lambda grad: grad)
+    with pytest.raises(ConfigError, match="a hook hangs on that of 1\\. Type precision.ignore_mo"):
+        convert(model, mode)
+    assert type(model[0]) is nn.Linear
+    handle = model[0].register_forward_hook(lambda *_: seen.append(1))
+    convert(model, mode, ignore_modules=["1"])
+    model(torch.ones(1, 16))
+    handle.remove()
+    model(torch.ones(1, 16))
+    assert seen == [1]
+
+
+def test_a_second_conversion_is_refused_and_a_mixed_model_is_told():
+    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), "nf4", ignore_modules=["1"])
+    before = model[0].weight
+    _, report = load("int8").convert(model)
+    assert [(r.module, r.done, r.why) for r in report.modules] == [
+        ("0", False, "is a Linear4bit already"), ("1", True, ""),
+    ]  # fmt: skip
+    assert model[0].weight is before
+    with pytest.raises(ConfigError, match=r"nothing.*0 \(Linear4bit\): is a Linear4bit already; 1"):
+        load("fp4").convert(model)
+    other = convert(nn.Sequential(nn.Linear(16, 4)), "int8-training")
+    with pytest.raises(ConfigError, match="is a Linear8bitTrained already"):
+        load("nf4").convert(other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_islands_compute_in_float32(mode):
+    model, seen = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), []
+    precision = load(mode, "bfloat16", keep_fp32=["1"])
+    _, report = precision.convert(model)
+    assert report.modules[1].why == "kept in float32 by precision.keep_fp32"
+    F_linear = F.linear  # noqa: N806
+    del F_linear
+    weight = model[1].weight.detach().clone()
+    with precision.forward(CPU):
+        hidden = model[0](precision.cast(torch.randn(2, 16)))
+        seen.append(hidden.dtype)
+        made = model[1](hidden)
+    assert seen == [torch.bfloat16]
+    assert torch.equal(made, F.linear(hidden.float(), weight, model[1].bias))
+
+
+def test_weights_of_a_kind_that_no_kernel_takes_are_left():
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.LazyLinear(4), nn.Linear(4, 4))
+    _, report = load("nf4").convert(model)
+    assert [row.done for row in report.modules] == [False, False, True]
+
+
+@pytest.mark.parametrize("mode", FOUR)
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_an_encoder_layer_works_in_training_and_in_evaluation(mode, compute):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    want = model(x).detach()
+    precision = load(mode, compute)
+    _, report = precision.convert(model)
+    assert str(report) == "2/3"
+    for train in (True, False):
+        model.train(train)
+        with precision.forward(CPU):
+            made = model(x)
+            with torch.no_grad():
+                again = model(x)
+        assert 0.005 < error(made, want) < 0.1  # its feed-forward part is quantised
+        assert error(again, made) < 0.01
+    made.sum().backward()
+    assert model.self_attn.in_proj_weight.grad is not None
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8-training"])
+def test_an_encoder_layer_works_in_int8_training(mode):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    want = model(x).detach()
+    convert(model, mode)
+    made = model(x)
+    assert 0.0005 < error(made, want) < 0.01
+    made.square().sum().backward()
+    assert model.self_attn.out_proj.weight.grad is not None
+
+
+# int8-training
+
+
+def test_every_forward_sees_the_weight_of_its_step():
+    module, _ = layer("int8-training")
+    x, target = torch.randn(8, 64), torch.randn(8, 48)
+    for set_to_none in (True, False, False):  # the library keeps its copy while a gradient is held
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        F.mse_loss(module(x), target, reduction="sum").backward()
+        before = module.weight.detach().clone()
+        optimizer.step()
+        assert error(before, module.weight) > 0.1
+        want = F.linear(x, held(module), module.bias)
+        assert error(module.train()(x), want) < 1e-5
+        module.eval()
+        with torch.no_grad():
+            assert error(module(x), want) < 0.02
+        assert error(module(x), want) < 0.02
+        module.train()
+
+
+def test_an_evaluation_sees_weights_that_were_just_loaded():
+    module, _ = layer("int8-training")
+    x = torch.randn(8, 64)
+    module(x).sum().backward()
+    module.eval()
+    other = nn.Linear(64, 48)
+    module.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        assert error(module(x), other(x)) < 0.02
+    assert error(module(x), other(x)) < 0.02
+    assert error(module.train()(x), other(x)) < 0.02
+
+
+def test_in_evaluation_gradients_reach_the_input_and_not_the_weight():
+    module, _ = layer("int8-training", train=False)
+    x = torch.randn(8, 64, requires_grad=True)
+    module(x).sum().backward()
+    assert error(x.grad, held(module).sum(0).expand(8, 64)) < 1e-5
+    assert module.weight.grad is None
+
+
+def test_gradients_accumulate_to_those_of_the_whole():
+    halves, _ = layer("int8-training")
+    whole, _ = layer("int8-training")
+    x = torch.randn(8, 64)
+    for part in (x[:4], x[4:]):
+        halves(part).square().sum().backward()
+    whole(x).square().sum().backward()
+    assert error(halves.weight.grad, whole.weight.grad) < 1e-5
+    assert error(halves.bias.grad, whole.bias.grad) < 1e-5
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("rows", [(16,), (4, 4)])
+@pytest.mark.parametrize("mode", MODES)
+def test_training_lowers_the_loss(mode, rows, compute):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+    precision = load(mode, compute)
+    precision.convert(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.03)
+    x, target, losses = torch.randn(*rows, 16), torch.randn(*rows, 4), []
+    for _ in range(30):
+        with precision.forward(CPU):
+            made = model(precision.cast(x))
+        loss = F.mse_loss(made.float(), target)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < (0.2 if mode == "int8-training" else 0.95) * losses[0]

@@ -1,0 +1,360 @@
+"""Low-rank additions: where they go, what trains, and what is left after they are merged."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runner import adapter
+from runner.adapter import Lora
+from runner.build import build_driven
+from runner.errors import ConfigError, Unavailable
+from runner.model import build_model
+from runner.precision import support
+from runner.spec import RunSpec
+
+CPU = torch.device("cpu")
+ADDITIONS = ("lora_A.default.weight", "lora_B.default.weight")
+LORA = {"_target_": "runner.adapter.Lora", "rank": 2, "alpha": 8.0}
+PRECISIONS = ("32-true", "bf16-true", "16-mixed", "bnb-nf4", "bnb-int8")
+
+
+class Net(nn.Module):
+    """Two layers, a norm and a head; 64 wide, as a block of 4-bit codes is."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 3, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return self.head(self.norm(x))
+
+
+class Tied(nn.Module):
+    """A head that shares its weight with the embedding, and an attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(6, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 6, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        return self.head(self.body(self.attention(x, x, x)[0]))
+
+
+class Names(nn.Module):
+    """Layers whose names are like others' when read as a regular expression."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(12))
+        self.layersx1 = nn.Linear(2, 2)
+        self.outer = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
+        for name in ("a+b", "aab", "(c|d)", "c"):
+            self.add_module(name, nn.Linear(2, 2))
+
+
+def adapted(model):
+    """Names of the layers that hold an addition."""
+    ends = f".{ADDITIONS[0]}"
+    return [name.removesuffix(ends) for name, _ in model.named_parameters() if name.endswith(ends)]
+
+
+def trainable(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def additions(*names):
+    return {f"{name}.{part}" for name in names for part in ADDITIONS}
+
+
+def is_addition(key):
+    return key.endswith(ADDITIONS)
+
+
+def shake(model, seed=1):
+    """Move everything that trains, as a training would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator) / 8
+                parameter.add_(noise.to(parameter.dtype))
+
+
+def built(name, node, seed=0):
+    """(the model in a precision, the precision, its spec)."""
+    torch.manual_seed(seed)
+    spec = RunSpec(
+        model={"_target_": f"{__name__}.Net"}, adapter=node, scheduler={"_target_": None},
+        optimizer={"_target_": "torch.optim.SGD", "lr": 0.1},
+    )  # fmt: skip
+    precision = support.load(name)
+    return build_model(spec, precision, CPU).model, precision, spec
+
+
+def outputs(model, precision, seed=2):
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(seed))
+    with precision.session(model, CPU), precision.forward(CPU):
+        return model(precision.cast(x))
+
+
+# Where the additions go
+
+
+def test_every_linear_layer_gets_one_and_nothing_else_trains():
+    model = Net()
+    Lora(rank=3).add(model)
+    assert adapted(model) == ["layers.0", "layers.1", "head"]
+    assert trainable(model) == additions("layers.0", "layers.1", "head")
+    shapes = {n: list(p.shape) for n, p in model.named_parameters() if n.startswith("head.lora")}
+    assert shapes == {f"head.{ADDITIONS[0]}": [3, 64], f"head.{ADDITIONS[1]}": [3, 3]}
+
+
+def test_a_tied_head_and_the_projection_of_an_attention_get_none():
+    model = Tied()
+    Lora().add(model)
+    assert adapted(model) == ["body"]
+    assert trainable(model) == additions("body")
+    assert model.head.weight is model.words.weight
+    assert model(torch.arange(6)[None]).shape == (1, 6, 6)
+
+
+def test_layers_that_share_a_bias_only_get_none():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].bias = model[0].bias
+    Lora().add(model)
+    assert adapted(model) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        (["layers.1"], ["layers.1"]),
+        (["layers.1*"], ["layers.1", "layers.10", "layers.11"]),
+        (["a+b"], ["a+b"]),
+        (["(c|d)"], ["(c|d)"]),
+        (["outer", "aab"], ["outer.layers.0", "outer.layers.1", "aab"]),
+        (["*.layers.1"], ["layers.1", "outer.layers.1"]),
+    ],
+    ids=str,
+)
+def test_patterns_choose_by_the_segments_of_a_name(patterns, names):
+    model = Names()
+    Lora(modules=patterns).add(model)
+    assert adapted(model) == names
+
+
+def test_the_rest_of_a_chosen_models_layers_is_frozen_too():
+    model = Net()
+    Lora(modules=["layers.1"]).add(model)
+    assert trainable(model) == additions("layers.1")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "more"),
+    [
+        (["norm"], {"norm.weight", "norm.bias"}),
+        (["head"], {"head.weight"}),
+        (["*.0", "norm"], {"layers.0.base_layer.weight", "layers.0.base_layer.bias",
+                           "norm.weight", "norm.bias"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_named_modules_train_in_full_besides(patterns, more):
+    model = Net()
+    Lora(modules=["layers"], train=patterns).add(model)
+    assert trainable(model) == additions("layers.0", "layers.1") | more
+
+
+def test_what_cannot_train_stays_frozen_where_it_is_named():
+    """4-bit and 8-bit weights have no gradient; their biases have."""
+    for name in ("bnb-nf4", "bnb-int8"):
+        model, _, _ = built(name, {**LORA, "train": ["*"]})
+        base = {n for n in trainable(model) if not is_addition(n)}
+        biases = {f"layers.{i}.base_layer.bias" for i in (0, 1)}
+        assert base == {*biases, "norm.weight", "norm.bias"}, name
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rank", 0), ("rank", -1), ("alpha", 0), ("alpha", -2.0), ("dropout", 1), ("dropout", -0.1)],
+)
+def test_a_value_out_of_range_is_refused_with_its_key(key, value):
+    with pytest.raises(ConfigError) as caught:
+        Lora(**{key: value})
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"adapter.{key}={value} is out of range. Allowed: ")
+
+
+def test_every_bad_value_has_a_message_of_its_own():
+    with pytest.raises(ConfigError) as caught:
+        Lora(rank=0, alpha=0, dropout=1)
+    keys = [problem.partition("=")[0] for problem in caught.value.problems]
+    assert keys == ["adapter.rank", "adapter.alpha", "adapter.dropout"]
+
+
+def test_values_on_the_edge_are_allowed():
+    Lora(rank=1, alpha=1e-6, dropout=0).add(Net())
+    Lora(dropout=0.999).add(Net())
+
+
+@pytest.mark.parametrize("key", ["modules", "train"])
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(key):
+    model = Net()
+    with pytest.raises(ConfigError, match=rf"adapter\.{key}: layer\.1 matches no .*layers\.1"):
+        Lora(**{key: ["layer.1"]}).add(model)
+    assert not adapted(model)
+    assert len(trainable(model)) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("model", "patterns", "what"),
+    [
+        (nn.Sequential(nn.Conv1d(1, 1, 1)), None, "the model"),
+        (nn.Linear(2, 2), None, "the model"),
+        (Net(), ["norm"], r"adapter\.modules=\['norm'\]"),
+        (Net(), [], r"adapter\.modules=\[\]"),
+        (Tied(), ["attention"], r"adapter\.modules=\['attention'\]"),
+    ],
+    ids=["convolution", "root", "norm", "empty", "attention"],
+)
+def test_a_model_with_nothing_to_adapt_is_refused(model, patterns, what):
+    before = trainable(model)
+    with pytest.raises(ConfigError, match=f"no linear layer of its own in {what}.*adapter=none"):
+        Lora(modules=patterns).add(model)
+    assert trainable(model) == before
+
+
+def test_without_peft_it_says_what_to_install(monkeypatch):
+    asked = []
+    monkeypatch.setattr(adapter, "find_spec", asked.append)  # returns None
+    with pytest.raises(Unavailable) as caught:
+        Lora()
+    assert asked == ["peft"]
+    assert "adapter=lora needs peft" in caught.value.what
+    assert 'pip install "precision-runner[lora]"' in caught.value.remedy
+    assert caught.value.exit_status == 2
+
+
+def test_a_config_without_a_target_makes_no_adapter(compose):
+    assert adapter.make({}) is None
+    assert adapter.make({"_target_": None}) is None
+    assert adapter.make(compose("model=mlp").adapter) is None
+
+
+def test_the_config_makes_one_with_its_values(compose):
+    spec = compose("model=mlp", "adapter=lora", "adapter.rank=3", "adapter.train=[head]")
+    made = adapter.make(spec.adapter)
+    assert isinstance(made, Lora)
+    assert (made.rank, made.alpha, made.dropout, made.modules) == (3, 16.0, 0.0, None)
+    assert list(made.train) == ["head"]
+
+
+# In every precision
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_function_is_the_same_at_the_start(name):
+    plain, precision, _ = built(name, {})
+    model, _, _ = built(name, LORA)
+    assert adapted(model) == ["layers.0", "layers.1", "head"]
+    assert torch.equal(outputs(model, precision), outputs(plain, precision))
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_training_changes_the_additions_only(name):
+    model, precision, spec = built(name, LORA)
+    (driven,) = build_driven(spec, model, precision, steps=2)
+    assert len(driven.params) == 6
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    first = outputs(model, precision).detach().clone()
+    for _ in range(2):
+        driven.optimizer.zero_grad()
+        outputs(model, precision).float().square().mean().backward()
+        driven.optimizer.step()
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    changed = {key for key in after if not torch.equal(after[key], before[key])}
+    assert changed == additions("layers.0", "layers.1", "head")
+    assert not torch.equal(outputs(model, precision), first)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_trained_weights_load_back(name):
+    model, precision, _ = built(name, {**LORA, "train": ["norm"]})
+    shake(model)
+    other, _, _ = built(name, {**LORA, "train": ["norm"]}, seed=9)
+    assert not torch.equal(outputs(other, precision), outputs(model, precision))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(outputs(other, precision), outputs(model, precision))
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_addition_is_scaled_by_alpha_over_rank(name):
+    model, precision, _ = built(name, LORA)
+    shake(model)
+    layer, base = model.head, built(name, {})[0].head
+    x = precision.cast(torch.randn(5, 64, generator=torch.Generator().manual_seed(3)))
+    down, up = (dict(layer.named_parameters())[part].double() for part in ADDITIONS)
+    with torch.no_grad(), precision.session(model, CPU), precision.forward(CPU):
+        addition = layer(x).double() - base(x).double()
+    wanted = 4 * x.double() @ down.T @ up.T  # alpha / rank = 8 / 2
+    error = (addition - wanted).norm() / wanted.norm()
+    assert error < (1e-5 if name == "32-true" else 0.03)
+
+
+def test_dropout_acts_in_training_only():
+    model = Net()
+    Lora(dropout=0.5).add(model)
+    shake(model)
+    x = torch.randn(4, 64)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+# Merging
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"alpha": 1.0, "rank": 5}, {"modules": ["layers.1"]}, {"train": ["head", "norm"]},
+     {"dropout": 0.3}],
+    ids=str,
+)  # fmt: skip
+def test_a_merged_model_is_plain_and_computes_the_same(keywords):
+    model, lora = Net().eval(), Lora(**keywords)
+    kinds = [(name, type(module)) for name, module in model.named_modules()]
+    keys = list(model.state_dict())
+    start = outputs(model, support.load("32-true"))
+    lora.add(model)
+    shake(model)
+    wanted = outputs(model.eval(), support.load("32-true"))
+    assert (wanted - start).abs().max() > 0.1
+    lora.merge(model)
+    assert [(name, type(module)) for name, module in model.named_modules()] == kinds
+    assert list(model.state_dict()) == keys
+    torch.testing.assert_close(outputs(model, support.load("32-true")), wanted)
+
+
+def test_merging_keeps_ties():
+    model, lora = Tied().eval(), Lora()
+    lora.add(model)
+    shake(model)
+    tokens = torch.arange(6)[None]
+    wanted = model(tokens)
+    lora.merge(model)
+    assert model.head.weight is model.words.weight
+    torch.testing.assert_close(model(tokens), wanted)
