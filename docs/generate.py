@@ -4,6 +4,7 @@ python docs/generate.py           rewrite
 python docs/generate.py --check   exit status 1 if a page is stale
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -13,11 +14,13 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
+from runner.errors import Unavailable
 from runner.precision.support import header, load, names
 from runner.spec import RunSpec
 from runner.tracking.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 CONF = Path(str(files("runner.conf")))
 
 
@@ -26,21 +29,57 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def dtype(value: torch.dtype) -> str:
-    return str(value).removeprefix("torch.")
-
-
 def precisions() -> str:
     rows = []
     for name in names():
         p = load(name)
         scale = p.scale(torch.device("cpu")).value
-        rows.append([
-            f"`{name}`", dtype(p.storage), dtype(p.compute),
-            "none" if scale is None else f"dynamic, from {scale.item():g}", header(name)[1],
-        ])  # fmt: skip
-    head = ["precision", "parameters, gradients, optimizer state", "compute", "loss scale", "why"]
+        text = "none" if scale is None else f"dynamic, from {scale.item():g}"
+        rows.append([f"`{name}`", p.stores, p.computes, text, needs(name), header(name)[1]])
+    head = ["precision", "stores", "computes", "loss scale", "needs", "why"]
     return table(head, rows)
+
+
+def needs(name: str) -> str:
+    """The hardware that require() asks for where there is only a CPU."""
+    try:
+        load(name).require(torch.device("cpu"))
+    except Unavailable as error:
+        return error.what.partition("needs ")[2].partition(";")[0].removeprefix("an ")
+    return "any CPU or GPU" if not name.startswith("bnb") else "CPU or NVIDIA GPU"
+
+
+def measured() -> str:
+    """What bench/low_bit.py measured."""
+    found = json.loads((RESULTS / "low_bit.json").read_text())["precisions"]
+    rows = [
+        [f"`{name}`", f"{row['weights']:.3f}", f"{row['error']:.1e}",
+         f"{row['step']:.2f}" if row["step"] else "emulated"]
+        for name, row in found.items()
+    ]  # fmt: skip
+    head = ["precision", "weights' bytes", "error of a product", "time of a training step"]
+    return table(head, rows)
+
+
+def optimizers() -> str:
+    found = json.loads((RESULTS / "low_bit.json").read_text())["optimizers"]
+    return table(["optimizer", "state"], [[f"`{k}`", f"{v:.3f}"] for k, v in found.items()])
+
+
+def gpu() -> str:
+    """What bench/gpu/run.sh left under bench/results/gpu/."""
+    pages = sorted((RESULTS / "gpu").glob("*.json"))
+    if not pages:
+        return (
+            "**Never run on a GPU.** `bench/gpu/run.sh` runs the GPU tests and measures every "
+            "precision; no figures are committed yet."
+        )
+    lines = []
+    for page in pages:
+        found = json.loads(page.read_text())
+        lines.append(f"[{found['device']}](../bench/results/gpu/{page.stem}.md), commit "
+                     f"{found['commit'][:12]}: {found['tests']}")  # fmt: skip
+    return "\n\n".join(lines)
 
 
 def keys() -> str:
@@ -100,7 +139,15 @@ def metrics() -> str:
     return table(["metric", "meaning"], [[f"`{name}`", text] for name, text in METRICS.items()])
 
 
-TABLES = {"precisions": precisions, "keys": keys, "groups": groups, "metrics": metrics}
+TABLES = {
+    "precisions": precisions,
+    "measured": measured,
+    "optimizers": optimizers,
+    "gpu": gpu,
+    "keys": keys,
+    "groups": groups,
+    "metrics": metrics,
+}
 
 
 def render(text: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from runner.config import instantiate
@@ -22,8 +23,8 @@ class Adapter(ABC):
     """What changes a model after its conversion and before its optimizer."""
 
     @abstractmethod
-    def add(self, model: nn.Module) -> None:
-        """Freeze the model and add what trains, in place; the function stays the same."""
+    def add(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Freeze the model and add what trains, in this dtype; the function stays the same."""
 
     @abstractmethod
     def merge(self, model: nn.Module) -> None:
@@ -79,7 +80,7 @@ class Lora(Adapter):
         self.rank, self.alpha, self.dropout = rank, alpha, dropout
         self.modules, self.train = modules, train
 
-    def add(self, model: nn.Module) -> None:
+    def add(self, model: nn.Module, dtype: torch.dtype) -> None:
         with quiet():
             from peft import LoraConfig, inject_adapter_in_model
 
@@ -95,21 +96,30 @@ class Lora(Adapter):
         full = [p for name in trained for p in model.get_submodule(name).parameters()]
         floats = [p for p in full if p.is_floating_point() and p.requires_grad]
         inject_adapter_in_model(config, model)
+        for added in (p for p in model.parameters() if p.requires_grad):
+            added.data = added.data.to(dtype)  # peft takes the layer's compute dtype
         for parameter in floats:
             parameter.requires_grad_(True)
 
     def _chosen(self, model: nn.Module, names: Sequence[str]) -> list[str]:
         """Dotted names of the linear layers that get an addition."""
-        wanted = None if self.modules is None else select("adapter.modules", self.modules, names)
+        wanted = names if self.modules is None else select("adapter.modules", self.modules, names)
         tied = shared_with(model)
-        chosen = [
+        linear = [
             name
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear)
             and name
+            and name in wanted
             and type(module).__name__ != "NonDynamicallyQuantizableLinear"
-            and (name in wanted if wanted is not None else name not in tied)
         ]
+        if self.modules is not None and (both := [name for name in linear if name in tied]):
+            raise ConfigError(
+                f"adapter.modules names {both[0]}, which shares its weight with "
+                f"{', '.join(tied[both[0]])}: what is added to one would be merged into both. "
+                "Leave it out."
+            )
+        chosen = [name for name in linear if name not in tied]
         if not chosen:
             what = "the model" if self.modules is None else f"adapter.modules={list(self.modules)}"
             raise ConfigError(
@@ -127,3 +137,4 @@ class Lora(Adapter):
                 module.merge()  # type: ignore[operator]
                 holder, _, last = name.rpartition(".")
                 setattr(model.get_submodule(holder), last, module.get_base_layer())
+        vars(model).pop("peft_config", None)

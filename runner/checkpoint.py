@@ -146,5 +146,6 @@ def load_weights(model: nn.Module, saved: Saved) -> None:
         reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
         raise ConfigError(
             f"checkpoint={saved.path} does not fit the model: {reason} "
-            "Take the checkpoint's own model (mode=evaluate does where model= is left out)."
+            "Take the checkpoint's own model (leave model= out in mode=evaluate, give it with "
+            "init.weights) and, for packed weights, its own precision.ignore_modules."
         ) from error

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from rich.console import Console
@@ -11,6 +12,15 @@ from runner.accelerator import available, choose
 from runner.precision.support import header, support
 from runner.spec import AcceleratorSpec
 
+LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft")
+
+
+def _found(library: str) -> str:
+    try:
+        return f"{library} {version(library)}"
+    except PackageNotFoundError:
+        return f"{library} not installed"
+
 
 def doctor(argv: Sequence[str]) -> int:
     """Print the support table. Exit status 2 for arguments, which it does not take."""
@@ -19,7 +29,7 @@ def doctor(argv: Sequence[str]) -> int:
         text = f"doctor takes no arguments, and was given: {' '.join(argv)}."
         print(f"error: {text} Type doctor.", file=sys.stderr)
         return 2
-    console.print(f"torch {torch.__version__}")
+    console.print(", ".join([f"torch {torch.__version__}", *map(_found, LIBRARIES)]))
     for kind in available():
         accelerator = choose(AcceleratorSpec(name=kind))
         table = Table(title=f"accelerator={kind}: {accelerator.name}", title_justify="left")

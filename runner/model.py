@@ -51,7 +51,7 @@ def build_model(
     size = stored_bytes(model)
     model, report = precision.convert(model, device)
     if (addition := adapter.make(spec.adapter)) is not None:
-        addition.add(model)
+        addition.add(model, precision.storage)
     return Built(model.to(device), report, size)
 
 
@@ -90,7 +90,7 @@ def _load(model: nn.Module, precision: Precision, saved: Saved) -> None:
         load_weights(model, saved)
         return
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
-    addition.add(model)
+    addition.add(model, torch.float32)
     load_weights(model, saved)
     addition.merge(model)
     for name, parameter in model.named_parameters():

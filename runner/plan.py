@@ -75,7 +75,7 @@ def _overview(
     rows = {
         "device": accelerator.name,
         "stored in": _dtypes(model),
-        "computed in": str(precision.compute).removeprefix("torch."),
+        "computed in": precision.computes,
         "loss scale": "none" if scale is None else f"from {scale.item():g}",
         "parameters": f"{_count(params):,} ({_count(trainable):,} trainable)",
         "weights and buffers": f"{weights / MIB:.1f} MiB (as built {built.plain_bytes / MIB:.1f})",

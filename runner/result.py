@@ -100,7 +100,7 @@ def _rows(result: RunResult) -> list[tuple[str, str]]:
     ]
     if result.as_trained is not None:
         text = f"{number(result.as_trained)} in {result.trained_in}; change {_change(result)}"
-        rows.insert(1, ("as trained", text))
+        rows.insert(list(result.metrics).index(result.quality) + 1, ("as trained", text))
     if result.converted:
         rows.append(("converted layers", result.converted))
         rows.append(("weights", f"{number(result.weights_mib)} MiB, {saved(result)} saved"))

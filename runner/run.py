@@ -104,6 +104,11 @@ def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
     assert spec.checkpoint.path is not None
     path = checkpoint.find(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = checkpoint.load(path)
+    if origin.touches("adapter"):
+        raise ConfigError(
+            "mode=evaluate takes the adapter from the checkpoint, and merges it where the "
+            "precision packs no weights. Leave adapter= out."
+        )
     own = [key for key in ("model", "adapter", "data", "task") if not origin.touches(key)]
     choices = {**origin.choices, **{key: saved["choices"].get(key, "") for key in own}}
     nodes = {key: saved["spec"].get(key, {}) for key in own}

@@ -112,7 +112,7 @@ def outputs(model, precision, seed=2):
 
 def test_every_linear_layer_gets_one_and_nothing_else_trains():
     model = Net()
-    Lora(rank=3).add(model)
+    Lora(rank=3).add(model, torch.float32)
     assert adapted(model) == ["layers.0", "layers.1", "head"]
     assert trainable(model) == additions("layers.0", "layers.1", "head")
     shapes = {n: list(p.shape) for n, p in model.named_parameters() if n.startswith("head.lora")}
@@ -121,7 +121,7 @@ def test_every_linear_layer_gets_one_and_nothing_else_trains():
 
 def test_a_tied_head_and_the_projection_of_an_attention_get_none():
     model = Tied()
-    Lora().add(model)
+    Lora().add(model, torch.float32)
     assert adapted(model) == ["body"]
     assert trainable(model) == additions("body")
     assert model.head.weight is model.words.weight
@@ -131,7 +131,7 @@ def test_a_tied_head_and_the_projection_of_an_attention_get_none():
 def test_layers_that_share_a_bias_only_get_none():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].bias = model[0].bias
-    Lora().add(model)
+    Lora().add(model, torch.float32)
     assert adapted(model) == ["2"]
 
 
@@ -149,13 +149,13 @@ def test_layers_that_share_a_bias_only_get_none():
 )
 def test_patterns_choose_by_the_segments_of_a_name(patterns, names):
     model = Names()
-    Lora(modules=patterns).add(model)
+    Lora(modules=patterns).add(model, torch.float32)
     assert adapted(model) == names
 
 
 def test_the_rest_of_a_chosen_models_layers_is_frozen_too():
     model = Net()
-    Lora(modules=["layers.1"]).add(model)
+    Lora(modules=["layers.1"]).add(model, torch.float32)
     assert trainable(model) == additions("layers.1")
 
 
@@ -171,7 +171,7 @@ def test_the_rest_of_a_chosen_models_layers_is_frozen_too():
 )  # fmt: skip
 def test_named_modules_train_in_full_besides(patterns, more):
     model = Net()
-    Lora(modules=["layers"], train=patterns).add(model)
+    Lora(modules=["layers"], train=patterns).add(model, torch.float32)
     assert trainable(model) == additions("layers.0", "layers.1") | more
 
 
@@ -206,15 +206,15 @@ def test_every_bad_value_has_a_message_of_its_own():
 
 
 def test_values_on_the_edge_are_allowed():
-    Lora(rank=1, alpha=1e-6, dropout=0).add(Net())
-    Lora(dropout=0.999).add(Net())
+    Lora(rank=1, alpha=1e-6, dropout=0).add(Net(), torch.float32)
+    Lora(dropout=0.999).add(Net(), torch.float32)
 
 
 @pytest.mark.parametrize("key", ["modules", "train"])
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(key):
     model = Net()
     with pytest.raises(ConfigError, match=rf"adapter\.{key}: layer\.1 matches no .*layers\.1"):
-        Lora(**{key: ["layer.1"]}).add(model)
+        Lora(**{key: ["layer.1"]}).add(model, torch.float32)
     assert not adapted(model)
     assert len(trainable(model)) == len(list(model.parameters()))
 
@@ -233,7 +233,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(key):
 def test_a_model_with_nothing_to_adapt_is_refused(model, patterns, what):
     before = trainable(model)
     with pytest.raises(ConfigError, match=f"no linear layer of its own in {what}.*adapter=none"):
-        Lora(modules=patterns).add(model)
+        Lora(modules=patterns).add(model, torch.float32)
     assert trainable(model) == before
 
 
@@ -317,7 +317,7 @@ def test_the_addition_is_scaled_by_alpha_over_rank(name):
 
 def test_dropout_acts_in_training_only():
     model = Net()
-    Lora(dropout=0.5).add(model)
+    Lora(dropout=0.5).add(model, torch.float32)
     shake(model)
     x = torch.randn(4, 64)
     assert not torch.equal(model(x), model(x))
@@ -339,7 +339,7 @@ def test_a_merged_model_is_plain_and_computes_the_same(keywords):
     kinds = [(name, type(module)) for name, module in model.named_modules()]
     keys = list(model.state_dict())
     start = outputs(model, support.load("32-true"))
-    lora.add(model)
+    lora.add(model, torch.float32)
     shake(model)
     wanted = outputs(model.eval(), support.load("32-true"))
     assert (wanted - start).abs().max() > 0.1
@@ -351,10 +351,45 @@ def test_a_merged_model_is_plain_and_computes_the_same(keywords):
 
 def test_merging_keeps_ties():
     model, lora = Tied().eval(), Lora()
-    lora.add(model)
+    lora.add(model, torch.float32)
     shake(model)
     tokens = torch.arange(6)[None]
     wanted = model(tokens)
     lora.merge(model)
     assert model.head.weight is model.words.weight
     torch.testing.assert_close(model(tokens), wanted)
+
+
+def test_additions_are_in_the_dtype_that_is_asked_for():
+    """peft would take the compute dtype of a layer of bitsandbytes, in which Adam's eps is 0."""
+    precision = support.load("bnb-nf4", compute_dtype="float16")
+    model, _ = precision.convert(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)))
+    Lora().add(model, precision.storage)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {torch.float32}
+
+
+def test_a_tied_layer_that_is_named_is_refused():
+    model = nn.Module()
+    model.table, model.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    model.head.weight = model.table.weight
+    with pytest.raises(ConfigError, match="names head, which shares its weight with table: "):
+        Lora(modules=["head"]).add(model, torch.float32)
+
+
+def test_a_layer_of_two_names_gets_none():
+    model = nn.Module()
+    model.a = model.b = nn.Linear(8, 8)
+    model.c = nn.Linear(8, 8)
+    Lora().add(model, torch.float32)
+    assert type(model.a) is type(model.b) is nn.Linear
+    assert type(model.c) is not nn.Linear
+
+
+def test_what_was_merged_can_be_adapted_again():
+    model = nn.Sequential(nn.Linear(8, 8))
+    for _ in range(2):
+        lora = Lora()
+        lora.add(model, torch.float32)
+        lora.merge(model)
+        assert type(model[0]) is nn.Linear

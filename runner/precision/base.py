@@ -137,6 +137,16 @@ class Precision(ABC):
         return ""
 
     @property
+    def stores(self) -> str:
+        """What parameters, gradients and optimizer state are in, in words."""
+        return str(self.storage).removeprefix("torch.")
+
+    @property
+    def computes(self) -> str:
+        """What the products are in, in words."""
+        return str(self.compute).removeprefix("torch.")
+
+    @property
     def loss_dtype(self) -> torch.dtype:
         """Dtype of floating outputs and targets in the loss when autocast_loss is off."""
         return torch.float64 if self.storage is torch.float64 else torch.float32

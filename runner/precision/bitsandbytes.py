@@ -13,7 +13,7 @@ from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import cast_nest
 from runner.precision.convert import Rules, convert_modules
 from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
-from runner.precision.islands import make_islands
+from runner.precision.islands import find_islands, make_islands
 from runner.precision.spill import Spill
 from runner.precision.true import DTYPES, check_kernels, float32_matmul
 
@@ -108,10 +108,14 @@ class BitsandbytesPrecision(Precision):
     def convert(
         self, model: nn.Module, device: torch.device = CPU
     ) -> tuple[nn.Module, ConversionReport]:
-        islands = make_islands(model, self.keep_fp32, torch.float32)
-        rules = Rules(self.name, self.ignore_modules, islands, new_weights=self.freezes)
-        report = convert_modules(model, {nn.Linear: lambda m: self._swap(m, device)}, rules)
-        self._spill.take_back(model)
+        islands = find_islands(model, self.keep_fp32, self.storage)
+        judge = beyond_float16 if self.mode.startswith("int8") else lambda module: ""
+        rules = Rules(self.name, self.ignore_modules, islands, judge, self.freezes)
+        try:
+            report = convert_modules(model, {nn.Linear: lambda m: self._swap(m, device)}, rules)
+        finally:
+            self._spill.take_back(model)
+        make_islands(model, self.keep_fp32, self.storage)
         return model, report
 
     def _swap(self, module: nn.Module, device: torch.device) -> None:
@@ -127,6 +131,20 @@ class BitsandbytesPrecision(Precision):
             quant_type, _, nested = self.mode.partition("-")
             Linear4bit.swap(module, quant_type, bool(nested), self.compute)
 
+    @property
+    def stores(self) -> str:
+        if not self.freezes:
+            return super().stores
+        bits = "8" if self.mode == "int8" else "4"
+        scales = ", 8-bit scales" if self.mode.endswith("-dq") else ""
+        return f"{bits}-bit linear weights{scales}; the rest as built"
+
+    @property
+    def computes(self) -> str:
+        if self.mode.startswith("int8"):
+            return f"int8 in linear layers, {super().computes} elsewhere"
+        return super().computes
+
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.compute is torch.float32:
             return nullcontext()
@@ -134,6 +152,14 @@ class BitsandbytesPrecision(Precision):
 
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.compute)
+
+
+def beyond_float16(module: nn.Module) -> str:
+    """Why a weight cannot be packed into int8, which the library does by way of float16."""
+    weight: Any = module.weight
+    if weight.is_meta or weight.abs().amax() <= torch.finfo(torch.float16).max:
+        return ""
+    return "its weight is not finite, or larger than float16 holds"
 
 
 def _check_values(mode: str, compute_dtype: str, threshold: float) -> None:

@@ -10,6 +10,8 @@ LLM.int8(), arXiv:2208.07339 (row-wise int8, outlier columns).
 """
 
 import copy
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,13 +23,22 @@ from runner.precision.bitsandbytes_library import (
     bnb,
     dequantize_4bit,
     int8_vectorwise_quant,
+    unpack_tensor_to_dict,
 )
+from runner.precision.convert import low_class
 
+Parts = dict[str, Tensor]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
 
 
 def pack_4bit(weight: Tensor, quant_type: str, nested: bool) -> Any:
-    """A weight [out, in] as two 4-bit codes per byte and one scale per block of 64."""
+    """A weight [out, in] as two 4-bit codes per byte and one scale per block of 64.
+
+    Raises:
+        NotImplementedError: on the meta device, which the library would pass through unpacked.
+    """
+    if weight.is_meta:
+        raise NotImplementedError("4-bit weights cannot be packed on the meta device")
     kind: Any = bnb.nn.Params4bit
     made = kind(_narrow(weight), quant_type=quant_type, compress_statistics=nested)
     return made.to(weight.device)  # the library quantises when it moves
@@ -35,10 +46,11 @@ def pack_4bit(weight: Tensor, quant_type: str, nested: bool) -> Any:
 
 def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] that a packed one stands for."""
-    if packed.device.type == "cpu":  # one long row, whose blocks the kernel finds
+    if packed.device.type == "cpu":  # one long row of even length, whose blocks the kernel finds
         shape, state = torch.Size(state.shape or ()), copy.copy(state)
-        state.shape = torch.Size((1, shape.numel()))
-        return dequantize_4bit(packed, state).reshape(shape).to(dtype)
+        count = shape.numel()
+        state.shape = torch.Size((1, count + count % 2))
+        return dequantize_4bit(packed, state)[0, :count].view(shape).to(dtype)
     return dequantize_4bit(packed, state).to(dtype)
 
 
@@ -71,7 +83,7 @@ class _Product4bit(torch.autograd.Function):
         (grad,) = grads
         wants_x, _, _, wants_bias = ctx.needs_input_grad
         weight = unpack_4bit(ctx.packed, ctx.state, grad.dtype) if wants_x else None
-        for_bias = grad.flatten(0, -2).sum(0) if wants_bias else None
+        for_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if wants_bias else None
         return None if weight is None else grad @ weight, None, None, for_bias
 
 
@@ -86,7 +98,7 @@ class Linear4bit(bnb.nn.Linear4bit):
     def swap(cls, module: nn.Linear, quant_type: str, nested: bool, compute: torch.dtype) -> None:
         """Turn a linear layer into one of these, where it is."""
         weight = pack_4bit(module.weight, quant_type, nested)
-        module.__class__ = cls
+        module.__class__ = low_class(cls, type(module))
         module.mode, module.compute_dtype, module.compute_type_is_set = (  # type: ignore[assignment]
             (quant_type, nested), compute, True
         )  # fmt: skip
@@ -94,11 +106,8 @@ class Linear4bit(bnb.nn.Linear4bit):
         # The library would repack the weight in an evaluation on AVX512-BF16 processors, for good:
         # a checkpoint saved after it is wrong, and widths that are no multiple of 32 fail.
         module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-        module._hold(weight)  # type: ignore[operator]
-
-    def _hold(self, weight: Any) -> None:
-        weight.module = self
-        self.weight, self.quant_state = weight, weight.quant_state
+        module.quant_state = None  # type: ignore[assignment]
+        module.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
@@ -116,37 +125,64 @@ class Linear4bit(bnb.nn.Linear4bit):
         weight = state_dict.get(key)
         if weight is not None:
             try:
-                self._hold(self._made_from(weight, parts))
+                self.weight = self._made_from(weight, parts)
             except ValueError as error:
                 args[-1].append(f"{key}: {error}")  # error_msgs
             state_dict[key] = self.weight.data
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _made_from(self, weight: Tensor, parts: dict[str, Tensor]) -> Any:
+    def _made_from(self, weight: Tensor, parts: Parts) -> Any:
         device = self.weight.device
         shape = (self.out_features, self.in_features)
         if weight.is_floating_point():
             if weight.shape != shape:
                 raise ValueError(f"its shape is {list(weight.shape)}, not {list(shape)}")
             return pack_4bit(weight.to(device), *self.mode)
-        found = packed_mode(parts)
-        if found is None:
-            raise ValueError("it is packed, and its scales are missing")
+        found = packed_mode(weight, parts)
         if found != self.mode:
             raise ValueError(f"it is packed as {label(*found)}, not as {label(*self.mode)}")
-        made = bnb.nn.Params4bit.from_prequantized(weight, parts, device=str(device))
+        parts = {k: v.clone() for k, v in parts.items()}  # the given ones may be a file's
+        made = bnb.nn.Params4bit.from_prequantized(weight.clone(), parts, device=str(device))
         held = list(made.quant_state.shape or ())  # type: ignore[union-attr]
         if held != list(shape):
             raise ValueError(f"its shape is {held}, not {list(shape)}")
         return made
 
 
-def packed_mode(parts: dict[str, Tensor]) -> tuple[str, bool] | None:
-    """quant_type and nesting of a packed weight's parts in a state dict; None without them all."""
-    kinds = [k.rpartition("__")[2] for k in parts if k.startswith("quant_state.bitsandbytes__")]
-    nested = "nested_absmax" in parts
-    needed = {"absmax", "quant_map"} | ({"nested_quant_map"} if nested else set())
-    return (kinds[0], nested) if len(kinds) == 1 and needed <= parts.keys() else None
+def packed_mode(weight: Tensor, parts: Parts) -> tuple[str, bool]:
+    """quant_type and nesting of a packed weight in a state dict.
+
+    Args:
+        weight: the codes, uint8 [elements / 2, 1].
+        parts: what stands under `weight.` beside it.
+
+    Raises:
+        ValueError: scales are missing or too few, which the library would not notice.
+    """
+    (key,) = [k for k in parts if k.startswith(_ABOUT)] or [""]
+    if not key:
+        raise ValueError("it is packed, and its scales are missing")
+    about = unpack_tensor_to_dict(parts[key])
+    nested = "nested_blocksize" in about
+    elements = math.prod(about["shape"])
+    blocks = -(-elements // about["blocksize"])
+    wanted = {"absmax": blocks, "quant_map": 16}
+    if nested:
+        wanted |= {
+            "nested_absmax": -(-blocks // about["nested_blocksize"]),
+            "nested_quant_map": 256,
+        }
+    for name, count in wanted.items():
+        if name not in parts:
+            raise ValueError(f"it is packed, and its {name} is missing")
+        if parts[name].numel() != count:
+            raise ValueError(f"its {name} has {parts[name].numel()} values, not {count}")
+    if weight.numel() != -(-elements // 2):
+        raise ValueError(f"it has {weight.numel()} bytes, not {-(-elements // 2)}")
+    return about["quant_type"], nested
+
+
+_ABOUT = "quant_state.bitsandbytes__"
 
 
 def label(quant_type: str, nested: bool) -> str:
@@ -166,7 +202,7 @@ class Linear8bit(nn.Linear):
     def swap(cls, module: nn.Linear, compute: torch.dtype, threshold: float) -> None:
         """Turn a linear layer into one of these, where it is."""
         codes, largest = pack_int8(module.weight)
-        module.__class__ = cls
+        module.__class__ = low_class(cls, type(module))
         module.weight = nn.Parameter(codes, requires_grad=False)
         module.register_buffer("SCB", largest)
         module.compute_dtype, module.threshold = compute, threshold  # type: ignore[assignment]
@@ -196,7 +232,7 @@ class Linear8bitTrained(nn.Linear):
     @classmethod
     def swap(cls, module: nn.Linear, compute: torch.dtype, threshold: float) -> None:
         """Turn a linear layer into one of these, where it is; its parameters stay."""
-        module.__class__ = cls
+        module.__class__ = low_class(cls, type(module))
         module.compute_dtype, module.threshold = compute, threshold  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -215,29 +251,30 @@ def _product_int8(
     bias = None if module.bias is None else module.bias.to(module.compute_dtype)
     rows = x.reshape(-1, x.shape[-1]).to(module.compute_dtype)
     made = bnb.matmul(rows, weight, bias=bias, state=state)
-    return made.view(*x.shape[:-1], -1).to(x.dtype)
+    return made.view(*x.shape[:-1], module.out_features).to(x.dtype)
 
 
-def plain_weights(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+def plain_weights(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict with every packed weight as the float32 weight that it stands for.
 
     Raises:
         ValueError: a packed weight lacks its scales.
     """
-    plain: dict[str, Tensor] = {}
+    plain = dict(state_dict)
     for key, value in state_dict.items():
-        stem, _, last = key.rpartition(".")
-        scales = f"{stem}.SCB".lstrip(".")
-        if ".weight." in f".{key}" or last == "SCB":
+        if key.rpartition(".")[2] != "weight":
             continue
-        if last == "weight" and value.dtype is torch.uint8:
-            parts = {k[len(key) + 1 :]: v for k, v in state_dict.items() if k.startswith(f"{key}.")}
-            if packed_mode(parts) is None:
-                raise ValueError(f"{key} is packed, and its scales are missing")
-            value = unpack_4bit(value, QuantState.from_dict(parts, value.device), torch.float32)  # type: ignore[arg-type]
-        elif last == "weight" and value.dtype is torch.int8:
+        scales = f"{key.removesuffix('weight')}SCB"
+        if value.dtype is torch.int8:
             if scales not in state_dict:
-                raise ValueError(f"{key} is int8, and {scales} is missing")
-            value = unpack_int8(value, state_dict[scales], torch.float32)
-        plain[key] = value
+                raise ValueError(f"{key}: it is int8, and {scales} is missing")
+            plain[key] = unpack_int8(value, plain.pop(scales), torch.float32)
+        elif value.dtype is torch.uint8:
+            parts = {k[len(key) + 1 :]: plain.pop(k) for k in state_dict if k.startswith(f"{key}.")}
+            try:
+                packed_mode(value, parts)
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+            state = QuantState.from_dict(parts, value.device)
+            plain[key] = unpack_4bit(value, state, torch.float32)
     return plain

@@ -8,6 +8,8 @@ model keeps elsewhere, sharing, hooks, training mode and the user's own attribut
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,6 +71,10 @@ def convert_modules(
     chosen = [(row.module, module) for row, module in rows if row.done]
     report = ConversionReport(tuple(row for row, _ in rows))
     _check(rules, report, chosen)
+    for _, module in chosen:
+        # nn.TransformerEncoderLayer reads its parts' weights and passes their forward by in
+        # evaluation, but for parts with hooks.
+        module.register_forward_pre_hook(called)
     for path, module in chosen:
         swap = next(s for kind, s in swaps.items() if isinstance(module, kind))
         try:
@@ -120,11 +126,16 @@ def _check(rules: Rules, report: ConversionReport, chosen: Sequence[tuple[str, n
     if rules.new_weights and (hooked := [path for path, m in chosen if _weight_hooks(m)]):
         raise ConfigError(
             f"precision={rules.name} replaces weights, and a hook hangs on that of "
-            f"{', '.join(hooked)}. Type precision.ignore_modules=[{','.join(hooked)}]."
+            f"{', '.join(hooked)}. Type precision.ignore_modules="
+            f"[{','.join('*' if path == ROOT else path for path in hooked)}]."
         )
 
 
 _LOW = ("bitsandbytes.", "transformer_engine.", "torchao.", "runner.precision.bitsandbytes_")
+
+
+def called(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing; see convert_modules."""
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -153,8 +164,8 @@ def _foreign(module: nn.Module, kind: type[nn.Module] | None) -> str:
 
 
 def shared_with(model: nn.Module) -> dict[str, list[str]]:
-    """Of each module that shares a parameter with others: their names."""
-    holders = _holders(model)
+    """Of each module that shares a parameter with others, or has further names itself: those."""
+    holders = _holders(model, twice=True)
     return {
         name: others
         for name, module in model.named_modules()
@@ -162,10 +173,11 @@ def shared_with(model: nn.Module) -> dict[str, list[str]]:
     }
 
 
-def _holders(model: nn.Module) -> dict[int, list[str]]:
-    """Names of the modules that hold each parameter; more than one where it is tied."""
+def _holders(model: nn.Module, twice: bool = False) -> dict[int, list[str]]:
+    """Names of the modules that hold each parameter; more than one where it is tied. `twice`: a
+    module that is registered twice counts as two."""
     holders: dict[int, list[str]] = defaultdict(list)
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=not twice):
         for parameter in {id(p) for p in module.parameters(recurse=False)}:
             holders[parameter].append(path or ROOT)
     return holders
@@ -188,6 +200,15 @@ def _weight_hooks(module: nn.Module) -> bool:
     )
 
 
+@cache
+def low_class(low: type[nn.Module], kind: type[nn.Module]) -> Any:
+    """A low-precision layer's class, before the user's own where the module had one, whose methods
+    and isinstance hold."""
+    if kind.__module__.startswith("torch.nn.modules."):
+        return low
+    return type(low.__name__, (low, kind), {"__module__": low.__module__})
+
+
 def graft(module: nn.Module, made: nn.Module) -> None:
     """Turn `module` into `made`, keeping its object, its hooks and what the user put on it."""
     for key in ("_parameters", "_buffers", "_modules"):
@@ -196,6 +217,8 @@ def graft(module: nn.Module, made: nn.Module) -> None:
     hooks = {key: vars(module)[key] for key in _HOOKS}
     for key, held in hooks.items():
         held.update(vars(made)[key])
+    if module._is_full_backward_hook is not None:
+        hooks["_is_full_backward_hook"] = module._is_full_backward_hook
     mine = {key: value for key, value in vars(module).items() if key not in vars(made)}
     training = module.training
     module.__class__ = type(made)

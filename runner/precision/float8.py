@@ -14,7 +14,7 @@ from runner.errors import ConfigError, Unavailable
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import DefaultDtype, cast_floats, cast_nest, narrow
 from runner.precision.convert import Rules, convert_modules, graft
-from runner.precision.islands import make_islands
+from runner.precision.islands import find_islands, make_islands
 from runner.precision.rows import padded
 from runner.precision.true import DTYPES, check_kernels, float32_matmul
 from runner.quiet import quiet
@@ -91,12 +91,17 @@ class Float8Precision(Precision):
         self, model: nn.Module, device: torch.device = CPU
     ) -> tuple[nn.Module, ConversionReport]:
         config = _config(self.recipe, self.emulate)
-        islands = make_islands(model, self.keep_fp32, self.storage)
+        islands = find_islands(model, self.keep_fp32, self.storage)
         judge = partial(unfit, least=self.min_features)
         rules = Rules(self.name, self.ignore_modules, islands, judge)
         report = convert_modules(model, {nn.Linear: partial(_swap, config=config)}, rules)
+        make_islands(model, self.keep_fp32, self.storage)
         cast_floats(model, self.storage, islands)
         return model, report
+
+    @property
+    def computes(self) -> str:
+        return f"FP8 in linear layers, {super().computes} elsewhere"
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         kind = device.type

@@ -39,16 +39,13 @@ class Float32Island:
         return cast_nest(outputs, self._surroundings)
 
 
-def make_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
-    """Turn the outermost modules that the patterns match into islands.
+def find_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
+    """Dotted names of the outermost modules that the patterns match; changes nothing.
 
     Args:
-        model: changed in place.
+        model: not changed.
         patterns: see runner.precision.patterns.
-        storage: dtype of the surroundings, to which outputs return.
-
-    Returns:
-        Dotted names of the islands.
+        storage: dtype of the surroundings.
 
     Raises:
         ConfigError: a pattern matches nothing, or an island shares a parameter with a module
@@ -62,9 +59,16 @@ def make_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
     outermost = {n for n in chosen if not any(_holds(m, n) for m in chosen)}
     if storage is not torch.float32:
         _refuse_ties(model, outermost)
-    for name in outermost:
-        _make_island(model.get_submodule(name), storage)
     return outermost
+
+
+def make_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
+    """Turn the modules that find_islands finds into islands, whose outputs return to the dtype of
+    the surroundings; their names. It raises what find_islands raises."""
+    islands = find_islands(model, patterns, storage)
+    for name in islands:
+        _make_island(model.get_submodule(name), storage)
+    return islands
 
 
 def _holds(outer: str, inner: str) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Where bitsandbytes keeps what belongs to a quantized weight beside its codes.
@@ -37,11 +38,15 @@ def stored_bytes(model: nn.Module) -> int:
 def elements(parameter: Tensor) -> int:
     """Numbers that a parameter stands for; a 4-bit one holds two of them in a byte."""
     state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else math.prod(state.shape)
+    if state is not None:
+        return math.prod(state.shape)
+    return 0 if is_lazy(parameter) else parameter.numel()
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor consists of."""
+    """The plain tensors that a tensor consists of; none before a lazy layer knows its shape."""
+    if is_lazy(tensor):
+        return
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:

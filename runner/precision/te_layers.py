@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from runner.precision.base import ConversionReport
-from runner.precision.convert import ROOT, Rules, Swap, convert_modules, graft, judged
+from runner.precision.convert import (
+    ROOT,
+    Rules,
+    Swap,
+    called,
+    convert_modules,
+    graft,
+    judged,
+)
 from runner.precision.rows import padded
 
 
@@ -108,21 +116,12 @@ def convert_layers(
     report = convert_modules(model, swaps, rules)
     if fuse:
         report = _fuse(model, report, te, multiple)
-    for row in report.modules:
-        if row.done:
-            # nn.TransformerEncoderLayer reads its parts' weights and passes their forward by in
-            # evaluation, but for parts with hooks.
-            at(model, row.module).register_forward_pre_hook(_called)
     return report
 
 
 def at(model: nn.Module, path: str) -> nn.Module:
     """The module that a row of a report is about."""
     return model.get_submodule("" if path == ROOT else path)
-
-
-def _called(module: nn.Module, args: Any) -> None:
-    """Nothing; see convert_layers."""
 
 
 def unfit(module: nn.Module, multiple: int) -> str:
@@ -246,7 +245,8 @@ def _observed(module: nn.Module, times: Counter[int]) -> bool:
         module._forward_hooks, module._forward_pre_hooks,
         module._backward_hooks, module._backward_pre_hooks,
     )  # fmt: skip
-    return any(hooks) or times[id(module)] > 1
+    theirs = [hook for held in hooks for hook in held.values() if hook is not called]
+    return bool(theirs) or times[id(module)] > 1
 
 
 def _caller(model: nn.Module, name: str) -> str:

@@ -16,7 +16,7 @@ from runner.precision import te_recipes
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import DefaultDtype, cast_floats, cast_nest
 from runner.precision.convert import ROOT, Rules
-from runner.precision.islands import make_islands
+from runner.precision.islands import find_islands, make_islands
 from runner.precision.te_layers import convert_layers, unfit
 from runner.precision.true import DTYPES, check_eps, float32_matmul
 
@@ -89,16 +89,22 @@ class TransformerEnginePrecision(Precision):
         self, model: nn.Module, device: torch.device = CPU
     ) -> tuple[nn.Module, ConversionReport]:
         library = te_recipes.library()
-        islands = make_islands(model, self.keep_fp32, self.storage)
+        islands = find_islands(model, self.keep_fp32, self.storage)
         judge = partial(unfit, multiple=self.kind.multiple)
         rules = Rules(self.name, self.ignore_modules, islands, judge)
         report = convert_layers(model, library, self.kind.multiple, rules, self.fuse)
+        make_islands(model, self.keep_fp32, self.storage)
         cast_floats(model, self.storage, islands)
         return model, report
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if self.storage is torch.float16:
             check_eps(self.name, optimizers)
+
+    @property
+    def computes(self) -> str:
+        width = "FP4" if self.recipe["kind"] == "nvfp4" else "FP8"
+        return f"{width} in linear layers, {super().computes} elsewhere"
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type not in self._forward:

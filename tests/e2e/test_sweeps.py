@@ -90,16 +90,16 @@ def test_old_names_of_precisions_and_flags_in_any_place(quick, tmp_path):
     assert names == ["32-true", "16-mixed", "bf16-mixed"]
 
 
-def test_a_sweep_whose_other_jobs_cannot_run_here_is_done(quick, tmp_path):
-    """Unavailable is told apart from failed: the sweep asked what runs here, and that ran."""
+def test_a_sweep_tells_what_this_machine_lacks_from_what_failed(quick, tmp_path):
     done = quick("-m", "accelerator=cpu", "precision=tf32,bf16-mixed")
-    assert done.rc == 0
+    assert done.rc == 2
     (line,) = [row for row in done.stdout.splitlines() if row.startswith("│ tf32 ")]
     assert "unavailable" in line
     assert "Nearest that runs here: precision=32-true." in done.stdout.replace("\n", "")
     assert "Traceback" not in done.stderr
     (result,) = tmp_path.glob("outputs/sweeps/*/0/result.json")
     assert json.loads(result.read_text())["status"] == "unavailable"
+    assert quick("-m", "accelerator=cpu", "precision=tf32,16-true").rc == 1  # its eps is refused
 
 
 def test_a_wrong_value_in_one_job_fails_that_job_only(quick):

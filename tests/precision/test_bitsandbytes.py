@@ -94,8 +94,7 @@ def test_values_that_cannot_work_are_told():
         "Type precision.compute_dtype=float32 for the most exact.",
     )
     assert refused(mode="nf8") == (
-        "precision.mode=nf8 is not known. "
-        "Allowed: nf4, nf4-dq, fp4, fp4-dq, int8, int8-training.",
+        "precision.mode=nf8 is not known. Allowed: nf4, nf4-dq, fp4, fp4-dq, int8, int8-training.",
     )
     assert refused(mode="int8", threshold=-1.0) == (
         "precision.threshold=-1.0 is negative. Allowed: 0 (none) and up.",
@@ -187,8 +186,7 @@ def test_the_session_sets_the_float16_kernels_and_tells_them(choice):
 # The function
 
 
-# Normal weights: Dettmers et al., arXiv:2305.14314, appendix F, in place of which the library's
-# own quantise and dequantise is the measure.
+# On normal weights, of the library's own quantise and dequantise.
 ERRORS = {"nf4": 0.093, "nf4-dq": 0.093, "fp4": 0.122, "fp4-dq": 0.122,
           "int8": 0.008, "int8-training": 0.008}  # fmt: skip
 
@@ -266,7 +264,7 @@ def test_without_a_bias_and_with_a_frozen_one_and_with_frozen_inputs(mode):
     assert module.bias.grad is None
 
 
-@pytest.mark.parametrize("mode", FOUR)
+@pytest.mark.parametrize("mode", MODES)
 def test_zero_rows_pass(mode):
     for shape in ((0, 64), (2, 0, 64)):
         for train in (True, False):
@@ -413,7 +411,7 @@ def test_what_trains_is_the_same_but_for_packed_weights(mode):
 def test_a_hook_on_a_weight_is_refused_and_on_the_module_it_fires(mode):
     model, seen = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), []
     model[1].weight.register_hook(lambda grad: grad)
-    with pytest.raises(ConfigError, match="a hook hangs on that of 1\\. Type precision.ignore_mo"):
+    with pytest.raises(ConfigError, match=r"a hook hangs on that of 1\. Type precision\.ign"):
         convert(model, mode)
     assert type(model[0]) is nn.Linear
     handle = model[0].register_forward_hook(lambda *_: seen.append(1))
@@ -445,8 +443,6 @@ def test_islands_compute_in_float32(mode):
     precision = load(mode, "bfloat16", keep_fp32=["1"])
     _, report = precision.convert(model)
     assert report.modules[1].why == "kept in float32 by precision.keep_fp32"
-    F_linear = F.linear  # noqa: N806
-    del F_linear
     weight = model[1].weight.detach().clone()
     with precision.forward(CPU):
         hidden = model[0](precision.cast(torch.randn(2, 16)))
@@ -502,16 +498,16 @@ def test_an_encoder_layer_works_in_int8_training(mode):
 
 def test_every_forward_sees_the_weight_of_its_step():
     module, _ = layer("int8-training")
-    x, target = torch.randn(8, 64), torch.randn(8, 48)
+    x = torch.randn(8, 64)
     for set_to_none in (True, False, False):  # the library keeps its copy while a gradient is held
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
         optimizer.zero_grad(set_to_none=set_to_none)
-        F.mse_loss(module(x), target, reduction="sum").backward()
+        module(x).sum().backward()
         before = module.weight.detach().clone()
         optimizer.step()
         assert error(before, module.weight) > 0.1
         want = F.linear(x, held(module), module.bias)
-        assert error(module.train()(x), want) < 1e-5
+        assert error(module.train()(x), want) < 1e-3  # a tie may round to either side
         module.eval()
         with torch.no_grad():
             assert error(module(x), want) < 0.02
@@ -571,3 +567,18 @@ def test_training_lowers_the_loss(mode, rows, compute):
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < (0.2 if mode == "int8-training" else 0.95) * losses[0]
+
+
+@pytest.mark.parametrize("name", ["bnb-nf4", "float8-rowwise"])
+def test_a_refusal_makes_no_island(name):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with pytest.raises(ConfigError, match="zz matches no module"):
+        support.load(name, keep_fp32=["0"], ignore_modules=["zz"]).convert(model)
+    assert [type(m) for m in model] == [nn.Linear, nn.Linear]
+
+
+def test_a_vector_has_a_gradient():
+    layer = nn.Linear(8, 6)
+    load("nf4").convert(layer)
+    layer(torch.ones(8)).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.ones(6))

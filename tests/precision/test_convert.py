@@ -237,8 +237,8 @@ def test_a_layer_tied_to_the_models_own_parameter_names_it():
 def test_who_shares_with_whom():
     assert shared_with(tied()) == {"0": ["2", "3"], "2": ["0", "3"], "3": ["0", "2"]}
     model = pair()
-    model.append(model[0])  # the same module, not another one
-    assert shared_with(model) == {}
+    model.append(model[0])  # one module, whose other name is told
+    assert shared_with(model) == {"0": ["2"]}
 
 
 # Who is left by the config
@@ -445,7 +445,7 @@ def test_module_hooks_fire_and_handles_still_remove_them(swap):
     assert use() == []
 
 
-@pytest.mark.parametrize("swap", [in_place])
+@pytest.mark.parametrize("swap", [in_place, grafted])
 def test_a_full_backward_hook_fires_and_its_handle_removes_it(swap):
     model, seen = pair(), []
     handle = model[0].register_full_backward_hook(lambda *_: seen.append("gradient"))

@@ -99,7 +99,9 @@ def test_an_eps_that_float16_rounds_to_zero_is_refused(kind):
     optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(1))], **ADAMS[kind])
     with pytest.raises(ConfigError, match=rf"optimizer\.eps=1e-\d+: {kind}.*optimizer\.eps=1e-4"):
         support.load("16-true").check_optimizers([optimizer])
-    for name in set(support.names()) - {"16-true"}:
+    with pytest.raises(ConfigError, match=r"precision=transformer-engine-float16"):
+        support.load("transformer-engine-float16").check_optimizers([optimizer])
+    for name in set(support.names()) - {"16-true", "transformer-engine-float16"}:
         support.load(name).check_optimizers([optimizer])
 
 
