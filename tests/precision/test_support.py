@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from runner.errors import ConfigError, Unavailable
 from runner.precision import support
@@ -70,3 +71,8 @@ def test_rows_follow_require(monkeypatch):
     plain = ("64-true", "32-true", "tf32", "16-true", "bf16-true")
     refused = [row for row in support.support(CPU) if not row.runs and row.name in plain]
     assert refused == [support.Support("bf16-true", "cpu", "not on cpu", "type another")]
+
+
+def test_a_preset_sweeps_over_all_of_them():
+    node = OmegaConf.load(CONF.parent / "sweep" / "every_precision.yaml")
+    assert node.hydra.sweeper.params.precision.split(",") == support.names()
