@@ -29,7 +29,7 @@ stage() {  # name, command...
 
 : >"$out/status.txt"
 precisions=$(python3 -c 'from runner.precision.support import names; print(",".join(names()))') || exit 2
-stage tests python3 -m pytest -m gpu tests/gpu -q -rs -p no:cacheprovider
+stage tests python3 -m pytest -m gpu tests/gpu -rs -p no:cacheprovider
 stage sweep python3 -m runner -m "precision=$precisions" model=gpt data=text tracking=none \
   train.max_steps=100 model.width=256 optimizer.eps=1e-4 "hydra.sweep.dir=$out/sweep"
 stage throughput python3 bench/gpu/throughput.py --out "$out/throughput.jsonl"

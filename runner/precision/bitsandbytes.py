@@ -109,7 +109,7 @@ class BitsandbytesPrecision(Precision):
         self, model: nn.Module, device: torch.device = CPU
     ) -> tuple[nn.Module, ConversionReport]:
         islands = find_islands(model, self.keep_fp32, self.storage)
-        judge = beyond_float16 if self.mode.startswith("int8") else lambda module: ""
+        judge = unfit_for_int8 if self.mode.startswith("int8") else lambda module: ""
         rules = Rules(self.name, self.ignore_modules, islands, judge, self.freezes)
         try:
             report = convert_modules(model, {nn.Linear: lambda m: self._swap(m, device)}, rules)
@@ -154,9 +154,12 @@ class BitsandbytesPrecision(Precision):
         return cast_nest(inputs, self.compute)
 
 
-def beyond_float16(module: nn.Module) -> str:
-    """Why a weight cannot be packed into int8, which the library does by way of float16."""
-    weight: Any = module.weight
+def unfit_for_int8(module: nn.Module) -> str:
+    """Why a layer cannot be packed into int8, which the library does by way of float16."""
+    assert isinstance(module, nn.Linear)
+    if module.in_features == 1:  # torch 2.11's int8 product is wrong there
+        return "has one input only"
+    weight = module.weight
     if weight.is_meta or weight.abs().amax() <= torch.finfo(torch.float16).max:
         return ""
     return "its weight is not finite, or larger than float16 holds"

@@ -304,7 +304,7 @@ def test_an_odd_number_of_weights_is_unpacked_rightly():
 
 
 @pytest.mark.parametrize("mode", ["int8", "int8-training"])
-@pytest.mark.parametrize("inside", [1, 7, 16, 48, 100])
+@pytest.mark.parametrize("inside", [2, 7, 16, 48, 100])
 def test_every_width_works_in_int8(mode, inside):
     module, weight = layer(mode, inside=inside, outside=5)
     x = torch.randn(3, inside)
@@ -582,3 +582,10 @@ def test_a_vector_has_a_gradient():
     load("nf4").convert(layer)
     layer(torch.ones(8)).sum().backward()
     assert torch.equal(layer.bias.grad, torch.ones(6))
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8-training"])
+def test_a_layer_of_one_input_is_left_by_the_int8_modes(mode):
+    model = nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 8))
+    _, report = load(mode).convert(model)
+    assert [row.why for row in report.modules] == ["has one input only", ""]
