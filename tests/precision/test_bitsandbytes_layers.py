@@ -388,6 +388,8 @@ def test_a_layer_stays_a_linear_layer_and_the_same_object(mode, kind):
     assert "in_features=80, out_features=48, bias=True" in repr(body)
 
 
+# torch 2.11 warns of itself while it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_compiled_model_computes_the_same_in_one_graph(mode):
     model = made(mode)
