@@ -9,7 +9,6 @@ Sources: Dettmers et al., QLoRA, arXiv:2305.14314 (nf4, double quantisation); De
 LLM.int8(), arXiv:2208.07339 (row-wise int8, outlier columns).
 """
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -47,10 +46,13 @@ def pack_4bit(weight: Tensor, quant_type: str, nested: bool) -> Any:
 def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] that a packed one stands for."""
     if packed.device.type == "cpu":  # one long row of even length, whose blocks the kernel finds
-        shape, state = torch.Size(state.shape or ()), copy.copy(state)
+        shape = torch.Size(state.shape or ())
         count = shape.numel()
-        state.shape = torch.Size((1, count + count % 2))
-        return dequantize_4bit(packed, state)[0, :count].view(shape).to(dtype)
+        row = QuantState(
+            state.absmax, torch.Size((1, count + count % 2)), state.code, state.blocksize,
+            state.quant_type, state.dtype, state.offset, state.state2,
+        )  # fmt: skip
+        return dequantize_4bit(packed, row)[0, :count].view(shape).to(dtype)
     return dequantize_4bit(packed, state).to(dtype)
 
 
