@@ -5,7 +5,7 @@ Source: Hu et al., LoRA, arXiv:2106.09685; Dettmers et al., QLoRA, arXiv:2305.14
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, final
 
@@ -16,6 +16,7 @@ from runner.config import instantiate
 from runner.errors import ConfigError, Unavailable
 from runner.precision.convert import shared_with
 from runner.precision.patterns import select
+from runner.precision.te_layers import NormFirst
 from runner.quiet import quiet
 
 
@@ -94,11 +95,11 @@ class Lora(Adapter):
             target_modules="|".join(re.escape(name) for name in chosen),
         )
         full = [p for name in trained for p in model.get_submodule(name).parameters()]
-        floats = [p for p in full if p.is_floating_point() and p.requires_grad]
+        _refuse(model, trained)
         inject_adapter_in_model(config, model)
         for added in (p for p in model.parameters() if p.requires_grad):
             added.data = added.data.to(dtype)  # peft takes the layer's compute dtype
-        for parameter in floats:
+        for parameter in full:
             parameter.requires_grad_(True)
 
     def _chosen(self, model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -138,3 +139,23 @@ class Lora(Adapter):
                 holder, _, last = name.rpartition(".")
                 setattr(model.get_submodule(holder), last, module.get_base_layer())
         vars(model).pop("peft_config", None)
+
+
+def _refuse(model: nn.Module, trained: Collection[str]) -> None:
+    """Raise ConfigError for what an addition would compute wrongly or could not train."""
+    packed = [
+        name
+        for name in sorted(trained)
+        for parameter in model.get_submodule(name).parameters(recurse=False)
+        if not parameter.is_floating_point()
+    ]
+    if packed:
+        raise ConfigError(
+            f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot train. "
+            f"Type precision.ignore_modules=[{','.join(packed)}], too."
+        )
+    if any(isinstance(module, NormFirst) for module in model.modules()):
+        raise ConfigError(
+            "adapter=lora would add to the inputs of layers that compute their norm themselves. "
+            "Type precision.fuse=false."
+        )

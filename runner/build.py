@@ -173,9 +173,20 @@ def _takes(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bool
     return not isinstance(module, nn.Embedding) and module not in linears[-1:]
 
 
+def check_arguments(spec: RunSpec) -> None:
+    """Raise ConfigError for what optimizers and the adapter refuse, before anything is built."""
+    if spec.adapter.get("_target_"):
+        build_group("adapter", spec.adapter)
+    nodes = {"optimizer": spec.optimizer} if "_target_" in spec.optimizer else spec.optimizer
+    for key, node in nodes.items():
+        if isinstance(node, Mapping):
+            name = key if key == "optimizer" else f"optimizer.{key}"
+            build_optimizer(name, node, [nn.Parameter(torch.zeros(2, 2))])
+
+
 def embeddings(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of embedding tables, those that a table shares with another layer included."""
-    tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     return {p for table in tables for p in table.parameters()}
 
 

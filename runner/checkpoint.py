@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import nn
@@ -112,6 +113,15 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not one of ours, or damaged.
     """
+    try:
+        with ZipFile(path) as file:  # torch does not compare the checksums that it writes
+            if (damaged := file.testzip()) is not None:
+                raise ConfigError(f"checkpoint={path} is damaged: {damaged} has changed on disk.")
+    except BadZipFile as error:
+        raise ConfigError(
+            f"checkpoint={path} is no checkpoint of this runner, or it is cut short. "
+            "Give a step-*.pt file of a run."
+        ) from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:

@@ -187,26 +187,66 @@ def _binding(key: str, node: Mapping[str, Any], target: Any, leading: int) -> It
 
 
 def _wrong_types(key: str, given: Mapping[str, Any], target: Any) -> Iterator[str]:
-    """Text where the target's annotations want something else. Only text is judged: YAML reads
-    numbers, booleans, lists and null as themselves, so a wrong value arrives as text."""
+    """Values that are not what the target's annotations want; what they leave open passes."""
     try:
         hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
     except Exception:
         return
     for name, value in given.items():
-        if isinstance(value, str) and name in hints and not _accepts_text(hints[name]):
-            wanted = hints[name].__name__ if type(hints[name]) is type else str(hints[name])
-            wanted = wanted.replace("typing.", "").replace("collections.abc.", "")
-            yield f"{key}.{name}={value} is text. Allowed: {wanted}."
+        filled = key == "scheduler" and value is None  # by the runner: the run's length
+        if name in hints and not filled and not _fits(value, hints[name]):
+            is_text = " is text" if isinstance(value, str) else " does not fit"
+            yield f"{key}.{name}={_typed(value)}{is_text}. Allowed: {_words(hints[name])}."
 
 
-def _accepts_text(hint: Any) -> bool:
-    """Whether an annotation lets text through; one that is not understood does."""
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of YAML fits an annotation; one that is not understood is fit by all."""
     kind = get_origin(hint) or hint
     if kind in (Union, UnionType):
-        return any(_accepts_text(option) for option in get_args(hint))
+        return any(_fits(value, option) for option in get_args(hint))
     if kind is Literal:
-        return any(isinstance(option, str) for option in get_args(hint))
-    if not isinstance(kind, type) or issubclass(kind, str | bytes):
+        texts = all(isinstance(option, str) for option in get_args(hint))
+        return not texts or isinstance(value, str)  # which text: the target says
+    if not isinstance(kind, type) or kind is object:
         return True
-    return not issubclass(kind, int | float | NoneType | Iterable)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if issubclass(kind, str | bool | NoneType):
+        return isinstance(value, kind)
+    if issubclass(kind, Mapping):
+        return isinstance(value, Mapping)
+    if issubclass(kind, Iterable):
+        # A module may be called 0, which YAML reads as a number.
+        item = next((a for a in get_args(hint) if a is not Ellipsis), Any)
+        of = str | int if item is str else item
+        return isinstance(value, list | tuple) and all(_fits(part, of) for part in value)
+    return True
+
+
+def _typed(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+          NoneType: "null"}  # fmt: skip
+
+
+def _words(hint: Any) -> str:
+    """An annotation in the words of who types."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, UnionType):
+        return " or ".join(_words(option) for option in get_args(hint))
+    if kind is Literal:
+        return ", ".join(map(str, get_args(hint)))
+    if isinstance(kind, type) and kind in _WORDS:
+        return _WORDS[kind]
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return "keys with values, as in {a: 1}"
+    if isinstance(kind, type) and issubclass(kind, Iterable):
+        return "a list, as in [a,b]"
+    return str(hint).replace("typing.", "").replace("collections.abc.", "")

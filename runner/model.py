@@ -10,15 +10,16 @@ from torch import nn
 from runner import adapter
 from runner.build import build_group
 from runner.checkpoint import Saved, load_weights
+from runner.config import arguments
 from runner.errors import ConfigError
 from runner.precision.base import ConversionReport, Precision
 from runner.precision.cast import default_dtype
-from runner.precision.memory import stored_bytes
+from runner.precision.memory import float32_bytes
 from runner.spec import RunSpec
 
 
 class Built(NamedTuple):
-    """A model on its device; plain_bytes is what its weights and buffers take unconverted."""
+    """A model on its device; plain_bytes is what its weights and buffers take in float32."""
 
     model: nn.Module
     report: ConversionReport
@@ -46,13 +47,25 @@ def build_model(
         ConfigError: what was made is no model, cannot be converted or does not fit the checkpoint.
     """
     model = _make(spec, precision, device, made_on)
-    if start is not None:
+    exact = start is not None and _same_packing(spec, precision, start)
+    if start is not None and not exact:
         _load(model, precision, start)
-    size = stored_bytes(model)
+    size = float32_bytes(model)
     model, report = precision.convert(model, device)
     if (addition := adapter.make(spec.adapter)) is not None:
         addition.add(model, precision.storage)
+    if start is not None and exact:
+        load_weights(model, start)
     return Built(model.to(device), report, size)
+
+
+def _same_packing(spec: RunSpec, precision: Precision, saved: Saved) -> bool:
+    """Whether a checkpoint's packed weights, and its adapter's, fit as they are."""
+    theirs = saved.content["spec"].get("adapter") or {}
+    same = arguments(theirs) == arguments(spec.adapter) and theirs.get(
+        "_target_"
+    ) == spec.adapter.get("_target_")
+    return bool(precision.layout) and saved.content.get("layout") == precision.layout and same
 
 
 def restore_model(spec: RunSpec, precision: Precision, device: torch.device, saved: Saved) -> Built:
@@ -63,15 +76,11 @@ def restore_model(spec: RunSpec, precision: Precision, device: torch.device, sav
     Raises:
         ConfigError: the weights do not fit, or are packed in another way than this precision's.
     """
-    content = saved.content
-    if precision.layout and content.get("layout") == precision.layout:
-        built = build_model(spec, precision, device)
-        load_weights(built.model, saved)
-        return built
-    plain = replace(spec, adapter={})
-    built = build_model(plain, precision, device, start=saved)
-    if content["precision"] == precision.name:
-        precision.load_state_dict(built.model, content.get("precision_state", {}))
+    if not _same_packing(spec, precision, saved):
+        spec = replace(spec, adapter={})  # merged into the weights
+    built = build_model(spec, precision, device, start=saved)
+    if saved.content["precision"] == precision.name:
+        precision.load_state_dict(built.model, saved.content.get("precision_state", {}))
     return built
 
 
@@ -81,9 +90,9 @@ def _load(model: nn.Module, precision: Precision, saved: Saved) -> None:
     if layout and precision.layout:
         raise ConfigError(
             f"checkpoint={saved.path} holds weights packed as {layout}; precision="
-            f"{precision.name} would round them a second time. Type "
-            f"precision={saved.content['precision']} to evaluate it, or one that packs nothing, "
-            "for example precision=bf16-mixed."
+            f"{precision.name} would round them a second time, or add to them otherwise. Type "
+            f"precision={saved.content['precision']} with the adapter that it was trained with, or "
+            "a precision that packs nothing, for example precision=bf16-mixed."
         )
     addition = adapter.make(saved.content["spec"].get("adapter") or {})
     if addition is None:

@@ -232,7 +232,7 @@ def _pair(value: Any) -> bool:
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (_number, "a number, 0 and up"),
     "betas": (_pair, "two numbers from 0 to below 1, as in [0.9,0.999]"),
-    "eps": (_number, "a number, 0 and up"),
+    "eps": (lambda v: _number(v) and v > 0, "a number above 0"),
     "weight_decay": (_number, "a number, 0 and up"),
     "min_8bit_size": (_whole, "a whole number of elements, 0 and up"),
     "block_size": (lambda v: _whole(v) and v in _BLOCKS, f"one of {_BLOCKS}"),

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from runner import artifacts
 from runner.accelerator import MIB, Accelerator
 from runner.build import build_driven, build_optimizer, embeddings, shares
 from runner.errors import RunnerError
@@ -40,6 +41,8 @@ def plan(
     console.print(_overview(spec, origin, precision, accelerator, built, optimizer))
     for line in report.lines(most=len(report.modules)):
         console.print(line)
+    out.mkdir(parents=True, exist_ok=True)
+    artifacts.write_json(out / "conversion.json", report.to_list())
     islands = [n for n, m in model.named_modules() if isinstance(m, Float32Island)]
     if islands:
         console.print(f"kept in float32: {', '.join(islands)}", markup=False)
@@ -78,7 +81,7 @@ def _overview(
         "computed in": precision.computes,
         "loss scale": "none" if scale is None else f"from {scale.item():g}",
         "parameters": f"{_count(params):,} ({_count(trainable):,} trainable)",
-        "weights and buffers": f"{weights / MIB:.1f} MiB (as built {built.plain_bytes / MIB:.1f})",
+        "weights and buffers": f"{weights / MIB:.1f} MiB (float32: {built.plain_bytes / MIB:.1f})",
         "gradients": f"{grads / MIB:.1f} MiB",
         "optimizer state": f"{state / MIB:.1f} MiB",
         "before activations": f"{(weights + grads + state) / MIB:.1f} MiB",

@@ -22,10 +22,10 @@ class RunResult:
         quality: name of the metric that decides; its last value is metrics[quality].
         examples_per_second: of training, without the first block of steps and evaluations.
         peak_memory_mib: see Accelerator.peak_memory_mib.
-        weights_mib: parameters and buffers after conversion; plain_weights_mib: as built.
+        weights_mib: parameters and buffers after conversion; plain_weights_mib: in float32.
         converted: layers, for example 53/54; empty for a precision that converts none.
         trains: share of the parameters' elements that train.
-        as_trained: in mode=evaluate, the quality that the checkpoint had in `trained_in`.
+        as_trained: in mode=evaluate, what the checkpoint reached in its own precision, trained_in.
         loss_scale: scale in force in the last step; None without one.
     """
 
@@ -50,7 +50,7 @@ class RunResult:
     plain_weights_mib: float | None = None
     converted: str = ""
     trains: float | None = None
-    as_trained: float | None = None
+    as_trained: dict[str, float] = field(default_factory=dict)
     trained_in: str = ""
     skipped_steps: int | None = None
     loss_scale: float | None = None
@@ -98,9 +98,10 @@ def _rows(result: RunResult) -> list[tuple[str, str]]:
         ("examples per second", number(result.examples_per_second)),
         ("peak memory", f"{number(result.peak_memory_mib)} MiB"),
     ]
-    if result.as_trained is not None:
-        text = f"{number(result.as_trained)} in {result.trained_in}; change {_change(result)}"
-        rows.insert(list(result.metrics).index(result.quality) + 1, ("as trained", text))
+    for name in reversed(list(result.as_trained)):
+        if change := _change(name, result):
+            text = f"{number(result.as_trained[name])} in {result.trained_in}; change {change}"
+            rows.insert(list(result.metrics).index(name) + 1, ("  as trained", text))
     if result.converted:
         rows.append(("converted layers", result.converted))
         rows.append(("weights", f"{number(result.weights_mib)} MiB, {saved(result)} saved"))
@@ -134,7 +135,16 @@ def saved(result: RunResult) -> str:
     """Share of the weights' memory that the precision saves, in percent."""
     if result.weights_mib is None or not result.plain_weights_mib:
         return ""
+    if result.weights_mib > result.plain_weights_mib:
+        return "none"
     return f"{1 - result.weights_mib / result.plain_weights_mib:.0%}"
+
+
+def percent(share: float) -> str:
+    """A share that is neither none nor all never reads as one of them."""
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return ">99.9%" if 0.999 < share < 1 else f"{share:.1%}"
 
 
 Column = tuple[str, Callable[[RunResult], str]]
@@ -144,17 +154,20 @@ def columns(results: Sequence[RunResult]) -> list[Column]:
     """Name and cell of each column that some job of a sweep has something to say in."""
     qualities = sorted({r.quality for r in results if r.quality})
     quality = qualities[0] if len(qualities) == 1 else "quality"
-    trained = sorted({r.trained_in for r in results if r.trained_in})
+    evaluated = any(r.trained_in for r in results)
+    on_cpu = any("threads)" in r.device for r in results)
     every: list[Column] = [
         ("job", lambda r: r.label),
         ("status", lambda r: r.status),
         (quality, lambda r: number(r.metrics.get(r.quality))),
-        (f"change from {' '.join(trained)}", _change),
+        ("change", lambda r: _change(r.quality, r, results)),
+        ("loss", lambda r: number(r.metrics.get(LOSS)) if evaluated and quality != LOSS else ""),
+        ("loss change", lambda r: _change(LOSS, r, results) if quality != LOSS else ""),
         ("examples/s", lambda r: number(r.examples_per_second)),
         ("weights MiB", lambda r: number(r.weights_mib)),
-        ("saved", saved if trained else lambda r: ""),
-        ("trains", lambda r: "" if r.trains in (None, 1.0) else f"{r.trains:.1%}"),
-        ("peak MiB", lambda r: number(r.peak_memory_mib)),
+        ("saved", saved if evaluated else lambda r: ""),
+        ("trains", lambda r: "" if r.trains in (None, 1.0) else percent(r.trains)),
+        ("process MiB" if on_cpu else "peak MiB", lambda r: number(r.peak_memory_mib)),
         ("converted", lambda r: r.converted),
         ("skipped", lambda r: "" if r.skipped_steps is None else str(r.skipped_steps)),
         ("final scale", lambda r: number(r.loss_scale)),
@@ -162,11 +175,17 @@ def columns(results: Sequence[RunResult]) -> list[Column]:
     return [(name, cell) for name, cell in every if any(map(cell, results))]
 
 
-def _change(result: RunResult) -> str:
-    """Of the quality, against what the checkpoint reached in its own precision."""
-    if result.as_trained is None or not result.metrics:
+LOSS = "val/loss"
+
+
+def _change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> str:
+    """Of a metric, against what the checkpoint reached in its own precision: as it noted itself,
+    or as a job of the same sweep found."""
+    own = [r.metrics for r in others if r.trained_in and r.precision == r.trained_in]
+    before = (result.as_trained or (own[0] if own else {})).get(name)
+    if before is None or name not in result.metrics:
         return ""
-    return f"{result.objective - result.as_trained:+.4g}"
+    return f"{result.metrics[name] - before:+.4g}"
 
 
 def sweep_table(results: Sequence[RunResult]) -> Table:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from runner import artifacts, checkpoint
 from runner.accelerator import choose
-from runner.build import build_group
+from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten
 from runner.errors import ConfigError
 from runner.isolation import Stopped, StopSignals, process_state
@@ -49,6 +49,7 @@ def run(
         precision: Precision = build_group("precision", spec.precision)
         precision.require(accelerator.device)
         task: Task = build_group("task", spec.task)
+        check_arguments(spec)
         if spec.mode == "plan":
             result = plan(spec, out, origin, precision, accelerator, console)
             result.write(out)
@@ -99,8 +100,8 @@ def _info(this: Run) -> RunInfo:
 
 
 def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
-    """The spec with the checkpoint's own model, data and task where the user gave none, and the
-    names that they had there."""
+    """The spec with the checkpoint's own model, data, task and precision where the user gave none,
+    and the names that they had there."""
     assert spec.checkpoint.path is not None
     path = checkpoint.find(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = checkpoint.load(path)
@@ -109,7 +110,8 @@ def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
             "mode=evaluate takes the adapter from the checkpoint, and merges it where the "
             "precision packs no weights. Leave adapter= out."
         )
-    own = [key for key in ("model", "adapter", "data", "task") if not origin.touches(key)]
+    groups = ("model", "adapter", "data", "task", "precision")
+    own = [key for key in groups if not origin.touches(key)]
     choices = {**origin.choices, **{key: saved["choices"].get(key, "") for key in own}}
     nodes = {key: saved["spec"].get(key, {}) for key in own}
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)

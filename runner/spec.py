@@ -125,6 +125,13 @@ class RunSpec:
             yield f"mode={self.mode} is not known. Allowed: {', '.join(MODES)}."
         if self.mode == "evaluate" and self.checkpoint.path is None:
             yield "mode=evaluate needs what to load: checkpoint=<file, folder or run id>."
+        if self.mode == "evaluate" and self.init.weights is not None:
+            yield "mode=evaluate loads checkpoint=, not init.weights=. Leave init.weights= out."
+        if self.mode != "evaluate" and self.checkpoint.path is not None:
+            yield (
+                f"mode={self.mode} does not load checkpoint={self.checkpoint.path}. Type "
+                "init.weights=<it> to start from its weights, or mode=evaluate."
+            )
         if self.seed < 0:
             yield f"seed={self.seed} is negative. Allowed: 0 and up."
         if not isinstance(shuffle := self.data.get("shuffle", True), bool):

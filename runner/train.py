@@ -1,5 +1,6 @@
 """The body of a training run and of an evaluation, between the tracker's open and close."""
 
+import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,13 +12,14 @@ import torch
 from rich.console import Console
 
 from runner import artifacts, checkpoint
-from runner.accelerator import MIB, Accelerator
+from runner.accelerator import Accelerator
 from runner.build import build_driven, build_loaders, build_splits
 from runner.data.loading import Loader
+from runner.describe import describe
 from runner.errors import ConfigError, RunnerError
 from runner.isolation import StopSignals, make_deterministic, seed_all
 from runner.loop import evaluate, fit, total_steps
-from runner.model import Built, build_model, restore_model
+from runner.model import build_model, restore_model
 from runner.observers.base import Observer, tell
 from runner.observers.checkpoints import Checkpoints
 from runner.observers.early_stop import EarlyStop
@@ -27,7 +29,6 @@ from runner.observers.progress import progress
 from runner.observers.recorder import Recorder
 from runner.observers.tally import Tally
 from runner.precision.base import Precision
-from runner.precision.memory import elements, stored_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
 from runner.spec import Origin, RunSpec
@@ -35,6 +36,8 @@ from runner.state import TrainState
 from runner.step import loss_of
 from runner.tasks.base import Task
 from runner.tracking.base import Tracker
+
+LEAST_SECONDS = 0.5  # of an evaluation whose speed is told
 
 
 @dataclass
@@ -71,7 +74,7 @@ def train(this: Run) -> RunResult:
     seed_all(spec.seed)
     built = build_model(spec, this.precision, this.device, start=_start(this))
     with this.precision.session(built.model, this.device):
-        sizes = _describe(this, built)
+        sizes = describe(this, built)
         steps = total_steps(spec.train, loaders[0])
         state = TrainState(
             built.model, this.precision, this.task, this.precision.scale(this.device),
@@ -100,53 +103,13 @@ def _prepare(this: Run) -> None:
     torch.set_anomaly_enabled(this.spec.debug.anomaly)
 
 
-def _describe(this: Run, built: Built) -> dict[str, Any]:
-    """What was built, on the console, as tags, artifact and metric; its part of the result."""
-    params = list(built.model.parameters())
-    every = sum(map(elements, params))
-    trainable = sum(elements(p) for p in params if p.requires_grad)
-    weights, report = stored_bytes(built.model) / MIB, built.report
-    size = f"{weights:.1f} MiB"
-    if report.modules:
-        size += f" (as built {built.plain_bytes / MIB:.1f})"
-    this.say(f"{this.label} on {this.accelerator.name}: {every:,} parameters, {size}")
-    for line in report.lines():
-        this.say(line)
-    tags = {"converted": str(report)} if report.modules else {}
-    if kernels := this.precision.kernels():
-        tags["cpu_float16"] = kernels
-    if this.spec.mode == "train" and trainable < every:
-        tags["trainable"] = f"{trainable}/{every}"
-        _say_what_trains(this, trainable, every)
-    this.tracker.tags(tags)
-    this.tracker.artifact(artifacts.write_json(this.out / "conversion.json", report.to_list()))
-    this.tracker.metrics(0, artifacts.now_ms(), {"memory/weights_mib": weights})
-    return {
-        "weights_mib": weights,
-        "plain_weights_mib": built.plain_bytes / MIB,
-        "converted": tags.get("converted", ""),
-        "trains": trainable / every if every and this.spec.mode == "train" else None,
-    }
-
-
-def _say_what_trains(this: Run, trainable: int, every: int) -> None:
-    share = f"{trainable / every:.1%}" if every else "none"
-    this.say(f"{trainable:,} of {every:,} parameters train ({share})")
-    if this.precision.freezes and not this.spec.adapter.get("_target_"):
-        this.say(
-            f"warning: precision={this.precision.name} freezes the weights that it quantises. "
-            "Type adapter=lora init.weights=<checkpoint> to tune a trained model, or "
-            "precision=bnb-int8-training to train them all."
-        )
-
-
 def _try(this: Run, state: TrainState, loader: Loader) -> None:
     """One forward and loss in evaluation mode, which changes nothing, so that a model that does
     not fit its data or task is told from a run that fails."""
     inputs, target = next(loader.epoch(0))
     state.model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), this.precision.evaluating(state.plain_model):
             loss_of(state, inputs, target)
     except RunnerError:
         raise
@@ -165,7 +128,7 @@ def _try(this: Run, state: TrainState, loader: Loader) -> None:
 
 
 def _observers(
-    this: Run, state: TrainState, steps: int, save: Callable[[], None]
+    this: Run, state: TrainState, steps: int, save: Callable[[], object]
 ) -> list[Observer]:
     spec, task = this.spec, this.task
     observers: list[Observer] = [
@@ -193,9 +156,11 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
 
     tally = Tally(this.task.quality, this.task.direction)
 
-    def save() -> None:
+    def save() -> Path:
         found = tally.metrics if tally.evaluated == state.step else {}
-        checkpoint.save(folder, state, spec, spec.checkpoint.keep, this.origin.choices, found)
+        return checkpoint.save(
+            folder, state, spec, spec.checkpoint.keep, this.origin.choices, found
+        )
 
     observers = _observers(this, state, steps, save)
     early = [o for o in observers if isinstance(o, EarlyStop)]
@@ -213,13 +178,20 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
         for observer in observers:
             observer.close()
     if spec.checkpoint.final or this.signals.requested():
-        save()
+        path = save()
+        if this.signals.requested():
+            this.say(f"checkpoint: {path}")
+    _leave(this, probe, tally, state.step)
+    return tally
+
+
+def _leave(this: Run, probe: DtypeProbe, tally: Tally, steps: int) -> None:
+    """The artifacts of a training that is over."""
     this.tracker.artifact(artifacts.write_json(this.out / "dtypes.json", probe.table()))
     if tally.scales:
         path = this.out / "loss_scale.png"
-        artifacts.draw_loss_scale(path, tally.scales, tally.overflows, state.step)
+        artifacts.draw_loss_scale(path, tally.scales, tally.overflows, steps)
         this.tracker.artifact(path)
-    return tally
 
 
 def evaluate_checkpoint(this: Run) -> RunResult:
@@ -233,28 +205,36 @@ def evaluate_checkpoint(this: Run) -> RunResult:
     saved = checkpoint.Saved(path, content)
     built = restore_model(spec, this.precision, this.device, saved)
     with this.precision.session(built.model, this.device):
-        sizes = _describe(this, built)
+        sizes = describe(this, built)
         state = TrainState(built.model, this.precision, this.task,
                            this.precision.scale(this.device), [], this.device)  # fmt: skip
         _try(this, state, validation)
         began = perf_counter()
         metrics = evaluate(state, validation)
         seconds = perf_counter() - began
-    rate = {"perf/examples_per_second": validation.examples / seconds,
-            "memory/peak_mib": this.accelerator.peak_memory_mib()}  # fmt: skip
-    this.tracker.metrics(content["step"], artifacts.now_ms(), {**metrics, **rate})
+    # Shorter evaluations measure the machine's moods.
+    rate = validation.examples / seconds if seconds >= LEAST_SECONDS else None
+    values = {**metrics, "memory/peak_mib": this.accelerator.peak_memory_mib()}
+    if rate is not None:
+        values["perf/examples_per_second"] = rate
+    this.tracker.metrics(content["step"], artifacts.now_ms(), values)
+    for name in (key for key, value in metrics.items() if not math.isfinite(value)):
+        this.say(f"warning: {name} is {metrics[name]}: the weights, or this precision, diverge.")
     summary = {"metrics": metrics, "best": metrics[this.task.quality], "steps": content["step"],
-               "examples_per_second": validation.examples / seconds,
-               **_as_trained(this, content)}  # fmt: skip
+               "examples_per_second": rate, **_as_trained(this, content)}  # fmt: skip
     return _result(this, sizes | summary, perf_counter() - started)
 
 
 def _as_trained(this: Run, content: Mapping[str, Any]) -> dict[str, Any]:
     """What the checkpoint reached in its own precision, where it was on the same data."""
-    value = content.get("metrics", {}).get(this.task.quality)
-    if value is None or content["spec"]["data"] != this.spec.data:
-        return {}
-    return {"as_trained": value, "trained_in": content["precision"]}
+    known = {"trained_in": content["precision"]}
+    metrics, saved = content.get("metrics", {}), content["spec"]
+    same = saved["data"] == this.spec.data
+    if not same or saved["debug"]["overfit"] != this.spec.debug.overfit:
+        return known
+    if not metrics:
+        this.say("The checkpoint holds no evaluation of its own to compare with.")
+    return {**known, "as_trained": metrics}
 
 
 def _result(this: Run, summary: dict[str, Any], seconds: float) -> RunResult:

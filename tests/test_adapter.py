@@ -11,6 +11,7 @@ from runner.build import build_driven
 from runner.errors import ConfigError, Unavailable
 from runner.model import build_model
 from runner.precision import support
+from runner.precision.te_layers import NormFirst
 from runner.spec import RunSpec
 
 CPU = torch.device("cpu")
@@ -175,13 +176,20 @@ def test_named_modules_train_in_full_besides(patterns, more):
     assert trainable(model) == additions("layers.0", "layers.1") | more
 
 
-def test_what_cannot_train_stays_frozen_where_it_is_named():
-    """4-bit and 8-bit weights have no gradient; their biases have."""
-    for name in ("bnb-nf4", "bnb-int8"):
-        model, _, _ = built(name, {**LORA, "train": ["*"]})
-        base = {n for n in trainable(model) if not is_addition(n)}
-        biases = {f"layers.{i}.base_layer.bias" for i in (0, 1)}
-        assert base == {*biases, "norm.weight", "norm.bias"}, name
+@pytest.mark.parametrize("name", ["bnb-nf4", "bnb-int8"])
+def test_packed_weights_that_are_named_to_train_are_refused(name):
+    model, _ = support.load(name).convert(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)))
+    with pytest.raises(ConfigError, match=r"names 0, whose weight is quantised .*modules=\[0\]"):
+        Lora(train=["0"]).add(model, torch.float32)
+    assert type(model[1]) is nn.LayerNorm
+
+
+def test_a_norm_inside_a_linear_layer_is_refused():
+    class Fused(NormFirst, nn.Linear):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Type precision\.fuse=false"):
+        Lora().add(nn.Sequential(Fused(8, 8)), torch.float32)
 
 
 # Refusals

@@ -98,7 +98,16 @@ def test_an_unknown_run_id_does_not_make_a_store(tmp_path, monkeypatch):
 
 def test_a_damaged_file_is_told(saved):
     saved.write_bytes(saved.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=f"checkpoint={saved} cannot be read"):
+    with pytest.raises(ConfigError, match=f"checkpoint={saved} is no checkpoint .* cut short"):
+        checkpoint.load(saved)
+
+
+def test_a_flipped_bit_is_told(saved):
+    content = bytearray(saved.read_bytes())
+    weights = checkpoint.load(saved)["model"]["weight"].numpy().tobytes()
+    content[content.index(weights)] ^= 1
+    saved.write_bytes(content)
+    with pytest.raises(ConfigError, match="is damaged: .* has changed on disk"):
         checkpoint.load(saved)
 
 

@@ -143,9 +143,9 @@ def test_good_targets_have_no_problem(judged):
     ("node", "problem"),
     [
         ({"count": 1}, "model.text is needed by {0}. Type +model.text=<value>."),
-        ({"text": "a", "count": "x"}, "model.count=x is text. Allowed: int."),
+        ({"text": "a", "count": "x"}, "model.count=x is text. Allowed: a whole number."),
         ({"text": "a", "count": 1, "names": "b"},
-         "model.names=b is text. Allowed: list[str] | None."),
+         "model.names=b is text. Allowed: a list, as in [a,b] or null."),
         ({"text": "a", "count": 1, "rte": 1},
          "model.rte=1: {0} takes no rte. It takes: text, count, rate, names."),
     ],

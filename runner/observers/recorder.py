@@ -1,5 +1,6 @@
 """Carries the records to the tracker, under the metric names that dashboards rely on."""
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +13,7 @@ from runner.state import TrainState
 from runner.tracking.base import Tracker
 
 Point = tuple[int, int, dict[str, float]]
+_REFUSED = re.compile(r"[^\w\-. :/]")  # what MLflow takes in no name of a metric
 
 
 class Recorder(Observer):
@@ -73,7 +75,8 @@ class Recorder(Observer):
         if not gauges:
             return {}
         values = torch.stack([g.detach().float() for g in gauges.values()]).tolist()
-        return dict(zip(gauges, values, strict=True))
+        names = (_REFUSED.sub("_", name) for name in gauges)
+        return dict(zip(names, values, strict=True))
 
     def evaluation(self, record: EvalRecord) -> None:
         values = dict(record.metrics)

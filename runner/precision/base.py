@@ -43,7 +43,9 @@ class ConversionReport:
         """For the console: how many were converted, and what there is to say of single ones."""
         if not self.modules:
             return
-        yield f"converted {self} layers"
+        done = [module.module for module in self.modules if module.done]
+        more = f", and {len(done) - most} more" if len(done) > most else ""
+        yield f"converted {self} layers: {', '.join(done[:most])}{more}"
         told = [module for module in self.modules if module.why]
         for module in told[:most]:
             fate = "converted" if module.done else "skipped"
@@ -86,7 +88,7 @@ class Precision(ABC):
 
     def building(self) -> AbstractContextManager[Any]:
         """Context around the construction of a model that must never be whole in float32
-        (init.low_memory), and around the loading of its weights."""
+        (init.low_memory)."""
         return nullcontext()
 
     def convert(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any, final
 
@@ -33,7 +34,7 @@ class BitsandbytesPrecision(Precision):
             float64 is refused: the CPU's 4-bit kernels return garbage for it.
         ignore_modules: patterns of modules that are not converted.
         keep_fp32: patterns of modules that compute in float32 (and are not converted).
-        threshold: int8 modes on CUDA: columns of the inputs with a larger magnitude are
+        threshold: int8 modes: columns of the inputs with a larger magnitude are
             multiplied in compute_dtype; 0 for none. LLM.int8() uses 6.
         autocast_loss: compute the loss under autocast, too.
         float32_matmul: precision of the float32 products that remain.
@@ -55,7 +56,7 @@ class BitsandbytesPrecision(Precision):
         float32_matmul: str = "highest",
         cpu_float16: Choice = "auto",
     ) -> None:
-        _check_values(mode, compute_dtype, threshold)
+        _check_values(name, mode, compute_dtype, threshold)
         check_kernels(float32_matmul, cpu_float16)
         self.name, self.mode, self.threshold = name, mode, threshold
         self.compute, self.autocast_loss = DTYPES[compute_dtype], autocast_loss
@@ -68,19 +69,26 @@ class BitsandbytesPrecision(Precision):
         self._spill = Spill()
 
     def require(self, device: torch.device) -> None:
+        least = (7, 5) if self.mode.startswith("int8") else (6, 0)
         if device.type not in ("cpu", "cuda"):
             raise Unavailable(
-                f"precision={self.name} needs a CPU or an NVIDIA GPU; here it is {device.type}.",
+                f"precision={self.name} needs a CPU or an NVIDIA GPU of compute capability "
+                f"{least[0]}.{least[1]} or higher; this run is on {device.type}.",
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:
-            import_module("runner.precision.bitsandbytes_library")
+            library = import_module("runner.precision.bitsandbytes_library")
         except ImportError as error:
             raise Unavailable(
                 f"precision={self.name} needs bitsandbytes, which does not import: {error}.",
                 'Type pip install "bitsandbytes>=0.50".',
             ) from error
-        least = (7, 5) if self.mode.startswith("int8") else (6, 0)
+        if not library.has_kernels():
+            raise Unavailable(
+                f"precision={self.name} needs bitsandbytes' own kernels, and its library for "
+                f"{device.type} (CUDA {torch.version.cuda}) does not load.",
+                "Type python -m bitsandbytes to see why, or precision=bf16-true.",
+            )
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < least:
             found = ".".join(map(str, torch.cuda.get_device_capability(device)))
             raise Unavailable(
@@ -109,7 +117,7 @@ class BitsandbytesPrecision(Precision):
         self, model: nn.Module, device: torch.device = CPU
     ) -> tuple[nn.Module, ConversionReport]:
         islands = find_islands(model, self.keep_fp32, self.storage)
-        judge = unfit_for_int8 if self.mode.startswith("int8") else lambda module: ""
+        judge = partial(unfit, int8=self.mode.startswith("int8"), frozen=self.freezes)
         rules = Rules(self.name, self.ignore_modules, islands, judge, self.freezes)
         try:
             report = convert_modules(model, {nn.Linear: lambda m: self._swap(m, device)}, rules)
@@ -119,7 +127,8 @@ class BitsandbytesPrecision(Precision):
         return model, report
 
     def _swap(self, module: nn.Module, device: torch.device) -> None:
-        from runner.precision.bitsandbytes_layers import Linear4bit, Linear8bit, Linear8bitTrained
+        from runner.precision.bitsandbytes_int8 import Linear8bit, Linear8bitTrained
+        from runner.precision.bitsandbytes_layers import Linear4bit
 
         assert isinstance(module, nn.Linear)
         module.to(device)
@@ -154,29 +163,37 @@ class BitsandbytesPrecision(Precision):
         return cast_nest(inputs, self.compute)
 
 
-def unfit_for_int8(module: nn.Module) -> str:
-    """Why a layer cannot be packed into int8, which the library does by way of float16."""
+def unfit(module: nn.Module, int8: bool, frozen: bool) -> str:
+    """Why a layer cannot be packed; empty where it can."""
     assert isinstance(module, nn.Linear)
-    if module.in_features == 1:  # torch 2.11's int8 product is wrong there
+    if int8 and module.in_features == 1:  # torch 2.11's int8 product is wrong there
         return "has one input only"
-    weight = module.weight
-    if weight.is_meta or weight.abs().amax() <= torch.finfo(torch.float16).max:
+    if module.weight.is_meta:
         return ""
-    return "its weight is not finite, or larger than float16 holds"
+    if not module.weight.isfinite().all():
+        return "its weight is not finite"
+    if not module.weight.any() and frozen:  # torchvision's ViT starts its head so
+        return "its weight is all zero, and frozen it would pass no gradient"
+    return ""
 
 
-def _check_values(mode: str, compute_dtype: str, threshold: float) -> None:
+def _check_values(name: str, mode: str, compute_dtype: str, threshold: float) -> None:
     problems = []
     if mode not in MODES:
         problems.append(f"precision.mode={mode} is not known. Allowed: {', '.join(MODES)}.")
+    elif name in {f"bnb-{m}" for m in MODES} - {f"bnb-{mode}"}:
+        problems.append(f"precision.mode={mode} is not what {name} is. Type precision=bnb-{mode}.")
     if compute_dtype not in COMPUTE:
         problems.append(
             f"precision.compute_dtype={compute_dtype}: the kernels compute in {', '.join(COMPUTE)} "
-            "only. Type precision.compute_dtype=float32 for the most exact."
+            "only. Type one of them."
         )
     if threshold < 0:
         problems.append(f"precision.threshold={threshold} is negative. Allowed: 0 (none) and up.")
     if threshold and not mode.startswith("int8"):
-        problems.append(f"precision.threshold={threshold} has no meaning in {mode}: type 0.")
+        problems.append(
+            f"precision.threshold={threshold}: {mode} has none. Type precision=bnb-int8, or leave "
+            "it out."
+        )
     if problems:
         raise ConfigError(*problems)

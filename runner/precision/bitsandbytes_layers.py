@@ -1,12 +1,11 @@
-"""Linear layers on bitsandbytes' kernels, each a torch.nn.Linear turned in place.
+"""4-bit linear layers on bitsandbytes' kernels, each a torch.nn.Linear turned in place.
 
-They differ from the library's own modules where those mislead: a trainable bias keeps its dtype,
-a checkpoint loads exactly or not at all, an evaluation never sees the weights of an earlier step,
-and a CPU's 4-bit weights are unpacked rightly whatever their width (the library's kernel takes
-the wrong scales where the width is a multiple of 16 and not of the block of 64).
+They differ from the library's own module where that misleads: a trainable bias keeps its dtype, a
+checkpoint loads exactly or not at all, and on a CPU weights are unpacked rightly whatever their
+width (the library's kernel takes the wrong scales where the width is a multiple of 16 and not of
+the block of 64).
 
-Sources: Dettmers et al., QLoRA, arXiv:2305.14314 (nf4, double quantisation); Dettmers et al.,
-LLM.int8(), arXiv:2208.07339 (row-wise int8, outlier columns).
+Source: Dettmers et al., QLoRA, arXiv:2305.14314 (nf4, double quantisation).
 """
 
 import math
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runner.precision.bitsandbytes_int8 import unpack_int8
 from runner.precision.bitsandbytes_library import (
     QuantState,
     bnb,
     dequantize_4bit,
-    int8_vectorwise_quant,
     unpack_tensor_to_dict,
 )
 from runner.precision.convert import low_class
@@ -54,17 +53,6 @@ def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor
         )  # fmt: skip
         return dequantize_4bit(packed, row)[0, :count].view(shape).to(dtype)
     return dequantize_4bit(packed, state).to(dtype)
-
-
-def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [out, in] as int8 with the largest magnitude of each row, float32 [out]."""
-    codes, largest, _ = int8_vectorwise_quant(weight.detach().contiguous().to(torch.float16))
-    return codes, largest
-
-
-def unpack_int8(codes: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] that int8 codes stand for."""
-    return (codes.float() * (largest.float()[:, None] / 127)).to(dtype)
 
 
 def _narrow(weight: Tensor) -> Tensor:
@@ -190,70 +178,6 @@ _ABOUT = "quant_state.bitsandbytes__"
 def label(quant_type: str, nested: bool) -> str:
     """A packing as a precision calls it."""
     return f"{quant_type}-dq" if nested else quant_type
-
-
-class Linear8bit(nn.Linear):
-    """float [..., in] to the same dtype [..., out]; int8 weight, frozen, with the largest
-    magnitude of each row in `SCB`, as bitsandbytes calls it. The bias is as it was."""
-
-    SCB: Tensor
-    compute_dtype: torch.dtype
-    threshold: float
-
-    @classmethod
-    def swap(cls, module: nn.Linear, compute: torch.dtype, threshold: float) -> None:
-        """Turn a linear layer into one of these, where it is."""
-        codes, largest = pack_int8(module.weight)
-        module.__class__ = low_class(cls, type(module))
-        module.weight = nn.Parameter(codes, requires_grad=False)
-        module.register_buffer("SCB", largest)
-        module.compute_dtype, module.threshold = compute, threshold  # type: ignore[assignment]
-
-    def forward(self, input: Tensor) -> Tensor:
-        state = bnb.MatmulLtState()
-        state.CB, state.SCB = self.weight.data, self.SCB  # type: ignore[assignment]
-        state.has_fp16_weights = False
-        return _product_int8(self, input, self.weight, state)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
-        """int8 with its scales, as it is; a plain weight is packed."""
-        weight = state_dict.get(f"{prefix}weight")
-        if weight is not None and weight.is_floating_point() and weight.shape == self.weight.shape:
-            codes, largest = pack_int8(weight.to(self.weight.device))
-            state_dict |= {f"{prefix}weight": codes, f"{prefix}SCB": largest}
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-class Linear8bitTrained(nn.Linear):
-    """float [..., in] to the same dtype [..., out]; a plain weight that trains, and an int8 copy
-    made anew in every forward, so that no forward sees the weight of an earlier step."""
-
-    compute_dtype: torch.dtype
-    threshold: float
-
-    @classmethod
-    def swap(cls, module: nn.Linear, compute: torch.dtype, threshold: float) -> None:
-        """Turn a linear layer into one of these, where it is; its parameters stay."""
-        module.__class__ = low_class(cls, type(module))
-        module.compute_dtype, module.threshold = compute, threshold  # type: ignore[assignment]
-
-    def forward(self, input: Tensor) -> Tensor:
-        # Outside training the library asks for a kernel that CPUs lack if the weight may train.
-        weight = self.weight if self.training and torch.is_grad_enabled() else self.weight.detach()
-        state = bnb.MatmulLtState()
-        state.has_fp16_weights = True
-        return _product_int8(self, input, weight, state)
-
-
-def _product_int8(
-    module: Linear8bit | Linear8bitTrained, x: Tensor, weight: Tensor, state: bnb.MatmulLtState
-) -> Tensor:
-    """The library's product on flattened rows (its gradient fails on more dimensions)."""
-    state.is_training, state.threshold = module.training, module.threshold
-    bias = None if module.bias is None else module.bias.to(module.compute_dtype)
-    rows = x.reshape(-1, x.shape[-1]).to(module.compute_dtype)
-    made = bnb.matmul(rows, weight, bias=bias, state=state)
-    return made.view(*x.shape[:-1], module.out_features).to(x.dtype)
 
 
 def plain_weights(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from runner.errors import ConfigError
 from runner.precision.base import ConversionReport, Converted
+from runner.precision.islands import called
 from runner.precision.patterns import select
 
 ROOT = "(model)"  # what a model is called that is itself a layer
@@ -79,9 +79,7 @@ def convert_modules(
         swap = next(s for kind, s in swaps.items() if isinstance(module, kind))
         try:
             swap(module)
-        except (NotImplementedError, torch.OutOfMemoryError):
-            raise  # the meta device, or too little memory
-        except Exception as error:
+        except (AssertionError, TypeError, ValueError) as error:
             where = "*" if path == ROOT else path
             raise ConfigError(
                 f"precision={rules.name} cannot convert {path} ({type(module).__name__}): "
@@ -132,10 +130,6 @@ def _check(rules: Rules, report: ConversionReport, chosen: Sequence[tuple[str, n
 
 
 _LOW = ("bitsandbytes.", "transformer_engine.", "torchao.", "runner.precision.bitsandbytes_")
-
-
-def called(module: nn.Module, args: Any) -> None:
-    """A hook that does nothing; see convert_modules."""
 
 
 def is_converted(module: nn.Module) -> bool:

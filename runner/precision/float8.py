@@ -66,7 +66,7 @@ class Float8Precision(Precision):
         autocast_loss: bool = False,
         float32_matmul: str = "highest",
     ) -> None:
-        _check(recipe, weights, emulate, min_features)
+        _check(name, recipe, weights, emulate, min_features)
         check_kernels(float32_matmul, "auto")
         self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
         self.storage, self.compute = DTYPES[weights], torch.bfloat16
@@ -116,12 +116,23 @@ class Float8Precision(Precision):
         return narrow(inputs) if self.storage is torch.float32 else cast_nest(inputs, self.storage)
 
 
-def _check(recipe: str, weights: str, emulate: object, min_features: object) -> None:
+NAMES: dict[str, str] = {
+    "tensorwise": "float8-tensorwise",
+    "rowwise": "float8-rowwise",
+    "rowwise_with_gw_hp": "float8-rowwise-hp",
+}
+
+
+def _check(name: str, recipe: str, weights: str, emulate: object, min_features: object) -> None:
     problems = [
         f"precision.{key}={value} is not known. Allowed: {', '.join(known)}."
         for key, value, known in (("recipe", recipe, RECIPES), ("weights", weights, WEIGHTS))
         if value not in known
     ]
+    if name in NAMES.values() and NAMES.get(recipe, name) != name:
+        problems.append(
+            f"precision.recipe={recipe} is not what {name} is. Type precision={NAMES[recipe]}."
+        )
     if not isinstance(emulate, bool):
         problems.append(f"precision.emulate={emulate} is not known. Allowed: true, false.")
     if type(min_features) is not int or min_features < 1:

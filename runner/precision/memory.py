@@ -35,6 +35,12 @@ def stored_bytes(model: nn.Module) -> int:
     return tensor_bytes(*model.parameters(), *model.buffers())
 
 
+def float32_bytes(model: nn.Module) -> int:
+    """Bytes of a plain model's parameters and buffers, were its floating ones in float32."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    return sum(elements(t) * (4 if t.is_floating_point() else t.element_size()) for t in tensors)
+
+
 def elements(parameter: Tensor) -> int:
     """Numbers that a parameter stands for; a 4-bit one holds two of them in a byte."""
     state = getattr(parameter, "quant_state", None)

@@ -31,7 +31,7 @@ def select(key: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
         patterns: as the user wrote them.
         names: dotted module names of the model, the empty one of the model itself included.
     """
-    names = list(names)
+    names, patterns = list(names), [str(pattern) for pattern in patterns]
     found: set[str] = set()
     problems = []
     for pattern in patterns:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from runner.errors import ConfigError
+
 
 class Spill:
     """Context around a model's construction. Every float weight of a new nn.Linear on the CPU is
@@ -63,5 +65,13 @@ def _mapped(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     folder = os.environ.get("TMPDIR") or ("/var/tmp" if Path("/var/tmp").is_dir() else None)
     with tempfile.NamedTemporaryFile(dir=folder, prefix="weight-") as file:
         size = shape.numel()
-        file.truncate(size * dtype.itemsize)
+        try:  # else a full disk would be a bus error at the first write
+            os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+        except OSError as error:
+            where = Path(file.name).parent
+            raise ConfigError(
+                f"init.low_memory=true keeps float32 weights in files, and {where} has no room for"
+                f" {size * dtype.itemsize / 2**20:.0f} MiB more "
+                f"({error.strerror}). Set TMPDIR to a folder on a larger disk."
+            ) from error
         return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)

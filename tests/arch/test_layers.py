@@ -25,7 +25,7 @@ LAYERS = (
     {"state", "build", "checkpoint", "model", "artifacts"},
     {"step", "loop"},
     {"observers"},
-    {"train", "run", "plan", "report", "sweep", "doctor", "ui"},
+    {"describe", "train", "run", "plan", "report", "sweep", "doctor", "ui"},
     {"hooks", "cli", "__main__", "__init__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -31,7 +31,7 @@ import pytest
                                    "Type data.meta.input=[1,8,8]"]),
         ("data.meta.classes=3", ["data.meta.classes=3", "Type data.meta.classes=10"]),
         ("precision.keep_fp32=[zzz]", ["zzz matches no module", "layers, layers.0"]),
-        ("precision.keep_fp32=head", ["precision.keep_fp32=head is text", "Sequence[str]"]),
+        ("precision.keep_fp32=head", ["precision.keep_fp32=head is text", "a list, as in [a,b]"]),
         ("precision.dtype=float8", ["precision.dtype=float8 is not known", "float64, float32"]),
         ("model._target_=nowhere.Net", ["model._target_=nowhere.Net does not import",
                                         "Write package.module.Name"]),
@@ -39,15 +39,26 @@ import pytest
         ("model._target_=3", ["model._target_=3 is no path", "package.module.Name"]),
         ("+model.foo=3", ["model.foo=3", "takes no foo", "input_shape, classes, hidden"]),
         ("~model.classes", ["model.classes is needed", "Type +model.classes=<value>"]),
-        ("model.hidden=3", ["model: runner.models.mlp.MLP refuses its arguments"]),
+        ("model.hidden=3", ["model.hidden=3 does not fit", "a list"]),
+        ("precision.keep_fp32=true", ["precision.keep_fp32=true does not fit", "a list"]),
+        ("precision.keep_fp32=[3]", ["precision.keep_fp32: 3 matches no module"]),
+        ("adapter=lora adapter.rank=null", ["adapter.rank=null does not fit", "whole number"]),
+        ("adapter=lora adapter.rank=2.5", ["adapter.rank=2.5 does not fit", "whole number"]),
+        ("adapter=lora adapter.modules=[1]", ["adapter.modules: 1 matches no module"]),
+        ("precision=bnb-nf4 precision.mode=fp4", ["is not what bnb-nf4 is",
+                                                  "Type precision=bnb-fp4"]),
+        ("optimizer=adamw8bit optimizer.min_8bit_size=-1", ["min_8bit_size=-1"]),
+        ("checkpoint=some", ["mode=train does not load checkpoint=some", "init.weights="]),
+        ("init.weights=/no/such.pt", ["init.weights=/no/such.pt: no checkpoint is there"]),
+        ("mode=evaluate checkpoint=x init.weights=y", ["Leave init.weights= out"]),
         ("model.hidden=${nothing}", ["model.hidden", "'nothing' not found"]),
-        ("optimizer.lr=abc", ["optimizer.lr=abc is text", "float"]),
+        ("optimizer.lr=abc", ["optimizer.lr=abc is text", "a number"]),
         ("optimizer.lr=-1", ["torch.optim.AdamW refuses its arguments", "-1"]),
         ("optimizer=lbfgs precision=16-mixed", ["optimizer=lbfgs", "precision=16-mixed",
                                                 "Type precision=32-true"]),
         ("precision=16-true", ["optimizer.eps=1e-08", "Type optimizer.eps=1e-4"]),
         ("precision=16-mixed precision.loss_scale.fixed=-1", ["fixed=-1", "above 0, or null"]),
-        ("scheduler=cosine scheduler.T_max=x", ["scheduler.T_max=x is text", "int"]),
+        ("scheduler=cosine scheduler.T_max=x", ["scheduler.T_max=x is text", "a whole number"]),
         ("data=text", ["model=mlp fails on the first batch of data=text", "task=language",
                        "Choose ones that fit", "error.txt"]),
         ("task=regression", ["regression needs float output and target of one shape"]),
@@ -139,7 +150,7 @@ def test_a_file_that_is_no_checkpoint(quick, tmp_path):
     (tmp_path / "some.pt").write_text("no checkpoint")
     done = quick("mode=evaluate", "checkpoint=some.pt")
     assert done.rc == 2
-    assert "checkpoint=some.pt cannot be read" in done.stderr
+    assert "checkpoint=some.pt is no checkpoint of this runner" in done.stderr
 
 
 def test_a_checkpoint_of_another_model(quick, tmp_path):

@@ -52,9 +52,9 @@ def held(module):
     if module.weight.dtype is torch.int8:
         return module.weight.float() * module.SCB[:, None] / 127
     if module.weight.dtype is torch.float32:
-        weight = module.weight.detach().half().float()
+        weight = module.weight.detach()
         largest = weight.abs().amax(1, keepdim=True)
-        return (weight * 127 / largest).round() * largest / 127
+        return (weight * (127 / largest)).round() * largest / 127
     state = module.weight.quant_state
     pairs, count = module.weight.data.flatten().long(), math.prod(state.shape)
     codes = torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:count]
@@ -91,7 +91,7 @@ def refused(**changes):
 def test_values_that_cannot_work_are_told():
     assert refused(compute_dtype="float64") == (
         "precision.compute_dtype=float64: the kernels compute in bfloat16, float16, float32 only. "
-        "Type precision.compute_dtype=float32 for the most exact.",
+        "Type one of them.",
     )
     assert refused(mode="nf8") == (
         "precision.mode=nf8 is not known. Allowed: nf4, nf4-dq, fp4, fp4-dq, int8, int8-training.",
@@ -99,7 +99,9 @@ def test_values_that_cannot_work_are_told():
     assert refused(mode="int8", threshold=-1.0) == (
         "precision.threshold=-1.0 is negative. Allowed: 0 (none) and up.",
     )
-    assert refused(threshold=6.0) == ("precision.threshold=6.0 has no meaning in nf4: type 0.",)
+    assert refused(threshold=6.0) == (
+        "precision.threshold=6.0: nf4 has none. Type precision=bnb-int8, or leave it out.",
+    )
     assert len(refused(mode="nf8", compute_dtype="int8", threshold=-1.0)) == 4
     assert "float32_matmul=tf32 is not known" in refused(float32_matmul="tf32")[0]
     assert "cpu_float16=fast is not known" in refused(cpu_float16="fast")[0]
@@ -115,7 +117,10 @@ def test_it_runs_on_a_cpu_and_not_on_an_apple_gpu():
         load(mode).require(CPU)
     with pytest.raises(Unavailable) as told:
         load("nf4").require(torch.device("mps"))
-    assert told.value.what == "precision=bnb-nf4 needs a CPU or an NVIDIA GPU; here it is mps."
+    assert told.value.what == (
+        "precision=bnb-nf4 needs a CPU or an NVIDIA GPU of compute capability 6.0 or higher; "
+        "this run is on mps."
+    )
     assert told.value.remedy == "Type accelerator=cpu, or precision=bf16-true."
 
 
@@ -379,7 +384,12 @@ def test_a_gpt_is_converted_but_for_its_tied_head():
     model = GPT(11, 8, layers=2, heads=2, width=16)
     _, report = load("nf4").convert(model)
     assert list(report.lines()) == [
-        "converted 8/9 layers",
+        "converted 8/9 layers: "
+        + ", ".join(
+            f"blocks.{i}.{n}"
+            for i in (0, 1)
+            for n in ("attention.qkv", "attention.projection", "expand", "contract")
+        ),
         "  skipped head (Linear): shares a parameter with token_embedding",
     ]
     assert model.head.weight is model.token_embedding.weight
@@ -528,12 +538,37 @@ def test_an_evaluation_sees_weights_that_were_just_loaded():
     assert error(module.train()(x), other(x)) < 0.02
 
 
-def test_in_evaluation_gradients_reach_the_input_and_not_the_weight():
+def test_a_layer_that_is_kept_in_evaluation_mode_trains_all_the_same():
     module, _ = layer("int8-training", train=False)
     x = torch.randn(8, 64, requires_grad=True)
     module(x).sum().backward()
     assert error(x.grad, held(module).sum(0).expand(8, 64)) < 1e-5
-    assert module.weight.grad is None
+    assert error(module.weight.grad, x.detach().sum(0).expand(48, 64)) < 1e-5
+
+
+def test_inputs_weights_and_gradients_beyond_float16_pass():
+    """The library quantises by way of float16, whose largest number is 65504."""
+    for mode in ("int8", "int8-training"):
+        module, weight = layer(mode)
+        x = 1e6 * torch.randn(8, 64)
+        for train in (True, False):
+            with torch.no_grad():
+                assert error(module.train(train)(x), F.linear(x, weight, module.bias)) < 0.03
+    module, _ = layer("int8-training")
+    x = torch.randn(8, 64, requires_grad=True)
+    for size in (1e-9, 1e9):
+        module.weight.grad = x.grad = None
+        (size * module(x)).sum().backward()
+        assert error(module.weight.grad / size, x.detach().sum(0).expand(48, 64)) < 1e-5
+        assert error(x.grad / size, held(module).sum(0).expand(8, 64)) < 1e-5
+
+
+def test_rows_of_very_different_size_keep_their_digits():
+    plain = nn.Linear(64, 4, bias=False)
+    plain.weight.data *= torch.tensor([1e-9, 1.0, 1e6, 0.0])[:, None]
+    weight = plain.weight.detach().clone()
+    load("int8").convert(plain)
+    assert ((held(plain) - weight).abs() <= weight.abs().amax(1, keepdim=True) / 253).all()
 
 
 def test_gradients_accumulate_to_those_of_the_whole():
@@ -589,3 +624,10 @@ def test_a_layer_of_one_input_is_left_by_the_int8_modes(mode):
     model = nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 8))
     _, report = load(mode).convert(model)
     assert [row.why for row in report.modules] == ["has one input only", ""]
+
+
+def test_a_library_without_its_native_part_is_told(monkeypatch):
+    monkeypatch.setattr("runner.precision.bitsandbytes_library.lib", type("LibraryMock", (), {})())
+    with pytest.raises(Unavailable, match="does not load") as told:
+        load("nf4").require(CPU)
+    assert told.value.remedy.startswith("Type python -m bitsandbytes")

@@ -534,8 +534,10 @@ def rows(done, skipped):
 def test_the_report_counts_and_names_who_was_skipped():
     report = ConversionReport(rows(8, 1))
     assert str(report) == "8/9"
-    assert list(report.lines()) == ["converted 8/9 layers", "  skipped b0 (Own): reason 0"]
-    assert list(ConversionReport(rows(2, 0)).lines()) == ["converted 2/2 layers"]
+    assert list(report.lines()) == [
+        "converted 8/9 layers: a0, a1, a2, a3, a4, a5, a6, a7", "  skipped b0 (Own): reason 0"
+    ]  # fmt: skip
+    assert list(ConversionReport(rows(2, 0)).lines()) == ["converted 2/2 layers: a0, a1"]
     assert list(ConversionReport().lines()) == []
     assert report.to_list()[-1] == {
         "module": "b0", "kind": "Own", "done": False, "why": "reason 0",

@@ -1,0 +1,57 @@
+"""What a run says of the model that it has built."""
+
+from typing import TYPE_CHECKING, Any
+
+from runner import artifacts
+from runner.accelerator import MIB
+from runner.model import Built
+from runner.precision.memory import elements, stored_bytes
+from runner.result import percent
+
+if TYPE_CHECKING:
+    from runner.train import Run
+
+
+def describe(this: "Run", built: Built) -> dict[str, Any]:
+    """What was built, on the console, as tags, artifact and metric; its part of the result."""
+    params = list(built.model.parameters())
+    every = sum(map(elements, params))
+    trainable = sum(elements(p) for p in params if p.requires_grad)
+    weights, report = stored_bytes(built.model) / MIB, built.report
+    size = f"{weights:.1f} MiB"
+    if weights * MIB < built.plain_bytes:
+        size += f" (in float32 {built.plain_bytes / MIB:.1f})"
+    this.say(f"{this.label} on {this.accelerator.name}: {every:,} parameters, {size}")
+    for line in report.lines():
+        this.say(line)
+    tags = {"converted": str(report)} if report.modules else {}
+    if kernels := this.precision.kernels():
+        tags["cpu_float16"] = kernels
+    if this.spec.mode == "train" and trainable < every:
+        tags["trainable"] = f"{trainable}/{every}"
+        _say_what_trains(this, trainable, every)
+    this.tracker.tags(tags)
+    this.tracker.artifact(artifacts.write_json(this.out / "conversion.json", report.to_list()))
+    this.tracker.metrics(0, artifacts.now_ms(), {"memory/weights_mib": weights})
+    return {
+        "weights_mib": weights,
+        "plain_weights_mib": built.plain_bytes / MIB,
+        "converted": tags.get("converted", ""),
+        "trains": trainable / every if every and this.spec.mode == "train" else None,
+    }
+
+
+def _say_what_trains(this: "Run", trainable: int, every: int) -> None:
+    this.say(f"{trainable:,} of {every:,} parameters train ({percent(trainable / every)})")
+    adapts = bool(this.spec.adapter.get("_target_"))
+    if not adapts and this.precision.freezes:
+        this.say(
+            f"warning: precision={this.precision.name} freezes the weights that it quantises. "
+            "Type adapter=lora init.weights=<checkpoint> to tune a trained model, or "
+            "precision=bnb-int8-training to train them all."
+        )
+    elif adapts and this.spec.init.weights is None:
+        this.say(
+            "warning: the frozen weights are as the model's own code made them. "
+            "Type init.weights=<checkpoint> to tune a trained model."
+        )
