@@ -107,7 +107,7 @@ def test_a_flipped_bit_is_told(saved):
     weights = checkpoint.load(saved)["model"]["weight"].numpy().tobytes()
     content[content.index(weights)] ^= 1
     saved.write_bytes(content)
-    with pytest.raises(ConfigError, match="is damaged: .* has changed on disk"):
+    with pytest.raises(ConfigError, match=r"is damaged: .* has changed on disk"):
         checkpoint.load(saved)
 
 

@@ -1,10 +1,11 @@
-"""gpu.json and gpu.md of a run of bench/gpu/run.sh: python bench/gpu/collect.py OUT
+"""gpu.json and gpu.md of a run of bench/gpu/run.sh: python bench/gpu/collect.py OUT SWEEP
 
 Copy both to bench/results/gpu/ under the device's name; `make docs` puts them into the pages.
 """
 
 import json
-import subprocess
+import os
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,22 +13,24 @@ from typing import Any
 
 import torch
 
+from runner.artifacts import git_tags
+
 PACKAGES = ("torch", "transformer_engine", "bitsandbytes", "torchao")
 
 
-def main(folder: Path) -> None:
-    found = collect(folder)
+def main(folder: Path, sweep: Path) -> None:
+    found = collect(folder, sweep)
     (folder / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
     (folder / "gpu.md").write_text(markdown(found))
     print(markdown(found))
 
 
-def collect(folder: Path) -> dict[str, Any]:
-    """Everything that the stages left in a folder."""
+def collect(folder: Path, sweep: Path) -> dict[str, Any]:
+    """Everything that the stages left in a folder, and the jobs of the sweep."""
     lines = folder / "throughput.jsonl"
     rows = [json.loads(text) for text in lines.read_text().splitlines()] if lines.exists() else []
     tests = folder / "tests.log"
-    results = sorted((folder / "sweep").glob("*/result.json"), key=lambda p: int(p.parent.name))
+    results = sorted(sweep.glob("*/result.json"), key=lambda p: int(p.parent.name))
     status = (folder / "status.txt").read_text().splitlines()
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
@@ -36,7 +39,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "commit": _commit(),
         "command": "bench/gpu/run.sh WHEELS OUT",
         "stages": dict(line.split() for line in status),
-        "tests": tests.read_text().strip().splitlines()[-1] if tests.exists() else "not run",
+        "tests": _summary(tests.read_text()) if tests.exists() else "not run",
         "ceilings": next((row for row in rows if row["kind"] == "ceilings"), None),
         "gpt": [row for row in rows if row["kind"] == "gpt"],
         "sweep": [_job(json.loads(path.read_text())) for path in results],
@@ -49,6 +52,14 @@ def _job(result: dict[str, Any]) -> dict[str, Any]:
     return {key: result.get(key) for key in kept}
 
 
+def _summary(log: str) -> str:
+    """pytest's last line, with its counts."""
+    counts = re.findall(
+        r"^=*\s*(\d+ (?:passed|failed|skipped|error).* in [\d.]+s.*?)\s*=*$", log, re.M
+    )
+    return counts[-1] if counts else "cut off before its end"
+
+
 def _version(name: str) -> str:
     try:
         return version(name)
@@ -57,8 +68,9 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    tags = git_tags(Path.cwd())
+    commit = os.environ.get("COMMIT") or tags.get("git_commit", "unknown")
+    return f"{commit} (changed)" if tags.get("git_dirty") == "true" else commit
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -80,8 +92,8 @@ def _throughput(rows: list[dict[str, Any]]) -> str:
     base = {
         row["width"]: row["tokens_per_second"]
         for row in rows
-        if row["precision"] == "bf16-mixed" and "error" not in row
-    }  # the compiled one, which comes last
+        if row["precision"] == "bf16-mixed" and row["compiled"] and "error" not in row
+    }
     lines = ["## GPT, tokens per second", "",
              "| width | precision | compiled | tokens/s (least to greatest) | against compiled "
              "bf16-mixed | peak GiB | converted |", "|---|---|---|---|---|---|---|"]  # fmt: skip
@@ -114,4 +126,4 @@ def _sweep(jobs: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -14,7 +14,7 @@ platforms=(--platform manylinux_2_24_x86_64 --platform manylinux_2_28_x86_64
   --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64)
 "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
   --implementation cp "${platforms[@]}" -d "$out" "hydra-core>=1.3.2,<1.4" "omegaconf>=2.3,<2.4" \
-  "torchao>=0.18,<0.19"
+  "torchao>=0.18,<0.19" pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection
 "$python" -m pip wheel --quiet --no-deps -w "$out" antlr4-python3-runtime==4.9.3
 "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
   --implementation cp "${platforms[@]}" -d "$work" "bitsandbytes>=0.50,<0.51"
