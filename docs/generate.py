@@ -41,12 +41,14 @@ def precisions() -> str:
 
 
 def needs(name: str) -> str:
-    """The hardware that require() asks for where there is only a CPU."""
-    try:
-        load(name).require(torch.device("cpu"))
-    except Unavailable as error:
-        return error.what.partition("needs ")[2].partition(";")[0].removeprefix("an ")
-    return "any CPU or GPU" if not name.startswith("bnb") else "CPU or NVIDIA GPU"
+    """The hardware that require() asks for where there is only a CPU, or an Apple GPU."""
+    for kind in ("cpu", "mps"):
+        try:
+            load(name).require(torch.device(kind))
+        except Unavailable as error:
+            found = error.what.partition("needs ")[2].partition(";")[0].removeprefix("an ")
+            return found or "any device but an Apple GPU"
+    return "any device"
 
 
 def measured() -> str:

@@ -125,6 +125,18 @@ KINDS: Mapping[str, Kind] = {
 }  # fmt: skip
 
 
+def misnamed(name: str, recipe: Mapping[str, Any]) -> list[str]:
+    """The problem of a recipe under the name of another, whose keys it would not take."""
+    names = {kind: f"transformer-engine-{kind}" for kind in KINDS} | {
+        "delayed": "transformer-engine"
+    }
+    kind = str(recipe.get("kind"))
+    own = {"transformer-engine-float16": "delayed"} | {n: k for k, n in names.items()}
+    if kind not in names or own.get(name, kind) == kind:
+        return []
+    return [f"precision.recipe.kind={kind} is not what {name} is. Type precision={names[kind]}."]
+
+
 def problems(recipe: object, weights: str) -> list[str]:
     """What is wrong with a recipe for weights of a dtype, one sentence each."""
     if not isinstance(recipe, Mapping):

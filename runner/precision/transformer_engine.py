@@ -57,7 +57,7 @@ class TransformerEnginePrecision(Precision):
         autocast_loss: bool = False,
         update_in_eval: bool = False,
     ) -> None:
-        problems = te_recipes.problems(recipe, weights)
+        problems = te_recipes.misnamed(name, recipe) or te_recipes.problems(recipe, weights)
         if weights not in WEIGHTS:
             allowed = ", ".join(WEIGHTS)
             problems.append(f"precision.weights={weights} is not known. Allowed: {allowed}.")

@@ -73,6 +73,24 @@ def test_rows_follow_require(monkeypatch):
     assert refused == [support.Support("bf16-true", "cpu", "not on cpu", "type another")]
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("bnb-nf4", {"mode": "fp4"}, "Type precision=bnb-fp4."),
+        ("float8-rowwise", {"recipe": "tensorwise"}, "Type precision=float8-tensorwise."),
+        ("transformer-engine", {"recipe": {"kind": "current"}},
+         "Type precision=transformer-engine-current."),
+        ("transformer-engine-block", {"recipe": {"kind": "delayed"}},
+         "Type precision=transformer-engine."),
+    ],
+)  # fmt: skip
+def test_a_name_says_what_runs(name, change, told):
+    with pytest.raises(ConfigError, match=f"is not what {name} is") as error:
+        support.load(name, **change)
+    (problem,) = error.value.problems
+    assert problem.endswith(told)
+
+
 def test_a_preset_sweeps_over_all_of_them():
     node = OmegaConf.load(CONF.parent / "sweep" / "every_precision.yaml")
     assert node.hydra.sweeper.params.precision.split(",") == support.names()

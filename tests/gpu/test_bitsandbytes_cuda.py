@@ -1,0 +1,60 @@
+"""bitsandbytes' CUDA kernels at the widths and rows that their CPU twins are tested at."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runner.errors import Unavailable
+from runner.precision import support
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+DEVICE = torch.device("cuda", 0)
+BOUND = {"nf4": 0.15, "nf4-dq": 0.15, "fp4": 0.2, "fp4-dq": 0.2, "int8": 0.03,
+         "int8-training": 0.03}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("shape", [(64, 10), (30, 10), (784, 10), (48, 100), (128, 256)])
+@pytest.mark.parametrize("mode", BOUND)
+def test_outputs_and_gradients_are_near_those_of_float32(mode, shape, rows):
+    precision = support.load(f"bnb-{mode}", compute_dtype="float32")
+    try:
+        precision.require(DEVICE)
+    except Unavailable as error:
+        pytest.skip(f"{error.what} {error.remedy}")
+    torch.manual_seed(0)
+    layer = nn.Linear(*shape)
+    weight, bias = layer.weight.detach().cuda(), layer.bias.detach().cuda()
+    precision.convert(layer, DEVICE)
+    layer.cuda()
+    x = torch.randn(rows, shape[0], device=DEVICE, requires_grad=True)
+    made, wanted = layer(x), F.linear(x.detach(), weight, bias)
+    assert (made - wanted).norm() < BOUND[mode] * wanted.norm()
+    made.sum().backward()
+    gradient = weight.sum(0).expand_as(x)
+    assert (x.grad - gradient).norm() < BOUND[mode] * gradient.norm()
+    if mode == "int8-training":
+        expected = x.detach().sum(0).expand_as(weight)
+        assert (layer.weight.grad - expected).norm() < BOUND[mode] * expected.norm()
+    layer.eval()
+    with torch.no_grad():
+        assert (layer(x) - wanted).norm() < BOUND[mode] * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["bnb-nf4", "float8-tensorwise", "transformer-engine"])
+def test_a_compiled_model_computes_the_same(name):
+    precision = support.load(name)
+    try:
+        precision.require(DEVICE)
+    except Unavailable as error:
+        pytest.skip(f"{error.what} {error.remedy}")
+    model, _ = precision.convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
+    model.cuda()
+    x = precision.cast(torch.randn(16, 64, device=DEVICE))
+    with torch.no_grad(), precision.session(model, DEVICE), precision.forward(DEVICE):
+        wanted, made = model(x), torch.compile(model)(x)
+    assert (made.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
