@@ -130,7 +130,7 @@ def misnamed(name: str, recipe: Mapping[str, Any]) -> list[str]:
     names = {kind: f"transformer-engine-{kind}" for kind in KINDS} | {
         "delayed": "transformer-engine"
     }
-    kind = str(recipe.get("kind"))
+    kind = str(recipe.get("kind")) if isinstance(recipe, Mapping) else ""
     own = {"transformer-engine-float16": "delayed"} | {n: k for k, n in names.items()}
     if kind not in names or own.get(name, kind) == kind:
         return []
