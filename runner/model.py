@@ -10,7 +10,6 @@ from torch import nn
 from runner import adapter
 from runner.build import build_group
 from runner.checkpoint import Saved, load_weights
-from runner.config import arguments
 from runner.errors import ConfigError
 from runner.precision.base import ConversionReport, Precision
 from runner.precision.cast import default_dtype
@@ -61,11 +60,10 @@ def build_model(
 
 def _same_packing(spec: RunSpec, precision: Precision, saved: Saved) -> bool:
     """Whether a checkpoint's packed weights, and its adapter's, fit as they are."""
-    theirs = saved.content["spec"].get("adapter") or {}
-    same = arguments(theirs) == arguments(spec.adapter) and theirs.get(
-        "_target_"
-    ) == spec.adapter.get("_target_")
-    return bool(precision.layout) and saved.content.get("layout") == precision.layout and same
+    nodes = (saved.content["spec"].get("adapter") or {}, spec.adapter)
+    theirs, ours = (dict(node) if node.get("_target_") else {} for node in nodes)
+    packed = bool(precision.layout) and saved.content.get("layout") == precision.layout
+    return packed and theirs == ours
 
 
 def restore_model(spec: RunSpec, precision: Precision, device: torch.device, saved: Saved) -> Built:
