@@ -22,7 +22,8 @@ class RunResult:
         quality: name of the metric that decides; its last value is metrics[quality].
         examples_per_second: of training, without the first block of steps and evaluations.
         peak_memory_mib: see Accelerator.peak_memory_mib.
-        weights_mib: parameters and buffers after conversion; plain_weights_mib: in float32.
+        weights_mib: parameters and buffers after conversion; plain_weights_mib: in float32;
+            optimizer_mib: what the optimizers hold.
         converted: layers, for example 53/54; empty for a precision that converts none.
         trains: share of the parameters' elements that train.
         as_trained: in mode=evaluate, what the checkpoint reached in its own precision, trained_in.
@@ -48,6 +49,7 @@ class RunResult:
     peak_memory_mib: float | None = None
     weights_mib: float | None = None
     plain_weights_mib: float | None = None
+    optimizer_mib: float | None = None
     converted: str = ""
     trains: float | None = None
     as_trained: dict[str, float] = field(default_factory=dict)
@@ -105,6 +107,8 @@ def _rows(result: RunResult) -> list[tuple[str, str]]:
     if result.converted:
         rows.append(("converted layers", result.converted))
         rows.append(("weights", f"{number(result.weights_mib)} MiB, {saved(result)} saved"))
+    if result.optimizer_mib:
+        rows.append(("optimizer state", f"{number(result.optimizer_mib)} MiB"))
     if result.loss_scale is not None:
         rows.append(("skipped steps", str(result.skipped_steps)))
         rows.append(("final loss scale", number(result.loss_scale)))
@@ -155,6 +159,7 @@ def columns(results: Sequence[RunResult]) -> list[Column]:
     qualities = sorted({r.quality for r in results if r.quality})
     quality = qualities[0] if len(qualities) == 1 else "quality"
     evaluated = any(r.trained_in for r in results)
+    several = len({r.optimizer_mib for r in results if r.optimizer_mib}) > 1
     on_cpu = any("threads)" in r.device for r in results)
     every: list[Column] = [
         ("job", lambda r: r.label),
@@ -166,6 +171,7 @@ def columns(results: Sequence[RunResult]) -> list[Column]:
         ("examples/s", lambda r: number(r.examples_per_second)),
         ("weights MiB", lambda r: number(r.weights_mib)),
         ("saved", saved if evaluated else lambda r: ""),
+        ("state MiB", lambda r: number(r.optimizer_mib) if several else ""),
         ("trains", lambda r: "" if r.trains in (None, 1.0) else percent(r.trains)),
         ("process MiB" if on_cpu else "peak MiB", lambda r: number(r.peak_memory_mib)),
         ("converted", lambda r: r.converted),

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from runner import artifacts, checkpoint
-from runner.accelerator import Accelerator
+from runner.accelerator import MIB, Accelerator
 from runner.build import build_driven, build_loaders, build_splits
 from runner.data.loading import Loader
 from runner.describe import describe
@@ -29,6 +29,7 @@ from runner.observers.progress import progress
 from runner.observers.recorder import Recorder
 from runner.observers.tally import Tally
 from runner.precision.base import Precision
+from runner.precision.memory import tensor_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
 from runner.spec import Origin, RunSpec
@@ -83,6 +84,7 @@ def train(this: Run) -> RunResult:
         )  # fmt: skip
         _try(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
+        sizes["optimizer_mib"] = tensor_bytes(*state.state_tensors()) / MIB
     return _result(this, sizes | tally.summary(), perf_counter() - started)
 
 
