@@ -343,3 +343,40 @@ def test_a_plan_prints_the_packed_size(main):
     numbers, biases = 4096 * 794, 4096 + 10
     packed, plain = (numbers + 8 * biases) / 2**20, (numbers + biases) * 4 / 2**20
     assert f"{packed:.1f} MiB (float32: {plain:.1f})" in done.stdout
+
+
+def test_a_plan_leaves_the_whole_conversion(main, tmp_path):
+    done = main("mode=plan", *GPT[:3], "data=synthetic_tokens", "model.layers=4",
+                "precision=bnb-int8")  # fmt: skip
+    assert done.rc == 0, done.stderr
+    (path,) = tmp_path.glob("outputs/runs/*/conversion.json")
+    names = [row["module"] for row in json.loads(path.read_text()) if row["done"]]
+    assert len(names) == 16
+    assert all(name in done.stdout.replace("\n", "") for name in names)
+
+
+def test_the_optimizers_state_is_told(main, tmp_path, result):
+    done = main(*MLP, "tracking=none", "train.max_steps=2", "optimizer=adamw8bit")
+    assert done.rc == 0, done.stderr
+    state = result(tmp_path)["optimizer_mib"]
+    wide = (10 * 64 + 64 + 10) * 2 * 4  # under 4096 elements
+    eight = 64 * 64 * 2 + 2 * 4096 / 256 * 4 + 2 * 256 * 4  # codes, scales and tables
+    assert state == pytest.approx((wide + eight) / 2**20, rel=0.02)
+    assert f"{state:.4g} MiB" in done.stdout
+
+
+def test_a_packed_run_goes_on_from_its_own_weights(main, tmp_path):
+    done = main(*MLP, "tracking=none", "train.max_steps=3", "precision=bnb-nf4")
+    assert done.rc == 0, done.stderr
+    (run,) = tmp_path.glob("outputs/runs/*")
+    done = main(*MLP, "tracking=none", "train.max_steps=3", "precision=bnb-nf4",
+                f"init.weights={run}")  # fmt: skip
+    assert done.rc == 0, done.stderr
+    done = main(*MLP, "tracking=none", "precision=bnb-int8", f"init.weights={run}")
+    assert done.rc == 2
+    assert "would round them a second time" in done.stderr
+
+
+def test_an_evaluation_takes_the_checkpoints_own_precision(base, evaluate, tmp_path, result):
+    assert evaluate(base[0]).rc == 0
+    assert result(tmp_path)["precision"] == "32-true"
