@@ -80,35 +80,40 @@ class Linear8bitTrained(nn.Linear):
         state = bnb.MatmulLtState()
         state.CB, state.SCB = pack_int8(self.weight)  # type: ignore[assignment]
         # Without gradients the library asks for a kernel that CPUs lack if the weight may train.
-        trains = state.is_training = torch.is_grad_enabled()
-        box: list[Tensor] = []
-        weight = _Grown.apply(self.weight, box) if trains else self.weight.detach()
-        return _product_int8(self, input, weight, state, box if trains else None)
+        state.is_training = torch.is_grad_enabled()
+        weight = self.weight if state.is_training else self.weight.detach()
+        return _product_int8(self, input, weight, state)
 
 
 def _product_int8(
-    module: Linear8bit | Linear8bitTrained,
-    x: Tensor,
-    weight: Any,
-    state: bnb.MatmulLtState,
-    box: list[Tensor] | None = None,
+    module: Linear8bit | Linear8bitTrained, x: Tensor, weight: Tensor, state: bnb.MatmulLtState
 ) -> Tensor:
-    """The library's product on flattened rows (its gradient fails on more dimensions), within
-    float16's range, in which it quantises: rows enter it times a power of two, which a scale per
-    row does not see, and so do gradients where it quantises those, too (box)."""
+    """The library's product on flattened rows (its gradient fails on more dimensions)."""
     state.threshold, state.has_fp16_weights = module.threshold, False
     rows = x.reshape(-1, x.shape[-1]).to(module.compute_dtype)
-    exponent = _exponent(rows) if module.threshold == 0 else torch.zeros((), device=x.device)
-    rows = torch.ldexp(rows, -exponent)
-    if box is not None:
-        rows = _Grown.apply(rows, box)
-    made = bnb.matmul(rows, weight, state=state)
-    if box is not None:
-        made = _Shrunk.apply(made, box)
-    made = torch.ldexp(made, exponent)  # type: ignore[arg-type]
+    if x.device.type == "cpu" and state.is_training:  # there it multiplies unpacked weights
+        made = bnb.matmul(rows, weight, state=state)
+    else:
+        made = within_float16(rows, weight, state)
     if module.bias is not None:
         made = made + module.bias.to(module.compute_dtype)
     return made.view(*x.shape[:-1], module.out_features).to(x.dtype)
+
+
+def within_float16(rows: Tensor, weight: Any, state: bnb.MatmulLtState) -> Tensor:
+    """The library's product without bias, which quantises by way of float16: rows enter it times a
+    power of two, which a scale per row does not see, and so do gradients where they are quantised
+    for the weight's. A threshold is on the rows as they are."""
+    plain = state.threshold > 0
+    exponent = torch.zeros((), device=rows.device) if plain else _exponent(rows)
+    rows = torch.ldexp(rows, -exponent)
+    box: list[Tensor] = []
+    if weight.requires_grad:
+        rows, weight = _Grown.apply(rows, box), _Grown.apply(weight, box)
+    made = bnb.matmul(rows, weight, state=state)
+    if weight.requires_grad:
+        made = _Shrunk.apply(made, box)
+    return torch.ldexp(made, exponent)  # type: ignore[arg-type]
 
 
 def _exponent(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from runner.errors import ConfigError, Unavailable
 from runner.models.gpt import GPT
 from runner.precision import support
 from runner.precision.bitsandbytes import BitsandbytesPrecision
+from runner.precision.bitsandbytes_int8 import pack_int8
 from runner.precision.scale import NoScale
 
 pytest.importorskip("runner.precision.bitsandbytes_library")
@@ -631,3 +632,25 @@ def test_a_library_without_its_native_part_is_told(monkeypatch):
     with pytest.raises(Unavailable, match="does not load") as told:
         load("nf4").require(CPU)
     assert told.value.remedy.startswith("Type python -m bitsandbytes")
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+def test_a_product_within_float16_has_the_gradients_of_the_plain_one(size):
+    """On a GPU, where the library quantises gradients by way of float16; here it does not."""
+    from runner.precision.bitsandbytes_int8 import within_float16
+    from runner.precision.bitsandbytes_library import bnb
+
+    rows, weight = torch.randn(8, 64), torch.randn(48, 64)
+    made, gradients = [], []
+    for scaled in (True, False):
+        x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+        state = bnb.MatmulLtState()
+        state.CB, state.SCB = pack_int8(w)
+        state.is_training, state.has_fp16_weights = True, False
+        out = within_float16(x, w, state) if scaled else bnb.matmul(x, w, state=state)
+        (size * out).sum().backward()
+        made.append(out)
+        gradients += [x.grad, w.grad]
+    assert error(made[0], made[1]) < 1e-6
+    assert error(gradients[0], gradients[2]) < 1e-6
+    assert error(gradients[1], gradients[3]) < 1e-6
