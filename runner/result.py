@@ -196,7 +196,9 @@ def _change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> s
 
 def sweep_table(results: Sequence[RunResult]) -> Table:
     """Every job of a sweep with its result."""
-    table = Table(title="sweep", title_justify="left")
+    trained = sorted({r.trained_in for r in results if r.trained_in})
+    title = f"sweep; change: from the checkpoint's own {', '.join(trained)}" if trained else "sweep"
+    table = Table(title=title, title_justify="left")
     shown = columns(results)
     for name, _ in shown:
         words = name in ("job", "status")

@@ -104,23 +104,24 @@ def within_float16(rows: Tensor, weight: Any, state: bnb.MatmulLtState) -> Tenso
     """The library's product without bias, which quantises by way of float16: rows enter it times a
     power of two, which a scale per row does not see, and so do gradients where they are quantised
     for the weight's. A threshold is on the rows as they are."""
-    plain = state.threshold > 0
-    exponent = torch.zeros((), device=rows.device) if plain else _exponent(rows)
-    rows = torch.ldexp(rows, -exponent)
+    factor = _factor(rows) if state.threshold == 0 else 1.0
+    rows = rows * factor
     box: list[Tensor] = []
     if weight.requires_grad:
         rows, weight = _Grown.apply(rows, box), _Grown.apply(weight, box)
     made = bnb.matmul(rows, weight, state=state)
     if weight.requires_grad:
         made = _Shrunk.apply(made, box)
-    return torch.ldexp(made, exponent)  # type: ignore[arg-type]
+    return made / factor  # type: ignore[operator]
 
 
-def _exponent(tensor: Tensor) -> Tensor:
-    """The least n, on the device, for which 2**n is above every magnitude."""
+def _factor(tensor: Tensor) -> Tensor:
+    """The power of two, float32 on the device, that brings every magnitude below 1. Not by
+    torch.ldexp of the tensor itself, whose gradient is zero in torch 2.11."""
+    one = torch.ones((), device=tensor.device)
     if tensor.numel() == 0:
-        return torch.zeros((), device=tensor.device)
-    return torch.frexp(tensor.detach().abs().amax().float()).exponent
+        return one
+    return torch.ldexp(one, -torch.frexp(tensor.detach().abs().amax().float()).exponent)
 
 
 class _Shrunk(torch.autograd.Function):
@@ -133,8 +134,8 @@ class _Shrunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.box[:] = [_exponent(grads[0])]
-        return torch.ldexp(grads[0], -ctx.box[0]), None
+        ctx.box[:] = [_factor(grads[0])]
+        return grads[0] * ctx.box[0], None
 
 
 class _Grown(torch.autograd.Function):
@@ -147,4 +148,4 @@ class _Grown(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return torch.ldexp(grads[0].float(), ctx.box[0]), None
+        return grads[0].float() / ctx.box[0], None
