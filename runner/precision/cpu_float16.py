@@ -1,4 +1,4 @@
-"""float16 on CPUs without float16 arithmetic: heavy kernels with float32 accumulation.
+"""float16 on CPUs without fast float16 kernels: heavy kernels with float32 accumulation.
 
 PyTorch's float16 kernels on such CPUs are scalar or blocked loops that already accumulate in
 float32 and round the result to float16; they are 3 to 60 times slower than the vectorised
@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -85,15 +86,35 @@ _library: torch.library.Library | None = None
 
 @cache
 def has_native_float16() -> bool:
-    """Whether PyTorch's float16 kernels are fast here.
-
-    True with arithmetic units (AVX512-FP16, AMX-FP16, Arm FP16) or where oneDNN says that its
-    float16 kernels run; without the latter PyTorch falls back to its loops.
-    """
+    """Whether the CPU has float16 arithmetic (AVX512-FP16, AMX-FP16, Arm FP16), or oneDNN says that
+    its float16 kernels run; without them PyTorch falls back to its loops."""
     units = ("avx512_fp16", "amx_fp16", "fp16_arith")
     if any(torch.cpu.get_capabilities().get(unit) for unit in units):
         return True
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+@cache
+def native_is_fast() -> bool:
+    """Whether PyTorch's float16 kernels are worth taking here. Units do not tell: with AVX512-FP16
+    a convolution's backward still is a loop, 60 times slower than float32's (torch 2.15), so a
+    convolution of a tenth of a millisecond is timed, once in a process."""
+    return has_native_float16() and _convolution(torch.float16) < 4 * _convolution(torch.float32)
+
+
+def _convolution(dtype: torch.dtype) -> float:
+    """Least seconds of a small convolution, forward and backward, in three tries."""
+    inputs, weight = (
+        torch.ones(shape, dtype=dtype, requires_grad=True)
+        for shape in ((4, 32, 8, 8), (32, 32, 3, 3))
+    )
+    taken = []
+    with torch.enable_grad():
+        for _ in range(4):  # the first warms up
+            began = perf_counter()
+            torch.conv2d(inputs, weight, padding=1).sum().backward()
+            taken.append(perf_counter() - began)
+    return min(taken[1:])
 
 
 def pays(model: nn.Module) -> bool:
@@ -123,7 +144,7 @@ def resolve(choice: Choice, model: nn.Module) -> Resolved:
     """The kernels that float16 takes on this CPU.
 
     Args:
-        choice: "auto" takes float32 accumulation where the CPU has no float16 units and
+        choice: "auto" takes float32 accumulation where the native kernels are slow here and
             `pays(model)`.
         model: the model before or after conversion; only its layers and shapes are read.
 
@@ -137,7 +158,7 @@ def resolve(choice: Choice, model: nn.Module) -> Resolved:
             f"precision.cpu_float16={choice} is not known. "
             "Allowed: auto, native, float32_accumulate."
         )
-    return "float32_accumulate" if not has_native_float16() and pays(model) else "native"
+    return "float32_accumulate" if not native_is_fast() and pays(model) else "native"
 
 
 @contextmanager
