@@ -13,10 +13,10 @@ from runner.errors import ConfigError, Unavailable
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import cast_nest
 from runner.precision.convert import Rules, convert_modules
-from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
+from runner.precision.cpu_float16 import Choice
 from runner.precision.islands import find_islands, make_islands
 from runner.precision.spill import Spill
-from runner.precision.true import DTYPES, check_kernels, float32_matmul
+from runner.precision.true import DTYPES, check_kernels, cpu_kernels, float32_matmul
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 COMPUTE = ("bfloat16", "float16", "float32")
@@ -99,11 +99,7 @@ class BitsandbytesPrecision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        kernels: AbstractContextManager[Any] = nullcontext()
-        if device.type == "cpu" and self.compute is torch.float16:
-            self._kernels = resolve(self.cpu_float16, model)
-            if self._kernels == "float32_accumulate":
-                kernels = float32_accumulate()
+        self._kernels, kernels = cpu_kernels(self.cpu_float16, self.compute, model, device)
         with float32_matmul(self.float32_matmul), kernels:
             yield
 

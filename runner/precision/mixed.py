@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -11,9 +11,9 @@ from torch import nn
 from runner.errors import ConfigError
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import narrow
-from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
+from runner.precision.cpu_float16 import Choice
 from runner.precision.scale import DynamicScale, NoScale, Scale, check_loss_scale
-from runner.precision.true import DTYPES, check_kernels, float32_matmul
+from runner.precision.true import DTYPES, check_kernels, cpu_kernels, float32_matmul
 
 
 @final
@@ -70,11 +70,7 @@ class MixedPrecision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        kernels: AbstractContextManager[Any] = nullcontext()
-        if device.type == "cpu" and self.compute is torch.float16:
-            self._kernels = resolve(self.cpu_float16, model)
-            if self._kernels == "float32_accumulate":
-                kernels = float32_accumulate()
+        self._kernels, kernels = cpu_kernels(self.cpu_float16, self.compute, model, device)
         with float32_matmul(self.float32_matmul), kernels:
             yield
 

@@ -72,16 +72,9 @@ class TruePrecision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        with float32_matmul(self.float32_matmul), self._float16_kernels(model, device):
+        self._kernels, kernels = cpu_kernels(self.cpu_float16, self.compute, model, device)
+        with float32_matmul(self.float32_matmul), kernels:
             yield
-
-    def _float16_kernels(
-        self, model: nn.Module, device: torch.device
-    ) -> AbstractContextManager[Any]:
-        if device.type != "cpu" or self.storage is not torch.float16:
-            return nullcontext()
-        self._kernels = resolve(self.cpu_float16, model)
-        return float32_accumulate() if self._kernels == "float32_accumulate" else nullcontext()
 
     def kernels(self) -> str:
         return self._kernels
@@ -95,6 +88,17 @@ class TruePrecision(Precision):
 
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.storage)
+
+
+def cpu_kernels(
+    choice: Choice, compute: torch.dtype, model: nn.Module, device: torch.device
+) -> tuple[str, AbstractContextManager[Any]]:
+    """Which kernels float16 takes on a CPU, and the context that puts them in place; empty where
+    the question does not arise."""
+    if device.type != "cpu" or compute is not torch.float16:
+        return "", nullcontext()
+    kernels = resolve(choice, model)
+    return kernels, float32_accumulate() if kernels == "float32_accumulate" else nullcontext()
 
 
 def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
