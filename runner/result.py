@@ -78,9 +78,9 @@ class RunResult:
 
 
 def plain_console() -> Console:
-    """Where a run speaks: as wide as the terminal, 140 columns elsewhere. No markup: rich would
+    """Where a run speaks: as wide as the terminal, 160 columns elsewhere. No markup: rich would
     swallow the `[head]` of precision.keep_fp32=[head]."""
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
 
 
 def show(console: Console, result: RunResult) -> None:
