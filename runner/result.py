@@ -201,8 +201,8 @@ def sweep_table(results: Sequence[RunResult]) -> Table:
     table = Table(title=title, title_justify="left")
     shown = columns(results)
     for name, _ in shown:
-        words, least = name in ("job", "status"), max(map(len, name.split()))
-        table.add_column(name, justify="left" if words else "right", no_wrap=words, min_width=least)
+        words = name in ("job", "status")
+        table.add_column(name, justify="left" if words else "right", no_wrap=words)
     for result in results:
         table.add_row(*(cell(result) for _, cell in shown))
     return table
