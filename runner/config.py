@@ -183,7 +183,10 @@ def _binding(key: str, node: Mapping[str, Any], target: Any, leading: int) -> It
     for p in keywords:
         if p.default is Parameter.empty and p.name not in given:
             yield f"{key}.{p.name} is needed by {node['_target_']}. Type +{key}.{p.name}=<value>."
-    yield from _wrong_types(key, given, target)
+    defaults = {p.name: p.default for p in keywords}
+    # Many write `width: int = None`; what is the default already fits, whatever is annotated.
+    chosen = {n: v for n, v in given.items() if v is not None or defaults.get(n) is not None}
+    yield from _wrong_types(key, chosen, target)
 
 
 def _wrong_types(key: str, given: Mapping[str, Any], target: Any) -> Iterator[str]:

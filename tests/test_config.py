@@ -139,6 +139,18 @@ def test_good_targets_have_no_problem(judged):
     assert judged(_target_=here("lenient"), kind="a", any_of="x", whatever="y", odd=1) == []
 
 
+def implicit(width: int = None):  # noqa: RUF013
+    return width
+
+
+def test_null_fits_where_it_is_the_default(judged):
+    assert judged(_target_=here("implicit"), width=None) == []
+    assert judged(_target_=here("implicit"), width=2) == []
+    assert judged(_target_=here("implicit"), width="x") == [
+        "model.width=x is text. Allowed: a whole number."
+    ]
+
+
 @pytest.mark.parametrize(
     ("node", "problem"),
     [
