@@ -142,9 +142,10 @@ def _record(config: DictConfig, folder: Path, status: str, message: str) -> None
     swept = _origin(True).swept
     precision = str(HydraConfig.get().runtime.choices.get("precision"))
     others = [text for text in swept if not text.startswith("precision=")]
+    unseeded = [text for text in others if not text.startswith("seed=")]
     RunResult(
-        precision, " ".join([precision, *others]), str(folder), status=status, error=message,  # type: ignore[arg-type]
-        overrides=_overrides(),
+        precision, " ".join([precision, *others]), str(folder), status, message, _overrides(),  # type: ignore[arg-type]
+        " ".join([precision, *unseeded]), config.get("seed"),
     ).write(folder)  # fmt: skip
 
 
@@ -166,7 +167,7 @@ def _ui(argv: Sequence[str]) -> int:
 
 
 def _report(argv: Sequence[str]) -> int:
-    from runner.report import rebuild
+    from runner.report.old import rebuild
 
     return rebuild(argv)
 

@@ -19,7 +19,9 @@ class RunResult:
 
     Attributes:
         status: finished, failed, unavailable (this machine lacks what it needs) or stopped.
+        group: the label without the seed: jobs of one group differ in their seeds alone.
         quality: name of the metric that decides; its last value is metrics[quality].
+        direction: "max" or "min", whether a greater or a smaller quality is better.
         examples_per_second: of training, without the first block of steps and evaluations.
         peak_memory_mib: see Accelerator.peak_memory_mib.
         weights_mib: parameters and buffers after conversion; plain_weights_mib: in float32;
@@ -36,10 +38,13 @@ class RunResult:
     status: Literal["finished", "failed", "unavailable", "stopped"] = "finished"
     error: str = ""
     overrides: Sequence[str] = ()
+    group: str = ""
+    seed: int | None = None
     model: str = ""
     data: str = ""
     device: str = ""
     quality: str = ""
+    direction: Literal["max", "min"] = "max"
     metrics: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     steps: int = 0

@@ -1,7 +1,7 @@
 """The run spec: what one run does, frozen. Hydra validates overrides against these classes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MODES = ("train", "evaluate", "plan")
@@ -188,3 +188,8 @@ class Origin:
         if self.sweep:
             return " ".join([name, *(t for t in self.swept if not t.startswith("precision="))])
         return f"{name} {self.chosen('model', spec.model)} {self.chosen('data', spec.data)}"
+
+    def group(self, spec: RunSpec) -> str:
+        """The label without the seed: what runs share that differ in their seeds alone."""
+        unseeded = tuple(text for text in self.swept if not text.startswith("seed="))
+        return replace(self, swept=unseeded).label(spec)

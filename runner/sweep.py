@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from runner.config import instantiate
-from runner.report import MANIFEST, write_report
+from runner.report.old import MANIFEST, write_report
 from runner.result import plain_console, read_results, sweep_table
 from runner.tracking.base import RunInfo, Status, Tracker
 

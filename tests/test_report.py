@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from runner.report import history, rebuild, write_report
+from runner.report.old import history, rebuild, write_report
 from runner.result import RunResult
 
 

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Task(ABC):
 
     quality: ClassVar[str]
     """The metric that runs are compared by, e.g. "val/accuracy"."""
-    direction: ClassVar[str]
+    direction: ClassVar[Literal["max", "min"]]
     """Whether `quality` is better high ("max") or low ("min")."""
 
     @abstractmethod

@@ -22,7 +22,7 @@ class Classification(Task):
     """
 
     quality: ClassVar[str] = "val/accuracy"
-    direction: ClassVar[str] = "max"
+    direction = "max"
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         if not 0 <= label_smoothing < 1:

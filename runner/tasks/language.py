@@ -13,7 +13,7 @@ class Language(Task):
     """Cross entropy over logits [B, T, V] and tokens int64 [B, T], every position weighing 1."""
 
     quality: ClassVar[str] = "val/loss"
-    direction: ClassVar[str] = "min"
+    direction = "min"
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean cross entropy per token, in nats.

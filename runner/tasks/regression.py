@@ -12,7 +12,7 @@ class Regression(Task):
     """Mean squared error between real tensors of one shape [B, ...]."""
 
     quality: ClassVar[str] = "val/loss"
-    direction: ClassVar[str] = "min"
+    direction = "min"
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the squared error, averaged over all elements.
