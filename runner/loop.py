@@ -1,5 +1,6 @@
 """The loop: a generator of records that nothing but its caller steers."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from runner.data.loading import Batch, Loader
 from runner.precision.cast import cast_nest
-from runner.records import EvalRecord, Record
+from runner.records import EvalRecord, Record, Steps
 from runner.spec import TrainSpec
 from runner.state import TrainState
-from runner.step import Pending, collect, train_step
+from runner.step import Pending, Transfer, train_step
 
 _UNWATCHED = nullcontext()
 
@@ -44,14 +45,18 @@ def fit(
     first: AbstractContextManager[object] | None = None,
 ) -> Iterator[Record]:
     """Train, yielding a block of step records whenever they reach the host, and an evaluation at
-    each boundary and at the end. The records of a block end at state.step.
+    each boundary and at the end.
+
+    Where a device computes beside the host, a block is yielded when the one after it has set out:
+    so the host waits for nothing that is still being computed, and is two blocks ahead at most.
+    Before an evaluation, at flush_every and at the end the records end at state.step.
 
     Args:
         state: changed in place.
         loader: training micro-batches.
         validation: batches for the evaluations.
         train: lengths and intervals.
-        flush_every: a further interval at which a block must end (checkpoints).
+        flush_every: an interval at which every record must have arrived (checkpoints).
         stopped: asked after each step; True ends the loop after a last block.
         first: context around the first step (the dtype probe).
     """
@@ -59,6 +64,7 @@ def fit(
     per_epoch = -(-len(loader) // train.accumulate)
     every = train.eval_every or per_epoch
     pending: list[Pending] = []
+    under_way: deque[Transfer] = deque()
     watching = first if first and state.step == 0 else _UNWATCHED
     state.model.train()
     started = perf_counter()
@@ -71,12 +77,11 @@ def fit(
         watching = _UNWATCHED
         stagnant = None if watch is None else watch.share()
         stop = stopped()
-        at_flush = step % train.log_every == 0 or (flush_every and step % flush_every == 0)
-        if at_flush or at_eval or stop:
-            block = collect(pending, started, state.skipped)
-            state.skipped = block[-1].skipped_steps or 0
+        drain = bool(flush_every and step % flush_every == 0) or at_eval or stop
+        if drain or step % train.log_every == 0:
+            under_way.append(Transfer(pending, started))
             started, pending = pending[-1].ended, []
-            yield block
+            yield from _arrived(state, under_way, drain)
         if stop:
             return
         if at_eval:
@@ -85,6 +90,14 @@ def fit(
             started = perf_counter()
         if step >= last:
             return
+
+
+def _arrived(state: TrainState, under_way: deque[Transfer], drain: bool) -> Iterator[Steps]:
+    """Blocks that are here, all but the last one sent, or all: in order."""
+    while under_way and (drain or len(under_way) > 1 or under_way[0].here):
+        block = under_way.popleft().records(state.skipped)
+        state.skipped = block[-1].skipped_steps or 0
+        yield block
 
 
 @torch.no_grad()

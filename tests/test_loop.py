@@ -367,3 +367,30 @@ def test_an_overflow_in_a_run_is_recorded(monkeypatch):
     assert [(s.overflow, s.loss_scale) for s in steps(records)] == [
         (1.0, 2.0**30), (1.0, 2.0**29), (1.0, 2.0**28),
     ]  # fmt: skip
+
+
+def test_a_block_under_way_is_yielded_when_the_next_has_set_out(monkeypatch):
+    """As on a device that computes beside the host; an evaluation and the end wait for all."""
+    _, wanted = run(max_steps=9, log_every=2, eval_every=5)
+    exact = steps(run(max_steps=9, log_every=2, eval_every=5)[0])
+    monkeypatch.setattr("runner.loop.Transfer.here", False)
+    seen = []
+    state = made("16-mixed")
+    spec = TrainSpec(max_steps=9, log_every=2, eval_every=5)
+    for record in fit(state, loader(), loader(5), spec, flush_every=8):
+        last = "E" if isinstance(record, EvalRecord) else record[-1].step
+        seen.append((last, state.step))
+    assert seen == [(2, 4), (4, 5), (5, 5), ("E", 5), (6, 8), (8, 8), (9, 9), ("E", 9)]
+    records, course = run(max_steps=9, log_every=2, eval_every=5)
+    assert course == wanted
+    assert [s.loss for s in steps(records)] == [s.loss for s in exact]
+
+
+def test_skipped_steps_are_counted_across_blocks_under_way(monkeypatch):
+    monkeypatch.setattr("runner.loop.Transfer.here", False)
+    state = made("16-mixed", loss_scale={"init_scale": 2.0**40})
+    records, _ = run(state, max_steps=8, log_every=2)
+    counts = [s.skipped_steps for s in steps(records)]
+    overflows = [s.overflow for s in steps(records)]
+    assert counts == [int(sum(overflows[: i + 1])) for i in range(8)]
+    assert counts[-1] > 0

@@ -1,5 +1,7 @@
 """What only a CUDA device can show."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from runner.accelerator import Accelerator
 from runner.precision import support
 from runner.state import Driven, TrainState
-from runner.step import collect, train_step
+from runner.step import Transfer, train_step
 from runner.tasks.regression import Regression
 
 pytestmark = [
@@ -42,9 +44,22 @@ def test_a_step_does_not_synchronise(name):
     torch.cuda.set_sync_debug_mode("error")
     try:
         pending = [train_step(state, [b]) for b in batches[1:]]
+        transfer = Transfer(pending, 0.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(collect(pending, 0.0, 0)) == 3
+    records = transfer.records(0)
+    assert [record.loss for record in records] == [p.loss.item() for p in pending]
+
+
+def test_records_of_a_block_do_not_wait_for_what_comes_after_it():
+    state = made("32-true")
+    train_step(state, [batch()])
+    transfer = Transfer([train_step(state, [batch()])], 0.0)
+    torch.cuda._sleep(2_000_000_000)  # about a second of device time
+    begun = time.perf_counter()
+    transfer.records(0)
+    assert time.perf_counter() - begun < 0.3
+    assert not torch.cuda.current_stream().query()
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
