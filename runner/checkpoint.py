@@ -42,7 +42,7 @@ def save(
         driven.settle()
     content = {
         "format": FORMAT,
-        "spec": to_dict(spec),
+        "spec": {**to_dict(spec), "tracking": {}},  # the store's URI may hold a password
         "choices": dict(choices),
         "precision": state.precision.name,
         "layout": state.precision.layout,
@@ -90,10 +90,11 @@ def find(where: str, tracking_uri: str | None = None, key: str = "checkpoint") -
 
 def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint") -> Path:
     """A run keeps its output folder as a tag. mlflow is imported here only."""
+    from runner.secrets import hide
     from runner.tracking.uri import resolve_uri, sqlite_path
 
     uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
-    unknown = f"{key}={run_id} is neither a file, a folder nor the id of a run in {uri}."
+    unknown = f"{key}={run_id} is neither a file, a folder nor the id of a run in {hide(uri)}."
     if (database := sqlite_path(uri)) and not database.exists():
         raise ConfigError(unknown)  # MLflow would create it
 

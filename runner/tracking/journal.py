@@ -68,7 +68,7 @@ def _create(folder: Path) -> tuple[Path, int]:
     while True:
         path = folder / ("journal.jsonl" if number == 1 else f"journal-{number}.jsonl")
         try:
-            return path, os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o644)
+            return path, os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600)
         except FileExistsError:
             number += 1
 

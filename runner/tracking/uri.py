@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from runner.errors import ConfigError
+from runner.secrets import hide
 
 DEFAULT_EXPERIMENT = "precision-runner"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -23,6 +24,7 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
         ConfigError: for a URI that no installed MLflow store can serve.
     """
     given = uri or env.get("MLFLOW_TRACKING_URI") or "sqlite:///outputs/mlflow.db"
+    shown = hide(given)
     source = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"
     if given == "databricks":
         return given
@@ -32,11 +34,11 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
     if scheme in ("", "file"):
         return _file_store(given, source, env, cwd)
     if scheme in ("http", "https") and not urlsplit(given).hostname:
-        raise ConfigError(f"{source}={given} names no server. Type for example http://host:5000.")
+        raise ConfigError(f"{source}={shown} names no server. Type for example http://host:5000.")
     if scheme not in _SCHEMES and scheme not in _plugins():
         allowed = ", ".join((*_SCHEMES, *_plugins()))
         raise ConfigError(
-            f"{source}={given}: there is no store of kind {scheme!r}. Allowed: {allowed}. "
+            f"{source}={shown}: there is no store of kind {scheme!r}. Allowed: {allowed}. "
             "Type for example tracking.uri=sqlite:///outputs/mlflow.db."
         )
     return given.rstrip("/")
@@ -45,6 +47,32 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
 def resolve_experiment(name: str | None, env: Mapping[str, str]) -> str:
     """The experiment's name: the config's, else MLFLOW_EXPERIMENT_NAME, else ours."""
     return name or env.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT
+
+
+def resolve_experiment_id(
+    name: str | None, uri: str | None, env: Mapping[str, str], cwd: Path
+) -> str | None:
+    """MLFLOW_EXPERIMENT_ID where nothing gives a name; mlflow.set_experiment sets it.
+
+    Ids belong to one store, so it does not count where MLFLOW_TRACKING_URI names another than the
+    run goes to.
+
+    Args:
+        name: the config's experiment.
+        uri: the config's store.
+    """
+    if name or env.get("MLFLOW_EXPERIMENT_NAME"):
+        return None
+    if (theirs := env.get("MLFLOW_TRACKING_URI")) and uri:
+        without = {key: value for key, value in env.items() if key != "MLFLOW_TRACKING_URI"}
+        if resolve_uri(uri, without, cwd) != resolve_uri(theirs, without, cwd):
+            return None
+    return env.get("MLFLOW_EXPERIMENT_ID") or None
+
+
+def is_database(uri: str) -> bool:
+    """Whether the store is a database that runs talk to themselves, without a server."""
+    return urlsplit(uri).scheme.split("+")[0] in _DATABASES
 
 
 def sqlite_path(uri: str) -> Path | None:
