@@ -1,0 +1,201 @@
+"""The same data have the same digest in every process, other data another one, and no data set
+fails a run."""
+
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from runner.data.base import Splits
+from runner.data.digits import digits
+from runner.data.fingerprint import SAMPLES, describe
+from runner.data.imagefolder import imagefolder
+
+
+def described(dataset, node=None):
+    return describe("mine", node or {}, Splits(dataset, dataset))[0]
+
+
+def digest(dataset):
+    return described(dataset)["digest"]
+
+
+class Items(Dataset):
+    """Whatever `make` returns for an index."""
+
+    def __init__(self, make, count=5):
+        self.make, self.count, self.asked = make, count, []
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return self.make(index)
+
+
+def tensors(seed=0, count=100):
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(count, 3, generator=generator), torch.arange(count))
+
+
+def test_what_is_told_of_digits():
+    node = {"_target_": "runner.data.digits.digits", "seed": 0, "meta": {"classes": 10}}
+    train, val = describe("digits", node, digits())
+    assert (train["name"], train["context"], val["context"]) == ("digits", "training", "validation")
+    assert train["digest"] != val["digest"]
+    assert len(train["digest"]) == 16
+    assert train["source_type"] == "code"
+    assert json.loads(train["source"]) == {"tags": {"target": node["_target_"], "seed": "0"}}
+    assert json.loads(val["profile"]) == {"num_rows": 359, "classes": 10}
+    spec = json.loads(json.loads(train["schema"])["mlflow_tensorspec"]["features"])
+    tensor = {"dtype": "float32", "shape": [-1, 1, 8, 8]}
+    assert spec == [{"type": "tensor", "tensor-spec": tensor}]
+
+
+def test_the_digest_follows_the_data_and_nothing_else():
+    assert digest(tensors()) == digest(tensors())
+    assert digest(tensors()) == described(tensors(), {"seed": 1})["digest"]
+    assert digest(tensors()) != digest(tensors(seed=1))
+    assert digest(tensors()) != digest(tensors(count=99))
+    images, targets = tensors().tensors
+    assert digest(TensorDataset(images.double(), targets)) != digest(tensors())
+    assert digest(TensorDataset(images.view(100, 3, 1), targets)) != digest(tensors())
+    assert digest(Subset(tensors(), range(50))) != digest(tensors())
+    assert digest(Subset(tensors(), range(100))) == digest(tensors())
+
+
+def test_another_process_gets_the_same(root):
+    script = (
+        "import torch\n"
+        "from torch.utils.data import TensorDataset\n"
+        "from runner.data.fingerprint import describe\n"
+        "from runner.data.base import Splits\n"
+        "generator = torch.Generator().manual_seed(0)\n"
+        "data = TensorDataset(torch.randn(100, 3, generator=generator), torch.arange(100))\n"
+        "print(describe('mine', {}, Splits(data, data))[0]['digest'])\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == digest(tensors()), done.stderr
+
+
+def test_few_samples_are_read_the_first_and_the_last_among_them():
+    data = Items(lambda i: (torch.tensor([i]), i), count=10_000)
+    described(data)
+    read = sorted(set(data.asked))
+    assert len(read) == SAMPLES
+    assert (read[0], read[-1]) == (0, 9999)
+    assert len(data.asked) <= 2 * (SAMPLES + 1)
+
+
+def test_random_samples_do_not_move_the_digest_nor_the_runs_random_numbers():
+    def draw(_):
+        return torch.rand(2) + random.random() + np.random.rand(), 0
+
+    torch.manual_seed(1)
+    first = digest(Items(draw))
+    torch.manual_seed(2)
+    random.seed(2)
+    np.random.seed(2)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert digest(Items(draw)) == first
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]
+
+
+WEIRD = {
+    "dict": lambda i: ({"ids": torch.tensor([i]), "mask": torch.ones(3)}, i),
+    "tuple": lambda i: ((torch.ones(2) * i, torch.zeros(1)), 0.5),
+    "strings": lambda i: (f"text {i}", b"label"),
+    "arrays": lambda i: (np.full((2, 2), i), np.float32(1)),
+    "picture": lambda i: (Image.new("RGB", (4, 4), (i, 0, 0)), i),
+    "bfloat16": lambda i: (torch.full((2,), i, dtype=torch.bfloat16), None),
+    "complex": lambda i: (torch.full((2,), i * 1j), torch.tensor(i)),
+    "scalar": lambda i: (torch.tensor(i), True),
+    "ragged": lambda i: (torch.full((i + 1,), float(i)), i),
+    "empty": lambda i: (torch.empty(0), torch.tensor(i)),
+    "nested": lambda i: ({"a": {"b": torch.tensor(i)}}, i),
+}
+
+
+@pytest.mark.parametrize("kind", WEIRD)
+def test_any_sample_has_a_digest_of_its_own(kind):
+    make = WEIRD[kind]
+    assert digest(Items(make)) == digest(Items(make))
+    assert digest(Items(make)) != digest(Items(lambda i: make(i + 1)))
+    json.dumps(described(Items(make)))
+
+
+def test_flat_nests_have_a_schema_by_name():
+    schema = json.loads(described(Items(WEIRD["dict"]))["schema"])["mlflow_tensorspec"]
+    specs = json.loads(schema["features"])
+    assert [(s["name"], s["tensor-spec"]["shape"]) for s in specs] == [
+        ("ids", [-1, 1]),
+        ("mask", [-1, 3]),
+    ]
+    assert described(Items(WEIRD["nested"]))["schema"] is None
+
+
+def test_objects_without_bytes_count_by_their_type():
+    class Thing:
+        pass
+
+    made = Items(lambda i: (Thing(), i))
+    assert digest(made) == digest(made)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken file"), KeyError(3), OSError("gone")])
+def test_a_sample_that_fails_does_not_fail_the_run(error):
+    def fail(_):
+        raise error
+
+    found = described(Items(fail), {"_target_": "mine.data"})
+    assert found["schema"] is None
+    assert json.loads(found["profile"]) == {"num_rows": 5}
+    assert found["digest"] == described(Items(fail), {"_target_": "mine.data"})["digest"]
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    made = np.random.default_rng(0)
+    for kind in ("cat", "dog"):
+        (tmp_path / "set" / kind).mkdir(parents=True)
+        for i in range(4):
+            pixels = made.integers(0, 255, (20, 20, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "set" / kind / f"{i}.png")
+    return tmp_path / "set"
+
+
+def test_a_folder_of_images_is_known_by_its_files(pictures):
+    def told(**more):
+        node = {"_target_": "runner.data.imagefolder.imagefolder", "root": str(pictures), **more}
+        splits = imagefolder(str(pictures), size=8, val_fraction=0.25, **more)
+        return describe("imagefolder", node, splits)
+
+    train, _ = told()
+    assert train["source_type"] == "local"
+    assert json.loads(train["source"]) == {"uri": str(pictures)}
+    assert json.loads(train["profile"]) == {"num_rows": 6, "classes": 2}
+    assert told(augment=True)[0]["digest"] == train["digest"]
+    moved = pictures.rename(pictures.with_name("elsewhere"))
+    elsewhere = imagefolder(str(moved), size=8, val_fraction=0.25)
+    assert described(elsewhere.train)["digest"] == train["digest"]
+    for path in (moved / "cat").iterdir():
+        Image.new("RGB", (20, 20)).save(path)
+    assert described(elsewhere.train)["digest"] != train["digest"]
+
+
+def test_classes_are_told_of_class_numbers_only():
+    node = {"meta": {"classes": 4}}
+    numbers = TensorDataset(torch.ones(4, 2), torch.arange(4))
+    values = TensorDataset(torch.ones(4, 2), torch.ones(4, 4))
+    assert json.loads(described(numbers, node)["profile"])["classes"] == 4
+    assert "classes" not in json.loads(described(values, node)["profile"])

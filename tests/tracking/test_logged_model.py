@@ -1,0 +1,204 @@
+"""A logged model in a real store: with its run, loadable by MLflow alone, once however often it is
+sent."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from runner.export import export
+from runner.precision.mixed import MixedPrecision
+from runner.tracking.logged_model import log_model
+
+ODD = "Anna's model"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    return export(model, MixedPrecision("bf16-mixed", "bfloat16"), torch.randn(4, 6), folder)
+
+
+@pytest.fixture(scope="module")
+def quiet_store(store):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # mlflow's, while it makes its tables
+        yield store
+
+
+def opened(store, name):
+    """A run with an evaluation at step 8."""
+    client = store.client
+    found = client.get_experiment_by_name(name)
+    run_id = client.create_run(found.experiment_id if found else client.create_experiment(name))
+    run_id = run_id.info.run_id
+    client.log_param(run_id, "model", "mlp")
+    for key, step in (("val/loss", 4), ("val/loss", 8), ("train/loss", 8)):
+        client.log_metric(run_id, key, step / 10, timestamp=1_700_000_000_000, step=step)
+    return run_id
+
+
+def logged(store, run_id, exported, **more):
+    folder = exported.path.parent
+    return log_model(store.uri, run_id, folder, exported.facts, "model", step=8, **more)
+
+
+def test_it_belongs_to_its_run(quiet_store, exported):
+    run_id = opened(quiet_store, "belongs")
+    model_id = logged(quiet_store, run_id, exported)
+    model = quiet_store.client.get_logged_model(model_id)
+    run = quiet_store.run(run_id)
+    assert (str(model.status), model.name, model.source_run_id) == ("READY", "model", run_id)
+    assert model.params == {"model": "mlp"}
+    assert [(metric.key, metric.value) for metric in model.metrics] == [("val/loss", 0.8)]
+    assert [(o.model_id, o.step) for o in run.outputs.model_outputs] == [(model_id, 8)]
+    moment = 1_700_000_000_000
+    assert quiet_store.points(run_id, "val/loss") == [(4, moment, 0.4), (8, moment, 0.8)]
+
+
+def test_it_can_be_sent_again(quiet_store, exported):
+    run_id = opened(quiet_store, "again")
+    ids = {logged(quiet_store, run_id, exported, registered_name=ODD) for _ in range(3)}
+    assert len(ids) == 1
+    assert len(quiet_store.run(run_id).outputs.model_outputs) == 1
+    versions = quiet_store.client.search_model_versions(f"run_id = '{run_id}'")
+    assert [(v.name, str(v.status)) for v in versions] == [(ODD, "READY")]
+    tags = quiet_store.client.get_logged_model(*ids).tags
+    assert json.loads(tags["mlflow.modelVersions"]) == [{"name": ODD, "version": 1}]
+
+
+def test_a_try_that_broke_off_is_finished(quiet_store, exported, monkeypatch):
+    run_id = opened(quiet_store, "broken")
+    client = type(quiet_store.client)
+
+    def fail(*_):
+        raise ConnectionError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "log_model_artifacts", fail)
+        with pytest.raises(ConnectionError):
+            logged(quiet_store, run_id, exported)
+    model_id = logged(quiet_store, run_id, exported)
+    experiment = quiet_store.run(run_id).info.experiment_id
+    (model,) = quiet_store.client.search_logged_models([experiment])
+    assert (model.model_id, str(model.status)) == (model_id, "READY")
+
+
+def test_versions_count_up(quiet_store, exported):
+    for _ in range(2):
+        run_id = opened(quiet_store, "versions")
+        logged(quiet_store, run_id, exported, registered_name="digits-classifier")
+    found = quiet_store.client.search_model_versions("name = 'digits-classifier'")
+    assert sorted(int(version.version) for version in found) == [1, 2]
+
+
+LOAD = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import mlflow, mlflow.pyfunc, mlflow.pytorch, numpy as np, torch
+uri, exported, *models = sys.argv[1:]
+mlflow.set_tracking_uri(uri)
+mlflow.set_registry_uri(uri)
+rows = np.linspace(-1, 1, 30, dtype="float32").reshape(5, 6)
+with torch.no_grad():
+    wanted = torch.export.load(exported).module()(torch.from_numpy(rows))
+for name in models:
+    with torch.no_grad():
+        assert torch.equal(mlflow.pytorch.load_model(name)(torch.from_numpy(rows)), wanted), name
+    found = mlflow.pyfunc.load_model(name)
+    assert np.array_equal(found.predict(rows), wanted.numpy()), name
+    try:
+        found.predict(rows.astype("float64"))
+    except mlflow.MlflowException:
+        continue
+    raise AssertionError("the signature is not enforced")
+assert "runner" not in sys.modules
+"""
+
+
+def loads(uri, exported, folder, *models):
+    """Whether MLflow and torch alone load these and get what the exported file gives."""
+    kept = {key: v for key, v in os.environ.items() if not key.startswith(("MLFLOW_", "PYTHON"))}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOAD, uri, str(exported.path), *models],
+        cwd=folder, capture_output=True, text=True, timeout=200,
+        env={**kept, "OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_mlflow_alone_loads_it(quiet_store, exported, tmp_path):
+    run_id = opened(quiet_store, "loads")
+    model_id = logged(quiet_store, run_id, exported, registered_name="loads")
+    names = (f"models:/{model_id}", f"runs:/{run_id}/model", "models:/loads/1")
+    loads(quiet_store.uri, exported, tmp_path, *names)
+
+
+def test_the_writer_needs_no_torch_for_it(quiet_store, exported, tmp_path, root):
+    """It holds a process of its own, whose memory and start count."""
+    run_id = opened(quiet_store, "lean")
+    script = (
+        "import json, pathlib, sys, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        f"sys.path.insert(0, {str(root)!r})\n"
+        "from runner.tracking.logged_model import log_model\n"
+        "uri, run_id, folder, facts = sys.argv[1:]\n"
+        "facts = json.loads(facts)\n"
+        "log_model(uri, run_id, pathlib.Path(folder), facts, 'model')\n"
+        "assert 'torch' not in sys.modules\n"
+        "import mlflow\n"
+        "assert mlflow.get_tracking_uri() != uri\n"
+    )
+    given = (quiet_store.uri, run_id, str(exported.path.parent), json.dumps(exported.facts))
+    command = [sys.executable, "-P", "-c", script, *given]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def server(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = [
+        f"--backend-store-uri=sqlite:///{tmp_path}/mlflow.db",
+        f"--artifacts-destination={tmp_path}/artifacts",
+        "--host=127.0.0.1", f"--port={port}", "--workers=1",
+    ]  # fmt: skip
+    log = (tmp_path / "server.log").open("wb")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", "server", *options],
+        stdout=log, stderr=log, cwd=tmp_path, start_new_session=True,
+    )  # fmt: skip
+    log.close()
+    yield f"http://127.0.0.1:{port}"
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait(timeout=20)
+
+
+def answers(uri):
+    host, port = uri.removeprefix("http://").split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+@pytest.mark.slow
+def test_the_same_over_http(server, reader, until, exported, tmp_path):
+    until(lambda: answers(server), seconds=120)
+    store = reader(server)
+    run_id = opened(store, "http")
+    model_id = logged(store, run_id, exported, registered_name="over-http")
+    assert logged(store, run_id, exported, registered_name="over-http") == model_id
+    assert len(store.client.search_model_versions("name = 'over-http'")) == 1
+    names = (f"models:/{model_id}", f"runs:/{run_id}/model", "models:/over-http/1")
+    loads(server, exported, tmp_path, *names)
