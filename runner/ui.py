@@ -4,11 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
+import webbrowser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from urllib.parse import quote
 
-from runner.errors import ConfigError
+from runner.errors import ConfigError, TrackingError
+from runner.secrets import hide
 from runner.tracking.uri import resolve_experiment, resolve_uri
 
 FIRST_PORT = 5000
@@ -29,44 +31,63 @@ def ui(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     name = resolve_experiment(given.get("tracking.experiment"), os.environ)
-    if uri.startswith("http"):
-        for what, url in pages(uri, uri, name):
-            print(f"{what}: {url}")
-        return 0
-    base = f"http://127.0.0.1:{port}"
-    print(f"store: {uri}")
-    for what, url in pages(uri, base, name):
-        print(f"{what}: {url}")
-    print("Ctrl-C ends it.", flush=True)
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port),
-               "--workers", "1", "--backend-store-uri", uri]  # fmt: skip
+    base = hide(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
+    print(f"store: {hide(uri)}")
     try:
-        return subprocess.run(command, check=False).returncode
-    except KeyboardInterrupt:
+        found = dict(pages(uri, base, name))
+    except TrackingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    for what, url in found.items():
+        print(f"{what}: {url}", flush=True)
+    first = next(iter(found.values()))
+    if uri.startswith("http"):
+        _browse(first)
         return 0
+    return _serve(uri, port, first)
+
+
+def _serve(uri: str, port: int, first: str) -> int:
+    """Runs MLflow's server on loopback until Ctrl-C, and opens the first page once it answers."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port),
+               "--workers", "1"]  # fmt: skip
+    # By the environment: a password in a URI would show among the processes' arguments.
+    env = {**os.environ, "MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    print("Ctrl-C ends it.", flush=True)
+    server = subprocess.Popen(command, env=env)
+    try:
+        while server.poll() is None and not _answers(port):
+            time.sleep(0.2)
+        if server.poll() is None:
+            _browse(first)
+        return server.wait()
+    except KeyboardInterrupt:
+        server.wait()
+        return 0
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _browse(url: str) -> None:
+    """Opens a page where there is a screen to open it on."""
+    if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(url)
 
 
 def pages(uri: str, base: str, experiment: str) -> Iterator[tuple[str, str]]:
-    """What there is to see, and its URL: an experiment's runs and its newest sweep's charts; the
-    front page of a store that has no such experiment.
+    """What there is to see, and its URL: the newest sweep's dashboard, the experiment's, its plain
+    runs page; the front page of a store that has no such experiment.
 
-    The workflow type keeps MLflow from opening its page on generative AI; sorted by name, a
-    sweep's jobs are not folded under their parent, and the charts draw them.
+    Raises:
+        TrackingError: the store does not answer.
     """
-    from mlflow import MlflowClient
+    from runner.tracking.reader import Reader
 
-    client = MlflowClient(uri)
-    found = client.get_experiment_by_name(experiment)
-    if found is None:
-        yield "store", base
-        return
-    runs = f"{base}/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning"
-    yield "runs", runs
-    sweeps = client.search_runs([found.experiment_id], "tags.role = 'sweep'", max_results=1)
-    for sweep in sweeps:
-        children = quote(f"tags.`mlflow.parentRunId` = '{sweep.info.run_id}'")
-        order = "orderByKey=attributes.run_name&orderByAsc=true"
-        yield "newest sweep", f"{runs}&searchFilter={children}&{order}&compareRunsMode=CHART"
+    for what, path in Reader(uri).pages(experiment):
+        yield what, f"{base}{path}"
 
 
 def _arguments(argv: Sequence[str]) -> dict[str, str]:

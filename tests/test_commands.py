@@ -50,8 +50,11 @@ def test_pages_of_a_store_with_a_sweep(main, tmp_path):
     uri = f"sqlite:///{database}"
     found = dict(pages(uri, "http://h", "precision-runner"))
     with sqlite3.connect(database) as store:
-        rows = store.execute("select run_uuid from tags where key='role' and value='sweep'")
-        (parent,) = rows.fetchone()
-    assert parent in found["newest sweep"]
-    assert found["runs"] in found["newest sweep"]
+        rows = store.execute("select value from tags where key='sweep_id'")
+        (sweep_id,) = rows.fetchone()
+        rows = store.execute("select key from experiment_tags").fetchall()
+    assert list(found) == ["newest sweep", "dashboard", "runs"]
+    assert f"viewStateShareKey=precision-runner-{sweep_id}&" in found["newest sweep"]
+    assert {f"mlflow.sharedViewState.precision-runner-{sweep_id}",
+            "mlflow.sharedViewState.precision-runner"} < {key for (key,) in rows}  # fmt: skip
     assert dict(pages(uri, "http://h", "another")) == {"store": "http://h"}

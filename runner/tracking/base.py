@@ -1,10 +1,10 @@
 """The tracking contract: what a run tells its store, independent of which store that is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Role = Literal["run", "sweep"]
@@ -60,6 +60,29 @@ class Tracker(ABC):
         """Stores a file or folder that must stay in place until close returns."""
 
     @abstractmethod
+    def note(self, markdown: str) -> None:
+        """Sets or replaces the text that the store shows with the run."""
+
+    @abstractmethod
+    def inputs(self, datasets: Sequence[Mapping[str, Any]]) -> None:
+        """Records what the run reads; see runner.data.fingerprint."""
+
+    @abstractmethod
+    def model(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Stores a trained model, see runner.export; the folder stays in place until close
+        returns."""
+
+    @property
+    @abstractmethod
+    def takes_runs(self) -> bool:
+        """Whether runs are stored at all."""
+
+    @property
+    @abstractmethod
+    def takes_models(self) -> bool:
+        """Whether `model` does anything, so that an export is worth its time."""
+
+    @abstractmethod
     def check(self) -> None:
         """Raises TrackingError if the store has refused the run; costs next to nothing."""
 
@@ -76,6 +99,12 @@ class Tracker(ABC):
     @abstractmethod
     def experiment_id(self) -> str | None:
         """The store's id of the experiment; None until the store has opened the run."""
+
+    @property
+    @abstractmethod
+    def dashboard(self) -> str | None:
+        """The part after the server's address of the page that shows this run beside others (a
+        sweep's parent: its jobs); None until the store has opened the run."""
 
     @abstractmethod
     def url(self, timeout: float = 10.0) -> str | None:

@@ -2,14 +2,19 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runner.tracking import history
 from runner.tracking import journal as journals
+from runner.tracking.answers import RefusedError, UnreachableError
 from runner.tracking.progress import Progress
-from runner.tracking.store import JOURNAL_TAG, MAX_POINTS, Point, Store, UnreachableError
+from runner.tracking.store import JOURNAL_TAG, MAX_POINTS, Point, Store
+from runner.tracking.system import SystemMetrics
+from runner.tracking.views import SweepView
 
 PARTIAL_SECONDS = 1.0
 PARENT_SECONDS = 15.0
@@ -17,11 +22,12 @@ _NO_CLOSE = "The training process ended without closing its run."
 
 
 class Stores:
-    """The stores of this process by URI, and the sweeps' parent runs that it has met."""
+    """The stores of this process by URI, and the sweeps' parent runs and names that it has met."""
 
     def __init__(self) -> None:
         self._stores: dict[str, Store] = {}
         self.parents: dict[tuple[str, str], str] = {}
+        self.names: dict[str, str] = {}
 
     def get(self, uri: str) -> Store:
         if uri not in self._stores:
@@ -75,6 +81,8 @@ class Follower:
         self._stores, self._emit = stores, emit
         self._store: Store | None = None
         self._batch: Batch | None = None
+        self._start: dict[str, Any] = {}
+        self._system: SystemMetrics | None = None
         self._sent = self._parent_since = 0.0
 
     @property
@@ -111,23 +119,45 @@ class Follower:
         self.progress.save(offset=end, done=ended)
 
     def _send(self, batch: Batch) -> None:
-        if batch.kind == "start":
-            self._open(batch.record)
-        elif batch.kind == "metrics":
+        record, kind = batch.record, batch.kind
+        if kind == "start":
+            self._open(record)
+        elif kind == "metrics":
             _sync(self.journal)
             self._run_store().log_points(self._run_id(), batch.points)
-        elif batch.kind == "tags":
-            self._run_store().log_tags(self._run_id(), batch.record["values"])
-        elif batch.kind == "artifact":
-            path, folder = Path(batch.record["path"]), batch.record["folder"]
-            self._run_store().log_artifact(self._run_id(), path, folder)
-        elif batch.kind == "end":
-            self._end(batch.record)
+        elif kind == "tags":
+            self._run_store().log_tags(self._run_id(), record["values"])
+        elif kind == "artifact":
+            self._send_file(Path(record["path"]), record["folder"])
+        elif kind == "inputs":
+            self._run_store().log_inputs(self._run_id(), record["datasets"])
+        elif kind == "model":
+            self._emit("sending")
+            folder = Path(record["folder"])
+            self._run_store().log_model(self._run_id(), folder, record["facts"], record["register"])
+        elif kind == "end":
+            self._end(record)
+
+    def _send_file(self, path: Path, folder: str = "") -> None:
+        self._emit("sending")
+        self._run_store().log_artifact(self._run_id(), path, folder)
+
+    def observe(self) -> None:
+        """Logs the machine's load when a sample is due. Nothing waits for it or repeats it."""
+        if self.opening or self.progress.done or not (seconds := self._start.get("system_metrics")):
+            return
+        if self._system is None:
+            self._system = SystemMetrics(seconds, os.getppid(), time.monotonic())
+        if self._system.due(time.monotonic()):
+            now, number = time.time_ns() // 1_000_000, self._system.count
+            points = [(k, v, now, number) for k, v in self._system.sample().items()]
+            with suppress(RefusedError, UnreachableError):
+                self._run_store().log_points(self._run_id(), points)
 
     def _open(self, start: dict[str, Any]) -> None:
         """Makes the run, or finds the one that an earlier try may have made."""
         self._store = store = self._stores.get(start["uri"])
-        experiment = store.experiment(start["experiment"])
+        experiment = store.experiment(start["experiment"], start.get("experiment_id"))
         tags = {**start["tags"], JOURNAL_TAG: start["id"]}
         if start["sweep"] and start["role"] == "run" and (parent := self._parent(start)):
             tags["mlflow.parentRunId"] = parent
@@ -146,10 +176,27 @@ class Follower:
         self._opened(start)
 
     def _opened(self, start: dict[str, Any]) -> None:
-        run_id = self._run_id()
+        self._start, run_id = start, self._run_id()
         if start["role"] == "sweep" and start["sweep"]:
             self._stores.parents[start["uri"], start["sweep"]] = run_id
-        self._emit("opened", run_id=run_id, experiment_id=self.progress.experiment_id)
+            self._stores.names[start["sweep"]] = start["name"]
+        self._emit(
+            "opened", run_id=run_id, experiment_id=self.progress.experiment_id,
+            dashboard=self._dashboard(),
+        )  # fmt: skip
+
+    def _dashboard(self, metrics: Collection[str] = ()) -> str | None:
+        """Has the store show this run beside others. No run depends on it."""
+        store, sweep = self._run_store(), None
+        sweep_id, experiment = self._start["sweep"], self.progress.experiment_id
+        if sweep_id and (parent := self._stores.parents.get((self._start["uri"], sweep_id))):
+            name = self._stores.names.get(sweep_id) or f"sweep {sweep_id}"
+            sweep = SweepView(sweep_id, parent, name[:80])
+        assert experiment is not None
+        path = store.dashboard(experiment, metrics, sweep)
+        while store.notices:
+            self._emit("notice", message=store.notices.pop(0))
+        return path
 
     def _parent(self, start: dict[str, Any]) -> str | None:
         """The sweep's parent run. Another process opens it, maybe a little later than this."""
@@ -157,7 +204,7 @@ class Follower:
         if known:
             return known
         store = self._run_store()
-        experiment = store.experiment(start["experiment"])
+        experiment = store.experiment(start["experiment"], start.get("experiment_id"))
         found = store.find_run(experiment, {"sweep_id": start["sweep"], "role": "sweep"})
         self._parent_since = self._parent_since or time.monotonic()
         if found:
@@ -171,10 +218,24 @@ class Follower:
 
     def _end(self, record: dict[str, Any]) -> None:
         if not self.opening:
+            if self._start["role"] == "run":
+                self._leave_history()
             if record["error"]:
                 self._run_store().log_tags(self._run_id(), {"error": record["error"]})
             self._run_store().end_run(self._run_id(), record["status"], record["time"])
         self.progress.save(done=True)
+
+    def _leave_history(self) -> None:
+        """Every metric exactly as it was recorded, for the report and for whoever wants it."""
+        curves = history.from_journals([self.journal])
+        if not curves:
+            return
+        self._dashboard(curves.keys())
+        path = history.write(self.journal.with_name(history.FILE), curves)
+        try:
+            self._send_file(path)
+        except RefusedError as error:  # the run must get its status all the same
+            self._emit("error", fatal=False, message=f"{path.name} is not stored: {error}")
 
     def _run_store(self) -> Store:
         assert self._store is not None

@@ -30,6 +30,13 @@ def from_journals(paths: Iterable[Path]) -> dict[str, Curve]:
     return {name: np.array(rows, dtype=np.float64) for name, rows in columns.items()}
 
 
+def of_folder(folder: Path) -> dict[str, Curve]:
+    """The metrics of the run in a folder; none where nothing was recorded."""
+    if (folder / FILE).exists():
+        return read(folder / FILE)
+    return from_journals(sorted(folder.glob("journal*.jsonl")))
+
+
 def write(path: Path, curves: Mapping[str, Curve]) -> Path:
     """A compressed archive of plain arrays; returns the path."""
     with path.open("wb") as file:

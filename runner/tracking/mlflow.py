@@ -9,16 +9,19 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from runner.errors import TrackingError
+from runner.secrets import hide
+from runner.tracking import dashboard
 from runner.tracking.base import Record, RunInfo, Status, Tracker
 from runner.tracking.journal import Journal, owner_lives
 from runner.tracking.process import Followed, WriterProcess, shared_writer
-from runner.tracking.uri import resolve_experiment, resolve_uri
+from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
 
+NOTE_TAG = "mlflow.note.content"
 log = logging.getLogger(__name__)
 
 
@@ -28,10 +31,14 @@ class MlflowTracker(Tracker):
 
     Args:
         uri: the store; None takes MLFLOW_TRACKING_URI, then sqlite:///outputs/mlflow.db.
-        experiment: None takes MLFLOW_EXPERIMENT_NAME, then "precision-runner". A name that was
-            deleted in the store is refused, with the command that restores it.
+        experiment: None takes MLFLOW_EXPERIMENT_NAME or _ID, then "precision-runner". One
+            that was deleted in the store is refused, with the command that restores it.
         run_name: None lets RunInfo, then MLflow, choose.
         tags: added to each run's own.
+        sweep: id of a sweep that was begun elsewhere; the run joins it.
+        log_model: store the trained model as an MLflow model, too.
+        register: name in MLflow's model registry under which it becomes a new version.
+        system_metrics: seconds between samples of the machine's load; None takes none.
 
     Raises:
         ConfigError: for a URI that no installed MLflow store can serve.
@@ -46,10 +53,17 @@ class MlflowTracker(Tracker):
         experiment: str | None = None,
         run_name: str | None = None,
         tags: Mapping[str, str] | None = None,
+        sweep: str | None = None,
+        log_model: bool = True,
+        register: str | None = None,
+        system_metrics: float | None = 10.0,
     ) -> None:
         self.uri = resolve_uri(uri, os.environ, Path.cwd())
         self.experiment = resolve_experiment(experiment, os.environ)
-        self.run_name, self.extra_tags = run_name, dict(tags or {})
+        self.experiment_of_env = resolve_experiment_id(experiment, uri, os.environ, Path.cwd())
+        self.run_name, self.extra_tags, self.sweep = run_name, dict(tags or {}), sweep
+        self.log_model, self.register = log_model, register
+        self.system_metrics = system_metrics
         self._journal: Journal | None = None
         self._followed: Followed | None = None
         self._writer: WriterProcess | None = None
@@ -75,6 +89,25 @@ class MlflowTracker(Tracker):
     def artifact(self, path: Path, folder: str = "") -> None:
         self._open_journal().append("artifact", path=str(path.absolute()), folder=folder)
 
+    def note(self, markdown: str) -> None:
+        self._open_journal().append("tags", values={NOTE_TAG: markdown})
+
+    def inputs(self, datasets: Sequence[Mapping[str, Any]]) -> None:
+        self._open_journal().append("inputs", datasets=list(datasets))
+
+    def model(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        self._open_journal().append(
+            "model", folder=str(folder.absolute()), facts=facts, register=self.register
+        )
+
+    @property
+    def takes_runs(self) -> bool:
+        return True
+
+    @property
+    def takes_models(self) -> bool:
+        return self.log_model or self.register is not None
+
     def check(self) -> None:
         if self._followed and self._followed.refused:
             raise TrackingError(self._trouble(self._followed.refused))
@@ -97,13 +130,17 @@ class MlflowTracker(Tracker):
     def experiment_id(self) -> str | None:
         return self._followed.experiment_id if self._followed else None
 
+    @property
+    def dashboard(self) -> str | None:
+        return self._followed.dashboard if self._followed else None
+
     def url(self, timeout: float = 10.0) -> str | None:
         if not self._followed or not self.uri.startswith("http"):
             return None
         self._followed.opened.wait(timeout)
         if not self.run_id:
             return None
-        return f"{self.uri}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        return f"{hide(self.uri)}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     def _open_journal(self) -> Journal:
         if self._journal is None or self._closed:
@@ -112,24 +149,30 @@ class MlflowTracker(Tracker):
 
     def _start(self, info: RunInfo) -> dict[str, object]:
         """The start record: all that the writer needs to know about the run."""
-        sweep = {"sweep_id": info.sweep, "role": info.role} if info.sweep else {}
+        sweep_id = self.sweep or info.sweep
+        sweep = {"sweep_id": sweep_id, "role": info.role} if sweep_id else {}
+        if sweep_id and info.folder.name.isdigit():
+            sweep["mlflow.runColor"] = dashboard.color(int(info.folder.name))
         return {
             "id": uuid.uuid4().hex,
             "time": _now(),
             "uri": self.uri,
             "experiment": info.experiment or self.experiment,
+            "experiment_id": None if info.experiment else self.experiment_of_env,
             "name": self.run_name or info.name,
             "params": _texts(info.params),
             "tags": _texts({**_source(info.tags), **info.tags, **self.extra_tags, **sweep}),
-            "sweep": info.sweep,
+            "sweep": sweep_id,
             "role": info.role,
+            "system_metrics": self.system_metrics if info.role == "run" else None,
         }
 
     def _trouble(self, reason: str) -> str:
         path = self._journal.path if self._journal else ""
         return (
-            f"The run is not stored completely in {self.uri}: {reason}. Its records are kept in "
-            f"{path}. To use another store type tracking.uri=..., to use none type tracking=none."
+            f"The run is not stored completely in {hide(self.uri)}: {reason}. Its records are "
+            f"kept in {path}. To use another store type tracking.uri=..., to use none type "
+            "tracking=none."
         )
 
 

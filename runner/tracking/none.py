@@ -1,8 +1,8 @@
 """tracking=none: records go nowhere."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from runner.tracking.base import Record, RunInfo, Status, Tracker
 
@@ -21,6 +21,20 @@ class NoTracker(Tracker):
 
     def artifact(self, path: Path, folder: str = "") -> None: ...
 
+    def note(self, markdown: str) -> None: ...
+
+    def inputs(self, datasets: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def model(self, folder: Path, facts: Mapping[str, Any]) -> None: ...
+
+    @property
+    def takes_runs(self) -> bool:
+        return False
+
+    @property
+    def takes_models(self) -> bool:
+        return False
+
     def check(self) -> None: ...
 
     def close(self, status: Status, error: str | None = None) -> None: ...
@@ -31,6 +45,10 @@ class NoTracker(Tracker):
 
     @property
     def experiment_id(self) -> str | None:
+        return None
+
+    @property
+    def dashboard(self) -> str | None:
         return None
 
     def url(self, timeout: float = 10.0) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 _LIVES = 3
+_PER_FILE = 30
 _COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); from runner.tracking.writer import main; "
 _COMMAND += "main(int(sys.argv[2]))"
 
@@ -30,6 +31,8 @@ class Followed:
         trouble: the last thing that went wrong, also if it did not concern the whole run.
         complete: everything in the journal is stored and the run has its status.
         heard: time.monotonic() of the last sign of progress.
+        sending: a file is under way, which may take long.
+        dashboard: where the store shows the run beside others, after the server's address.
     """
 
     journal: Path
@@ -41,6 +44,8 @@ class Followed:
     trouble: str | None = None
     complete: bool = False
     warned: bool = False
+    sending: bool = False
+    dashboard: str | None = None
     heard: float = field(default_factory=time.monotonic)
 
 
@@ -69,16 +74,18 @@ class WriterProcess:
         return followed
 
     def wait(self, followed: Followed, patience: float) -> bool:
-        """Waits until the journal is stored. False after `patience` seconds without progress."""
+        """Waits until the journal is stored. False after `patience` seconds without progress,
+        thirty times as many while a file is under way."""
         followed.heard = time.monotonic()
         if not self._finishing:
             with self._lock:
                 self._send(followed.journal)  # wakes the writer from its nap
         while not followed.closed.is_set():
-            left = followed.heard + patience - time.monotonic()
+            longest = patience * (_PER_FILE if followed.sending else 1)
+            left = followed.heard + longest - time.monotonic()
             if left <= 0:
                 return False
-            followed.closed.wait(left)
+            followed.closed.wait(min(left, patience))
         return followed.complete
 
     def finish(self) -> None:
@@ -167,11 +174,15 @@ class WriterProcess:
         if followed is None:
             return
         followed.heard = time.monotonic()
+        followed.sending = event["event"] == "sending"
         if event["event"] == "opened":
             followed.run_id, followed.experiment_id = event["run_id"], event["experiment_id"]
+            followed.dashboard = event["dashboard"]
             followed.refused = None
             followed.closed.clear()
             followed.opened.set()
+        elif event["event"] == "notice":
+            log.warning(event["message"])
         elif event["event"] == "error":
             _complain(followed, event)
         elif event["event"] == "closed":

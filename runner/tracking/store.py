@@ -3,7 +3,7 @@
 import fcntl
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
@@ -13,9 +13,17 @@ from typing import Any
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from mlflow.tracking.context.default_context import DefaultRunContext
+from mlflow.tracking.context.git_context import GitRunContext
+from mlflow.tracking.context.registry import resolve_tags
 from mlflow.utils import validation
 
-from runner.tracking.uri import sqlite_path
+from runner.secrets import hide
+from runner.tracking import experiments, views
+from runner.tracking.answers import REFUSALS, RefusedError, told_apart
+from runner.tracking.inputs import log_inputs
+from runner.tracking.logged_model import log_model
+from runner.tracking.uri import is_database, sqlite_path
 
 Point = tuple[str, float, int, int]
 """(name, value, Unix time in milliseconds, step)."""
@@ -24,26 +32,9 @@ MAX_POINTS = validation.MAX_METRICS_PER_BATCH
 # The prefix keeps it out of the tags that MLflow's pages show.
 JOURNAL_TAG = "mlflow.runner.journal"
 
-# Saying it again would get the same answer. All else is retried: a server that is away answers
-# INTERNAL_ERROR here, a locked database TEMPORARILY_UNAVAILABLE.
-_REFUSALS = {
-    "INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "NOT_FOUND",
-    "PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "ENDPOINT_NOT_FOUND",
-    "FEATURE_DISABLED", "NOT_IMPLEMENTED",
-}  # fmt: skip
-
-
-class RefusedError(Exception):
-    """The store will not take this, however often it is asked."""
-
-
-class UnreachableError(Exception):
-    """The store cannot answer now. `doubtful` if the answer may also be a refusal: a server whose
-    connection pool is used up answers BAD_REQUEST."""
-
-    def __init__(self, message: str, doubtful: bool = False) -> None:
-        super().__init__(message)
-        self.doubtful = doubtful
+# Contexts that would tell of the writer itself. MLflow's annotation wants instances, and asks for
+# classes.
+_OF_THIS_PROCESS: list[Any] = [DefaultRunContext, GitRunContext]
 
 
 class Store:
@@ -52,55 +43,92 @@ class Store:
     def __init__(self, uri: str) -> None:
         self.uri = uri
         self._experiments: dict[str, str] = {}
+        self._version, self._no_dashboard = "", False
+        self.notices: list[str] = []
+        """What the user should be told; whoever tells it empties the list."""
         database = sqlite_path(uri)
-        with _told_apart(), _one_at_a_time(database):
+        with told_apart(), _one_at_a_time(database):
             if database and not database.exists():
                 _create(database, uri)
             self._client = MlflowClient(tracking_uri=uri)
 
-    def experiment(self, name: str) -> str:
-        """The id of the experiment, which is created if need be.
+    def experiment(self, name: str, known_id: str | None = None) -> str:
+        """The id of the experiment, which is created if need be; one that is known by its id must
+        be there. Where it was deleted, the run goes beside it, see experiments.active."""
+        key = f"id {known_id}" if known_id else f"name {name}"
+        if key not in self._experiments:
+            with told_apart():
+                found = self._known(known_id) if known_id else self._get_or_create(name)
+            self._experiments[key] = found
+        return self._experiments[key]
 
-        A deleted one is refused: restoring it would also bring back the runs that someone meant
-        to be rid of, and MLflow has no second experiment of the same name.
-        """
-        if name not in self._experiments:
-            with _told_apart():
-                self._experiments[name] = self._get_or_create(name)
-        return self._experiments[name]
-
-    def _get_or_create(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
-            database = sqlite_path(self.uri)
-            location = str(database.parent / "mlartifacts") if database else None
-            try:
-                return self._client.create_experiment(name, artifact_location=location)
-            except MlflowException as error:
-                found = self._client.get_experiment_by_name(name)  # another process was faster
-                if found is None:
-                    raise error
+    def _known(self, experiment_id: str) -> str:
+        try:
+            found = self._client.get_experiment(experiment_id)
+        except MlflowException as error:
+            if error.error_code not in REFUSALS:
+                raise
+            raise RefusedError(
+                f"there is no experiment with MLFLOW_EXPERIMENT_ID={experiment_id}. Unset it, or "
+                "type tracking.experiment=<name>"
+            ) from error
         if found.lifecycle_stage == "deleted":
             raise RefusedError(
-                f"the experiment {name!r} (id {found.experiment_id}) was deleted there. Restore it "
-                f"with MLFLOW_TRACKING_URI={self.uri} mlflow experiments restore --experiment-id "
-                f"{found.experiment_id}, or type tracking.experiment=<another name>"
+                f"the experiment {found.name!r} (MLFLOW_EXPERIMENT_ID={experiment_id}) was deleted "
+                f"there. Restore it with {self._restoring(found)}, or type "
+                "tracking.experiment=<another name>"
             )
-        return found.experiment_id
+        return experiment_id
+
+    def _get_or_create(self, name: str) -> str:
+        found, free = experiments.active(self._client, name)
+        if free != name:
+            gone = self._client.get_experiment_by_name(name)
+            self.notices.append(
+                f"The experiment {name!r} was deleted there: runs go to {free!r}. To have it back: "
+                f"{self._restoring(gone)}"
+            )
+        if found is not None:
+            return found.experiment_id
+        try:
+            return self._client.create_experiment(free, artifact_location=self._artifacts())
+        except MlflowException as error:
+            found, _ = experiments.active(self._client, name)  # another process was faster
+            if found is None:
+                raise error
+            return found.experiment_id
+
+    def _restoring(self, found: Any) -> str:
+        uri = hide(self.uri)
+        return (
+            f"MLFLOW_TRACKING_URI={uri} mlflow experiments restore "
+            f"--experiment-id {found.experiment_id}"
+        )
+
+    def _artifacts(self) -> str | None:
+        """Where artifacts lie: beside a SQLite file, here for another database; a server knows."""
+        database = sqlite_path(self.uri)
+        if database is None and not is_database(self.uri):
+            return None
+        return str((database.parent if database else Path.cwd() / "outputs") / "mlartifacts")
 
     def find_run(self, experiment_id: str, tags: Mapping[str, str]) -> str | None:
         """The newest run that carries all these tags."""
         query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        with _told_apart():
+        with told_apart():
             runs = self._client.search_runs([experiment_id], query, max_results=1)
         return runs[0].info.run_id if runs else None
 
     def create_run(
         self, experiment_id: str, name: str | None, time_ms: int, tags: Mapping[str, str]
     ) -> str:
-        """Opens a run; what MLFLOW_RUN_ID says does not matter here."""
-        with _told_apart():
-            legal = {tag.key: tag.value for tag in _tags(tags)}
+        """Opens a run, whatever MLFLOW_RUN_ID says. Tags of MLFLOW_RUN_CONTEXT and of plugins that
+        know a CI system come with it; its own win."""
+        with told_apart():
+            around = resolve_tags(ignore=_OF_THIS_PROCESS)
+            every = {**{str(key): str(value) for key, value in around.items()}, **tags}
+            legal = {tag.key: tag.value for tag in _tags(every)}
+            name = hide(name) if name else None
             run = self._client.create_run(experiment_id, time_ms, legal, run_name=name)
         return run.info.run_id
 
@@ -108,22 +136,23 @@ class Store:
         """Sends all parameters, in as many calls as the limits ask for."""
         named = _distinct(values)
         params = [
-            Param(key, cut(text, validation.MAX_PARAM_VAL_LENGTH)) for key, text in named.items()
+            Param(key, cut(hide(text), validation.MAX_PARAM_VAL_LENGTH))
+            for key, text in named.items()
         ]
         for some in _chunks(params, validation.MAX_PARAMS_TAGS_PER_BATCH):
-            with _told_apart():
+            with told_apart():
                 self._client.log_batch(run_id, params=some, synchronous=True)
 
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
         """Sends points under their own times and steps; sending them again changes nothing."""
         metrics = [Metric(legal_name(key), value, time, step) for key, value, time, step in points]
         for some in _chunks(metrics, MAX_POINTS):
-            with _told_apart():
+            with told_apart():
                 self._client.log_batch(run_id, metrics=some, synchronous=True)
 
     def log_tags(self, run_id: str, values: Mapping[str, str]) -> None:
         for some in _chunks(_tags(values), validation.MAX_PARAMS_TAGS_PER_BATCH):
-            with _told_apart():
+            with told_apart():
                 self._client.log_batch(run_id, tags=some, synchronous=True)
 
     def log_artifact(self, run_id: str, path: Path, folder: str) -> None:
@@ -131,11 +160,39 @@ class Store:
         if not path.exists():
             raise RefusedError(f"the artifact {path} is not there any more")
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
-        with _told_apart():
+        with told_apart():
             send(run_id, str(path), folder or None)
 
+    def log_inputs(self, run_id: str, datasets: Sequence[Mapping[str, Any]]) -> None:
+        with told_apart():
+            log_inputs(self._client, run_id, datasets)
+
+    def log_model(
+        self, run_id: str, folder: Path, facts: Mapping[str, Any], register: str | None
+    ) -> None:
+        """Stores an exported model with its run, and as a version in the registry if named."""
+        with told_apart():
+            log_model(self.uri, run_id, folder, facts, "model", register, facts["step"])
+
+    def dashboard(
+        self, experiment_id: str, metrics: Collection[str], sweep: views.SweepView | None
+    ) -> str | None:
+        """Keeps the dashboards, see views.ensure; None, and one notice, where there can be none."""
+        path = None
+        try:
+            with told_apart():
+                self._version = self._version or views.version_of(self.uri)
+                path = views.ensure(self._client, self._version, experiment_id, metrics, sweep)
+            reason = views.too_old(self.uri, self._version)
+        except RefusedError as error:
+            reason = str(error)
+        if path is None and not self._no_dashboard:
+            self._no_dashboard = True
+            self.notices.append(f"There is no dashboard: {hide(reason)}")
+        return path
+
     def end_run(self, run_id: str, status: str, time_ms: int) -> None:
-        with _told_apart():
+        with told_apart():
             self._client.set_terminated(run_id, status, time_ms)
 
 
@@ -172,7 +229,7 @@ def _distinct(values: Mapping[str, str]) -> dict[str, str]:
 
 def _tags(values: Mapping[str, str]) -> list[RunTag]:
     limit = validation.MAX_TAG_VAL_LENGTH
-    return [RunTag(legal_name(key), cut(text, limit)) for key, text in values.items()]
+    return [RunTag(legal_name(key), cut(hide(text), limit)) for key, text in values.items()]
 
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
@@ -188,23 +245,6 @@ def _create(database: Path, uri: str) -> None:
     draft.unlink(missing_ok=True)
     MlflowClient(tracking_uri=uri.replace(str(database), str(draft)))
     draft.replace(database)
-
-
-@contextmanager
-def _told_apart() -> Iterator[None]:
-    """Turns whatever a client call raises into RefusedError or UnreachableError."""
-    try:
-        yield
-    except (RefusedError, UnreachableError):
-        raise
-    except MlflowException as error:
-        if error.error_code in _REFUSALS:
-            raise RefusedError(str(error)) from error
-        raise UnreachableError(str(error), error.error_code == "BAD_REQUEST") from error
-    except ImportError as error:
-        raise RefusedError(f"a package is missing for it: {error}") from error
-    except Exception as error:
-        raise UnreachableError(f"{type(error).__name__}: {error}", doubtful=True) from error
 
 
 @contextmanager

@@ -70,8 +70,8 @@ class Writer:
     """The loop over all journals of one trainer. One thread: they mostly share one store."""
 
     def __init__(self, parent: int, events: int) -> None:
+        from runner.tracking.answers import RefusedError, UnreachableError
         from runner.tracking.follow import Follower, Stores
-        from runner.tracking.store import RefusedError, UnreachableError
 
         self._refused, self._unreachable = RefusedError, UnreachableError
         self._follower: Callable[..., Any] = partial(Follower, stores=Stores())
@@ -88,6 +88,8 @@ class Writer:
             busy = sum(self._work(name, task) for name, task in list(self._tasks.items())) > 0
             awaited = not self._heard or any(task.awaited for task in self._tasks.values())
             rest = 0.0 if awaited else REST * (time.monotonic() - began)
+            for task in self._tasks.values() if self._heard else ():
+                task.follower.observe()
 
     def _finished(self) -> bool:
         if self._heard:

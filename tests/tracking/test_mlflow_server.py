@@ -1,13 +1,25 @@
 """The same over HTTP: a real server with one worker, started after the run."""
 
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from runner.data.base import Splits
+from runner.data.fingerprint import describe
+from runner.export import export
+from runner.precision.support import load
+from runner.tracking import history
 from runner.tracking.base import RunInfo
 from runner.tracking.mlflow import MlflowTracker
 
@@ -36,6 +48,7 @@ def late_server(tmp_path_factory):
         )
         log.close()
 
+    start.running = running
     yield f"http://127.0.0.1:{port}", start
     for server in running:
         os.killpg(server.pid, signal.SIGKILL)  # its workers take long to end on request
@@ -63,5 +76,74 @@ def test_a_run_that_opens_before_its_server_is_stored_completely(
     run = store.run(tracker.run_id)
     assert (run.info.status, run.data.params) == ("FINISHED", {"a": "1"})
     assert store.points(tracker.run_id, "train/loss") == expected
-    assert [file.path for file in store.client.list_artifacts(tracker.run_id)] == ["note.txt"]
+    assert [file.path for file in store.client.list_artifacts(tracker.run_id)] == [
+        "history.npz",
+        "note.txt",
+    ]
     assert tracker.url() == f"{uri}/#/experiments/{tracker.experiment_id}/runs/{tracker.run_id}"
+
+
+def model_folder(folder):
+    """An exported model, and its facts."""
+    precision = load("bf16-mixed")
+    made = export(nn.Linear(3, 2), precision, torch.randn(4, 3), folder)
+    return folder, {**made.facts, "step": 2}
+
+
+@pytest.fixture
+def stops(late_server):
+    """Kills the server as a power cut would."""
+    _, start = late_server
+
+    def stop():
+        for server in start.running:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait(timeout=20)
+        start.running.clear()
+
+    return stop
+
+
+def test_what_a_run_leaves_arrives_when_the_server_comes_back(
+    late_server, stops, reader, until, tmp_path
+):
+    """It goes away while the run trains and stays away while it ends."""
+    uri, start = late_server
+    if not start.running:
+        start()
+    tracker = MlflowTracker(uri=uri, register="net")
+    tracker.open(RunInfo(tmp_path / "run"))
+    tracker.metrics(1, 1000, {"train/loss": math.inf, "val/loss": 0.5})
+    until(lambda: tracker.run_id is not None, seconds=120)
+    stops()
+    tracker.metrics(2, 2000, {"train/loss": math.nan, "val/loss": 0.25})
+    tracker.inputs(
+        describe("digits", {"_target_": "d"}, Splits(*2 * [TensorDataset(torch.ones(3))]))
+    )
+    tracker.model(*model_folder(tmp_path / "model"))
+    tracker.note("came later")
+    closing = threading.Thread(target=tracker.close, args=["FINISHED"])
+    closing.start()
+    time.sleep(3)
+    assert closing.is_alive()
+    start()
+    closing.join(timeout=120)
+    assert not closing.is_alive()
+    tracker.check()
+    store = reader(uri)
+    run = store.run(tracker.run_id)
+    assert (run.info.status, run.data.tags["mlflow.note.content"]) == ("FINISHED", "came later")
+    assert [(step, value) for step, _, value in store.points(tracker.run_id, "val/loss")] == [
+        (1, 0.5),
+        (2, 0.25),
+    ]
+    kept = store.client.download_artifacts(tracker.run_id, "history.npz", str(tmp_path))
+    assert str(history.read(Path(kept))["train/loss"][2].tolist()) == "[inf, nan]"
+    assert len(run.inputs.dataset_inputs) == 1
+    assert len(run.outputs.model_outputs) == 1
+    assert [v.run_id for v in store.client.search_model_versions("name = 'net'")] == [
+        run.info.run_id
+    ]
+    tags = store.client.get_experiment(tracker.experiment_id).tags
+    assert "mlflow.sharedViewState.precision-runner" in tags
+    assert tracker.dashboard.startswith(f"/#/experiments/{tracker.experiment_id}/runs?")

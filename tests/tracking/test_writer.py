@@ -7,10 +7,11 @@ import time
 import pytest
 
 from runner.tracking import follow, writer
+from runner.tracking.answers import RefusedError, UnreachableError
 from runner.tracking.follow import Follower, next_batch
 from runner.tracking.journal import Journal
 from runner.tracking.progress import Progress
-from runner.tracking.store import MAX_POINTS, RefusedError, UnreachableError
+from runner.tracking.store import MAX_POINTS
 
 START = {"id": "1", "time": 1, "uri": "fake", "experiment": "e", "name": None, "params": {}}
 START |= {"tags": {}, "sweep": None, "role": "run"}
@@ -22,6 +23,7 @@ class FakeStore:
     def __init__(self):
         self.failures = []
         self.calls = []
+        self.notices = []
 
     def __getattr__(self, name):
         def call(*args):
@@ -38,7 +40,7 @@ class FakeStore:
 
 class FakeStores:
     def __init__(self, store):
-        self.store, self.parents = store, {}
+        self.store, self.parents, self.names = store, {}, {}
 
     def get(self, uri):
         return self.store
@@ -216,9 +218,13 @@ def test_a_torn_progress_file_starts_over_and_looks_for_the_run(journal):
 def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
     from runner.tracking.writer import NAP_SECONDS, REST, Task, Writer
 
+    class Idle:
+        def observe(self):
+            pass
+
     class Loop(Writer):
         def __init__(self):
-            self._tasks, self._heard, self.rests = {"journal": Task(None)}, True, []
+            self._tasks, self._heard, self.rests = {"journal": Task(Idle())}, True, []
 
         def _finished(self):
             return len(self.rests) == 3

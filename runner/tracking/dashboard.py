@@ -1,0 +1,297 @@
+"""The ready-made dashboard: a shared view of MLflow's runs page, kept as a tag of the experiment.
+
+MLflow does not document the form. It was read from the scripts of its pages: 3.10.1, 3.14.0,
+3.15.2, 3.16.1, 3.17.2 and 3.18.0. A browser test holds it to the installed version.
+"""
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Collection, Mapping
+from typing import Any
+from urllib.parse import quote
+
+KEY = "precision-runner"
+NAME = "Precisions compared"
+NOTE_TAG = "mlflow.note.content"
+MAX_SWEEPS = 20
+# Raise it when the charts change: the dashboards that we wrote before are then replaced.
+VERSION = 1
+
+_PREFIX = "mlflow.sharedViewState."
+_MARK = "runner"
+_FORM = "deflate;"
+_LEAST, _NAMED_SINCE = (3, 10), (3, 15)
+_SPEED, _PEAK = "perf/examples_per_second", "memory/peak_mib"
+_LOG = {"scaleType": "log"}
+_PARALLEL = {"selectedParams": ["precision.name"], "showAllRuns": False}
+_DIFFERENCE = {
+    "compareGroups": ["Model metrics", "Parameters"],
+    "chartName": "Differences",
+    "showChangeFromBaseline": False,
+    "showDifferencesOnly": True,
+    "baselineColumnUuid": "",
+}
+
+_Chart = tuple[str, list[str], dict[str, Any]]
+_SECTIONS: dict[str, list[_Chart]] = {
+    "Loss scale": [
+        ("LINE", ["loss_scale/changes"], _LOG),
+        ("LINE", ["loss_scale/skipped_steps"], {}),
+    ],
+    "Loss": [("LINE", ["train/loss"], _LOG), ("LINE", ["val/loss"], _LOG)],
+    "Quality": [
+        ("LINE", ["val/accuracy"], {}),
+        ("LINE", ["val/perplexity"], _LOG),
+        ("LINE", ["guard/stagnant_share"], {}),
+    ],
+    "Gradient norm": [("LINE", ["train/grad_norm"], _LOG), ("LINE", ["train/lr"], {})],
+    "Cost": [
+        ("BAR", [_SPEED], {}),
+        ("BAR", [_PEAK], {}),
+        ("BAR", ["perf/step_ms"], {}),
+        ("BAR", ["memory/weights_mib"], {}),
+        ("BAR", ["memory/optimizer_mib"], {}),
+    ],
+    "Trade-off": [
+        ("SCATTER", [_SPEED, "val/loss"], {}),
+        ("SCATTER", [_SPEED, "val/accuracy"], {}),
+        ("PARALLEL", [_SPEED, _PEAK, "val/accuracy"], _PARALLEL),
+        ("PARALLEL", [_SPEED, _PEAK, "val/perplexity"], _PARALLEL),
+    ],
+    "Differences": [("DIFFERENCE", [], _DIFFERENCE)],
+}
+# A line is drawn from a few hundred of its points: single dips and overflows would be lost in it.
+_UNCHARTED = ("loss_scale/value", "loss_scale/overflow")
+_COLUMNS = ("val/accuracy", "val/loss", _SPEED, _PEAK)
+# MLflow takes a run's color from its id, and gives two runs of a sweep the same one.
+_COLORS = (
+    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f",
+    "#bcbd22", "#17becf", "#003f5c", "#ffa600", "#00695c", "#ad1457", "#5c6bc0", "#a1887f",
+)  # fmt: skip
+
+
+def supported(version: str) -> bool:
+    """Whether the pages of this MLflow show the dashboard: 3.10 or newer.
+
+    A named view needs 3.15; before, only the bare state is read. Opened in a browser: the bare form
+    on 3.10.1, 3.14.0, 3.17.2 and 3.18.0, the named one on 3.17.2 and 3.18.0. For 3.15.2 and 3.16.1
+    the scripts were read; what is older than 3.10 was not tried.
+    """
+    return _numbers(version) >= _LEAST
+
+
+def sweep_key(sweep_id: str) -> str:
+    """The share key of one sweep's dashboard."""
+    return f"{KEY}-{sweep_id}"
+
+
+def path(experiment_id: str, key: str = KEY) -> str:
+    """The dashboard's URL after the server's base.
+
+    It must not name a filter or an order: since 3.15 MLflow then leaves the shared view alone.
+    """
+    return (
+        f"/#/experiments/{quote(experiment_id, safe='')}/runs?viewStateShareKey="
+        f"{quote(key, safe='')}&compareRunsMode=CHART&workflowType=machine_learning"
+    )
+
+
+def note(experiment_id: str) -> str:
+    """Markdown for the experiment's note, which MLflow shows on its pages."""
+    # Since 3.15 a reload falls back to MLflow's own charts.
+    return f"[{NAME}: the dashboard]({path(experiment_id)[1:]}), also after a reload"
+
+
+def color(number: int) -> str:
+    """For the tag `mlflow.runColor` of a sweep's n-th run: neighbours differ in every chart."""
+    return _COLORS[number % len(_COLORS)]
+
+
+def view(
+    state: Mapping[str, Any],
+    version: str,
+    now_ms: int,
+    name: str = NAME,
+    metrics: Collection[str] = (),
+) -> str:
+    """The tag's value for a server of this version: with a name, which its menu of views shows, or
+    bare, as servers before 3.15 read it. `metrics`: those that the state was made for."""
+    mark = {"version": VERSION, "digest": _digest(state), "at": now_ms, "metrics": sorted(metrics)}
+    text = json.dumps({**state, _MARK: mark}, separators=(",", ":"))
+    packed = _FORM + base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+    if _numbers(version) < _NAMED_SINCE:
+        return packed
+    return json.dumps({"name": name, "createdAt": now_ms, "updatedAt": now_ms, "state": packed})
+
+
+def state(parent_run_id: str | None = None, metrics: Collection[str] = ()) -> dict[str, Any]:
+    """The page's state: one sweep's runs by their names, or all runs of the experiment but the
+    sweeps' parents, the newest first.
+
+    Args:
+        metrics: some of these are logged; charts of others are left out, for MLflow shows a
+            section whose charts are all empty, and a scatter chart with one empty axis. Without
+            any, all charts are there.
+    """
+    if parent_run_id is None:
+        # By the start time under its usual name, MLflow would fold runs under their parents.
+        page = _page("tags.precision != ''", "attributes.Created", False)
+    else:
+        wanted = "tags.`mlflow.parentRunId` = '{}'".format(parent_run_id.replace("'", ""))
+        page = _page(wanted, "tags.`mlflow.runName`", True)
+    charts = [
+        (section, _card(f"{section}-{number}", section, *chart))
+        for section, charts in _SECTIONS.items()
+        for number, chart in enumerate(charts)
+        if not metrics or set(chart[1]) <= set(metrics)
+    ]
+    # Deleted, else MLflow makes charts of its own for them.
+    hidden = [_card(metric, "", "LINE", [metric], {"deleted": True}) for metric in _UNCHARTED]
+    page["compareRunSections"] = [_section(name) for name in dict(charts)]
+    page["compareRunCharts"] = [card for _, card in charts] + hidden
+    return page
+
+
+def to_set(
+    existing: Mapping[str, str],
+    experiment_id: str,
+    version: str,
+    now_ms: int,
+    metrics: Collection[str] = (),
+    sweep: tuple[str, str, str] | None = None,
+) -> dict[str, str]:
+    """The experiment's tags to set, given those that it has.
+
+    A dashboard is written where there is none, and replaced where it is an older one of ours, lacks
+    a chart for these metrics or has the other form. What someone changed is left alone, and so is
+    a note.
+
+    Args:
+        version: of the server, or of MLflow where it opens the store itself.
+        metrics: names that runs are known to log; those of the dashboard there are kept.
+        sweep: the sweep's id, its parent run's id, and the name of its view.
+    """
+    if not supported(version):
+        return {}
+    views: dict[str, tuple[str | None, str]] = {_PREFIX + KEY: (None, NAME)}
+    if sweep:
+        sweep_id, parent, name = sweep
+        views[_PREFIX + sweep_key(sweep_id)] = (parent, name)
+    wanted: dict[str, str] = {}
+    for tag, (parent, name) in views.items():
+        old = existing.get(tag)
+        mark = _mark(unpack(old)) if old else None
+        charted = {
+            metric for charts in _SECTIONS.values() for chart in charts for metric in chart[1]
+        }
+        known = (set(metrics) & charted) | set(mark["metrics"] if mark else ())
+        new = view(state(parent, known), version, now_ms, name, known)
+        if not old or (mark and _outdated(mark, known, old, new)):
+            wanted[tag] = new
+    if not existing.get(NOTE_TAG):
+        wanted[NOTE_TAG] = note(experiment_id)
+    return wanted
+
+
+def to_delete(existing: Mapping[str, str]) -> list[str]:
+    """The tags of the oldest sweeps' dashboards beyond MAX_SWEEPS: all of an experiment's tags come
+    with every answer about it, and MLflow stops its users from saving views of their own at 40."""
+    ours = [
+        (mark["at"], tag)
+        for tag, text in existing.items()
+        if tag.startswith(_PREFIX + sweep_key("")) and (mark := _mark(unpack(text)))
+    ]
+    return [tag for _, tag in sorted(ours, reverse=True)[MAX_SWEEPS:]]
+
+
+def unpack(text: str) -> dict[str, Any] | None:
+    """The state in a tag's value of either form; None where it cannot be read."""
+    try:
+        packed = text if text.startswith(_FORM) else json.loads(text)["state"]
+        coded = packed.removeprefix(_FORM)
+        state = json.loads(zlib.decompress(base64.b64decode(coded, validate=True)))
+    except (ValueError, KeyError, TypeError, AttributeError, zlib.error, binascii.Error):
+        return None
+    return state if isinstance(state, dict) else None
+
+
+def _outdated(mark: Mapping[str, Any], known: set[str], old: str, new: str) -> bool:
+    if mark["version"] != VERSION:
+        return mark["version"] < VERSION
+    return known != set(mark["metrics"]) or old.startswith(_FORM) != new.startswith(_FORM)
+
+
+def _mark(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What we noted in a state of ours, unless someone changed it since."""
+    mark = state and state.get(_MARK)
+    if not state or not isinstance(mark, dict) or mark.get("digest") != _digest(state):
+        return None
+    return mark if {"version", "at", "metrics"} <= mark.keys() else None
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in state.items() if key != _MARK}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else (0, 0)
+
+
+def _page(search_filter: str, order: str, ascending: bool) -> dict[str, Any]:
+    """All of it but the charts: before 3.15 nothing is filled in for what is left out."""
+    return {
+        "searchFilter": search_filter, "orderByKey": order, "orderByAsc": ascending,
+        "startTime": "ALL", "lifecycleFilter": "Active", "datasetsFilter": [],
+        "modelVersionFilter": "All Runs",
+        "selectedColumns": [f"metrics.`{metric}`" for metric in _COLUMNS],
+        "columnOrder": [], "columnWidths": {},
+        "runsExpanded": {}, "runsPinned": [], "runsHidden": [], "runsVisibilityMap": {},
+        "runsHiddenMode": "FIRST_20_RUNS", "viewMaximized": False, "runListHidden": False,
+        "isAccordionReordered": True,  # else MLflow sorts the sections by their names
+        "useGroupedValuesInCharts": True, "hideEmptyCharts": True,
+        "groupBy": None, "groupsExpanded": {}, "autoRefreshEnabled": True,
+        "globalLineChartConfig": {
+            "xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": "",
+        },
+        "chartsSearchFilter": "",
+    }  # fmt: skip
+
+
+def _section(name: str) -> dict[str, Any]:
+    table = name == "Differences"
+    return {
+        "uuid": f"{_MARK}-{name}", "name": name, "display": True, "isReordered": True,
+        "deleted": False, "isGenerated": False,
+        "columns": 1 if table else 2,  # at MLflow's three, names are cut off
+        "cardHeight": 480 if table else 320,
+    }  # fmt: skip
+
+
+def _card(
+    uuid: str, section: str, kind: str, metrics: list[str], more: dict[str, Any]
+) -> dict[str, Any]:
+    card: dict[str, Any] = {
+        "uuid": f"{_MARK}-{uuid}", "type": kind, "metricSectionId": f"{_MARK}-{section}",
+        "runsCountToCompare": 100, "deleted": False, "isGenerated": False,
+    }  # fmt: skip
+    if kind in ("LINE", "BAR"):
+        card |= {"metricKey": metrics[0], "selectedMetricKeys": metrics}
+    if kind == "LINE":
+        card |= {
+            "lineSmoothness": 0, "xAxisScaleType": "linear", "scaleType": "linear", "range": {},
+            "xAxisKey": "step", "selectedXAxisMetricKey": "", "yAxisKey": "metric",
+            "yAxisExpressions": [], "ignoreOutliers": False, "useGlobalXaxisKey": True,
+            "useGlobalLineSmoothing": True,
+        }  # fmt: skip
+    if kind == "SCATTER":
+        card |= {axis: {"key": metric, "type": "METRIC"}
+                 for axis, metric in zip(("xaxis", "yaxis"), metrics, strict=True)}  # fmt: skip
+    if kind == "PARALLEL":
+        card["selectedMetrics"] = metrics
+    return card | more

@@ -1,0 +1,151 @@
+"""Reading an MLflow store back: for reports, in the process that asks. Imports mlflow."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runner.errors import TrackingError
+from runner.quiet import quiet
+from runner.secrets import hide
+from runner.tracking.experiments import active
+from runner.tracking.history import Curve
+from runner.tracking.views import SweepView, ensure, version_of
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run as the store tells it: its last metrics, tags, params, name and MLflow's status."""
+
+    run_id: str
+    experiment_id: str
+    name: str
+    status: str
+    began_ms: int
+    metrics: dict[str, float]
+    tags: dict[str, str]
+    params: dict[str, str]
+
+
+class Reader:
+    """One store. Every method raises TrackingError where the store does not answer."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        with quiet():
+            from mlflow import MlflowClient
+        self.client = self._ask(lambda: MlflowClient(uri))
+
+    def run(self, run_id: str) -> StoredRun | None:
+        """The run of this id."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            with quiet():
+                return _plain(self.client.get_run(run_id))
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            raise TrackingError(hide(f"{self.uri} does not answer: {error}")) from error
+
+    def sweep(self, sweep_id: str) -> StoredRun | None:
+        """The parent run of the sweep of this id, in whatever experiment."""
+        query = f"tags.sweep_id = '{sweep_id}' and tags.role = 'sweep'"
+        return next(self._search(self._experiments(), query), None)
+
+    def newest_sweep(self, experiment: str) -> StoredRun | None:
+        """The parent run of an experiment's newest sweep."""
+        found, _ = self._ask(lambda: active(self.client, experiment))
+        ids = [found.experiment_id] if found else []
+        return next(self._search(ids, "tags.role = 'sweep'"), None)
+
+    def pages(self, experiment: str) -> Iterator[tuple[str, str]]:
+        """What there is to see of an experiment, and its path after the server's address. The
+        dashboards are set up where they are missing."""
+        found, _ = self._ask(lambda: active(self.client, experiment))
+        if found is None:
+            yield "store", ""
+            return
+        version = self._ask(lambda: version_of(self.uri))
+        ensured = partial(ensure, self.client, version, found.experiment_id)
+        if parent := self.newest_sweep(experiment):
+            sweep_id = parent.tags["sweep_id"]
+            view = SweepView(sweep_id, parent.run_id, parent.name[:80])
+            if path := self._ask(lambda: ensured(sweep=view)):
+                yield "newest sweep", path
+        if path := self._ask(ensured):
+            yield "dashboard", path
+        yield "runs", f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning"
+
+    def jobs(self, parent: StoredRun) -> list[StoredRun]:
+        """The runs of a sweep, on whatever machine, in the order in which they began."""
+        query = f"tags.sweep_id = '{parent.tags['sweep_id']}' and tags.role = 'run'"
+        return sorted(self._search([parent.experiment_id], query), key=lambda run: run.began_ms)
+
+    def artifacts(self, run_id: str, folder: str = "") -> list[str]:
+        """Paths of the files in a folder of a run's artifacts."""
+        found = self._ask(lambda: self.client.list_artifacts(run_id, folder or None))
+        return [str(item.path) for item in found if not item.is_dir]
+
+    def artifact(self, run_id: str, path: str) -> bytes | None:
+        """What an artifact holds; None where the run has none of this path."""
+        with tempfile.TemporaryDirectory() as folder, suppress(Exception), quiet():
+            return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
+        return None
+
+    def curve(self, run_id: str, name: str) -> Curve:
+        """A metric's points. Infinity, for which a store keeps the greatest float, is infinity."""
+        points = self._ask(lambda: self.client.get_metric_history(run_id, name))
+        points = sorted(points, key=lambda point: (point.timestamp, point.step))
+        rows = [(p.step, p.timestamp, p.value) for p in points]
+        curve = np.array(rows, dtype=np.float64).reshape(-1, 3).T.copy()
+        greatest = np.abs(curve[2]) >= np.finfo(np.float64).max
+        curve[2, greatest] = np.copysign(np.inf, curve[2, greatest])
+        return curve
+
+    def add(self, run_id: str, path: Path, folder: str = "") -> None:
+        """Stores a file with a run."""
+        self._ask(lambda: self.client.log_artifact(run_id, str(path), folder or None))
+
+    def tag(self, run_id: str, key: str, value: str) -> None:
+        """Sets or replaces a tag."""
+        self._ask(lambda: self.client.set_tag(run_id, key, value))
+
+    def _experiments(self) -> list[str]:
+        return [e.experiment_id for e in self._ask(lambda: list(self.client.search_experiments()))]
+
+    def _search(self, experiments: list[str], query: str) -> Iterator[StoredRun]:
+        token = None
+        while experiments:
+            page = self._ask(lambda: self.client.search_runs(experiments, query, page_token=token))
+            yield from map(_plain, page)
+            if not (token := page.token):
+                return
+
+    def _ask(self, call: Any) -> Any:
+        try:
+            with quiet():
+                return call()
+        except Exception as error:
+            text = str(error).partition("\n")[0][:300]
+            raise TrackingError(hide(f"{self.uri} cannot be read: {text}")) from error
+
+
+def _plain(run: "Run") -> StoredRun:
+    return StoredRun(
+        run.info.run_id, run.info.experiment_id, run.info.run_name or "", run.info.status,
+        run.info.start_time or 0, dict(run.data.metrics), dict(run.data.tags),
+        dict(run.data.params),
+    )  # fmt: skip

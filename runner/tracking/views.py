@@ -1,0 +1,79 @@
+"""Keeps the dashboards of an experiment in its store. Works on an MLflow client; see dashboard.py
+for what they are."""
+
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from runner.tracking import dashboard
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+
+class SweepView(NamedTuple):
+    """A sweep's dashboard: its id, its parent run and the view's name."""
+
+    sweep_id: str
+    parent: str
+    name: str
+
+
+def ensure(
+    client: "MlflowClient",
+    version: str,
+    experiment_id: str,
+    metrics: Collection[str] = (),
+    sweep: SweepView | None = None,
+) -> str | None:
+    """Set or renew the dashboards of an experiment, and of a sweep of it.
+
+    Args:
+        client: of the store.
+        version: of the MLflow that shows the pages, see version_of.
+        experiment_id: of the experiment.
+        metrics: that are logged.
+        sweep: whose path is wanted; None wants the experiment's.
+
+    Returns:
+        The dashboard's path after the server's address; None where the version has no such views.
+
+    Raises:
+        MlflowException: the store refuses or cannot be reached.
+    """
+    if not dashboard.supported(version):
+        return None
+    tags = dict(client.get_experiment(experiment_id).tags)
+    now = time.time_ns() // 1_000_000
+    new = dashboard.to_set(tags, experiment_id, version, now, metrics, sweep)
+    for key, value in new.items():
+        client.set_experiment_tag(experiment_id, key, value)
+    for key in dashboard.to_delete({**tags, **new}):
+        client.delete_experiment_tag(experiment_id, key)
+    key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.KEY
+    return dashboard.path(experiment_id, key)
+
+
+def version_of(uri: str) -> str:
+    """The version of the MLflow that shows a store's pages: the server's, or the one here.
+
+    Raises:
+        MlflowException: the server does not answer.
+    """
+    import mlflow
+
+    if not uri.startswith("http"):
+        return str(mlflow.__version__)
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request
+
+    answer: Any = http_request(get_default_host_creds(uri), "/version", "GET")
+    return answer.text.strip() if answer.ok else "unknown"
+
+
+def too_old(uri: str, version: str) -> str:
+    """What a user is told of a server without such views."""
+    return (
+        f"{uri} runs MLflow {version}, whose pages cannot show the dashboard (3.10 or newer can); "
+        "its plain pages hold everything."
+    )

@@ -1,0 +1,219 @@
+"""The dashboard's form, when it is written, and whether the installed MLflow still reads it."""
+
+import base64
+import json
+import re
+import zlib
+from functools import cache
+from importlib.metadata import version
+from importlib.resources import files as resources
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from runner.tracking import dashboard
+from runner.tracking.metrics import METRICS
+
+TAG, SWEEP_TAG = (
+    "mlflow.sharedViewState.precision-runner",
+    "mlflow.sharedViewState.precision-runner-s1",
+)
+SWEEP = ("s1", "0123abc", "32-true, 16-mixed")
+NOW = 1_700_000_000_000
+LANGUAGE = ("train/loss", "val/loss", "val/perplexity", "perf/examples_per_second")
+
+
+def written(existing=None, server="3.17.2", **more):
+    return dashboard.to_set(existing or {}, "7", server, NOW, **more)
+
+
+def changed(text, **fields):
+    """The tag after someone saved another state over it."""
+    state = {**dashboard.unpack(text), **fields}
+    packed = "deflate;" + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
+    return json.dumps({**json.loads(text), "state": packed})
+
+
+def names(state):
+    return [section["name"] for section in state["compareRunSections"]]
+
+
+def test_a_named_view_has_the_form_of_mlflows_own():
+    envelope = json.loads(written()[TAG])
+    assert envelope.keys() == {"name", "createdAt", "updatedAt", "state"}
+    assert (envelope["name"], envelope["createdAt"]) == (dashboard.NAME, NOW)
+    packed = envelope["state"].removeprefix("deflate;")
+    assert packed != envelope["state"]
+    state = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert state == dashboard.unpack(written()[TAG])
+    assert names(state) == [
+        "Loss scale", "Loss", "Quality", "Gradient norm", "Cost", "Trade-off", "Differences",
+    ]  # fmt: skip
+
+
+def test_before_names_the_bare_state_is_written():
+    bare = written(server="3.14.0")[TAG]
+    assert bare.startswith("deflate;")
+    assert dashboard.unpack(bare) == dashboard.unpack(written()[TAG])
+
+
+@pytest.mark.parametrize("server", ["3.14.0", "3.17.2"])
+def test_it_is_far_below_the_limit_of_an_experiments_tag(server):
+    assert max(map(len, written(server=server, sweep=SWEEP).values())) < 4000
+
+
+def test_every_chart_has_its_section_and_metrics_that_exist():
+    state = dashboard.state()
+    uuids = {section["uuid"] for section in state["compareRunSections"]}
+    cards = state["compareRunCharts"]
+    assert len({card["uuid"] for card in cards}) == len(cards)
+    assert {card["metricSectionId"] for card in cards if not card["deleted"]} == uuids
+    drawn = {card["metricKey"] for card in cards if "metricKey" in card}
+    assert drawn == {metric for metric in METRICS if "<" not in metric}
+
+
+def test_what_no_run_logs_has_neither_chart_nor_section():
+    state = dashboard.state(metrics=LANGUAGE)
+    assert names(state) == ["Loss", "Quality", "Cost", "Trade-off", "Differences"]
+    text = json.dumps([card for card in state["compareRunCharts"] if not card["deleted"]])
+    assert "val/accuracy" not in text
+    assert "val/perplexity" in text
+
+
+def test_a_sweeps_view_shows_its_runs_alone_and_an_experiments_all_but_parents():
+    assert dashboard.state("0123abc")["searchFilter"] == "tags.`mlflow.parentRunId` = '0123abc'"
+    assert dashboard.state()["searchFilter"] == "tags.precision != ''"
+
+
+def test_a_url_names_the_view_and_nothing_that_overrides_it():
+    fragment = urlsplit(f"http://host:5000{dashboard.path('7')}").fragment
+    place, _, query = fragment.partition("?")
+    assert place == "/experiments/7/runs"
+    assert parse_qs(query) == {
+        "viewStateShareKey": [dashboard.KEY],
+        "compareRunsMode": ["CHART"],
+        "workflowType": ["machine_learning"],
+    }
+
+
+def test_what_is_odd_in_a_key_is_escaped():
+    assert "viewStateShareKey=precision-runner-a%26b%20c%2Fd&" in dashboard.path(
+        "7", dashboard.sweep_key("a&b c/d")
+    )
+
+
+def test_a_quote_cannot_break_out_of_the_filter():
+    wanted = dashboard.state("x' or params.a = 'b")["searchFilter"]
+    assert wanted.count("'") == 2
+
+
+def test_the_note_links_to_the_dashboard_whatever_the_servers_address():
+    assert dashboard.note("7").count(f"](#{dashboard.path('7')[2:]})") == 1
+
+
+def test_what_is_there_already_is_not_written_again():
+    first = written(sweep=SWEEP)
+    assert first.keys() == {TAG, SWEEP_TAG, dashboard.NOTE_TAG}
+    assert written(first, sweep=SWEEP) == {}
+
+
+def test_a_dashboard_gains_the_charts_of_metrics_that_come_later():
+    first = written(metrics=LANGUAGE)
+    assert written(first, metrics=LANGUAGE[:2]) == {}
+    assert written(first, metrics=["my/own"]) == {}
+    second = written(first, metrics=["loss_scale/changes"])
+    assert second.keys() == {TAG}
+    assert names(dashboard.unpack(second[TAG]))[:3] == ["Loss scale", "Loss", "Quality"]
+
+
+def test_an_older_one_of_ours_is_replaced_and_a_newer_one_is_not(monkeypatch):
+    first = written()
+    monkeypatch.setattr(dashboard, "VERSION", dashboard.VERSION + 1)
+    second = written(first)
+    assert second.keys() == {TAG}
+    monkeypatch.setattr(dashboard, "VERSION", dashboard.VERSION - 1)
+    assert written({**first, **second}) == {}
+
+
+def test_another_server_gets_the_form_that_it_reads():
+    assert written(written(), server="3.14.0").keys() == {TAG}
+    assert written(written(server="3.14.0")).keys() == {TAG}
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "deflate;x", "deflate;eJwrLkksSQUABioCDQ==", "nothing"]
+)
+def test_what_someone_else_wrote_is_left_alone(text):
+    theirs = {TAG: text, dashboard.NOTE_TAG: "our notes"}
+    assert written(theirs, metrics=LANGUAGE) == {}
+
+
+def test_what_someone_changed_is_left_alone(monkeypatch):
+    first = written()
+    first[TAG] = changed(first[TAG], hideEmptyCharts=False)
+    monkeypatch.setattr(dashboard, "VERSION", dashboard.VERSION + 1)
+    assert written(first, metrics=LANGUAGE) == {}
+
+
+def test_the_oldest_sweeps_go_and_what_someone_changed_stays():
+    tags = {}
+    for number in range(dashboard.MAX_SWEEPS + 3):
+        sweep = (str(number), "0123abc", f"sweep {number}")
+        tags |= dashboard.to_set(tags, "7", "3.17.2", NOW + number, sweep=sweep)
+    oldest = [f"{TAG}-{number}" for number in (0, 1, 2)]
+    assert sorted(dashboard.to_delete(tags)) == oldest
+    tags[oldest[0]] = changed(tags[oldest[0]], orderByAsc=False)
+    assert sorted(dashboard.to_delete(tags)) == oldest[1:]
+
+
+@pytest.mark.parametrize(
+    ("server", "yes"),
+    [
+        ("3.10.1", True),
+        ("3.9.0", False),
+        ("2.22.1", False),
+        ("4.0.0rc1", True),
+        ("databricks", False),
+    ],
+)
+def test_servers_that_are_too_old_get_nothing(server, yes):
+    assert dashboard.supported(server) is yes
+    assert bool(written(server=server)) is yes
+
+
+def test_neighbours_differ_in_color():
+    colors = [dashboard.color(number) for number in range(16)]
+    assert len(set(colors)) == 16
+    assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in colors)
+
+
+@cache
+def scripts():
+    """The scripts of the installed MLflow's pages."""
+    folder = resources("mlflow") / "server" / "js" / "build" / "static" / "js"
+    return "\n".join(path.read_text(errors="replace") for path in folder.glob("*.js"))
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        r'"mlflow\.sharedViewState\."',
+        r'"viewStateShareKey"',
+        r'"deflate;"',
+        r"JSON\.stringify\(\{name:\w+,createdAt:\w+,updatedAt:\w+,state:\w+\}\)",
+        r'"FIRST_20_RUNS"',
+        r'PARALLEL="PARALLEL",\w+\.DIFFERENCE="DIFFERENCE"',
+        r'MODEL_METRICS="Model metrics"',
+        r'"mlflow\.runColor"',
+    ],
+)
+def test_the_installed_pages_know(piece):
+    assert re.search(piece, scripts()), f"mlflow {version('mlflow')} changed its saved views"
+
+
+def test_the_installed_pages_keep_every_field_of_the_state():
+    """They drop what is not in their two lists."""
+    lists = re.findall(r'=\[((?:"\w+",?){5,30})\]', scripts())
+    known = {name for found in lists for name in re.findall(r'"(\w+)"', found)}
+    ours = dashboard.unpack(written()[TAG]).keys() - {"runner"}
+    assert ours <= known
