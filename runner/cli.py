@@ -3,6 +3,7 @@ that --help, --cfg and tab completion answer at once."""
 
 import gc
 import json
+import math
 import os
 import sys
 import traceback
@@ -22,6 +23,7 @@ from runner.argv import config_dir, rewrite, shadowed
 from runner.config import register_schema, resolve
 from runner.errors import RunnerError, Unavailable
 from runner.explain import explain
+from runner.secrets import hide
 from runner.spec import Origin
 from runner.usage import usage
 
@@ -79,15 +81,18 @@ def _finish_sweep(status: int) -> int:
     return sweep.finish(status) if sweep else status
 
 
-def job(config: DictConfig) -> float:
-    """One job: Hydra's task function. A failed job of a sweep is recorded and the sweep goes on;
-    nothing keeps its traceback, whose frames would keep its model."""
+def job(config: DictConfig) -> float | None:
+    """One job: Hydra's task function. It returns what a sweeper optimises, None without a number:
+    Optuna's then counts the trial as failed and goes on, where NaN would end its study. A failed
+    job of a sweep is recorded and the sweep goes on; nothing keeps its traceback, whose frames
+    would keep its model."""
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
     sweeping = settings.mode == RunMode.MULTIRUN
     status: int | None = None
     try:
-        return _start(config, folder, sweeping).objective
+        objective = _start(config, folder, sweeping).objective
+        return None if math.isnan(objective) else objective
     except RunnerError as error:
         _print_error(error)
         kind = "unavailable" if isinstance(error, Unavailable) else "failed"
@@ -106,12 +111,12 @@ def job(config: DictConfig) -> float:
     gc.collect()
     if status > 128 or not sweeping:
         raise SystemExit(status)
-    return float("nan")
+    return None
 
 
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     if sweeping:
-        print(f"\njob {HydraConfig.get().job.num}: {' '.join(_overrides())}", flush=True)
+        print(f"\njob {HydraConfig.get().job.num}: {hide(' '.join(_overrides()))}", flush=True)
     spec = resolve(config)
     from runner.run import run
 
@@ -125,14 +130,17 @@ def _overrides() -> tuple[str, ...]:
 def _origin(sweeping: bool) -> Origin:
     choices = {str(k): str(v) for k, v in HydraConfig.get().runtime.choices.items() if v}
     overrides = _overrides()
+    own = [source.path for source in HydraConfig.get().runtime.config_sources
+           if source.provider == "command-line"]  # fmt: skip
+    mine = os.path.relpath(own[0]) if own else None
     if not sweeping:
-        return Origin(choices, overrides)
+        return Origin(choices, overrides, config_dir=mine)
     sweep = json.loads((Path(HydraConfig.get().sweep.dir) / "sweep.json").read_text())
     # By key: the text of a value changes when Hydra quotes it again for a job.
     typed = OverridesParser.create().parse_overrides(sweep["overrides"])
     fixed = {override.key_or_group for override in typed if not override.is_sweep_override()}
     swept = (text for text in overrides if text.lstrip("+~").partition("=")[0] not in fixed)
-    return Origin(choices, overrides, tuple(swept), sweep["id"])
+    return Origin(choices, overrides, tuple(swept), sweep["id"], mine)
 
 
 def _record(config: DictConfig, folder: Path, status: str, message: str) -> None:
@@ -167,7 +175,7 @@ def _ui(argv: Sequence[str]) -> int:
 
 
 def _report(argv: Sequence[str]) -> int:
-    from runner.report.old import rebuild
+    from runner.report.command import rebuild
 
     return rebuild(argv)
 

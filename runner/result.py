@@ -1,14 +1,19 @@
 """What a run came to, as numbers and as a table."""
 
 import json
+import os
+import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+
+from runner.secrets import hide
+from runner.tracking.uri import resolve_experiment, resolve_uri
 
 FILE = "result.json"
 
@@ -30,6 +35,8 @@ class RunResult:
         trains: share of the parameters' elements that train.
         as_trained: in mode=evaluate, what the checkpoint reached in its own precision, trained_in.
         loss_scale: scale in force in the last step; None without one.
+        experiment: its name in MLflow.
+        dashboard: the page that shows the run beside others, after the server's address.
     """
 
     precision: str
@@ -67,19 +74,29 @@ class RunResult:
     run_id: str | None = None
     experiment_id: str | None = None
     tracking_uri: str | None = None
+    experiment: str = ""
+    dashboard: str | None = None
 
     @property
     def objective(self) -> float:
         """What a sweeper optimises: the last value of the quality, NaN without one."""
         return self.metrics.get(self.quality, float("nan"))
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> Path:
+        """Writes `result.json` into the folder, which is created; returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        (folder / FILE).write_text(hide(json.dumps(asdict(self), indent=2)) + "\n")
+        return folder / FILE
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult":
-        return cls(**json.loads((folder / FILE).read_text()))
+        return cls.of(json.loads((folder / FILE).read_text()))
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "RunResult":
+        """From what was written, by this version of the runner or by another."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in values.items() if key in known})
 
 
 def plain_console() -> Console:
@@ -91,16 +108,17 @@ def plain_console() -> Console:
 def show(console: Console, result: RunResult) -> None:
     """The summary of one run."""
     table = Table(title=f"{result.label}  {result.status}", title_justify="left", show_header=False)
-    for name, text in _rows(result):
+    for name, text in rows(result):
         table.add_row(name, text)
     console.print(table)
 
 
-def _rows(result: RunResult) -> list[tuple[str, str]]:
-    rows = [(name, number(value)) for name, value in result.metrics.items()]
+def rows(result: RunResult) -> list[tuple[str, str]]:
+    """Name and text of each line of a run's summary."""
+    lines = [(name, number(value)) for name, value in result.metrics.items()]
     if result.best is not None and result.best != result.metrics.get(result.quality):
-        rows.append((f"best {result.quality}", number(result.best)))
-    rows += [
+        lines.append((f"best {result.quality}", number(result.best)))
+    lines += [
         ("steps", str(result.steps)),
         ("examples per second", number(result.examples_per_second)),
         ("peak memory", f"{number(result.peak_memory_mib)} MiB"),
@@ -108,29 +126,50 @@ def _rows(result: RunResult) -> list[tuple[str, str]]:
     for name in reversed(list(result.as_trained)):
         if change := _change(name, result):
             text = f"{number(result.as_trained[name])} in {result.trained_in}; change {change}"
-            rows.insert(list(result.metrics).index(name) + 1, ("  as trained", text))
+            lines.insert(list(result.metrics).index(name) + 1, ("  as trained", text))
     if result.converted:
-        rows.append(("converted layers", result.converted))
-        rows.append(("weights", f"{number(result.weights_mib)} MiB, {saved(result)} saved"))
+        lines.append(("converted layers", result.converted))
+        lines.append(("weights", f"{number(result.weights_mib)} MiB, {saved(result)} saved"))
     if result.optimizer_mib:
-        rows.append(("optimizer state", f"{number(result.optimizer_mib)} MiB"))
+        lines.append(("optimizer state", f"{number(result.optimizer_mib)} MiB"))
     if result.loss_scale is not None:
-        rows.append(("skipped steps", str(result.skipped_steps)))
-        rows.append(("final loss scale", number(result.loss_scale)))
+        lines.append(("skipped steps", str(result.skipped_steps)))
+        lines.append(("final loss scale", number(result.loss_scale)))
     if result.kernels:
-        rows.append(("float16 kernels", result.kernels))
-    rows += [("device", result.device), ("folder", result.folder), ("MLflow", where(result))]
-    return [row for row in rows if row[1]]
+        lines.append(("float16 kernels", result.kernels))
+    lines += [("device", result.device), ("folder", result.folder), ("MLflow", where(result))]
+    if result.dashboard:
+        lines.append(("dashboard", page(result.tracking_uri, result.dashboard)))
+    return [row for row in lines if row[1]]
 
 
 def where(result: RunResult) -> str:
     """Where to look at the run."""
     if result.run_id is None:
         return ""
+    run = f"/#/experiments/{result.experiment_id}/runs/{result.run_id}"
     if (result.tracking_uri or "").startswith("http"):
-        base = result.tracking_uri
-        return f"{base}/#/experiments/{result.experiment_id}/runs/{result.run_id}"
-    return f"run {result.run_id}; to see it: python -m runner ui"
+        return page(result.tracking_uri, run)
+    command = ui_command(result.tracking_uri, result.experiment)
+    return f"run {result.run_id}; to see it: {command}"
+
+
+LOCAL = "http://127.0.0.1:5000"
+
+
+def page(uri: str | None, path: str) -> str:
+    """The URL of a page of the store; of one without a server, as `runner ui` will serve it."""
+    return f"{uri if (uri or '').startswith('http') else LOCAL}{path}"
+
+
+def ui_command(uri: str | None, experiment: str) -> str:
+    """What to type to see a store that has no server."""
+    words = ["python", "-m", "runner", "ui"]
+    if uri and uri != hide(resolve_uri(None, os.environ, Path.cwd())):
+        words.append(f"tracking.uri={uri}")
+    if experiment and experiment != resolve_experiment(None, os.environ):
+        words.append(f"tracking.experiment={experiment}")
+    return shlex.join(words)
 
 
 def number(value: float | None) -> str:

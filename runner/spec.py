@@ -166,12 +166,20 @@ class Origin:
         overrides: what the user typed (or a sweep set) for this run.
         swept: those of them that differ between the jobs of the sweep.
         sweep: id of the sweep, None for a single run.
+        config_dir: folder of the user's own configs.
     """
 
     choices: dict[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     swept: tuple[str, ...] = ()
     sweep: str | None = None
+    config_dir: str | None = None
+
+    @property
+    def command(self) -> list[str]:
+        """Words of the command that does this one run again."""
+        own = ["--config-dir", self.config_dir] if self.config_dir else []
+        return ["python", "-m", "runner", *own, *self.overrides]
 
     def chosen(self, group: str, node: dict[str, Any]) -> str:
         """What a group is called: its option, or the last part of its target."""

@@ -1,34 +1,56 @@
-"""A sweep: its parent run, and its jobs' results in one table at the end."""
+"""A sweep: its parent run, and its jobs' results in one table and one report at the end."""
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from rich.console import Console
+
+from runner import notes
+from runner.artifacts import now_ms
 from runner.config import instantiate
-from runner.report.old import MANIFEST, write_report
-from runner.result import plain_console, read_results, sweep_table
+from runner.errors import RunnerError
+from runner.report.command import store_report
+from runner.report.compare import compare
+from runner.report.conclusion import conclusion
+from runner.report.data import SweepData
+from runner.report.gather import JOBS, MANIFEST, from_folder, write_jobs
+from runner.report.pages import summary_markdown, write_report
+from runner.result import page, plain_console, sweep_table, ui_command
+from runner.secrets import hide
 from runner.tracking.base import RunInfo, Status, Tracker
 
 
 class Sweep:
     """The sweep that this process runs. Its manifest lies in its folder, where jobs in other
-    processes find its id."""
+    processes find its id. With tracking.sweep it joins one that was begun elsewhere, whose parent
+    run then gets its jobs and the report over all of them."""
 
     current: "Sweep | None" = None
 
     def __init__(self, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any]) -> None:
-        self.folder, self.id = folder, uuid4().hex[:12]
+        self.folder, self.began_ms = folder, now_ms()
+        joined = tracking.get("sweep")
+        self.id = str(joined or uuid4().hex[:12])
         folder.mkdir(parents=True, exist_ok=True)
-        command = ["python", "-m", "runner", *sys.argv[1:]]
-        manifest = {"id": self.id, "overrides": list(overrides), "command": command}
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        self.command = ["python", "-m", "runner", *sys.argv[1:]]
+        manifest = {"id": self.id, "overrides": list(overrides), "command": self.command}
+        (folder / MANIFEST).write_text(hide(json.dumps(manifest, indent=2)) + "\n")
         self.tracker: Tracker = instantiate(tracking)
+        self.joins = joined is not None and self.tracker.takes_runs
+        if not self.joins:
+            self._open(overrides)
+
+    def _open(self, overrides: Sequence[str]) -> None:
         name = f"sweep {' '.join(overrides)}"[:250]
-        tags = {"sweep_id": self.id, "output_dir": str(folder), "command": " ".join(command)}
-        self.tracker.open(RunInfo(folder, {}, tags, name=name, sweep=self.id, role="sweep"))
+        command = shlex.join(self.command)
+        tags = {"sweep_id": self.id, "output_dir": str(self.folder), "command": command}
+        self.tracker.open(RunInfo(self.folder, {}, tags, name=name, sweep=self.id, role="sweep"))
+        self.tracker.note(notes.begun(self.command))
 
     @classmethod
     def begin(cls, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any]) -> None:
@@ -42,28 +64,59 @@ class Sweep:
             0 when every job finished; 1 when any failed; 2 when none failed and this machine lacks
             what some need; the status itself for a stop.
         """
-        results = read_results(self.folder)
+        data = from_folder(self.folder, stopped=status > 128)
+        results = [job.result for job in data.jobs]
         console = plain_console()
-        if results:
-            console.print()
-            console.print(sweep_table(results))
-            for result in results:
-                if result.error:
-                    console.print(f"{result.label}: {result.error}", markup=False)
-            for path in write_report(self.folder):
-                self.tracker.artifact(path)
         bad = [r for r in results if r.status in ("failed", "stopped")]
         lacking = any(r.status == "unavailable" for r in results)
+        if status == 2 and bad:  # a search gives up where no job came to a number
+            status = 1
         word: Status = "KILLED" if status > 128 else "FAILED" if status or bad else "FINISHED"
-        status = status or (1 if bad else 2 if lacking else 0)
+        if results:
+            self._show(console, data)
+        self._store(console, data)
         error = f"{len(bad)} of {len(results)} jobs did not finish." if bad else None
         self.tracker.close(word, error)
+        self._say_where(console)
+        return status or (1 if bad else 2 if lacking else 0)
+
+    def _show(self, console: Console, data: SweepData) -> None:
+        results = [job.result for job in data.jobs]
+        console.print()
+        console.print(sweep_table(results))
+        for result in results:
+            if result.error:
+                console.print(f"{result.label}: {result.error}", markup=False)
+        console.print(conclusion(compare(results), data.stopped))
+
+    def _store(self, console: Console, data: SweepData) -> None:
+        """The report, in the folder and with the parent run."""
+        if not data.jobs:
+            return
+        paths, jobs = write_report(data, self.folder), write_jobs(self.folder, data, self.began_ms)
+        if self.joins:
+            self._join(console, jobs)
+            return
+        self.tracker.artifact(jobs, JOBS)
+        for path in paths:
+            self.tracker.artifact(path)
+        self.tracker.note(summary_markdown(data))
+
+    def _join(self, console: Console, jobs: Path) -> None:
+        uri = getattr(self.tracker, "uri", "")
+        try:
+            store_report(uri, self.id, self.folder, jobs)
+        except RunnerError as error:
+            console.print(f"warning: the report of sweep {self.id} is not made anew: {error}")
+
+    def _say_where(self, console: Console) -> None:
+        uri = hide(getattr(self.tracker, "uri", ""))
         if self.tracker.run_id:
-            console.print(
-                f"MLflow: parent run {self.tracker.run_id}; to see it: python -m runner ui"
-            )
-        console.print(f"folder: {self.folder}")
-        return status
+            command = ui_command(uri, getattr(self.tracker, "experiment", ""))
+            console.print(f"MLflow: parent run {self.tracker.run_id}; to see it: {command}")
+        if self.tracker.dashboard:
+            console.print(f"dashboard: {page(uri, self.tracker.dashboard)}", soft_wrap=True)
+        console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
 
 
 def finish(status: int) -> int:

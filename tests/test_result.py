@@ -90,13 +90,19 @@ def test_the_summary_leaves_out_what_there_is_not():
     assert "kernels" not in text
 
 
-def test_where_to_look():
+def test_where_to_look(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run = replace(DONE, run_id="r1", experiment_id="4")
     assert where(replace(run, tracking_uri="http://host:5000")) == (
         "http://host:5000/#/experiments/4/runs/r1"
     )
-    assert where(replace(run, tracking_uri="sqlite:///x.db")) == (
-        "run r1; to see it: python -m runner ui"
+    own = replace(run, tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    assert where(own) == "run r1; to see it: python -m runner ui"
+    other = replace(run, tracking_uri="sqlite:////x.db", experiment="night")
+    assert where(other) == (
+        "run r1; to see it: python -m runner ui tracking.uri=sqlite:////x.db "
+        "tracking.experiment=night"
     )
     assert where(DONE) == ""
 

@@ -68,16 +68,23 @@ def test_the_parent_says_how_the_sweep_went(swept):
     assert {"report.md", "report.html", "report.png"} <= names
 
 
-def test_the_report_is_rebuilt_by_the_parents_id_or_the_folder(swept, main, monkeypatch, store):
-    _, out, parent, _, _ = swept
+def test_the_report_is_rebuilt_from_the_folder_or_from_mlflow_alone(
+    swept, main, monkeypatch, store, tmp_path
+):
+    _, out, parent, _, client = swept
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    for where in (parent.info.run_id, out):
-        for path in out.glob("report.*"):
-            path.unlink()
-        done = main("report", where)
-        assert done.rc == 0
+    wanted = (out / "report.md").read_text()
+    (out / "report.md").unlink()
+    assert main("report", out).rc == 0
+    assert (out / "report.md").read_text() == wanted
+    monkeypatch.setattr("runner.result.read_results", None)  # nothing of the folder is read
+    for name in (parent.info.run_id, parent.data.tags["sweep_id"]):
+        done = main("report", name)
+        assert done.rc == 0, done.stderr
         assert "| 16-mixed model.fail_at=2 | failed |" in done.stdout
-        assert len(list(out.glob("report.*"))) == 3
+        assert (tmp_path / "outputs" / "reports" / name / "report.md").read_text() == wanted
+    kept = client.download_artifacts(parent.info.run_id, "report.md", str(tmp_path))
+    assert Path(kept).read_text() == wanted
 
 
 def test_old_names_of_precisions_and_flags_in_any_place(quick, tmp_path):

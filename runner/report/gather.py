@@ -1,0 +1,112 @@
+"""The jobs of a sweep: from its folder, or from MLflow alone."""
+
+import json
+import re
+import shlex
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from runner.report.data import Job, SweepData
+from runner.result import FILE, RunResult, read_results
+from runner.secrets import hide
+from runner.tracking import history
+from runner.tracking.history import Curve
+
+if TYPE_CHECKING:
+    from runner.tracking.reader import Reader, StoredRun
+
+MANIFEST = "sweep.json"
+JOBS = "jobs"
+_CURVES = ("train/loss", "val/loss", "val/accuracy", "val/perplexity", "loss_scale/changes",
+           "loss_scale/overflow")  # fmt: skip
+_STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
+    "FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped",
+}  # fmt: skip
+
+
+def from_folder(folder: Path, stopped: bool = False) -> SweepData:
+    """A sweep whose jobs ran here."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    jobs = [Job(r, history.of_folder(Path(r.folder))) for r in read_results(folder)]
+    return SweepData(jobs, [shlex.join(manifest["command"])], manifest["id"], stopped)
+
+
+def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
+    """The results of the jobs that ran here, for reports that are made from MLflow: also of those
+    that never became a run there."""
+    path = folder / f"jobs-{began_ms}.json"
+    content = {
+        "commands": list(data.commands),
+        "stopped": data.stopped,
+        "results": [asdict(job.result) for job in data.jobs],
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
+    """A sweep as MLflow knows it, on however many machines its jobs ran."""
+    told, commands, stopped = _told(reader, parent)
+    runs = {run.run_id: run for run in reader.jobs(parent)}
+    folders = {run.tags.get("output_dir"): run.run_id for run in runs.values()}
+    told = [replace(r, run_id=r.run_id or folders.get(r.folder)) for r in told]
+    listed = {result.run_id for result in told}
+    results = [*told, *(_result(reader, r) for r in runs.values() if r.run_id not in listed)]
+    jobs = [Job(result, _curves(reader, runs.get(result.run_id or ""))) for result in results]
+    commands = commands or [parent.tags.get("command", "")]
+    return SweepData(jobs, commands, parent.tags.get("sweep_id", ""), stopped)
+
+
+def _told(reader: "Reader", parent: "StoredRun") -> tuple[list[RunResult], list[str], bool]:
+    """What the processes that ran the jobs left with the parent run when they ended."""
+    results, commands, stopped = [], [], parent.status == "KILLED"
+    for path in sorted(reader.artifacts(parent.run_id, JOBS)):
+        content = json.loads(reader.artifact(parent.run_id, path) or b"{}")
+        results += [RunResult.of(values) for values in content.get("results", ())]
+        commands += content.get("commands", ())
+        stopped |= content.get("stopped", False)
+    return results, commands, stopped
+
+
+def _result(reader: "Reader", run: "StoredRun") -> RunResult:
+    """A run that no list names: its own result, else what its tags and last metrics say."""
+    where: dict[str, Any] = {
+        "run_id": run.run_id,
+        "experiment_id": run.experiment_id,
+        "tracking_uri": hide(reader.uri),
+    }
+    if data := reader.artifact(run.run_id, FILE):
+        return replace(RunResult.of(json.loads(data)), **where)
+    values: dict[str, Any] = {
+        "metrics": {k: v for k, v in run.metrics.items() if k.startswith("val/")},
+        "quality": next((k for k in ("val/accuracy", "val/loss") if k in run.metrics), ""),
+        "train_loss": run.metrics.get("train/loss"),
+        "loss_scale": run.metrics.get("loss_scale/value"),
+        "weights_mib": run.metrics.get("memory/weights_mib"),
+        "optimizer_mib": run.metrics.get("memory/optimizer_mib"),
+        "peak_memory_mib": run.metrics.get("memory/peak_mib"),
+        "examples_per_second": run.metrics.get("perf/examples_per_second"),
+        "step_ms": run.metrics.get("perf/step_ms"),
+        "converted": run.tags.get("converted", ""),
+    }
+    if (skipped := run.metrics.get("loss_scale/skipped_steps")) is not None:
+        values["skipped_steps"] = int(skipped)
+    values["direction"] = "max" if values["quality"] == "val/accuracy" else "min"
+    still = "It has not ended: it still runs, or died without a word."
+    return RunResult(
+        run.tags.get("precision", ""), run.name, run.tags.get("output_dir", ""),
+        _STATUS.get(run.status, "stopped"),
+        run.tags.get("error", "") if run.status in _STATUS else still,
+        group=re.sub(r" seed=\d+(?= |$)", "", run.name), model=run.tags.get("model", ""),
+        data=run.tags.get("data", ""), device=run.tags.get("device_name", ""), **values, **where,
+    )  # fmt: skip
+
+
+def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
+    """The exact history that the run left, else what the store's own points say."""
+    if run is None:
+        return {}
+    if data := reader.artifact(run.run_id, history.FILE):
+        return history.read(data)
+    return {name: reader.curve(run.run_id, name) for name in _CURVES if name in run.metrics}

@@ -1,0 +1,188 @@
+"""What a report is made of: from a sweep's folder, and from a real store alone."""
+
+import json
+import math
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from runner.errors import ConfigError, TrackingError
+from runner.report.command import rebuild, store_report
+from runner.report.gather import from_folder, from_store, write_jobs
+from runner.result import RunResult
+from runner.tracking import history
+from runner.tracking.base import RunInfo
+from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.reader import Reader
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from mlflow import MlflowClient
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
+DONE = RunResult(
+    "16-mixed", "16-mixed seed=0", "", quality="val/accuracy", metrics={"val/accuracy": 0.9375},
+    best=0.95, examples_per_second=1234.5, skipped_steps=2, loss_scale=16384.0, group="16-mixed",
+    seed=0,
+)  # fmt: skip
+LOSSES = [1.0, math.nan, math.inf, -math.inf, 0.25]
+
+
+def journal(folder, losses=LOSSES):
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [{"kind": "start"}]
+    for step, loss in enumerate(losses, 1):
+        values = {"train/loss": loss, "loss_scale/value": 2.0**step}
+        lines.append({"kind": "metrics", "step": step, "time": 1000 + step, "values": values})
+    (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A sweep's folder: one job that finished, one that failed, one that died."""
+    folder = tmp_path / "sweep"
+    journal(folder / "0")
+    command = ["python", "-m", "runner", "-m", "precision.keep_fp32=[a b]"]
+    (folder / "sweep.json").write_text(json.dumps({"id": "s", "overrides": [], "command": command}))
+    replace(DONE, folder=str(folder / "0")).write(folder / "0")
+    RunResult("64-true", "64-true", str(folder / "1"), "failed", "a | b").write(folder / "1")
+    (folder / "2").mkdir()
+    return folder
+
+
+def same(curve, values):
+    return [repr(value) for value in curve[2].tolist()] == [repr(value) for value in values]
+
+
+def test_a_folders_jobs_with_their_curves(sweep):
+    data = from_folder(sweep)
+    assert [job.result.status for job in data.jobs] == ["finished", "failed", "failed"]
+    assert data.jobs[2].result.error == "died without a result"
+    loss = data.jobs[0].curves["train/loss"]
+    assert loss[:2].tolist() == [[1, 2, 3, 4, 5], [1001, 1002, 1003, 1004, 1005]]
+    assert same(loss, LOSSES)
+    assert data.jobs[1].curves == {}
+    assert data.commands == ["python -m runner -m 'precision.keep_fp32=[a b]'"]
+    assert (data.sweep_id, data.stopped) == ("s", False)
+
+
+def test_a_journal_that_breaks_off_is_read_up_to_there(sweep):
+    with (sweep / "0" / "journal.jsonl").open("a") as file:
+        file.write('no record\n{"kind": "metr')
+    assert len(from_folder(sweep).jobs[0].curves["train/loss"][0]) == 5
+
+
+def test_what_the_writer_left_is_preferred_to_the_journal(sweep):
+    curves = {"train/loss": np.array([[1.0], [2.0], [3.0]])}
+    history.write(sweep / "0" / history.FILE, curves)
+    assert from_folder(sweep).jobs[0].curves["train/loss"].tolist() == [[1.0], [2.0], [3.0]]
+
+
+def test_a_history_executes_nothing(tmp_path):
+    np.savez(tmp_path / "history.npz", loss=np.array([print], dtype=object))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        history.read(tmp_path / "history.npz")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A store with a parent run and three jobs: one with all that a job leaves, one killed before
+    it could, one that another machine runs still; (uri, parent's id)."""
+    folder = tmp_path_factory.mktemp("stored")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    parent = MlflowTracker(uri=uri)
+    tags = {"sweep_id": "night", "command": "python -m runner -m"}
+    parent.open(RunInfo(folder / "p", {}, tags, name="sweep", sweep="night", role="sweep"))
+    for name in ("whole", "killed"):
+        tracker = MlflowTracker(uri=uri, sweep="night")
+        tags = {"precision": "16-mixed", "device_name": "cpu", "model": "mlp"}
+        tracker.open(RunInfo(folder / name, {}, tags, name=f"16-mixed seed={len(name)}"))
+        for step, loss in enumerate(LOSSES, 1):
+            tracker.metrics(step, 1000 + step, {"train/loss": loss, "val/accuracy": step / 10})
+        if name == "whole":
+            tracker.artifact(replace(DONE, label="whole").write(folder / name))
+            tracker.close("FINISHED")
+        else:
+            tracker.close("KILLED", "Stopped by SIGTERM.")
+    parent.close("FINISHED")
+    client = MlflowClient(uri)
+    tags = {"sweep_id": "night", "role": "run", "precision": "32-true"}
+    open_run = client.create_run(parent.experiment_id, tags=tags, run_name="32-true seed=1")
+    client.log_metric(open_run.info.run_id, "train/loss", math.inf, 1, 1)
+    return uri, parent.run_id
+
+
+def test_a_store_tells_of_jobs_that_left_no_list(stored):
+    uri, parent = stored
+    reader = Reader(uri)
+    whole, killed, running = from_store(reader, reader.run(parent)).jobs
+    assert (whole.result.label, whole.result.best) == ("whole", 0.95)
+    assert whole.result.run_id
+    assert same(whole.curves["train/loss"], LOSSES)
+    assert (killed.result.status, killed.result.error) == ("stopped", "Stopped by SIGTERM.")
+    assert (killed.result.group, killed.result.device) == ("16-mixed", "cpu")
+    assert killed.result.metrics == {"val/accuracy": 0.5}
+    assert same(killed.curves["train/loss"], LOSSES), (
+        "the writer leaves the history, however it ends"
+    )
+    assert running.result.status == "stopped"
+    assert "still runs" in running.result.error
+    assert same(running.curves["train/loss"], [math.inf])
+
+
+def test_a_sweep_is_found_by_its_id_its_parent_and_its_jobs(stored, tmp_path):
+    uri, parent = stored
+    (job,) = [r for r in Reader(uri).jobs(Reader(uri).run(parent)) if r.name == "32-true seed=1"]
+    pages = [store_report(uri, name, tmp_path)[0].read_text() for name in
+             ("night", parent, job.run_id)]  # fmt: skip
+    assert pages[0] == pages[1] == pages[2]
+    kept = Reader(uri).artifact(parent, "report.html")
+    assert kept == (tmp_path / "report.html").read_bytes()
+    assert "16-mixed" in Reader(uri).run(parent).tags["mlflow.note.content"]
+
+
+def test_jobs_of_two_machines_come_together(stored, sweep, tmp_path):
+    uri, parent = stored
+    jobs = write_jobs(tmp_path, from_folder(sweep), 1)
+    store_report(uri, "night", tmp_path, jobs)
+    reader = Reader(uri)
+    data = from_store(reader, reader.run(parent))
+    labels = [job.result.label for job in data.jobs]
+    assert labels[:3] == ["16-mixed seed=0", "64-true", "job 2"]
+    assert len(labels) == 6
+    assert data.commands == ["python -m runner -m 'precision.keep_fp32=[a b]'"]
+
+
+@pytest.mark.parametrize("name", ["nosuch", "no/such", "a' or tags.role = 'sweep"])
+def test_what_is_no_sweep_of_the_store_is_told(stored, tmp_path, name):
+    with pytest.raises(ConfigError, match="is no sweep"):
+        store_report(stored[0], name, tmp_path)
+
+
+def test_a_store_that_does_not_answer_is_told(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(TrackingError, match="cannot be read"):
+        Reader("http://127.0.0.1:9").newest_sweep("precision-runner")
+
+
+def test_rebuild_by_folder_and_the_newest(sweep, tmp_path, monkeypatch, capsys, stored):
+    assert rebuild([str(sweep)]) == 0
+    assert "16-mixed seed=0" in capsys.readouterr().out
+    home = tmp_path / "home"
+    (home / "outputs" / "sweeps").mkdir(parents=True)
+    monkeypatch.chdir(home)
+    assert rebuild([f"tracking.uri={stored[0]}", "tracking.experiment=none"]) == 2
+    assert "no sweep under outputs/sweeps" in capsys.readouterr().err
+    assert rebuild([f"tracking.uri={stored[0]}"]) == 0
+    assert "32-true seed=1" in capsys.readouterr().out
+    (home / "outputs" / "sweeps" / "2026").symlink_to(sweep)
+    assert rebuild([]) == 0
+
+
+@pytest.mark.parametrize("argv", [["a", "b"], ["."], ["port=5"]])
+def test_what_is_no_sweep_is_told(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert rebuild(argv) == 2
+    assert capsys.readouterr().err.startswith("error: ")
