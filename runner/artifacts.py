@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.config import to_dict
+from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 
 PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy")
@@ -21,14 +22,26 @@ PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy"
 
 def write_json(path: Path, content: Any) -> Path:
     """Indented, for people too; returns the path."""
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(hide(json.dumps(content, indent=2)) + "\n")
     return path
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, str]]) -> Path:
+    """Rows with the same keys, in the form that MLflow shows as a table (see tables_tag)."""
+    columns = list(rows[0]) if rows else []
+    data = [[row[column] for column in columns] for row in rows]
+    return write_json(path, {"columns": columns, "data": data})
+
+
+def tables_tag(*names: str) -> dict[str, str]:
+    """The tag that names a run's artifacts of write_table to MLflow."""
+    return {"mlflow.loggedArtifacts": json.dumps([{"path": n, "type": "table"} for n in names])}
 
 
 def write_config(folder: Path, spec: RunSpec) -> Path:
     """The resolved config, complete."""
     path = folder / "config.yaml"
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(spec))))
+    path.write_text(hide(OmegaConf.to_yaml(OmegaConf.create(to_dict(spec)))))
     return path
 
 
@@ -41,7 +54,7 @@ def environment(origin: Origin) -> dict[str, Any]:
         except PackageNotFoundError:
             versions[package] = None
     return {
-        "command": ["python", "-m", "runner", *origin.overrides],
+        "command": origin.command,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": versions,

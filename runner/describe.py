@@ -17,7 +17,8 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
     params = list(built.model.parameters())
     every = sum(map(elements, params))
     trainable = sum(elements(p) for p in params if p.requires_grad)
-    weights, report = stored_bytes(built.model) / MIB, built.report
+    weights = stored_bytes(built.model) / MIB
+    this.report = report = built.report
     size = f"{weights:.1f} MiB"
     if weights * MIB < built.plain_bytes:
         size += f" (in float32 {built.plain_bytes / MIB:.1f})"

@@ -66,6 +66,11 @@ def _missing_option(error: MissingConfigException) -> str:
     options = [str(name) for name in error.options or ()]
     if not group:
         return str(error).strip().replace("\n", " ")
+    if (group, option) == ("hydra/sweeper", "optuna"):
+        return (
+            "hydra/sweeper=optuna needs a package that is not installed here. Type "
+            "pip install 'precision-runner[optuna]'."
+        )
     if not options:
         return f"{group}={option} is not known: there is no option in {group}/."
     near = get_close_matches(option, options, 1, 0.3)

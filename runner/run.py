@@ -1,24 +1,24 @@
 """run(spec, out): the only orchestration, readable top to bottom."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from runner import artifacts, checkpoint
+from runner import artifacts, checkpoint, notes
 from runner.accelerator import choose
 from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten
-from runner.errors import ConfigError
+from runner.errors import ConfigError, TrackingError
 from runner.isolation import Stopped, StopSignals, process_state
 from runner.plan import plan
 from runner.precision.base import Precision
 from runner.result import RunResult, plain_console, show
 from runner.spec import Origin, RunSpec
 from runner.tasks.base import Task
-from runner.tracking.base import RunInfo, Tracker
+from runner.tracking.base import RunInfo, Status, Tracker
 from runner.train import Run, evaluate_checkpoint, train
 
 
@@ -59,7 +59,12 @@ def run(
         with _tracked(this):
             result = (train if spec.mode == "train" else evaluate_checkpoint)(this)
             signals.check()
-    result = replace(result, run_id=tracker.run_id, experiment_id=tracker.experiment_id)
+            tracker.artifact(result.write(out))
+            tracker.note(notes.ended(origin.command, result, this.report))
+    result = replace(
+        result, run_id=tracker.run_id, experiment_id=tracker.experiment_id,
+        dashboard=tracker.dashboard,
+    )  # fmt: skip
     result.write(out)
     show(console, result)
     return result
@@ -68,19 +73,27 @@ def run(
 @contextmanager
 def _tracked(this: Run) -> Iterator[None]:
     """The run in the tracking store, whose status says what really happened."""
-    this.tracker.open(_info(this))
+    tracker = this.tracker
+    tracker.open(_info(this))
     try:
-        this.tracker.artifact(artifacts.write_config(this.out, this.spec))
+        tracker.note(notes.begun(this.origin.command))
+        tracker.artifact(artifacts.write_config(this.out, this.spec))
         environment = artifacts.environment(this.origin)
-        this.tracker.artifact(artifacts.write_json(this.out / "environment.json", environment))
+        tracker.artifact(artifacts.write_json(this.out / "environment.json", environment))
         yield
     except (Stopped, KeyboardInterrupt) as error:
-        this.tracker.close("KILLED", str(error) or "Interrupted.")
+        _close(this, "KILLED", str(error) or "Interrupted.")
         raise
     except BaseException as error:
-        this.tracker.close("FAILED", f"{type(error).__name__}: {error}")
+        _close(this, "FAILED", f"{type(error).__name__}: {error}")
         raise
-    this.tracker.close("FINISHED")
+    tracker.close("FINISHED")
+
+
+def _close(this: Run, status: Status, error: str) -> None:
+    with suppress(TrackingError):  # what ended the run must not be hidden by its record
+        this.tracker.note(notes.broken(this.origin.command, status, error))
+    this.tracker.close(status, error)
 
 
 def _info(this: Run) -> RunInfo:

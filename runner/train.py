@@ -3,7 +3,7 @@
 import math
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,6 +18,7 @@ from runner.data.loading import Loader
 from runner.describe import describe
 from runner.errors import ConfigError, RunnerError
 from runner.isolation import StopSignals, make_deterministic, seed_all
+from runner.leave import leave_dtypes, leave_loss_scale, leave_model, tell_inputs
 from runner.loop import evaluate, fit, total_steps
 from runner.model import build_model, restore_model
 from runner.observers.base import Observer, tell
@@ -28,10 +29,11 @@ from runner.observers.profile import Profile
 from runner.observers.progress import progress
 from runner.observers.recorder import Recorder
 from runner.observers.tally import Tally
-from runner.precision.base import Precision
+from runner.precision.base import ConversionReport, Precision
 from runner.precision.memory import tensor_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
+from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 from runner.state import TrainState
 from runner.step import loss_of
@@ -54,6 +56,7 @@ class Run:
     task: Task
     tracker: Tracker
     signals: StopSignals
+    report: ConversionReport = field(default_factory=ConversionReport)
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +74,9 @@ def train(this: Run) -> RunResult:
     """Data, model, optimizer, then the loop. Raises ConfigError where they do not fit together."""
     spec, started = this.spec, perf_counter()
     _prepare(this)
-    loaders = build_loaders(spec, build_splits(spec), this.device)
+    splits = build_splits(spec)
+    loaders = build_loaders(spec, splits, this.device)
+    tell_inputs(this, splits)
     seed_all(spec.seed)
     built = build_model(spec, this.precision, this.device, start=_start(this))
     with this.precision.session(built.model, this.device):
@@ -84,6 +89,8 @@ def train(this: Run) -> RunResult:
         )  # fmt: skip
         _try(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
+        sizes["peak_memory_mib"] = this.accelerator.peak_memory_mib()  # the export has its own
+        leave_model(this, state, loaders[1])
         sizes["optimizer_mib"] = tensor_bytes(*state.state_tensors()) / MIB
     return _result(this, sizes | tally.summary(), perf_counter() - started)
 
@@ -183,17 +190,9 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
         path = save()
         if this.signals.requested():
             this.say(f"checkpoint: {path}")
-    _leave(this, probe, tally, state.step)
+    leave_dtypes(this, probe)
+    leave_loss_scale(this, tally, state.step)
     return tally
-
-
-def _leave(this: Run, probe: DtypeProbe, tally: Tally, steps: int) -> None:
-    """The artifacts of a training that is over."""
-    this.tracker.artifact(artifacts.write_json(this.out / "dtypes.json", probe.table()))
-    if tally.scales:
-        path = this.out / "loss_scale.png"
-        artifacts.draw_loss_scale(path, tally.scales, tally.overflows, steps)
-        this.tracker.artifact(path)
 
 
 def evaluate_checkpoint(this: Run) -> RunResult:
@@ -202,7 +201,9 @@ def evaluate_checkpoint(this: Run) -> RunResult:
     _prepare(this)
     path = Path(spec.checkpoint.path or "")
     content = checkpoint.load(path)
-    _, validation = build_loaders(spec, build_splits(spec), this.device)
+    splits = build_splits(spec)
+    _, validation = build_loaders(spec, splits, this.device)
+    tell_inputs(this, splits)
     seed_all(spec.seed)
     saved = checkpoint.Saved(path, content)
     built = restore_model(spec, this.precision, this.device, saved)
@@ -210,7 +211,9 @@ def evaluate_checkpoint(this: Run) -> RunResult:
         sizes = describe(this, built)
         state = TrainState(built.model, this.precision, this.task,
                            this.precision.scale(this.device), [], this.device)  # fmt: skip
-        _try(this, state, validation)
+        with DtypeProbe(built.model) as probe:
+            _try(this, state, validation)
+        leave_dtypes(this, probe)
         began = perf_counter()
         metrics = evaluate(state, validation)
         seconds = perf_counter() - began
@@ -222,8 +225,14 @@ def evaluate_checkpoint(this: Run) -> RunResult:
     this.tracker.metrics(content["step"], artifacts.now_ms(), values)
     for name in (key for key, value in metrics.items() if not math.isfinite(value)):
         this.say(f"warning: {name} is {metrics[name]}: the weights, or this precision, diverge.")
-    summary = {"metrics": metrics, "best": metrics[this.task.quality], "steps": content["step"],
-               "examples_per_second": rate, **_as_trained(this, content)}  # fmt: skip
+    summary = {
+        "metrics": metrics,
+        "best": metrics[this.task.quality],
+        "steps": content["step"],
+        "peak_memory_mib": values["memory/peak_mib"],
+        "examples_per_second": rate,
+        **_as_trained(this, content),
+    }
     return _result(this, sizes | summary, perf_counter() - started)
 
 
@@ -253,9 +262,9 @@ def _result(this: Run, summary: dict[str, Any], seconds: float) -> RunResult:
         device=this.accelerator.name,
         quality=this.task.quality,
         direction=this.task.direction,
-        peak_memory_mib=this.accelerator.peak_memory_mib(),
         kernels=this.precision.kernels(),
         seconds=seconds,
-        tracking_uri=getattr(this.tracker, "uri", None),
+        tracking_uri=hide(getattr(this.tracker, "uri", "")) or None,
+        experiment=getattr(this.tracker, "experiment", ""),
         **summary,
     )

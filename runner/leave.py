@@ -1,0 +1,54 @@
+"""What a run leaves beside its metrics: data sets, dtypes, the loss scale's picture, the model."""
+
+from typing import TYPE_CHECKING
+
+from runner import artifacts
+from runner.data import fingerprint
+from runner.data.base import Splits
+from runner.data.loading import Loader
+from runner.export import ExportError, export
+from runner.observers.tally import Tally
+from runner.precision.probe import DtypeProbe
+from runner.state import TrainState
+
+if TYPE_CHECKING:
+    from runner.train import Run
+
+
+def tell_inputs(this: "Run", splits: Splits) -> None:
+    """The data sets that the run reads."""
+    if this.tracker.takes_runs:
+        name = this.origin.chosen("data", this.spec.data)
+        this.tracker.inputs(fingerprint.describe(name, this.spec.data, splits))
+
+
+def leave_dtypes(this: "Run", probe: DtypeProbe) -> None:
+    """Module by module what stores and computes in which dtype, a table on MLflow's page."""
+    fates = {m.module: "converted" if m.done else f"skipped: {m.why}" for m in this.report.modules}
+    rows = probe.table()
+    if fates:
+        rows = [{**row, "conversion": fates.get(row["module"], "")} for row in rows]
+    path = artifacts.write_table(this.out / "dtypes.json", rows)
+    this.tracker.artifact(path)
+    this.tracker.tags(artifacts.tables_tag(path.name))
+
+
+def leave_loss_scale(this: "Run", tally: Tally, steps: int) -> None:
+    """The picture of the loss scale, where there is one."""
+    if tally.scales:
+        path = this.out / "loss_scale.png"
+        artifacts.draw_loss_scale(path, tally.scales, tally.overflows, steps)
+        this.tracker.artifact(path)
+
+
+def leave_model(this: "Run", state: TrainState, loader: Loader) -> None:
+    """The trained model for MLflow. One that cannot be exported costs no run its end."""
+    if not this.tracker.takes_models or this.signals.requested():
+        return
+    inputs, _ = next(loader.epoch(0))
+    try:
+        made = export(state.plain_model, this.precision, inputs, this.out / "model")
+    except ExportError as error:
+        this.say(f"The model is not in MLflow, its checkpoint has the weights: {error}.")
+        return
+    this.tracker.model(made.path.parent, {**made.facts, "step": state.step})

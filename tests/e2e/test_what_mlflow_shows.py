@@ -1,0 +1,101 @@
+"""What people find beside the metrics of a run, in a real store."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from runner.tracking import history
+
+ARGS = ("model=mlp", "model.hidden=[64, 32]", "train.max_steps=40", "precision=bnb-int8-training",
+        "precision.ignore_modules=[head]", "tracking.system_metrics=0.05")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory, inside, reader, result):
+    """A run: (its folder, its MLflow run, the client)."""
+    folder = tmp_path_factory.mktemp("shown")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    with inside(folder) as main:
+        done = main(*ARGS, f"tracking.uri={uri}", "tracking.register=digits-mlp")
+    assert done.rc == 0, done.stderr
+    outcome = result(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.filters", [("ignore", None, Warning, None, 0)])
+        from mlflow import MlflowClient
+
+        client = MlflowClient(uri)
+    return Path(outcome["folder"]), client.get_run(outcome["run_id"]), client
+
+
+def test_the_note_says_how_to_do_it_again_and_what_came_out(shown):
+    folder, run, _ = shown
+    note = run.data.tags["mlflow.note.content"]
+    command = next(line for line in note.splitlines() if line.startswith("`")).strip("`")
+    assert shlex.split(command)[:3] == ["python", "-m", "runner"]
+    assert set(ARGS) < set(shlex.split(command))
+    outcome = json.loads((folder / "result.json").read_text())
+    assert f"{outcome['metrics']['val/accuracy']:.4g}" in note
+    assert "- skipped head (Linear)" in note
+
+
+def test_a_run_that_fails_says_so_and_how_to_do_it_again(own, main, tmp_path, reader):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    done = own("model.fail_at=2", "tracking=mlflow", f"tracking.uri={uri}", "data=mine")
+    assert done.rc == 1
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("precision-runner").experiment_id])
+    note = run.data.tags["mlflow.note.content"]
+    assert note.startswith("**FAILED**: ArithmeticError: failed as it was told to")
+    assert "--config-dir lab/conf" in note
+    assert "model.fail_at=2" in note
+
+
+def test_the_data_sets_are_the_runs_inputs(shown):
+    _, run, _ = shown
+    found = {item.tags[0].value: item.dataset for item in run.inputs.dataset_inputs}
+    assert set(found) == {"training", "validation"}
+    assert {dataset.name for dataset in found.values()} == {"digits"}
+    assert json.loads(found["training"].profile)["num_rows"] == 1438
+    assert found["training"].digest != found["validation"].digest
+
+
+def test_each_layers_dtypes_are_a_table(shown):
+    folder, run, _ = shown
+    named = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert named == [{"path": "dtypes.json", "type": "table"}]
+    table = json.loads((folder / "dtypes.json").read_text())
+    rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["data"]}
+    assert rows["head"]["conversion"].startswith("skipped: ")
+    converted = [row for row in rows.values() if row["conversion"] == "converted"]
+    assert len(converted) == 2
+    assert all(row["stores"] == "float32" for row in converted)
+
+
+def test_the_machines_load_is_sampled(shown):
+    _, run, client = shown
+    assert "system/cpu_utilization_percentage" in run.data.metrics
+    points = client.get_metric_history(run.info.run_id, "system/process_memory_megabytes")
+    assert [point.step for point in points] == list(range(len(points)))
+    assert all(point.value > 100 for point in points)
+
+
+def test_the_history_is_the_metrics_exactly(shown):
+    folder, run, client = shown
+    kept = client.download_artifacts(run.info.run_id, history.FILE, str(folder))
+    curves = history.read(Path(kept))
+    assert set(curves) == {key for key in run.data.metrics if not key.startswith("system/")}
+    stored = client.get_metric_history(run.info.run_id, "train/loss")
+    rows = sorted((p.step, p.timestamp, p.value) for p in stored)
+    assert [tuple(column) for column in curves["train/loss"].T] == rows
+
+
+def test_the_trained_model_is_the_runs_output_and_in_the_registry(shown):
+    _, run, client = shown
+    (output,) = run.outputs.model_outputs
+    (version,) = client.search_model_versions("name = 'digits-mlp'")
+    assert output.model_id in version.source
+    assert version.run_id == run.info.run_id

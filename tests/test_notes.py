@@ -1,0 +1,41 @@
+"""What MLflow's pages say of a run, whatever its texts hold."""
+
+import shlex
+
+import pytest
+
+from runner import notes
+from runner.precision.base import ConversionReport, Converted
+from runner.result import RunResult
+
+COMMAND = ["python", "-m", "runner", "precision=16-mixed", "precision.keep_fp32=[a b]"]
+DONE = RunResult("16-mixed", "16-mixed mlp digits", "/out", quality="val/accuracy",
+                 metrics={"val/loss": 0.5, "val/accuracy": 0.91}, best=0.93, steps=40)  # fmt: skip
+
+
+def test_the_note_begins_with_what_came_out():
+    report = ConversionReport((Converted("head", "Linear", False, "ignored | <b>"),))
+    note = notes.ended(COMMAND, DONE, report)
+    assert note.startswith("**val/loss 0.5, val/accuracy 0.91**\n\n`python -m runner ")
+    assert "| best val/accuracy | 0.93 |" in note
+    assert "- skipped head (Linear): ignored \\| &lt;b>" in note
+
+
+def test_the_command_can_be_copied():
+    line = notes.begun(COMMAND).splitlines()[-1]
+    assert shlex.split(line.strip("`")) == COMMAND
+
+
+@pytest.mark.parametrize("text", ["a`b", "a``b```c", "`", "x\n# heading", "<script>x</script>"])
+def test_no_text_ends_the_code(text):
+    code = notes.typed(["echo", text])
+    assert "\n" not in code
+    fence = code[: len(code) - len(code.lstrip("`"))]
+    inside = code.removeprefix(fence).removesuffix(fence)
+    assert fence not in inside.replace(f"`{fence}", "")
+    assert code.endswith(fence)
+
+
+def test_an_error_cannot_add_lines_or_tags():
+    note = notes.broken(COMMAND, "FAILED", "a\n# b <img src=x>")
+    assert note.startswith("**FAILED**: a # b &lt;img src=x>\n\n`python")
