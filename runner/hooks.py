@@ -1,13 +1,20 @@
 """The Hydra callback that opens a sweep's parent run."""
 
+import logging
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
-from runner.errors import RunnerError
+from runner.errors import ConfigError, RunnerError
+from runner.quiet import quiet
+from runner.secrets import hide
+
+_OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
+_DIRECTIONS = {"max": "maximize", "min": "minimize"}
 
 
 class SweepCallback(Callback):
@@ -24,7 +31,62 @@ class SweepCallback(Callback):
         overrides = [str(text) for text in config.hydra.overrides.task]
         folder = Path(config.hydra.sweep.dir).absolute()
         try:
+            if str(config.hydra.sweeper.get("_target_")).startswith(_OPTUNA):
+                prepare_search(config)
             Sweep.begin(folder, overrides, tracking)  # type: ignore[arg-type]
         except RunnerError as error:  # Hydra turns a callback's Exception into a warning
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(error.exit_status) from error
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        """Hydra has written the command and the config; passwords in URIs have no place there."""
+        kept = [*Path(config.hydra.runtime.output_dir, str(config.hydra.output_subdir)).glob("*")]
+        for path in [*kept, Path(config.hydra.sweep.dir, "multirun.yaml")]:
+            if path.is_file() and (text := path.read_text()) != hide(text):
+                path.write_text(hide(text))
+
+
+def prepare_search(config: DictConfig) -> None:
+    """Has Optuna look in the task's direction unless the user names one: it minimises by default,
+    whatever the number is, and would look for the lowest accuracy.
+
+    Raises:
+        ConfigError: the direction cannot be known, or there is nothing to look for.
+    """
+    if config.mode == "plan":
+        raise ConfigError(
+            "hydra/sweeper=optuna has nothing to look for in mode=plan. Leave one of them out."
+        )
+    if config.hydra.sweeper.storage is not None:
+        raise ConfigError(
+            "hydra.sweeper.storage: Optuna 2 cannot keep a study in a database with the SQLAlchemy "
+            "that MLflow installs. Leave it out: every job is in MLflow and in the sweep's folder."
+        )
+    # The plugin's own default is an Enum; what a user gives, on the command line or in a yaml,
+    # is text, or a list for several objectives.
+    if isinstance(config.hydra.sweeper.direction, Enum):
+        with read_write(config):
+            config.hydra.sweeper.direction = _direction(config)
+    # It would say that each failed job gave no number; the job itself has said why.
+    logging.getLogger(_OPTUNA.rstrip(".")).setLevel(logging.CRITICAL)
+    with quiet():  # it calls what SQLAlchemy has moved elsewhere
+        import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def _direction(config: DictConfig) -> str:
+    """The direction of the chosen task's quality; the task of a checkpoint is not known here."""
+    from runner.config import locate
+
+    known = None
+    if config.mode == "train":
+        target = locate(str(config.task.get("_target_")))
+        known = _DIRECTIONS.get(str(getattr(target, "direction", None)))
+    if known is None:
+        raise ConfigError(
+            f"Optuna cannot tell here whether more or less is better (mode={config.mode}, "
+            f"task._target_={config.task.get('_target_')}). Type hydra.sweeper.direction=maximize "
+            "or hydra.sweeper.direction=minimize."
+        )
+    return known

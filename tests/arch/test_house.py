@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from runner.config import check_targets, locate, register_schema
@@ -98,5 +99,13 @@ def test_every_sweep_has_its_grid(path, compose):
         config = hydra_compose("config", [f"sweep={path.stem}"], return_hydra_config=True)
     assert config.hydra.mode.name == "MULTIRUN"
     for key, values in config.hydra.sweeper.params.items():
-        for value in values.split(","):
+        for value in _grid(key, values):
             assert check_targets(compose(f"{key}={value}")) == []
+
+
+def _grid(key, values):
+    """Every choice, or both ends of an interval."""
+    override = OverridesParser.create().parse_override(f"{key}={values}")
+    if override.is_interval_sweep():
+        return [override.value().start, override.value().end]
+    return list(override.sweep_string_iterator())
