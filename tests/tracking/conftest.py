@@ -37,6 +37,15 @@ class StoreReader:
         history = self.client.get_metric_history(run_id, key)
         return sorted((point.step, point.timestamp, point.value) for point in history)
 
+    def experiment(self, name):
+        """The id of an experiment, made if need be; files of a database lie beside it."""
+        found = self.client.get_experiment_by_name(name)
+        if found:
+            return found.experiment_id
+        prefix, _, path = self.uri.partition("sqlite:///")
+        beside = None if prefix else str(Path(path).parent / "mlartifacts")
+        return self.client.create_experiment(name, artifact_location=beside)
+
     def named(self, experiment, name):
         """The runs of this name in an experiment."""
         found = self.client.get_experiment_by_name(experiment)

@@ -22,8 +22,7 @@ def run_in(store):
     def made(name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # mlflow's, while it makes its tables
-            found = store.client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found else store.client.create_experiment(name)
+            experiment = store.experiment(name)
         return store.client.create_run(experiment).info.run_id
 
     return made

@@ -38,9 +38,7 @@ def quiet_store(store):
 def opened(store, name):
     """A run with an evaluation at step 8."""
     client = store.client
-    found = client.get_experiment_by_name(name)
-    run_id = client.create_run(found.experiment_id if found else client.create_experiment(name))
-    run_id = run_id.info.run_id
+    run_id = client.create_run(store.experiment(name)).info.run_id
     client.log_param(run_id, "model", "mlp")
     for key, step in (("val/loss", 4), ("val/loss", 8), ("train/loss", 8)):
         client.log_metric(run_id, key, step / 10, timestamp=1_700_000_000_000, step=step)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+import warnings
 
 import pytest
 
@@ -166,11 +167,40 @@ def test_a_lost_offset_doubles_nothing(begin, store, tmp_path):
     assert store.points(run.info.run_id, KEYS[0]) == expected(300)
 
 
-def test_a_deleted_experiment_is_refused_with_the_way_back(begin, store, until):
-    store.client.delete_experiment(store.client.create_experiment("old"))
-    tracker = begin("refused", experiment="old")
+def test_beside_a_deleted_experiment_the_user_is_told_where_runs_go(begin, store, until, caplog):
+    store.client.delete_experiment(store.experiment("old"))
+    with caplog.at_level(logging.WARNING, "runner.tracking"):
+        tracker = begin("beside", experiment="old")
+        until(lambda: tracker.run_id is not None)
+        tracker.close("FINISHED")
+    assert "runs go to 'old 2'" in caplog.text
+    assert "mlflow experiments restore --experiment-id" in caplog.text
+    assert store.client.get_experiment(tracker.experiment_id).name == "old 2"
+
+
+def test_a_store_without_dashboards_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch):
+    from runner.tracking.store import Store
+
+    monkeypatch.setattr("runner.tracking.views.version_of", lambda uri: "3.9.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # mlflow's, while it makes its tables
+        store = Store(f"sqlite:///{tmp_path}/mlflow.db")
+        experiment = store.experiment("plain")
+    assert [store.dashboard(experiment, (), None) for _ in range(3)] == [None] * 3
+    (notice,) = store.notices
+    assert "runs MLflow 3.9.0" in notice
+
+
+def test_a_deleted_experiment_that_was_asked_for_by_its_id_is_refused(
+    begin, store, until, monkeypatch
+):
+    experiment = store.experiment("gone")
+    store.client.delete_experiment(experiment)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
+    tracker = begin("refused", experiment=None)
     until(lambda: tracker._followed.refused is not None)
-    with pytest.raises(TrackingError, match=r"'old' .* mlflow experiments restore --experiment-id"):
+    with pytest.raises(TrackingError, match=r"'gone' .* mlflow experiments restore"):
         tracker.check()
     start = time.monotonic()
     tracker.close("FAILED")
