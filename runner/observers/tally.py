@@ -8,7 +8,8 @@ from runner.records import EvalRecord, StepRecord, Steps
 
 
 class Tally(Observer):
-    """Totals over all records; rates leave the first block out, where kernels warm up."""
+    """Totals over all records; rates leave the first block out, where kernels warm up, and of a
+    run with one block the first step."""
 
     def __init__(self, quality: str, direction: str) -> None:
         self.quality, self.better = quality, max if direction == "max" else min
@@ -26,9 +27,10 @@ class Tally(Observer):
         self._blocks += 1
         if self._blocks == 2:
             self._examples, self._steps, self._milliseconds = 0, 0, 0.0
-        self._steps += len(block)
-        self._examples += sum(record.examples for record in block)
-        self._milliseconds += sum(record.step_ms for record in block)
+        timed = block[1:] if self._blocks == 1 and len(block) > 1 else block
+        self._steps += len(timed)
+        self._examples += sum(record.examples for record in timed)
+        self._milliseconds += sum(record.step_ms for record in timed)
         self.last = block[-1]
         for record in block:
             if record.overflow:

@@ -242,10 +242,10 @@ def _trade(axes: "Axes | None", jobs: Sequence[Job], look: Mapping[str, Style]) 
 
 
 def _spot(c: Comparison, ratio: bool) -> tuple[float, float]:
-    speed = c.speed if ratio else c.group.speed
-    assert speed is not None
+    assert c.group.speed is not None
     assert c.group.quality is not None
-    return speed.mean, c.group.quality.mean
+    speed = c.speed.value if ratio and c.speed else c.group.speed.mean
+    return speed, c.group.quality.mean
 
 
 def _label(axes: "Axes", named: Sequence[tuple[str, tuple[float, float]]]) -> None:

@@ -4,9 +4,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
-from runner.report.stats import Difference, Spread, difference, paired
+from runner.report.stats import Difference, Ratio, Spread, difference, paired
 from runner.result import LOSS, RunResult
 
 BASE = "32-true"
@@ -148,13 +149,13 @@ class Comparison:
     Attributes:
         base: None where 32-true was not swept; the group itself for one that others have as
             their baseline.
-        speed: examples/s over the baseline's, per seed where the seeds match, else of the means.
+        speed: examples/s over the baseline's, per seed where the seeds match, else of the medians.
         memory: Group.memory_mib over the baseline's.
     """
 
     group: Group
     base: Group | None
-    speed: Spread | None = None
+    speed: Ratio | None = None
     memory: float | None = None
     quality: Difference | None = None
 
@@ -169,9 +170,9 @@ class Comparison:
         if self.speed is None or self.is_base:
             return ""
         sure = SURE_SINGLE if self.speed.n == 1 else SURE_SEEDS
-        if self.speed.low > 1 and self.speed.mean > 1 + sure:
+        if self.speed.low > 1 and self.speed.value > 1 + sure:
             return "faster"
-        return "slower" if self.speed.high < 1 and self.speed.mean < 1 - sure else "even"
+        return "slower" if self.speed.high < 1 and self.speed.value < 1 - sure else "even"
 
 
 def compare(results: Sequence[RunResult]) -> list[Comparison]:
@@ -210,16 +211,14 @@ def _qualities(group: Group) -> list[tuple[int | None, float]]:
     return [(j.seed, j.metrics[j.quality]) for j in group.jobs if state(j) == "finished"]
 
 
-def _speed(group: Group, base: Group) -> Spread | None:
+def _speed(group: Group, base: Group) -> Ratio | None:
     """Ratios of examples/s, with the range that seeds span."""
     mine, others = _rates(group), _rates(base)
-    pairs = paired(mine, others)
-    if pairs or not mine or not others:
-        return Spread.of(a / b for a, b in pairs)
-    a, b = (Spread.of(rate for _, rate in rates) for rates in (mine, others))
-    assert a is not None
-    assert b is not None
-    return Spread(a.mean / b.mean, None, min(a.n, b.n), a.low / b.high, a.high / b.low)
+    if (pairs := paired(mine, others)) or not mine or not others:
+        return Ratio.of(a / b for a, b in pairs)
+    a, b = (sorted(rate for _, rate in rates) for rates in (mine, others))
+    value = median(a) / median(b)
+    return Ratio(value, min(len(a), len(b)), a[0] / b[-1], a[-1] / b[0])
 
 
 def _rates(group: Group) -> list[tuple[int | None, float]]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from runner.report.compare import BASE, Comparison, Group
-from runner.report.stats import Difference, Spread
+from runner.report.stats import Difference, Ratio, Spread
 from runner.result import number
 
 NAMED = 3
@@ -29,12 +29,12 @@ def plus_minus(value: float, error: float, sign: str = "") -> str:
     return f"{value:{sign}.{places}f} ± {error:.{places}f}"
 
 
-def times(ratio: Spread | None) -> str:
+def times(ratio: Ratio | None) -> str:
     """A ratio of speeds."""
-    return f"{ratio.mean:.2f}" if ratio else ""
+    return f"{ratio.value:.2f}" if ratio else ""
 
 
-def reach(ratio: Spread | None) -> str:
+def reach(ratio: Ratio | None) -> str:
     """Its range over seeds; empty of one."""
     if ratio is None or ratio.low == ratio.high:
         return ""
@@ -72,7 +72,7 @@ def recommended(comparisons: Sequence[Comparison]) -> Comparison | None:
     judged = any(c.quality and c.quality.verdict != "unjudged" for c in comparisons)
     if not judged or not any(c.is_base for c in fit):
         return None
-    return max(fit, key=lambda c: c.speed.mean if c.speed else 0)
+    return max(fit, key=lambda c: c.speed.value if c.speed else 0)
 
 
 def conclusion(comparisons: Sequence[Comparison], stopped: bool = False) -> str:
@@ -221,7 +221,7 @@ def _unjudged(ended: Sequence[Comparison]) -> str:
     others = [c for c in ended if not c.is_base and c.group.sound and c.speed]
     if not others:
         return f"Only {BASE} ended well; nothing compares with it."
-    fastest = max(others, key=lambda c: c.speed.mean if c.speed else 0)
+    fastest = max(others, key=lambda c: c.speed.value if c.speed else 0)
     if fastest.pace != "faster":
         text = f"Nothing trained faster than {BASE}: {fastest.group.name} is {_pace(fastest)}"
     else:
@@ -251,7 +251,7 @@ def _several(ended: Sequence[Comparison]) -> str:
     if not fit:
         why = "no other precision ended in full and was found not to be worse"
         return f"Stay with {BASE}: {why} in {quality}."
-    pick = max(fit, key=lambda c: c.speed.mean if c.speed else 0)
+    pick = max(fit, key=lambda c: c.speed.value if c.speed else 0)
     assert pick.quality is not None
     what, numbers = verdict(pick.quality)
     seeds = f"{pick.group.quality.n if pick.group.quality else 0} seeds"

@@ -208,7 +208,7 @@ def _columns(compared: Sequence[Comparison]) -> list[tuple[str, Callable[[Compar
     seeds = any(c.group.quality and c.group.quality.n > 1 for c in compared)
     several = len({c.group.device for c in compared}) > 1
     compared_all = all(c.speed for c in compared if c.group.finished)
-    fastest = max((c.speed.mean for c in compared if c.speed), default=1.0)
+    fastest = max((c.speed.value for c in compared if c.speed), default=1.0)
     largest = max((c.memory for c in compared if c.memory), default=1.0)
     return [
         ("job" if any(c.group.settings for c in compared) else "precision",
@@ -221,7 +221,7 @@ def _columns(compared: Sequence[Comparison]) -> list[tuple[str, Callable[[Compar
         (f"against {BASE}", _against),
         (f"speed × {BASE}",
          lambda c: Cell(times(c.speed), note=reach(c.speed),
-                        bar=c.speed.mean / fastest if c.speed else None)),
+                        bar=c.speed.value / fastest if c.speed else None)),
         ("examples/s", lambda c: _cell(None if compared_all else c.group.speed)),
         (f"memory × {BASE}", lambda c: Cell("" if c.memory is None else f"{c.memory:.2f}",
                                             note="" if c.memory is None else _mib(c.group),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Literal
 
 Verdict = Literal["same", "better", "worse", "unjudged"]
@@ -29,6 +29,23 @@ class Spread:
             return None
         sd = stdev(found) if len(found) > 1 else None
         return cls(fmean(found), sd, len(found), min(found), max(found))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median over the seeds, count and range: one job that the machine held up must not speak for
+    the others."""
+
+    value: float
+    n: int
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Ratio | None":
+        """None without any."""
+        found = list(values)
+        return cls(median(found), len(found), min(found), max(found)) if found else None
 
 
 @dataclass(frozen=True)

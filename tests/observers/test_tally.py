@@ -56,3 +56,13 @@ def test_the_best_in_the_tasks_direction_and_the_last(evaluation, direction, bes
 def test_the_last_loss(tally, step):
     tally.steps((step(1, loss=3.0), step(2, loss=1.5)))
     assert tally.summary()["train_loss"] == 1.5
+
+
+def test_a_run_of_one_block_leaves_its_first_step_out(step):
+    tally = Tally("val/accuracy", "max")
+    tally.steps((step(1, step_ms=900.0), step(2), step(3)))
+    assert tally.summary()["step_ms"] == 10.0
+    assert tally.summary()["examples_per_second"] == 800.0
+    single = Tally("val/accuracy", "max")
+    single.steps((step(1, step_ms=20.0),))
+    assert single.summary()["step_ms"] == 20.0
