@@ -24,6 +24,7 @@ class Tally(Observer):
         self._milliseconds = 0.0
 
     def steps(self, block: Steps) -> None:
+        self.last = block[-1]
         self._blocks += 1
         if self._blocks == 2:
             self._examples, self._steps, self._milliseconds = 0, 0, 0.0
@@ -31,7 +32,6 @@ class Tally(Observer):
         self._steps += len(timed)
         self._examples += sum(record.examples for record in timed)
         self._milliseconds += sum(record.step_ms for record in timed)
-        self.last = block[-1]
         for record in block:
             if record.overflow:
                 self.overflows.append(record.step)

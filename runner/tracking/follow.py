@@ -1,5 +1,6 @@
 """One journal on its way to one run of the store. Runs in the writer process."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection
@@ -84,6 +85,12 @@ class Follower:
         self._start: dict[str, Any] = {}
         self._system: SystemMetrics | None = None
         self._sent = self._parent_since = 0.0
+        self._full = math.inf
+
+    @property
+    def behind(self) -> float:
+        """How many full batches of points wait in the journal."""
+        return (self.journal.stat().st_size - self.progress.offset) / self._full
 
     @property
     def opening(self) -> bool:
@@ -109,6 +116,8 @@ class Follower:
             return False
         self._send(batch)
         self._sent = time.monotonic()
+        if batch.kind == "metrics" and batch.complete:
+            self._full = batch.end - self.progress.offset
         self.progress.save(offset=batch.end)
         return not self.progress.done
 

@@ -17,7 +17,8 @@ from typing import Any
 NAP_SECONDS = 0.25
 REST = 4.0
 """Rest after a batch, in times of what it took, while the trainer trains: on shared cores (two
-hardware threads of one, say) a busy writer slows it. Nothing rests once the trainer waits."""
+hardware threads of one, say) a busy writer slows it. It gets shorter the more batches wait, for
+what is left at the end is what the trainer waits for. Nothing rests once it waits."""
 OPEN_SECONDS = 30.0
 DOUBT_SECONDS = 30.0
 ORPHAN_SECONDS = 300.0
@@ -87,7 +88,9 @@ class Writer:
             began = time.monotonic()
             busy = sum(self._work(name, task) for name, task in list(self._tasks.items())) > 0
             awaited = not self._heard or any(task.awaited for task in self._tasks.values())
-            rest = 0.0 if awaited else REST * (time.monotonic() - began)
+            behind = sum(task.follower.behind for task in self._tasks.values())
+            took = time.monotonic() - began
+            rest = 0.0 if awaited else REST * took / (1 + behind) ** 2
             for task in self._tasks.values() if self._heard else ():
                 task.follower.observe()
 
