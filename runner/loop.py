@@ -1,20 +1,20 @@
 """The loop: a generator of records that nothing but its caller steers."""
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 from time import perf_counter, time
 
 import torch
 from torch import Tensor
 
+from runner.blocks import Blocks
 from runner.data.loading import Batch, Loader
 from runner.precision.cast import cast_nest
-from runner.records import EvalRecord, Record, Steps
+from runner.records import EvalRecord, Record
 from runner.spec import TrainSpec
 from runner.state import TrainState
-from runner.step import Pending, Transfer, train_step
+from runner.step import train_step
 
 _UNWATCHED = nullcontext()
 
@@ -49,7 +49,8 @@ def fit(
 
     Where a device computes beside the host, a block is yielded when the one after it has set out:
     so the host waits for nothing that is still being computed, and is two blocks ahead at most.
-    Before an evaluation, at flush_every and at the end the records end at state.step.
+    Before an evaluation, at flush_every and at the end the records end at state.step, also where
+    an exception ends it.
 
     Args:
         state: changed in place.
@@ -60,44 +61,52 @@ def fit(
         stopped: asked after each step; True ends the loop after a last block.
         first: context around the first step (the dtype probe).
     """
+    blocks = Blocks(state)
+    try:
+        yield from _steps(state, blocks, loader, validation, train, flush_every, stopped, first)
+    except (Exception, KeyboardInterrupt):
+        with suppress(Exception):  # what ended the loop must not be hidden by its last records
+            yield from blocks.drained()
+        raise
+
+
+def _steps(
+    state: TrainState,
+    blocks: Blocks,
+    loader: Loader,
+    validation: Loader,
+    train: TrainSpec,
+    flush_every: int | None,
+    stopped: Callable[[], bool],
+    first: AbstractContextManager[object] | None,
+) -> Iterator[Record]:
     last = total_steps(train, loader)
     per_epoch = -(-len(loader) // train.accumulate)
     every = train.eval_every or per_epoch
-    pending: list[Pending] = []
-    under_way: deque[Transfer] = deque()
     watching = first if first and state.step == 0 else _UNWATCHED
     state.model.train()
-    started = perf_counter()
     for micros in groups(state, loader, train.accumulate):
         step = state.step + 1
         at_eval = step % every == 0 or step == last
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
         with watching:
-            pending.append(train_step(state, micros))
+            blocks.add(train_step(state, micros))
         watching = _UNWATCHED
         stagnant = None if watch is None else watch.share()
         stop = stopped()
-        drain = bool(flush_every and step % flush_every == 0) or at_eval or stop
-        if drain or step % train.log_every == 0:
-            under_way.append(Transfer(pending, started))
-            started, pending = pending[-1].ended, []
-            yield from _arrived(state, under_way, drain)
+        if at_eval or stop or (flush_every and step % flush_every == 0):
+            yield from blocks.drained()
+        elif step % train.log_every == 0:
+            blocks.send()
+            yield from blocks.arrived()
         if stop:
             return
         if at_eval:
             metrics = evaluate(state, validation)
             yield EvalRecord(step, int(time() * 1000), state.epoch, metrics, stagnant)
-            started = perf_counter()
+            blocks.started = perf_counter()
         if step >= last:
             return
-
-
-def _arrived(state: TrainState, under_way: deque[Transfer], drain: bool) -> Iterator[Steps]:
-    """Blocks that are here, all but the last one sent, or all: in order."""
-    while under_way and (drain or len(under_way) > 1 or under_way[0].here):
-        block = under_way.popleft().records(state.skipped)
-        state.skipped = block[-1].skipped_steps or 0
-        yield block
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ class StepRecord(NamedTuple):
         loss_scale: scale in force during this step; None for a precision without one.
         overflow: 1.0 where this step's gradients were not finite and it was skipped.
         skipped_steps: skipped so far, this one included.
+        gauges: what the precision shows after it; on the last step of a block only.
     """
 
     step: int
@@ -32,6 +33,7 @@ class StepRecord(NamedTuple):
     loss_scale: float | None = None
     overflow: float | None = None
     skipped_steps: int | None = None
+    gauges: Mapping[str, float] | None = None
 
 
 class EvalRecord(NamedTuple):

@@ -1,4 +1,4 @@
-"""One optimizer step. Nothing in it reads the device: values stay there until a `Transfer`."""
+"""One optimizer step. Nothing in it reads the device: values stay there, see blocks.py."""
 
 from collections.abc import Sequence
 from time import perf_counter, time
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from runner.precision.cast import cast_nest
 from runner.precision.scale import HostFlag
-from runner.records import StepRecord, Steps
 from runner.state import Driven, TrainState
 
 Batch = tuple[Any, Any]
@@ -159,65 +158,3 @@ def _closure_step(
     if driven.scheduler is not None:
         driven.scheduler.step()
     return (*first[0], None, None)
-
-
-class Transfer:
-    """The records of a block on their way to the host, in one copy that nothing waits for.
-
-    Args:
-        pending: steps in order.
-        started: perf_counter() when the first of them began.
-    """
-
-    def __init__(self, pending: Sequence[Pending], started: float) -> None:
-        self.pending, self.started = pending, started
-        self._event: torch.cuda.Event | None = None
-        values = _columns(pending)
-        if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._values = values
-
-    @property
-    def here(self) -> bool:
-        """Whether records() would not have to wait."""
-        return self._event is None or self._event.query()
-
-    def records(self, skipped: int) -> Steps:
-        """The block, once it has arrived. skipped: steps skipped before it."""
-        if self._event is not None:
-            self._event.synchronize()
-        values, started, records = self._values.tolist(), self.started, []
-        for i, p in enumerate(self.pending):
-            step_ms, started = (p.ended - started) * 1e3, p.ended
-            scaled: tuple[Any, ...] = ()
-            if p.scale is not None:
-                skipped += int(values[3][i])
-                scaled = (values[2][i], values[3][i], skipped)
-            records.append(StepRecord(p.step, p.time_ms, p.epoch, values[0][i], p.lr, values[1][i],
-                                      step_ms, p.examples, *scaled))  # fmt: skip
-        return tuple(records)
-
-
-def _columns(pending: Sequence[Pending]) -> Tensor:
-    """Loss, gradient norm and, where there is one, scale and found-inf: [2 or 4, len(pending)],
-    wide enough to alter none of them, on the device."""
-    losses = torch.stack([p.loss for p in pending])
-    if len({p.norms.shape for p in pending}) == 1:
-        norms = torch.linalg.vector_norm(torch.stack([p.norms for p in pending]), dim=1)
-    else:
-        norms = torch.stack([torch.linalg.vector_norm(p.norms) for p in pending])
-    columns = [losses, norms]
-    if pending[0].scale is not None:
-        columns.append(torch.stack([p.scale for p in pending if p.scale is not None]))
-        columns.append(torch.stack([p.found_inf for p in pending if p.found_inf is not None]))
-    wide = torch.float32 if losses.device.type == "mps" else torch.float64
-    return torch.stack([column.to(wide) for column in columns])
-
-
-def collect(pending: Sequence[Pending], started: float, skipped: int) -> Steps:
-    """The records of a block, now: see Transfer."""
-    return Transfer(pending, started).records(skipped)

@@ -1,9 +1,12 @@
+from time import perf_counter, sleep
+
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
+from runner.blocks import Transfer
 from runner.data.loading import Loader
 from runner.loop import Stagnation, evaluate, fit, groups, total_steps
 from runner.precision import support
@@ -164,7 +167,7 @@ def test_the_first_step_alone_has_the_context():
 
 
 def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
-    from runner import loop
+    from runner import blocks, loop
     from runner import step as step_module
 
     now = [0.0]
@@ -178,6 +181,7 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
         return {}
 
     monkeypatch.setattr(loop, "perf_counter", clock)
+    monkeypatch.setattr(blocks, "perf_counter", clock)
     monkeypatch.setattr(step_module, "perf_counter", clock)
     monkeypatch.setattr(loop, "evaluate", slow)
     assert all(s.step_ms < 100 for s in steps(run(epochs=3)[0]))
@@ -373,7 +377,7 @@ def test_a_block_under_way_is_yielded_when_the_next_has_set_out(monkeypatch):
     """As on a device that computes beside the host; an evaluation and the end wait for all."""
     _, wanted = run(max_steps=9, log_every=2, eval_every=5)
     exact = steps(run(max_steps=9, log_every=2, eval_every=5)[0])
-    monkeypatch.setattr("runner.loop.Transfer.here", False)
+    monkeypatch.setattr("runner.blocks.Transfer.here", False)
     seen = []
     state = made("16-mixed")
     spec = TrainSpec(max_steps=9, log_every=2, eval_every=5)
@@ -387,10 +391,52 @@ def test_a_block_under_way_is_yielded_when_the_next_has_set_out(monkeypatch):
 
 
 def test_skipped_steps_are_counted_across_blocks_under_way(monkeypatch):
-    monkeypatch.setattr("runner.loop.Transfer.here", False)
+    monkeypatch.setattr("runner.blocks.Transfer.here", False)
     state = made("16-mixed", loss_scale={"init_scale": 2.0**40})
     records, _ = run(state, max_steps=8, log_every=2)
     counts = [s.skipped_steps for s in steps(records)]
     overflows = [s.overflow for s in steps(records)]
     assert counts == [int(sum(overflows[: i + 1])) for i in range(8)]
     assert counts[-1] > 0
+
+
+class Late(Transfer):
+    """Of a device that is done long after the host has asked it for everything."""
+
+    here, SECONDS = False, 0.05
+
+    def wait(self):
+        sleep(self.SECONDS)
+        return super().wait()
+
+
+def test_waiting_for_the_device_is_a_part_of_the_steps(monkeypatch):
+    monkeypatch.setattr("runner.blocks.Transfer", Late)
+    started = perf_counter()
+    records, _ = run(max_steps=4, log_every=2, eval_every=2)
+    seconds = perf_counter() - started
+    counted = sum(s.step_ms for s in steps(records)) / 1e3
+    assert 2 * Late.SECONDS < counted < seconds
+
+
+class BreaksAt(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.left = call
+
+    def forward(self, x):
+        self.left -= self.training
+        if self.left == 0:
+            raise ValueError("broken")
+        return x
+
+
+@pytest.mark.parametrize("call", [2, 5, 6])
+def test_what_was_computed_before_an_exception_is_recorded(call, monkeypatch):
+    monkeypatch.setattr("runner.blocks.Transfer.here", False)
+    state, seen = made(), []
+    state.model = nn.Sequential(state.model, BreaksAt(call))
+    records = fit(state, loader(40), loader(5), TrainSpec(max_steps=9, log_every=2))
+    with pytest.raises(ValueError, match="broken"):
+        seen.extend(record for block in records for record in block)
+    assert [record.step for record in seen] == [*range(1, call)]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner.precision import support
 from runner.precision.scale import DynamicScale
 from runner.state import Driven, TrainState
-from runner.step import collect, examples_in, grad_norms, loss_of, train_step
+from runner.step import examples_in, grad_norms, loss_of, train_step
 from runner.tasks.base import Task
 from runner.tasks.regression import Regression
 
@@ -454,62 +454,6 @@ def test_no_step_reads_the_device(name, kind, clip, monkeypatch):
 def test_a_read_would_be_seen():
     with pytest.raises(AssertionError, match="_local_scalar_dense"), Reads(made("32-true")):
         torch.ones(1).item()
-
-
-# Bringing records over
-
-
-def test_collect_is_exact_and_in_order():
-    state = made("32-true", kinds=["sgd"])
-    started = perf_counter()
-    pending = [train_step(state, [data(4, seed)]) for seed in range(5)]
-    records = collect(pending, started, 0)
-    assert [r.step for r in records] == [1, 2, 3, 4, 5]
-    for p, r in zip(pending, records, strict=True):
-        assert r.loss == p.loss.item()
-        assert r.grad_norm == torch.linalg.vector_norm(p.norms).item()
-        assert (r.lr, r.epoch, r.examples, r.time_ms) == (p.lr, p.epoch, 4, p.time_ms)
-        assert (r.loss_scale, r.overflow, r.skipped_steps) == (None, None, None)
-    total = (pending[-1].ended - started) * 1e3
-    assert sum(r.step_ms for r in records) == pytest.approx(total)
-    assert all(r.step_ms > 0 for r in records)
-
-
-def test_float64_comes_over_whole():
-    state = made("64-true")
-    pending = [train_step(state, [data(4)])]
-    (record,) = collect(pending, 0.0, 0)
-    assert record.loss == pending[0].loss.item()
-    assert record.loss != float(torch.tensor(record.loss, dtype=torch.float32))
-
-
-def test_skipped_steps_are_counted_across_blocks():
-    state = overflowing()
-    skipped, overflows = 0, []
-    for _ in range(5):
-        pending = [train_step(state, [data(4)]) for _ in range(5)]
-        block = collect(pending, 0.0, skipped)
-        for p, r in zip(pending, block, strict=True):
-            overflows.append(r.overflow)
-            assert r.overflow in (0.0, 1.0)
-            assert r.loss_scale == p.scale.item()
-            assert (r.skipped_steps, type(r.skipped_steps)) == (int(sum(overflows)), int)
-        skipped = block[-1].skipped_steps
-    assert overflows[0] == 1.0
-    assert 5 < sum(overflows) < 25
-    scales = 2.0**30 * 0.5 ** sum(overflows)
-    assert state.scale.value.item() == scales
-
-
-def test_collect_takes_steps_with_different_numbers_of_gradients():
-    state = made("32-true", schedule=False)
-    pending = [train_step(state, [data(4)])]
-    state.model[2].requires_grad_(False)
-    pending.append(train_step(state, [data(4)]))
-    assert [len(p.norms) for p in pending] == [4, 2]
-    records = collect(pending, 0.0, 0)
-    for p, r in zip(pending, records, strict=True):
-        assert r.grad_norm == pytest.approx(torch.linalg.vector_norm(p.norms).item())
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import re
 from collections.abc import Iterator
 
-import torch
-
 from runner.accelerator import MIB, Accelerator
 from runner.observers.base import Observer
 from runner.precision.memory import tensor_bytes
@@ -66,17 +64,9 @@ class Recorder(Observer):
         if not self._sized and any(not record.overflow for record in block):
             self._sized = True
             values["memory/optimizer_mib"] = tensor_bytes(*self.state.state_tensors()) / MIB
-        values |= self._gauges()
+        gauges = block[-1].gauges or {}
+        values |= {_REFUSED.sub("_", name): value for name, value in gauges.items()}
         return block[-1].step, block[-1].time_ms, values
-
-    def _gauges(self) -> dict[str, float]:
-        """What the precision itself shows, brought to the host in one transfer."""
-        gauges = self.state.precision.gauges(self.state.plain_model)
-        if not gauges:
-            return {}
-        values = torch.stack([g.detach().float() for g in gauges.values()]).tolist()
-        names = (_REFUSED.sub("_", name) for name in gauges)
-        return dict(zip(names, values, strict=True))
 
     def evaluation(self, record: EvalRecord) -> None:
         values = dict(record.metrics)

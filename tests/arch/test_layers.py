@@ -23,7 +23,7 @@ LAYERS = (
         "adapter",
     },
     {"state", "build", "checkpoint", "model", "artifacts", "export", "notes"},
-    {"step", "loop"},
+    {"step", "blocks", "loop"},
     {"observers"},
     {"describe", "leave", "train", "run", "plan", "report", "sweep", "doctor", "ui"},
     {"hooks", "cli", "__main__", "__init__"},

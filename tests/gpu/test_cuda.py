@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from runner.accelerator import Accelerator
+from runner.blocks import Transfer
 from runner.precision import support
 from runner.state import Driven, TrainState
-from runner.step import Transfer, train_step
+from runner.step import train_step
 from runner.tasks.regression import Regression
 
 pytestmark = [

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from models.gpt import GPT
+from runner.blocks import Transfer
 from runner.model import Built
 from runner.precision import support
 from runner.precision.probe import DtypeProbe
 from runner.state import Driven, TrainState
-from runner.step import collect, loss_of, train_step
+from runner.step import loss_of, train_step
 from runner.tasks.language import Language
 
 pytestmark = [
@@ -61,7 +62,7 @@ def test_it_trains_from_float32s_loss_and_an_odd_last_batch_never_fails(name, re
         with DtypeProbe(state.model) as probe:
             pending = [train_step(state, [batch(8)])]
         pending += [train_step(state, [batch(8 if step % 2 else 3)]) for step in range(30)]
-        losses = [record.loss for record in collect(pending, 0.0, 0)]
+        losses = [record.loss for record in Transfer(pending, 0.0).records(0)]
     assert abs(losses[0] - reference) <= unit * reference
     assert losses[-1] < (0.97 if name.startswith("bnb") else 0.8) * losses[0]
     rows = {row["module"]: row for row in probe.table()}
