@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runner.secrets import hide
 from runner.tracking import history
 from runner.tracking import journal as journals
 from runner.tracking.answers import RefusedError, UnreachableError
@@ -84,18 +85,28 @@ class Follower:
         self._batch: Batch | None = None
         self._start: dict[str, Any] = {}
         self._system: SystemMetrics | None = None
+        self._history: Path | None = None
+        self._ended = False
         self._sent = self._parent_since = 0.0
         self._full = math.inf
 
     @property
     def behind(self) -> float:
         """How many full batches of points wait in the journal."""
-        return (self.journal.stat().st_size - self.progress.offset) / self._full
+        try:
+            return (self.journal.stat().st_size - self.progress.offset) / self._full
+        except FileNotFoundError:
+            return 0.0
 
     @property
     def opening(self) -> bool:
         """The run is not in the store yet."""
         return self._store is None or self.progress.run_id is None
+
+    @property
+    def vital(self) -> bool:
+        """What is due next is the run's status, which may be given up for a clear refusal only."""
+        return self._batch is not None and self._batch.kind == "end" and not self._ended
 
     def advance(self, last: bool) -> bool:
         """Sends one batch, if one is due. `last`: no one writes to the journal any more.
@@ -199,13 +210,20 @@ class Follower:
         store, sweep = self._run_store(), None
         sweep_id, experiment = self._start["sweep"], self.progress.experiment_id
         if sweep_id and (parent := self._stores.parents.get((self._start["uri"], sweep_id))):
-            name = self._stores.names.get(sweep_id) or f"sweep {sweep_id}"
-            sweep = SweepView(sweep_id, parent, name[:80])
+            sweep = SweepView(sweep_id, parent, self._name_of(sweep_id, parent)[:80])
         assert experiment is not None
         path = store.dashboard(experiment, metrics, sweep)
         while store.notices:
             self._emit("notice", message=store.notices.pop(0))
         return path
+
+    def _name_of(self, sweep_id: str, parent: str) -> str:
+        """A sweep's name; its run may have been opened by another process."""
+        names = self._stores.names
+        if not names.get(sweep_id):
+            with suppress(RefusedError, UnreachableError):
+                names[sweep_id] = self._run_store().run_name(parent)
+        return hide(names.get(sweep_id) or f"sweep {sweep_id}")
 
     def _parent(self, start: dict[str, Any]) -> str | None:
         """The sweep's parent run. Another process opens it, maybe a little later than this."""
@@ -226,25 +244,24 @@ class Follower:
         return found
 
     def _end(self, record: dict[str, Any]) -> None:
+        """The run's status first: no artifact may keep it from that."""
         if not self.opening:
-            if self._start["role"] == "run":
-                self._leave_history()
             if record["error"]:
                 self._run_store().log_tags(self._run_id(), {"error": record["error"]})
             self._run_store().end_run(self._run_id(), record["status"], record["time"])
+            self._ended = True
+            if self._start["role"] == "run":
+                self._leave_history()
         self.progress.save(done=True)
 
     def _leave_history(self) -> None:
         """Every metric exactly as it was recorded, for the report and for whoever wants it."""
-        curves = history.from_journals([self.journal])
-        if not curves:
-            return
-        self._dashboard(curves.keys())
-        path = history.write(self.journal.with_name(history.FILE), curves)
-        try:
-            self._send_file(path)
-        except RefusedError as error:  # the run must get its status all the same
-            self._emit("error", fatal=False, message=f"{path.name} is not stored: {error}")
+        if self._history is None:
+            if not (curves := history.from_journal(self.journal)):
+                return
+            self._dashboard(curves.keys())
+            self._history = history.write(self.journal.with_name(history.FILE), curves)
+        self._send_file(self._history)
 
     def _run_store(self) -> Store:
         assert self._store is not None

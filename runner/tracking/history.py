@@ -1,8 +1,12 @@
 """A run's metrics as arrays: read from its journal, kept as `history.npz`."""
 
 import io
-from collections.abc import Iterable, Mapping
+import zlib
+from array import array
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,37 +19,44 @@ Curve = NDArray[np.float64]
 infinity, too), in order of time."""
 
 
-def from_journals(paths: Iterable[Path]) -> dict[str, Curve]:
+def from_journal(path: Path) -> dict[str, Curve]:
     """Every metric of a run, by name."""
-    columns: dict[str, tuple[list[float], list[float], list[float]]] = {}
-    for path in paths:
-        for record, _ in journals.read(path):
-            if record["kind"] != "metrics":
-                continue
+    columns: dict[str, array[float]] = {}
+    for record, _ in journals.read(path):
+        if record["kind"] == "metrics":
+            step, time_ms = record["step"], record["time"]
             for name, value in record["values"].items():
-                steps, times, values = columns.setdefault(name, ([], [], []))
-                steps.append(record["step"])
-                times.append(record["time"])
-                values.append(value)
-    return {name: np.array(rows, dtype=np.float64) for name, rows in columns.items()}
+                columns.setdefault(name, array("d")).extend((step, time_ms, value))
+    return {name: np.asarray(points).reshape(-1, 3).T for name, points in columns.items()}
 
 
 def of_folder(folder: Path) -> dict[str, Curve]:
-    """The metrics of the run in a folder; none where nothing was recorded."""
-    if (folder / FILE).exists():
-        return read(folder / FILE)
-    return from_journals(sorted(folder.glob("journal*.jsonl")))
+    """The metrics of the last run in a folder; none where nothing was recorded."""
+    found = sorted(folder.glob("journal*.jsonl"), key=lambda path: (len(path.name), path.name))
+    kept = folder / FILE
+    if kept.exists() and not (found and found[-1].stat().st_mtime > kept.stat().st_mtime):
+        with suppress(ValueError):
+            return read(kept)
+    return from_journal(found[-1]) if found else {}
 
 
 def write(path: Path, curves: Mapping[str, Curve]) -> Path:
-    """A compressed archive of plain arrays; returns the path."""
-    with path.open("wb") as file:
+    """A compressed archive of plain arrays, whole or not at all; returns the path."""
+    aside = path.with_suffix(".partial")
+    with aside.open("wb") as file:
         np.savez_compressed(file, **curves)  # type: ignore[arg-type]
-    return path
+    return aside.replace(path)
 
 
 def read(data: Path | bytes) -> dict[str, Curve]:
-    """The arrays of a `history.npz`; nothing in it is executed."""
-    source = io.BytesIO(data) if isinstance(data, bytes) else data
-    with np.load(source, allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
+    """The arrays of a `history.npz`; nothing in it is executed.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    source = io.BytesIO(data if isinstance(data, bytes) else data.read_bytes())
+    try:
+        with np.load(source, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (BadZipFile, EOFError, ValueError, zlib.error) as error:
+        raise ValueError(f"{FILE} is damaged: {error}") from error

@@ -173,8 +173,10 @@ class WriterProcess:
         followed = self._followed.get(event["journal"])
         if followed is None:
             return
-        followed.heard = time.monotonic()
         followed.sending = event["event"] == "sending"
+        if event["event"] in ("sending", "waiting"):
+            return  # an attempt, and that it failed: no progress
+        followed.heard = time.monotonic()
         if event["event"] == "opened":
             followed.run_id, followed.experiment_id = event["run_id"], event["experiment_id"]
             followed.dashboard = event["dashboard"]

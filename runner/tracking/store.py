@@ -20,7 +20,7 @@ from mlflow.utils import validation
 
 from runner.secrets import hide
 from runner.tracking import experiments, views
-from runner.tracking.answers import REFUSALS, RefusedError, told_apart
+from runner.tracking.answers import REFUSALS, RefusedError, UnreachableError, told_apart
 from runner.tracking.inputs import log_inputs
 from runner.tracking.logged_model import log_model
 from runner.tracking.uri import is_database, sqlite_path
@@ -119,6 +119,10 @@ class Store:
             runs = self._client.search_runs([experiment_id], query, max_results=1)
         return runs[0].info.run_id if runs else None
 
+    def run_name(self, run_id: str) -> str:
+        with told_apart():
+            return str(self._client.get_run(run_id).info.run_name)
+
     def create_run(
         self, experiment_id: str, name: str | None, time_ms: int, tags: Mapping[str, str]
     ) -> str:
@@ -186,6 +190,8 @@ class Store:
             reason = views.too_old(self.uri, self._version)
         except RefusedError as error:
             reason = str(error)
+        except UnreachableError:
+            return None  # another run will try
         if path is None and not self._no_dashboard:
             self._no_dashboard = True
             self.notices.append(f"There is no dashboard: {hide(reason)}")

@@ -152,7 +152,8 @@ class Writer:
     def _unreached(self, name: str, task: Task, error: Any, seconds: float) -> bool:
         """Keeps trying; says so once when a run cannot even be opened for long."""
         print(f"{name}: {error}", file=sys.stderr, flush=True)
-        if error.doubtful and seconds > DOUBT_SECONDS:
+        self._emit(name, "waiting")
+        if error.doubtful and seconds > DOUBT_SECONDS and not task.follower.vital:
             return self._refusal(name, task, _cause(str(error)))
         if task.follower.opening and seconds > OPEN_SECONDS and not task.told:
             task.told = True

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from runner.tracking import follow, writer
+from runner.tracking import follow, process, writer
 from runner.tracking.answers import RefusedError, UnreachableError
 from runner.tracking.follow import Follower, next_batch
 from runner.tracking.journal import Journal
@@ -14,6 +14,7 @@ from runner.tracking.progress import Progress
 from runner.tracking.store import MAX_POINTS
 
 START = {"id": "1", "time": 1, "uri": "fake", "experiment": "e", "name": None, "params": {}}
+QUIET = ("progress", "waiting")
 START |= {"tags": {}, "sweep": None, "role": "run"}
 
 
@@ -79,7 +80,7 @@ def work(journal, monkeypatch):
             lines = os.read(receive, 65536).splitlines()
         except BlockingIOError:
             return []
-        return [event for event in map(json.loads, lines) if event["event"] != "progress"]
+        return [event for event in map(json.loads, lines) if event["event"] not in QUIET]
 
     one.turn, one.events = turn, events
     yield one
@@ -155,6 +156,50 @@ def test_a_doubtful_answer_is_a_refusal_after_a_while(work, journal):
     assert [event["event"] for event in work.events()] == ["opened", "error"]
 
 
+def test_a_run_gets_its_status_whatever_its_artifacts_meet(work, journal):
+    journal.append("start", **START)
+    journal.append("metrics", step=1, time=1, values={"train/loss": 1.0})
+    journal.append("end", status="FINISHED", error=None, time=9)
+    full = UnreachableError("OSError: [Errno 28] No space left on device", doubtful=True)
+    work.store.log_artifact = lambda *_: (_ for _ in ()).throw(full)
+    for _ in range(5):
+        work.turn(seconds_later=10)
+    assert work.store.named("end_run")[0] == ["create_run", "FINISHED", 9]
+    events = work.events()
+    assert [event["event"] for event in events if event["event"] != "sending"] == [
+        "opened", "error", "closed",
+    ]  # fmt: skip
+    assert work.task.follower.progress.done
+
+
+def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
+    journal.append("start", **START)
+    work.turn()
+    journal.append("end", status="FINISHED", error=None, time=9)
+    work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 8
+    for _ in range(8):
+        work.turn(seconds_later=10)
+    assert not work.task.follower.progress.done
+    work.turn(seconds_later=10)
+    assert work.store.named("end_run") == [["create_run", "FINISHED", 9]]
+
+
+def test_attempts_to_send_a_file_are_no_progress(tmp_path):
+    writer_process, journal = process.WriterProcess(), tmp_path / "journal.jsonl"
+    followed = writer_process._followed[str(journal)] = process.Followed(journal)
+    heard = followed.heard
+
+    def hear(event):
+        writer_process._hear({"journal": str(journal), "event": event})
+
+    hear("sending")
+    assert (followed.sending, followed.heard) == (True, heard)
+    hear("waiting")
+    assert (followed.sending, followed.heard) == (False, heard)
+    hear("progress")
+    assert followed.heard > heard
+
+
 def test_a_bug_or_a_lost_journal_ends_one_run_only(work, journal):
     journal.append("start", **START)
     work.turn()
@@ -219,6 +264,8 @@ def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
     from runner.tracking.writer import NAP_SECONDS, REST, Task, Writer
 
     class Idle:
+        behind = 0.0
+
         def observe(self):
             pass
 
@@ -245,3 +292,7 @@ def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
     assert loop.rests[0] == NAP_SECONDS
     assert loop.rests[1] >= REST * 0.01
     assert loop.rests[2] == 0.0
+    Idle.behind = 3.0
+    loop = Loop()
+    loop.run()
+    assert loop.rests[1] < REST * 0.01
