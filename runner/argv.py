@@ -20,7 +20,8 @@ _VALUED = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"
 
 def rewrite(argv: Sequence[str]) -> list[str]:
     """Legacy precision names spelled out, numbers quoted where a group's option is wanted,
-    `checkpoint=<what>` as the key that holds it, and Hydra's own flags after the overrides.
+    `checkpoint=<what>` as the key that holds it, tags marked as new keys, and Hydra's own flags
+    after the overrides.
 
     Hydra would read `precision=16` as a number and die of it, in single runs and in sweeps; and
     its parser takes overrides in one piece only, so that `model=vit -m seed=0,1` would not parse.
@@ -29,7 +30,7 @@ def rewrite(argv: Sequence[str]) -> list[str]:
     while rest:
         text = rest.pop(0)
         if not text.startswith("-"):
-            overrides.append(_checkpoint(_option(text)))
+            overrides.append(_tag(_checkpoint(_option(text))))
             continue
         flags.append(text)
         if text in _VALUED and rest and "=" not in rest[0]:
@@ -57,6 +58,11 @@ def _checkpoint(text: str) -> str:
     if "'" not in value and Path(value).exists():  # it may hold what Hydra's grammar does not take
         value = f"'{value}'"
     return f"checkpoint.path={value}"
+
+
+def _tag(text: str) -> str:
+    """Tags have names of their own, which Hydra takes with a mark only."""
+    return f"++{text}" if text.startswith("tracking.tags.") else text
 
 
 def config_dir(argv: Sequence[str]) -> Path | None:

@@ -25,7 +25,7 @@ from runner.errors import RunnerError, Unavailable
 from runner.explain import explain
 from runner.secrets import hide
 from runner.spec import Origin
-from runner.usage import usage
+from runner.usage import COMMAND_HELP, usage
 
 if TYPE_CHECKING:
     from runner.result import RunResult
@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))  # a console script lacks it; `python -m runner` has it
     if argv and argv[0] in COMMANDS:
+        if {"--help", "-h"} & set(argv):
+            print(COMMAND_HELP[argv[0]])
+            return 0
         return COMMANDS[argv[0]](argv[1:])
     argv = rewrite(argv)
     if {"--help", "-h"} & set(argv):

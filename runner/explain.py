@@ -1,5 +1,6 @@
 """Hydra's and OmegaConf's complaints in our form: what you gave, what is allowed, what to type."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -25,7 +26,7 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
-        return f"{error.override} is not an override. Type key=value; {_first_line(error)}"
+        return _unparsed(str(error.override), error)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return _unknown_key(cause, argv)
@@ -39,6 +40,16 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
             "hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
         )
     return str(error).strip()
+
+
+def _unparsed(override: str, error: Exception) -> str:
+    key, _, value = override.partition("=")
+    if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
+        return (
+            f"{override} holds characters that Hydra's grammar wants quoted. Type "
+            f"\"{key}='{value}'\"."
+        )
+    return f"{override} is not an override. Type key=value; {_first_line(error)}"
 
 
 def _wrong_value(error: ValidationError, argv: Sequence[str]) -> str:

@@ -157,6 +157,16 @@ class RunSpec:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
 
 
+def short(override: str) -> str:
+    """An override as labels show it: a number that a search drew with four significant digits."""
+    key, mark, value = override.partition("=")
+    try:
+        rounded = f"{float(value):.4g}"
+    except ValueError:
+        return override
+    return f"{key}{mark}{rounded}" if len(value) > len(rounded) + 2 else override
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a spec came from.
@@ -194,7 +204,8 @@ class Origin:
         """What a run is called: in a sweep what was swept, else precision, model and data."""
         name = str(spec.precision.get("name", self.chosen("precision", spec.precision)))
         if self.sweep:
-            return " ".join([name, *(t for t in self.swept if not t.startswith("precision="))])
+            others = (short(t) for t in self.swept if not t.startswith("precision="))
+            return " ".join([name, *others])
         return f"{name} {self.chosen('model', spec.model)} {self.chosen('data', spec.data)}"
 
     def group(self, spec: RunSpec) -> str:

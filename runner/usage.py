@@ -22,6 +22,20 @@ Options (group=option):
 Keys (key=value) and their values, as `--cfg job` prints them; `--hydra-help` tells of more flags:
 """
 
+COMMAND_HELP = {
+    "doctor": """python -m runner doctor
+
+Every precision on this machine: whether it runs, why not, what to install.""",
+    "report": """python -m runner report [sweep folder, parent run id or sweep id] [keys]
+
+Rebuilds the report of a sweep, of the newest one without a name, from its folder or from MLflow.
+Keys: tracking.uri=<store>, tracking.experiment=<name>.""",
+    "ui": """python -m runner ui [keys]
+
+Starts MLflow's pages on 127.0.0.1, on the store that runs log to, and prints the dashboards' URLs.
+Keys: tracking.uri=<store>, tracking.experiment=<name>, port=<number>.""",
+}
+
 
 def usage(argv: Sequence[str]) -> str:
     """The help text up to the config's keys; lists the user's own --config-dir, too."""

@@ -38,6 +38,12 @@ def test_all_else_stays(text):
     assert rewrite([text]) == [text]
 
 
+def test_tags_need_no_mark():
+    assert rewrite(["tracking.tags.team=x", "+tracking.tags.a=1"]) == [
+        "++tracking.tags.team=x", "+tracking.tags.a=1",
+    ]  # fmt: skip
+
+
 def test_checkpoint_is_short_for_its_path(tmp_path):
     assert rewrite(["checkpoint=ab12"]) == ["checkpoint.path=ab12"]
     assert rewrite(["checkpoint=a,b"]) == ["checkpoint.path=a,b"]  # a sweep

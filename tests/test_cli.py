@@ -81,6 +81,12 @@ def test_questions_to_hydra_are_answered(main, argv):
     assert not Path("outputs").exists()
 
 
+@pytest.mark.parametrize("command", ["doctor", "report", "ui"])
+def test_each_command_has_its_help(main, command):
+    status, out, _ = main(command, "--help")
+    assert (status, out.splitlines()[0].split()[:4]) == (0, ["python", "-m", "runner", command])
+
+
 def test_help_lists_the_choices_and_the_commands(main):
     text = main("--help").stdout
     for part in ("16-mixed", "resnet", "doctor", "report", "mode=plan", "max_steps"):

@@ -82,6 +82,12 @@ def test_what_is_no_override(told, typed):
     assert told(typed).startswith(f"{typed} is not an override. Type key=value")
 
 
+@pytest.mark.parametrize("typed", ["tracking.run_name=größe", "tracking.run_name=<b>", "a=b)"])
+def test_a_value_that_wants_quotes(told, typed):
+    key, _, value = typed.partition("=")
+    assert told(typed).endswith(f"Type \"{key}='{value}'\".")
+
+
 def test_the_operating_systems_refusal():
     text = explain(PermissionError(13, "Permission denied", "/ro/outputs"), [])
     assert text.startswith("/ro/outputs: Permission denied.")

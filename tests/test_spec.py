@@ -77,3 +77,5 @@ def test_labels():
     assert Origin({"data": "digits"}).label(spec) == "16-mixed Net digits"
     job = Origin(swept=("precision=16-mixed", "seed=1"), sweep="abc")
     assert job.label(spec) == "16-mixed seed=1"
+    found = Origin(sweep="s", swept=("optimizer.lr=0.006431172050131994", "data.x=0.12", "a=b"))
+    assert found.label(spec) == "16-mixed optimizer.lr=0.006431 data.x=0.12 a=b"
