@@ -5,7 +5,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,30 +58,34 @@ def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path
         folder: where model.pt2 is written; made if need be.
 
     Raises:
-        ExportError: it cannot be traced, saved or loaded, or the program computes otherwise.
+        ExportError: it cannot be run, traced, saved or loaded, or the program computes otherwise.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    example = _rows(example)
     path = folder / FILE
-    with _evaluating(model, precision, example.device), quiet():
-        live = _Evaluated(model, precision, example.device)(example)
-        _refuse_lstm(model, precision, example.device)
-        try:
+    with _refusing(path):
+        example = _rows(example)
+        with _evaluating(model, precision, example.device), quiet():
+            live = _Evaluated(model, precision, example.device)(example)
+            _refuse_lstm(model, precision, example.device)
             plain = portable(model)
             program = _trace(_Evaluated(plain, precision, CPU), example.to(CPU))
             folder.mkdir(parents=True, exist_ok=True)
             torch.export.save(program, path)
             loaded = torch.export.load(path).module()
-        except Exception as error:
-            path.unlink(missing_ok=True)
-            raise ExportError(_line(error)) from error
-    try:
         facts = _facts(example, live)
         _compare(loaded, example, live, _tolerance(plain, precision, example.device))
-    except ExportError:
-        path.unlink()
-        raise
-    return Exported(path, facts)
+        return Exported(path, facts)
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Whatever goes wrong inside becomes an ExportError and leaves no file."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(OSError):
+            path.unlink()
+        raise ExportError(line(error)) from error
 
 
 class _Evaluated(nn.Module):
@@ -183,11 +187,12 @@ def _compare(loaded: Any, example: Tensor, live: Any, tolerance: float) -> None:
             found = loaded(example.to(CPU))
             single = loaded(example[:1].to(CPU))
         except Exception as error:
-            raise ExportError(f"the program does not run: {_line(error)}") from error
+            raise ExportError(f"the program does not run: {line(error)}") from error
     wanted, made = _leaves(live), _leaves(found)
     if [t.shape for t in wanted] != [t.shape for t in made]:
         raise ExportError("the program's outputs have other shapes than the model's")
-    error = max((_distance(a, b) for a, b in zip(wanted, made, strict=True)), default=0.0)
+    distances = [_distance(a, b) for a, b in zip(wanted, made, strict=True)]
+    error = np.max(distances, initial=0.0)  # NaN if any is
     if not error <= tolerance:
         raise ExportError(
             f"the program's outputs differ from the model's by {error:.2g} of their size, more "
@@ -239,7 +244,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _line(error: BaseException) -> str:
-    """The first line that says something, with the kind of error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def line(error: Exception) -> str:
+    """The first line that says something, with the kind of error; an ExportError speaks for
+    itself."""
+    if isinstance(error, ExportError):
+        return str(error)
+    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

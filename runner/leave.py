@@ -6,7 +6,7 @@ from runner import artifacts
 from runner.data import fingerprint
 from runner.data.base import Splits
 from runner.data.loading import Loader
-from runner.export import ExportError, export
+from runner.export import export, line
 from runner.observers.tally import Tally
 from runner.precision.probe import DtypeProbe
 from runner.state import TrainState
@@ -45,10 +45,10 @@ def leave_model(this: "Run", state: TrainState, loader: Loader) -> None:
     """The trained model for MLflow. One that cannot be exported costs no run its end."""
     if not this.tracker.takes_models or this.signals.requested():
         return
-    inputs, _ = next(loader.epoch(0))
     try:
+        inputs, _ = next(loader.epoch(0))
         made = export(state.plain_model, this.precision, inputs, this.out / "model")
-    except ExportError as error:
-        this.say(f"The model is not in MLflow, its checkpoint has the weights: {error}.")
+    except Exception as error:
+        this.say(f"The model is not in MLflow, its checkpoint has the weights: {line(error)}.")
         return
     this.tracker.model(made.path.parent, {**made.facts, "step": state.step})

@@ -1,11 +1,16 @@
-"""What MLflow's pages say of a run in words: the command, the results, what was converted."""
+"""What MLflow's pages say of a run in words: the command, the results, what was converted; and
+the Markdown in which no text of a user's is markup."""
 
+import html
 import re
 import shlex
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from runner.precision.base import ConversionReport
 from runner.result import RunResult, number, rows
+
+if TYPE_CHECKING:
+    from runner.precision.base import ConversionReport
 
 
 def begun(command: Sequence[str]) -> str:
@@ -17,35 +22,42 @@ def begun(command: Sequence[str]) -> str:
     return f"Runs, or was cut off.\n\n{typed(command)}"
 
 
-def ended(command: Sequence[str], result: RunResult, report: ConversionReport) -> str:
+def ended(command: Sequence[str], result: RunResult, report: "ConversionReport") -> str:
     """The note of a run that finished."""
     metrics = ", ".join(f"{name} {number(value)}" for name, value in result.metrics.items())
     lines = [(name, text) for name, text in rows(result) if name not in result.metrics]
-    table = ["| | |", "|---|---|", *(f"| {cell(name)} | {cell(text)} |" for name, text in lines)]
-    return "\n\n".join([f"**{metrics}**", typed(command), "\n".join(table), *converted(report)])
+    table = ["| | |", "|---|---|", *(f"| {md(name)} | {md(text)} |" for name, text in lines)]
+    return "\n\n".join([f"**{md(metrics)}**", typed(command), "\n".join(table), *converted(report)])
 
 
 def broken(command: Sequence[str], status: str, error: str) -> str:
     """The note of a run that failed or was stopped."""
-    return f"**{status}**: {cell(error)}\n\n{typed(command)}"
+    return f"**{status}**: {md(error)}\n\n{typed(command)}"
 
 
-def converted(report: ConversionReport) -> list[str]:
+def converted(report: "ConversionReport") -> list[str]:
     """What became of the layers, a list in Markdown; nothing where none was looked at."""
-    lines = [cell(line.strip()) for line in report.lines()]
+    lines = [md(line) for line in report.lines()]
     return ["\n".join(f"- {line}" for line in lines)] if lines else []
 
 
 def typed(command: Sequence[str]) -> str:
     """A command to copy, as inline code: a block of code that does not wrap would push the rest of
-    MLflow's page aside. No text in it can end it."""
-    text = " ".join(shlex.join(command).split("\n"))
-    fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
-    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
+    MLflow's page aside."""
+    return code(shlex.join(command))
 
 
-def cell(text: str) -> str:
-    """Text in a line of Markdown, where neither HTML nor a table's bars have a meaning."""
-    for sign, safe in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("\n", " ")):
-        text = text.replace(sign, safe)
-    return text
+def md(text: str) -> str:
+    """Text on one line in which nothing is markup: no tag, link, picture, emphasis or column."""
+    flat = html.escape(" ".join(text.split()), quote=False)
+    flat = re.sub(r"([\\`*|~$])", r"\\\1", flat)
+    flat = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", flat)
+    return re.sub(r"\](?=[(\[:])", r"\\]", flat)
+
+
+def code(text: str) -> str:
+    """As inline code, fenced by more backticks than it holds. A pipe stays: not for tables."""
+    flat = " ".join(text.split())
+    fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
+    gap = " " if len(fence) > 1 else ""
+    return f"{fence}{gap}{flat}{gap}{fence}"

@@ -1,6 +1,7 @@
 """What a run came to, as numbers and as a table."""
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -16,6 +17,7 @@ from runner.secrets import hide
 from runner.tracking.uri import resolve_experiment, resolve_uri
 
 FILE = "result.json"
+LOSS = "val/loss"
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,27 @@ class RunResult:
         """What a sweeper optimises: the last value of the quality, NaN without one."""
         return self.metrics.get(self.quality, float("nan"))
 
+    @property
+    def outcome(self) -> str:
+        """The status; "diverged" where it finished and its quality or its loss is not finite: an
+        accuracy stays a number when the loss is none."""
+        told = [self.metrics.get(self.quality), self.metrics.get(LOSS)]
+        known = [v for v in told if v is not None] or [self.train_loss or 0.0]
+        gone = self.status == "finished" and not all(map(math.isfinite, known))
+        return "diverged" if gone else self.status
+
+    @property
+    def settings(self) -> str:
+        """What was swept beside precision and seed."""
+        return (self.group or self.label).removeprefix(self.precision).strip()
+
     def write(self, folder: Path) -> Path:
-        """Writes `result.json` into the folder, which is created; returns its path."""
+        """Writes `result.json` into the folder, which is created; returns its path. Who reads it
+        meanwhile finds the whole of it or what was there before."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(hide(json.dumps(asdict(self), indent=2)) + "\n")
-        return folder / FILE
+        aside = (folder / FILE).with_suffix(".partial")
+        aside.write_text(hide(json.dumps(asdict(self), indent=2)) + "\n")
+        return aside.replace(folder / FILE)
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult":
@@ -107,7 +125,9 @@ def plain_console() -> Console:
 
 def show(console: Console, result: RunResult) -> None:
     """The summary of one run."""
-    table = Table(title=f"{result.label}  {result.status}", title_justify="left", show_header=False)
+    table = Table(
+        title=f"{result.label}  {result.outcome}", title_justify="left", show_header=False
+    )
     for name, text in rows(result):
         table.add_row(name, text)
     console.print(table)
@@ -124,8 +144,8 @@ def rows(result: RunResult) -> list[tuple[str, str]]:
         ("peak memory", f"{number(result.peak_memory_mib)} MiB"),
     ]
     for name in reversed(list(result.as_trained)):
-        if change := _change(name, result):
-            text = f"{number(result.as_trained[name])} in {result.trained_in}; change {change}"
+        if gap := _change(name, result):
+            text = f"{number(result.as_trained[name])} in {result.trained_in}; change {gap}"
             lines.insert(list(result.metrics).index(name) + 1, ("  as trained", text))
     if result.converted:
         lines.append(("converted layers", result.converted))
@@ -207,7 +227,7 @@ def columns(results: Sequence[RunResult]) -> list[Column]:
     on_cpu = any("threads)" in r.device for r in results)
     every: list[Column] = [
         ("job", lambda r: r.label),
-        ("status", lambda r: r.status),
+        ("status", lambda r: r.outcome),
         (quality, lambda r: number(r.metrics.get(r.quality))),
         ("change", lambda r: _change(r.quality, r, results)),
         ("loss", lambda r: number(r.metrics.get(LOSS)) if evaluated and quality != LOSS else ""),
@@ -225,17 +245,29 @@ def columns(results: Sequence[RunResult]) -> list[Column]:
     return [(name, cell) for name, cell in every if any(map(cell, results))]
 
 
-LOSS = "val/loss"
+def shared(settings: str) -> str:
+    """Settings without precision.<key>=..., which belongs to a precision: what it is compared with
+    need not share it."""
+    words = settings.split()
+    return " ".join(word for word in words if not word.lstrip("+~").startswith("precision."))
+
+
+def change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> float | None:
+    """Of a metric, against what the checkpoint reached in its own precision: as it noted itself,
+    or as a job of the same sweep with the same settings found on the same device."""
+    own = {
+        r.settings: r.metrics
+        for r in reversed(others)
+        if r.precision == r.trained_in == result.trained_in and r.device == result.device
+    }
+    found = own.get(result.settings) or own.get(shared(result.settings), {})
+    before, after = (result.as_trained or found).get(name), result.metrics.get(name)
+    return None if before is None or after is None else after - before
 
 
 def _change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> str:
-    """Of a metric, against what the checkpoint reached in its own precision: as it noted itself,
-    or as a job of the same sweep found."""
-    own = [r.metrics for r in others if r.trained_in and r.precision == r.trained_in]
-    before = (result.as_trained or (own[0] if own else {})).get(name)
-    if before is None or name not in result.metrics:
-        return ""
-    return f"{result.metrics[name] - before:+.4g}"
+    gap = change(name, result, others)
+    return "" if gap is None else f"{gap:+.4g}"
 
 
 def sweep_table(results: Sequence[RunResult]) -> Table:

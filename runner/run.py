@@ -74,6 +74,8 @@ def run(
 def _tracked(this: Run) -> Iterator[None]:
     """The run in the tracking store, whose status says what really happened."""
     tracker = this.tracker
+    if this.origin.sweep is None:
+        tracker.check_sweep()
     tracker.open(_info(this))
     try:
         tracker.note(notes.begun(this.origin.command))

@@ -12,15 +12,15 @@ from rich.console import Console
 
 from runner import notes
 from runner.artifacts import now_ms
-from runner.config import instantiate
+from runner.build import build_group
 from runner.errors import RunnerError
-from runner.report.command import store_report
+from runner.report.command import joined, store_report
 from runner.report.compare import compare
-from runner.report.conclusion import conclusion
+from runner.report.conclusion import conclusion, names
 from runner.report.data import SweepData
 from runner.report.gather import JOBS, MANIFEST, from_folder, write_jobs
 from runner.report.pages import summary_markdown, write_report
-from runner.result import page, plain_console, sweep_table, ui_command
+from runner.result import RunResult, page, plain_console, sweep_table, ui_command
 from runner.secrets import hide
 from runner.tracking.base import RunInfo, Status, Tracker
 
@@ -34,19 +34,21 @@ class Sweep:
 
     def __init__(self, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any]) -> None:
         self.folder, self.began_ms = folder, now_ms()
-        joined = tracking.get("sweep")
-        self.id = str(joined or uuid4().hex[:12])
+        begun = tracking.get("sweep")
+        self.id = str(begun or uuid4().hex[:12])
         folder.mkdir(parents=True, exist_ok=True)
         self.command = ["python", "-m", "runner", *sys.argv[1:]]
         manifest = {"id": self.id, "overrides": list(overrides), "command": self.command}
         (folder / MANIFEST).write_text(hide(json.dumps(manifest, indent=2)) + "\n")
-        self.tracker: Tracker = instantiate(tracking)
-        self.joins = joined is not None and self.tracker.takes_runs
-        if not self.joins:
+        self.tracker: Tracker = build_group("tracking", tracking)
+        self.joins = begun is not None and self.tracker.takes_runs
+        if self.joins:
+            self.tracker.check_sweep()
+        else:
             self._open(overrides)
 
     def _open(self, overrides: Sequence[str]) -> None:
-        name = f"sweep {' '.join(overrides)}"[:250]
+        name = hide(f"sweep {' '.join(overrides)}")[:250]
         command = shlex.join(self.command)
         tags = {"sweep_id": self.id, "output_dir": str(self.folder), "command": command}
         self.tracker.open(RunInfo(self.folder, {}, tags, name=name, sweep=self.id, role="sweep"))
@@ -58,7 +60,8 @@ class Sweep:
         cls.current = cls(folder, overrides, tracking)
 
     def end(self, status: int) -> int:
-        """Print the table, leave the report with the parent run and close it.
+        """Print the table, leave the report with the parent run, close it and print the verdict
+        over the jobs of all machines.
 
         Returns:
             0 when every job finished; 1 when any failed; 2 when none failed and this machine lacks
@@ -73,49 +76,58 @@ class Sweep:
             status = 1
         word: Status = "KILLED" if status > 128 else "FAILED" if status or bad else "FINISHED"
         if results:
-            self._show(console, data)
-        self._store(console, data)
+            self._show(console, results)
+        jobs = self._store(data)
         error = f"{len(bad)} of {len(results)} jobs did not finish." if bad else None
         self.tracker.close(word, error)
-        self._say_where(console)
+        whole = self._whole(console, data, jobs) if jobs else data
+        if whole.jobs:
+            told = compare([job.result for job in whole.jobs])
+            console.print(conclusion(told, whole.stopped))
+        self._say_where(console, results)
         return status or (1 if bad else 2 if lacking else 0)
 
-    def _show(self, console: Console, data: SweepData) -> None:
-        results = [job.result for job in data.jobs]
+    def _show(self, console: Console, results: Sequence[RunResult]) -> None:
         console.print()
         console.print(sweep_table(results))
+        errors: dict[str, list[str]] = {}
         for result in results:
             if result.error:
-                console.print(f"{result.label}: {result.error}", markup=False)
-        console.print(conclusion(compare(results), data.stopped))
+                errors.setdefault(result.error, []).append(result.label)
+        for error, labels in errors.items():
+            console.print(f"{names(labels)}: {error}", markup=False)
 
-    def _store(self, console: Console, data: SweepData) -> None:
-        """The report, in the folder and with the parent run."""
+    def _store(self, data: SweepData) -> Path | None:
+        """The report over the jobs that ran here, in the folder and, of a sweep that began here,
+        with the parent run; the file of their results."""
         if not data.jobs:
-            return
+            return None
         paths, jobs = write_report(data, self.folder), write_jobs(self.folder, data, self.began_ms)
-        if self.joins:
-            self._join(console, jobs)
-            return
-        self.tracker.artifact(jobs, JOBS)
-        for path in paths:
-            self.tracker.artifact(path)
-        self.tracker.note(summary_markdown(data))
+        if not self.joins:
+            self.tracker.artifact(jobs, JOBS)
+            for path in paths:
+                self.tracker.artifact(path)
+            self.tracker.note(summary_markdown(data))
+        return jobs
 
-    def _join(self, console: Console, jobs: Path) -> None:
-        uri = getattr(self.tracker, "uri", "")
+    def _whole(self, console: Console, data: SweepData, jobs: Path) -> SweepData:
+        """The sweep with the jobs of other machines, whose report then replaces that of ours."""
+        uri, parent = getattr(self.tracker, "uri", ""), self.tracker.run_id
         try:
-            store_report(uri, self.id, self.folder, jobs)
+            if self.joins or (parent and joined(uri, parent, jobs.name)):
+                return store_report(uri, parent or self.id, self.folder, jobs)[1]
         except RunnerError as error:
-            console.print(f"warning: the report of sweep {self.id} is not made anew: {error}")
+            console.print(f"warning: the report tells of the jobs that ran here only: {error}")
+        return data
 
-    def _say_where(self, console: Console) -> None:
+    def _say_where(self, console: Console, results: Sequence[RunResult]) -> None:
         uri = hide(getattr(self.tracker, "uri", ""))
         if self.tracker.run_id:
             command = ui_command(uri, getattr(self.tracker, "experiment", ""))
             console.print(f"MLflow: parent run {self.tracker.run_id}; to see it: {command}")
-        if self.tracker.dashboard:
-            console.print(f"dashboard: {page(uri, self.tracker.dashboard)}", soft_wrap=True)
+        told = [self.tracker.dashboard, *(result.dashboard for result in results)]
+        if path := next(filter(None, told), None):
+            console.print(f"dashboard: {page(uri, path)}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
 
 

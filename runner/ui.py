@@ -9,7 +9,7 @@ import webbrowser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runner.errors import ConfigError, TrackingError
+from runner.errors import ConfigError, RunnerError
 from runner.secrets import hide
 from runner.tracking.uri import resolve_experiment, resolve_uri
 
@@ -34,8 +34,8 @@ def ui(argv: Sequence[str]) -> int:
     base = hide(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
     print(f"store: {hide(uri)}")
     try:
-        found = dict(pages(uri, base, name))
-    except TrackingError as error:
+        found = dict(pages(uri, base, name, make="tracking.uri" not in given))
+    except RunnerError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     for what, url in found.items():
@@ -77,16 +77,23 @@ def _browse(url: str) -> None:
         webbrowser.open(url)
 
 
-def pages(uri: str, base: str, experiment: str) -> Iterator[tuple[str, str]]:
+def pages(uri: str, base: str, experiment: str, make: bool = True) -> Iterator[tuple[str, str]]:
     """What there is to see, and its URL: the newest sweep's dashboard, the experiment's, its plain
     runs page; the front page of a store that has no such experiment.
 
+    Args:
+        uri: the store.
+        base: address of its server.
+        experiment: by name.
+        make: a SQLite file that is not there yet is made.
+
     Raises:
+        ConfigError: it is not there, and not to be made.
         TrackingError: the store does not answer.
     """
     from runner.tracking.reader import Reader
 
-    for what, path in Reader(uri).pages(experiment):
+    for what, path in Reader(uri, make).pages(experiment):
         yield what, f"{base}{path}"
 
 
@@ -103,8 +110,10 @@ def _arguments(argv: Sequence[str]) -> dict[str, str]:
 
 def _port(text: str | None) -> int:
     """The port that was asked for, or the first free one."""
-    if text is not None and not text.isdigit():
-        raise ConfigError(f"port={text} is not a number. Type for example port={FIRST_PORT}.")
+    if text is not None and not (text.isdecimal() and 0 < int(text) < 2**16):
+        raise ConfigError(
+            f"port={text} is no port. Allowed: 1 to 65535. Type for example port={FIRST_PORT}."
+        )
     for port in [int(text)] if text else range(FIRST_PORT, LAST_PORT):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -36,7 +36,13 @@ def test_help_lists_options_of_the_user_too(main, tmp_path):
 
 
 def test_ui_refuses_what_it_does_not_know(main):
-    for argv in (["prt=5"], ["port=abc"], ["tracking.uri=nonsense://x"]):
+    for argv in (
+        ["prt=5"],
+        ["port=abc"],
+        ["port=0"],
+        ["port=99999"],
+        ["tracking.uri=nonsense://x"],
+    ):
         done = main("ui", *argv)
         assert done.rc == 2
         assert done.stderr.startswith("error: ")
@@ -57,4 +63,4 @@ def test_pages_of_a_store_with_a_sweep(main, tmp_path):
     assert f"viewStateShareKey=precision-runner-{sweep_id}&" in found["newest sweep"]
     assert {f"mlflow.sharedViewState.precision-runner-{sweep_id}",
             "mlflow.sharedViewState.precision-runner"} < {key for (key,) in rows}  # fmt: skip
-    assert dict(pages(uri, "http://h", "another")) == {"store": "http://h"}
+    assert dict(pages(uri, "http://h", "another")) == {"no experiment 'another' yet": "http://h"}

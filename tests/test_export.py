@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from runner.build import build_group
 from runner.export import ExportError, export
+from runner.leave import leave_model
 from runner.model import build_model
 from runner.precision.mixed import MixedPrecision
 from runner.precision.true import TruePrecision
@@ -181,10 +183,28 @@ class Mean(nn.Module):
         return x.mean()
 
 
+class Batched(nn.Module):
+    def forward(self, x):
+        return x.view(64, 3)
+
+
+class Second(nn.Module):
+    """Its second output is NaN in the program alone."""
+
+    calls = itertools.count()
+
+    def forward(self, x):
+        return x + 1, x * (torch.nan if next(self.calls) else 1.0)
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [(Branches, "data-dependent"), (Counts, "differ"), (Fixed, "rows"), (Mean, "batch dimension")],
-)
+    [
+        (Branches, "data-dependent"), (Counts, "differ"), (Fixed, "rows"),
+        (Mean, "batch dimension"), (Batched, r"RuntimeError: shape '\[64, 3\]'"),
+        (Second, "differ from the model's by nan"),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_exported_says_why_and_leaves_no_file(tmp_path, kind, why):
     precision = MixedPrecision("bf16-mixed", "bfloat16")
     with pytest.raises(ExportError, match=why) as caught:
@@ -233,3 +253,48 @@ def test_a_diverged_model_is_exported_too(tmp_path):
     with torch.no_grad():
         model.weight[0] = torch.nan
     assert export(model, TruePrecision("32-true", "float32"), torch.ones(2, 3), tmp_path).path
+
+
+PICKY = """
+from torch import nn
+
+
+class Picky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x):
+        if len(x) == 4:
+            raise %s("four\\nrows")
+        return self.layer(x.flatten(1))
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
+@pytest.mark.parametrize("error", ["RuntimeError", "KeyboardInterrupt"])
+def test_a_model_that_cannot_be_exported_costs_no_run_its_end(main, tmp_path, error):
+    name = f"picky_{error.lower()}"
+    (tmp_path / f"{name}.py").write_text(PICKY % error)
+    done = main("model=mlp", f"model._target_={name}.Picky", "~model.input_shape",
+                "~model.classes", "~model.hidden", "train.max_steps=2")  # fmt: skip
+    if error == "KeyboardInterrupt":
+        assert done.rc == 130
+        return
+    assert done.rc == 0, done.stderr
+    assert "not in MLflow, its checkpoint has the weights: RuntimeError: four." in done.stdout
+
+
+def test_a_loader_that_breaks_costs_no_run_its_end():
+    told = []
+
+    class Loader:
+        def epoch(self, number):
+            raise OSError("the data are gone")
+
+    tracker = SimpleNamespace(takes_models=True)
+    signals = SimpleNamespace(requested=lambda: False)
+    leave_model(SimpleNamespace(tracker=tracker, signals=signals, say=told.append), None, Loader())
+    assert told == [
+        "The model is not in MLflow, its checkpoint has the weights: OSError: the data are gone."
+    ]

@@ -18,7 +18,7 @@ def test_the_note_begins_with_what_came_out():
     note = notes.ended(COMMAND, DONE, report)
     assert note.startswith("**val/loss 0.5, val/accuracy 0.91**\n\n`python -m runner ")
     assert "| best val/accuracy | 0.93 |" in note
-    assert "- skipped head (Linear): ignored \\| &lt;b>" in note
+    assert "- skipped head (Linear): ignored \\| &lt;b&gt;" in note
 
 
 def test_the_command_can_be_copied():
@@ -38,4 +38,9 @@ def test_no_text_ends_the_code(text):
 
 def test_an_error_cannot_add_lines_or_tags():
     note = notes.broken(COMMAND, "FAILED", "a\n# b <img src=x>")
-    assert note.startswith("**FAILED**: a # b &lt;img src=x>\n\n`python")
+    assert note.startswith("**FAILED**: a # b &lt;img src=x&gt;\n\n`python")
+
+
+def test_an_error_is_no_markup():
+    note = notes.broken(COMMAND, "FAILED", "Net.__init__() takes [x](http://y) `z`, **k")
+    assert note.startswith(r"**FAILED**: Net.\_\_init\_\_() takes [x\](http://y) \`z\`, \*\*k")

@@ -44,6 +44,19 @@ def test_it_reads_back(tmp_path):
     assert replace(back, overrides=tuple(back.overrides)) == DONE
 
 
+def test_what_was_there_before_stays_until_all_is_written(tmp_path, monkeypatch):
+    DONE.write(tmp_path)
+
+    def cut_off(path, text):
+        path.open("w").close()
+        raise OSError
+
+    monkeypatch.setattr("pathlib.Path.write_text", cut_off)
+    with pytest.raises(OSError):
+        FAILED.write(tmp_path)
+    assert RunResult.read(tmp_path).label == DONE.label
+
+
 def test_what_is_not_finite_reads_back(tmp_path):
     replace(DONE, train_loss=math.inf, metrics={"val/accuracy": math.nan}).write(tmp_path)
     back = RunResult.read(tmp_path)

@@ -6,10 +6,12 @@ from typing import Any
 from runner.observers.base import Observer
 from runner.records import EvalRecord, StepRecord, Steps
 
+LEAST_MS = 250.0  # what is shorter measures the machine's moods
+
 
 class Tally(Observer):
-    """Totals over all records; rates leave the first block out, where kernels warm up, and of a
-    run with one block the first step."""
+    """Totals over all records. The rate leaves the first block out, where kernels warm up, and of
+    a run with one block the first step; None where less than LEAST_MS is left."""
 
     def __init__(self, quality: str, direction: str) -> None:
         self.quality, self.better = quality, max if direction == "max" else min
@@ -48,14 +50,14 @@ class Tally(Observer):
 
     def summary(self) -> dict[str, Any]:
         """Numbers of the run's result."""
-        last = self.last
+        last, ms = self.last, self._milliseconds
         return {
             "metrics": self.metrics,
             "best": self.best,
             "steps": last.step if last else 0,
             "train_loss": last.loss if last else None,
-            "examples_per_second": self._examples / self._milliseconds * 1e3 if last else None,
-            "step_ms": self._milliseconds / self._steps if last else None,
+            "examples_per_second": self._examples / ms * 1e3 if ms >= LEAST_MS else None,
+            "step_ms": ms / self._steps if last else None,
             "skipped_steps": last.skipped_steps if last else None,
             "loss_scale": last.loss_scale if last else None,
             "stagnant_share": self.stagnant,

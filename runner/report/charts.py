@@ -131,10 +131,11 @@ def _timed(job: Job) -> bool:
     return job.result.status == "finished" and bool(job.result.examples_per_second)
 
 
-def _curves(jobs: Sequence[Job], key: str) -> Iterator[tuple[Job, Points]]:
-    for job in jobs:
-        if key in job.curves and job.curves[key].shape[-1]:
-            yield job, points(job.curves[key])
+def _curves(jobs: Sequence[Job], *keys: str) -> Iterator[tuple[Job, Points]]:
+    for job in jobs:  # of each the first of these that it has
+        found = [job.curves[key] for key in keys if key in job.curves]
+        if kept := [curve for curve in found if curve.shape[-1]]:
+            yield job, points(kept[0])
 
 
 def _thin(jobs: Sequence[Job]) -> float:
@@ -196,7 +197,7 @@ def _finish(axes: "Axes", title: str, found: Sequence[tuple[str, Points]], log: 
 
 
 def _scale(axes: "Axes | None", jobs: Sequence[Job], look: Mapping[str, Style]) -> bool:
-    found = list(_curves(jobs, "loss_scale/value"))
+    found = list(_curves(jobs, "loss_scale/value", "loss_scale/changes"))
     if axes is None or not found:
         return bool(found)
     positive = False
@@ -206,9 +207,10 @@ def _scale(axes: "Axes | None", jobs: Sequence[Job], look: Mapping[str, Style]) 
         positive = positive or bool((y > 0).any())
         axes.plot(x, y, color=colour, ls=dash, lw=1.1, drawstyle="steps-post")
         for _, (at, flags) in _curves([job], "loss_scale/overflow"):
-            where = np.isin(steps, at[flags > 0])
-            thin = max(1, math.ceil(where.sum() / BUCKETS))
-            axes.plot(steps[where][::thin], values[where][::thin], "x", color=colour, ms=4, mew=0.9)
+            hit = at[flags > 0]
+            hit = hit[:: max(1, math.ceil(len(hit) / BUCKETS))]
+            height = values[np.searchsorted(steps[1:], hit, "right")]
+            axes.plot(hit, height, "x", color=colour, ms=4, mew=0.9)
     if positive:
         axes.set_yscale("log", base=2)
     _title(axes, "loss scale (×: overflow, step skipped)")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.errors import ConfigError, RunnerError
+from runner.report.data import SweepData
 from runner.report.gather import JOBS, MANIFEST, from_folder, from_store
 from runner.report.pages import summary_markdown, write_report
 from runner.secrets import hide
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
 def rebuild(argv: Sequence[str]) -> int:
     """`runner report [sweep folder, parent run id or sweep id] [tracking.uri=...]`; the newest
-    sweep where none is given. What is made from MLflow is stored there again, too."""
+    sweep where none is given: of the store or experiment that is, else of outputs/sweeps. What is
+    made from MLflow is stored there again, too."""
     try:
         where, uri, experiment = _arguments(argv)
         if where is not None and Path(where).exists():
             paths = write_report(from_folder(_folder(Path(where))), Path(where))
-        elif where is None and (newest := _newest_folder()):
+        elif not argv and (newest := _newest_folder()):
             paths = write_report(from_folder(newest), newest)
         else:
             paths = _from_store(where, uri, experiment)
@@ -36,7 +38,9 @@ def rebuild(argv: Sequence[str]) -> int:
     return 0
 
 
-def store_report(uri: str, sweep_id: str, folder: Path, jobs: Path | None = None) -> list[Path]:
+def store_report(
+    uri: str, sweep_id: str, folder: Path, jobs: Path | None = None
+) -> tuple[list[Path], SweepData]:
     """Make the report of a sweep from MLflow alone and keep it with its parent run, too.
 
     Args:
@@ -44,6 +48,9 @@ def store_report(uri: str, sweep_id: str, folder: Path, jobs: Path | None = None
         sweep_id: of the sweep, or its parent run's id.
         folder: where the files are written.
         jobs: results to add to the parent run first.
+
+    Returns:
+        The files written, and what they tell of.
 
     Raises:
         ConfigError: there is no such sweep.
@@ -60,7 +67,18 @@ def store_report(uri: str, sweep_id: str, folder: Path, jobs: Path | None = None
     for path in paths:
         reader.add(parent.run_id, path)
     reader.tag(parent.run_id, NOTE_TAG, summary_markdown(data))
-    return paths
+    return paths, data
+
+
+def joined(uri: str, run_id: str, own: str) -> bool:
+    """Whether this parent run holds results of other processes than the one whose file is `own`.
+
+    Raises:
+        TrackingError: the store does not answer.
+    """
+    from runner.tracking.reader import Reader
+
+    return any(Path(path).name != own for path in Reader(uri).artifacts(run_id, JOBS))
 
 
 def _from_store(where: str | None, uri: str | None, experiment: str | None) -> list[Path]:
@@ -72,11 +90,11 @@ def _from_store(where: str | None, uri: str | None, experiment: str | None) -> l
         newest = Reader(uri).newest_sweep(name)
         if newest is None:
             raise ConfigError(
-                f"There is no sweep under outputs/sweeps, and none in the experiment {name!r} of "
-                f"{uri}. Type report <sweep folder or parent run id>."
+                f"There is no sweep in the experiment {name!r} of {hide(uri)}. Type report <sweep "
+                "folder or parent run id>."
             )
         where = newest.run_id
-    return store_report(uri, where, _new_folder(where))
+    return store_report(uri, where, _new_folder(where))[0]
 
 
 def _new_folder(sweep: str) -> Path:

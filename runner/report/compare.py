@@ -1,6 +1,5 @@
 """What a sweep's jobs say about its precisions: groups of seeds, ratios to 32-true, verdicts."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +7,13 @@ from statistics import median
 from typing import Literal
 
 from runner.report.stats import Difference, Ratio, Spread, difference, paired
-from runner.result import LOSS, RunResult
+from runner.result import LOSS, RunResult, change, shared
 
 BASE = "32-true"
 SURE_SEEDS, SURE_SINGLE = 0.05, 0.10
 """Ratios of speed nearer to 1 are called even: a machine that others use varies as much."""
+UNCLEAR = 1.5
+"""Where the greatest ratio is so many times the least, and 1 between them, nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Group:
 
     Attributes:
         name: the label without the seed.
-        counts: jobs by state(); best, quality, loss and change are of the sound ones (finished,
+        counts: jobs by outcome; best, quality, loss and change are of the sound ones (finished,
             not diverged), the rest of all that finished.
         change: in mode=evaluate, quality minus what the checkpoint reached in its own precision.
         speed: examples/s of training. step_ms: host milliseconds. *_mib: MiB.
@@ -65,7 +66,7 @@ class Group:
     @property
     def settings(self) -> str:
         """What was swept beside precision and seed."""
-        return self.name.removeprefix(self.precision).strip()
+        return self.jobs[0].settings
 
     @property
     def on_cpu(self) -> bool:
@@ -81,15 +82,6 @@ class Group:
         if self.weights_mib is None:
             return None
         return self.weights_mib.mean + (self.optimizer_mib.mean if self.optimizer_mib else 0)
-
-
-def state(job: RunResult) -> str:
-    """A job's status; "diverged" where it finished and its quality or its loss is not finite: an
-    accuracy stays a number when the loss is none."""
-    told = [job.metrics.get(job.quality), job.metrics.get(LOSS)]
-    known = [v for v in told if v is not None] or [job.train_loss or 0.0]
-    gone = job.status == "finished" and not all(map(math.isfinite, known))
-    return "diverged" if gone else job.status
 
 
 def groups(results: Sequence[RunResult]) -> list[Group]:
@@ -110,17 +102,17 @@ def groups(results: Sequence[RunResult]) -> list[Group]:
 
 def _group(name: str, device: str, jobs: Sequence[RunResult], every: Sequence[RunResult]) -> Group:
     done = [j for j in jobs if j.status == "finished"]
-    sound = [j for j in done if state(j) == "finished"]
+    sound = [j for j in done if j.outcome == "finished"]
 
     def spread(value: Callable[[RunResult], float | None]) -> Spread | None:
         return Spread.of(map(value, done))
 
     return Group(
-        name, jobs[0].precision, device, tuple(jobs), Counter(map(state, jobs)),
+        name, jobs[0].precision, device, tuple(jobs), Counter(j.outcome for j in jobs),
         quality=Spread.of(j.metrics.get(j.quality) for j in sound),
         best=Spread.of(j.best for j in sound),
         loss=Spread.of(j.metrics.get(LOSS) for j in sound),
-        change=Spread.of(_change(j, every) for j in sound),
+        change=Spread.of(change(j.quality, j, every) for j in sound),
         speed=spread(lambda j: j.examples_per_second),
         step_ms=spread(lambda j: j.step_ms),
         peak_mib=spread(lambda j: j.peak_memory_mib),
@@ -131,15 +123,6 @@ def _group(name: str, device: str, jobs: Sequence[RunResult], every: Sequence[Ru
         converted=", ".join(dict.fromkeys(j.converted for j in done if j.converted)),
         reasons=tuple(dict.fromkeys(j.error for j in jobs if j.error)),
     )  # fmt: skip
-
-
-def _change(job: RunResult, every: Sequence[RunResult]) -> float | None:
-    """As runner.result tells it: against what the checkpoint noted, else against the job of the
-    same sweep that evaluated it in its own precision."""
-    own = [r.metrics for r in every if r.trained_in and r.precision == r.trained_in]
-    before = (job.as_trained or (own[0] if own and job.trained_in else {})).get(job.quality)
-    after = job.metrics.get(job.quality)
-    return None if before is None or after is None else after - before
 
 
 @dataclass(frozen=True)
@@ -165,14 +148,16 @@ class Comparison:
         return self.base is self.group
 
     @property
-    def pace(self) -> Literal["faster", "slower", "even", ""]:
+    def pace(self) -> Literal["faster", "slower", "even", "unclear", ""]:
         """Judged by the range over seeds, and by SURE_*; empty without a ratio."""
         if self.speed is None or self.is_base:
             return ""
         sure = SURE_SINGLE if self.speed.n == 1 else SURE_SEEDS
         if self.speed.low > 1 and self.speed.value > 1 + sure:
             return "faster"
-        return "slower" if self.speed.high < 1 and self.speed.value < 1 - sure else "even"
+        if self.speed.high < 1 and self.speed.value < 1 - sure:
+            return "slower"
+        return "even" if self.speed.high < UNCLEAR * self.speed.low else "unclear"
 
 
 def compare(results: Sequence[RunResult]) -> list[Comparison]:
@@ -188,10 +173,8 @@ def compare(results: Sequence[RunResult]) -> list[Comparison]:
 
 
 def _base(group: Group, bases: Mapping[tuple[str, str], Group]) -> Group | None:
-    """precision.<key>=... belongs to the precision: a baseline need not share it."""
-    bare = " ".join(w for w in group.settings.split() if not w.startswith("precision."))
     exact = bases.get((group.settings, group.device))
-    return exact or bases.get((bare, group.device))
+    return exact or bases.get((shared(group.settings), group.device))
 
 
 def _comparison(group: Group, base: Group | None) -> Comparison:
@@ -208,7 +191,7 @@ def _comparison(group: Group, base: Group | None) -> Comparison:
 
 
 def _qualities(group: Group) -> list[tuple[int | None, float]]:
-    return [(j.seed, j.metrics[j.quality]) for j in group.jobs if state(j) == "finished"]
+    return [(j.seed, j.metrics[j.quality]) for j in group.jobs if j.outcome == "finished"]
 
 
 def _speed(group: Group, base: Group) -> Ratio | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from runner.report.compare import BASE, Comparison, Group
 from runner.report.stats import Difference, Ratio, Spread
-from runner.result import number
+from runner.result import number, shared
 
 NAMED = 3
 NO_BASE = f"no {BASE} job to compare with; add precision={BASE}"
@@ -22,7 +22,7 @@ def around(spread: Spread | None) -> str:
 
 def plus_minus(value: float, error: float, sign: str = "") -> str:
     """Both with as many digits as the error's second one asks for; sign="+" shows a value's."""
-    places = 1 - math.floor(math.log10(error)) if error > 0 else 4
+    places = 1 - math.floor(math.log10(min(error, 1e300))) if error > 0 else 4
     if not -3 < places <= 8:
         return f"{value:{sign}.3g} ± {error:.2g}"
     places = max(0, places)
@@ -124,7 +124,9 @@ def _on_device(ended: Sequence[Comparison]) -> str:
     first = ended[0].group
     if any(c.group.evaluated for c in ended):
         return _evaluated([c.group for c in ended])
-    if len(ended) == 1:
+    if len(ended) == 1 and ended[0].is_base:
+        return f"Only {first.name} ended: {_facts(first)}."
+    if len(ended) == 1 and ended[0].base is None:
         add = f"add precision={BASE}" if first.precision != BASE else "add another precision"
         return f"Only {first.name} ended: {_facts(first)}; to compare, {add}."
     if len({c.group.settings for c in ended}) > 1:
@@ -149,10 +151,19 @@ def _best(groups: Sequence[Group]) -> Group:
 
 
 def _evaluated(groups: Sequence[Group]) -> str:
-    changed = [g for g in groups if g.change]
-    if not changed:
+    """A sentence for each checkpoint and whatever else was swept, where they are few."""
+    changed: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.change:
+            changed.setdefault(shared(group.settings), []).append(group)
+    if not 1 <= len(changed) <= NAMED:
         best = _best(groups)
         return f"Evaluated, nothing trained: best {best.name} with {_facts(best)}."
+    return " ".join(map(_changes, changed.values()))
+
+
+def _changes(changed: Sequence[Group]) -> str:
+    """Of one checkpoint."""
     quality = changed[0].jobs[0].quality
     own = next((j.trained_in for g in changed for j in g.jobs if j.trained_in), BASE)
 
@@ -197,6 +208,8 @@ def _no_base(ended: Sequence[Comparison]) -> str:
 
 def _pace(c: Comparison) -> str:
     """As `1.42 × as fast as 32-true`, or that it is about as fast."""
+    if c.pace == "unclear":
+        return f"neither measurably faster nor slower than {BASE} ({reach(c.speed)} ×)"
     if c.pace not in ("faster", "slower"):
         return f"about as fast as {BASE}" if c.speed else "not timed"
     return f"{times(c.speed)} × as fast as {BASE}"
@@ -222,13 +235,16 @@ def _unjudged(ended: Sequence[Comparison]) -> str:
     if not others:
         return f"Only {BASE} ended well; nothing compares with it."
     fastest = max(others, key=lambda c: c.speed.value if c.speed else 0)
-    if fastest.pace != "faster":
+    if fastest.pace == "unclear":
+        text = f"{fastest.group.name} is {_pace(fastest)}"
+    elif fastest.pace != "faster":
         text = f"Nothing trained faster than {BASE}: {fastest.group.name} is {_pace(fastest)}"
     else:
         text = f"{fastest.group.name} trains {_pace(fastest)}"
     text = ", ".join(filter(None, [text, _memory(fastest)]))
-    single = any(c.group.quality and c.group.quality.n == 1 for c in ended)
-    reason = "one seed each; add seed=0,1,2" if single else "no spread over the seeds"
+    single = [c.group.name for c in ended if c.group.quality and c.group.quality.n == 1]
+    lone = "one seed each" if len(single) == len(ended) else f"one seed of {names(single)}"
+    reason = f"{lone}; add seed=0,1,2" if single else "no spread over the seeds"
     quality = fastest.group.jobs[0].quality
     gap = f" ({fastest.quality.value:+.2g} {quality})" if fastest.quality else ""
     return f"{text}{_least(others, fastest)}; quality not judged{gap}: {reason}."
@@ -258,6 +274,8 @@ def _several(ended: Sequence[Comparison]) -> str:
     judged = f"{what} in {quality} ({numbers}{', ' if numbers else ''}{seeds})"
     if pick.pace == "faster":
         text = f"{pick.group.name} trains {_pace(pick)}"
+    elif pick.pace == "unclear":
+        text = f"{pick.group.name} is {_pace(pick)}"
     else:
         text = f"Nothing as good trained faster than {BASE}: {pick.group.name} is {_pace(pick)}"
     text = ", ".join(filter(None, [text, _memory(pick)]))

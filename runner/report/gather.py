@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from runner.report.data import Job, SweepData
 from runner.result import FILE, RunResult, read_results
 from runner.secrets import hide
+from runner.spec import short
 from runner.tracking import history
 from runner.tracking.history import Curve
 
@@ -28,7 +31,8 @@ _STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
 def from_folder(folder: Path, stopped: bool = False) -> SweepData:
     """A sweep whose jobs ran here."""
     manifest = json.loads((folder / MANIFEST).read_text())
-    jobs = [Job(r, history.of_folder(Path(r.folder))) for r in read_results(folder)]
+    # A result names the folder where its job ran, from which the sweep's may have been moved.
+    jobs = [Job(r, history.of_folder(folder / Path(r.folder).name)) for r in read_results(folder)]
     return SweepData(jobs, [shlex.join(manifest["command"])], manifest["id"], stopped)
 
 
@@ -53,9 +57,39 @@ def from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     told = [replace(r, run_id=r.run_id or folders.get(r.folder)) for r in told]
     listed = {result.run_id for result in told}
     results = [*told, *(_result(reader, r) for r in runs.values() if r.run_id not in listed)]
-    jobs = [Job(result, _curves(reader, runs.get(result.run_id or ""))) for result in results]
+    jobs = [
+        Job(result, _curves(reader, runs.get(result.run_id or "")))
+        for result in named_apart(results)
+    ]
     commands = commands or [parent.tags.get("command", "")]
     return SweepData(jobs, commands, parent.tags.get("sweep_id", ""), stopped)
+
+
+_BESIDE = re.compile(
+    r"[+~]*(seed|precision|mode|tracking\b.*|hydra\b.*|data\.root|train\.num_workers)="
+)
+"""Overrides that two jobs may differ in and be compared all the same."""
+
+
+def named_apart(results: Sequence[RunResult]) -> list[RunResult]:
+    """A sweep names its jobs by what it varied itself. Where it was joined by others, equal names
+    may then mean different settings, and different names equal ones: they are named anew by
+    everything that differs."""
+    typed = {id(r): frozenset(t for t in r.overrides if not _BESIDE.match(t)) for r in results}
+    known = [r for r in results if r.overrides]
+    meant = {(r.settings, typed[id(r)]) for r in known}
+    if len({name for name, _ in meant}) == len({texts for _, texts in meant}) == len(meant):
+        return [*results]
+    common = frozenset.intersection(*(typed[id(r)] for r in known))
+    seeds = len({r.seed for r in known}) > 1
+
+    def named(r: RunResult) -> RunResult:
+        own = sorted(map(short, typed[id(r)] - common))
+        seed = [f"seed={r.seed}"] if seeds and r.seed is not None else []
+        group, label = " ".join([r.precision, *own]), " ".join([r.precision, *own, *seed])
+        return replace(r, group=group, label=label)
+
+    return [named(r) if r.overrides else r for r in results]
 
 
 def _told(reader: "Reader", parent: "StoredRun") -> tuple[list[RunResult], list[str], bool]:
@@ -93,12 +127,14 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
     if (skipped := run.metrics.get("loss_scale/skipped_steps")) is not None:
         values["skipped_steps"] = int(skipped)
     values["direction"] = "max" if values["quality"] == "val/accuracy" else "min"
+    seed = run.params.get("seed", "")
     still = "It has not ended: it still runs, or died without a word."
     return RunResult(
         run.tags.get("precision", ""), run.name, run.tags.get("output_dir", ""),
         _STATUS.get(run.status, "stopped"),
         run.tags.get("error", "") if run.status in _STATUS else still,
-        group=re.sub(r" seed=\d+(?= |$)", "", run.name), model=run.tags.get("model", ""),
+        group=re.sub(r" seed=\d+(?= |$)", "", run.name),
+        seed=int(seed) if seed.isdecimal() else None, model=run.tags.get("model", ""),
         data=run.tags.get("data", ""), device=run.tags.get("device_name", ""), **values, **where,
     )  # fmt: skip
 
@@ -107,6 +143,7 @@ def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
     """The exact history that the run left, else what the store's own points say."""
     if run is None:
         return {}
-    if data := reader.artifact(run.run_id, history.FILE):
-        return history.read(data)
+    with suppress(ValueError):  # damaged
+        if data := reader.artifact(run.run_id, history.FILE):
+            return history.read(data)
     return {name: reader.curve(run.run_id, name) for name in _CURVES if name in run.metrics}

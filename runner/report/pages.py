@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from runner.report.charts import legend, overview, panels, svg
-from runner.report.compare import BASE, Comparison, Group, compare, state
+from runner.report.compare import BASE, Comparison, Group, compare
 from runner.report.conclusion import (
     NO_BASE,
     answer,
@@ -108,8 +108,11 @@ def _title(data: SweepData) -> str:
 
 def _swept(results: Sequence[RunResult]) -> list[str]:
     """The keys whose values differ between jobs, as they were typed."""
-    every = [dict(text.lstrip("+~").split("=", 1) for text in r.overrides if "=" in text)
-             for r in results]  # fmt: skip
+    every = [
+        dict(text.lstrip("+~").split("=", 1) for text in r.overrides
+             if "=" in text and not text.lstrip("+").startswith(("tracking.", "hydra.")))
+        for r in results
+    ]  # fmt: skip
     keys = dict.fromkeys(key for one in every for key in one)
     found = [key for key in keys if len({one.get(key) for one in every}) > 1]
     if not found:
@@ -120,8 +123,9 @@ def _swept(results: Sequence[RunResult]) -> list[str]:
 def _top(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     devices = ", ".join(dict.fromkeys(c.group.device for c in compared if c.group.device))
     done = sum(c.group.finished for c in compared)
-    facts = [f"{done} of {len(data.jobs)} jobs finished", devices, f"sweep {data.sweep_id}"]
-    yield Text(" · ".join(facts[: 3 if data.sweep_id else 2]).rstrip(" ·"), "small")
+    named = f"sweep {data.sweep_id}" if data.sweep_id else ""
+    facts = [f"{done} of {len(data.jobs)} jobs finished", devices, named]
+    yield Text(" · ".join(filter(None, facts)), "small")
     yield Text(answer(compared), "answer")
     if bad := trouble(compared, data.stopped):
         yield Text(bad)
@@ -142,7 +146,7 @@ def _rest(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     if lacking:
         yield Heading("Unavailable here")
         yield Items([(g.name, " ".join(g.reasons)) for g in lacking])
-    bad = [job for job in data.jobs if state(job.result) in ("failed", "stopped", "diverged")]
+    bad = [job for job in data.jobs if job.result.outcome in ("failed", "stopped", "diverged")]
     if bad:
         yield Heading("Failed")
         yield Items(list(_reasons(bad)))
@@ -169,7 +173,7 @@ def _reasons(bad: Sequence[Job]) -> Iterator[tuple[str, str]]:
 def _why(job: Job) -> str:
     """What ended a job, or where its loss stopped being finite."""
     r = job.result
-    if state(r) != "diverged":
+    if r.outcome != "diverged":
         return f"{r.status}: {r.error}" if r.error else r.status
     told = ", ".join(f"{name} {number(value)}" for name, value in r.metrics.items())
     curve = job.curves.get("train/loss")
@@ -267,7 +271,7 @@ def _status(c: Comparison) -> Cell:
 
 def _jobs_table(results: Sequence[RunResult]) -> Table:
     shown = [
-        *((name, state if name == "status" else cell) for name, cell in columns(results)),
+        *columns(results),
         ("best", lambda r: number(r.best)),
         ("step ms", lambda r: number(r.step_ms)),
     ]

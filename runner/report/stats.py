@@ -103,8 +103,10 @@ def _welch_half(values: Sequence[float], others: Sequence[float]) -> float:
     """Degrees of freedom after Welch and Satterthwaite."""
     from scipy.stats import t
 
-    a, b = stdev(values) ** 2 / len(values), stdev(others) ** 2 / len(others)
-    if a + b == 0:
+    a, b = stdev(values) / math.sqrt(len(values)), stdev(others) / math.sqrt(len(others))
+    error = math.hypot(a, b)
+    if error == 0:
         return 0.0
-    freedom = (a + b) ** 2 / (a**2 / (len(values) - 1) + b**2 / (len(others) - 1))
-    return float(t.ppf(0.975, freedom)) * math.sqrt(a + b)
+    a, b = (a / error) ** 2, (b / error) ** 2  # shares: the variances of diverged losses overflow
+    freedom = 1 / (a**2 / (len(values) - 1) + b**2 / (len(others) - 1))
+    return float(t.ppf(0.975, freedom)) * error

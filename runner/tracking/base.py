@@ -21,7 +21,6 @@ class RunInfo:
         params: the resolved config, flattened with dots.
         tags: searchable facts about the run.
         name: shown in the store; None lets the store choose.
-        experiment: None takes the tracker's own setting, as with uri.
         sweep: the sweep's id; the run is nested under that sweep's parent run.
         role: "sweep" for the parent run itself.
     """
@@ -30,8 +29,6 @@ class RunInfo:
     params: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
-    experiment: str | None = None
-    uri: str | None = None
     sweep: str | None = None
     role: Role = "run"
 
@@ -71,6 +68,10 @@ class Tracker(ABC):
     def model(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Stores a trained model, see runner.export; the folder stays in place until close
         returns."""
+
+    def check_sweep(self) -> None:
+        """Raises ConfigError if the run is to join a sweep that the store does not know. Asks the
+        store, before anything is trained."""
 
     @property
     @abstractmethod

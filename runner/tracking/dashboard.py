@@ -16,12 +16,12 @@ from urllib.parse import quote
 
 KEY = "precision-runner"
 NAME = "Precisions compared"
+PREFIX = "mlflow.sharedViewState."
 NOTE_TAG = "mlflow.note.content"
 MAX_SWEEPS = 20
 # Raise it when the charts change: the dashboards that we wrote before are then replaced.
 VERSION = 1
 
-_PREFIX = "mlflow.sharedViewState."
 _MARK = "runner"
 _FORM = "deflate;"
 _LEAST, _NAMED_SINCE = (3, 10), (3, 15)
@@ -177,10 +177,10 @@ def to_set(
     """
     if not supported(version):
         return {}
-    views: dict[str, tuple[str | None, str]] = {_PREFIX + KEY: (None, NAME)}
+    views: dict[str, tuple[str | None, str]] = {PREFIX + KEY: (None, NAME)}
     if sweep:
         sweep_id, parent, name = sweep
-        views[_PREFIX + sweep_key(sweep_id)] = (parent, name)
+        views[PREFIX + sweep_key(sweep_id)] = (parent, name)
     wanted: dict[str, str] = {}
     for tag, (parent, name) in views.items():
         old = existing.get(tag)
@@ -203,7 +203,7 @@ def to_delete(existing: Mapping[str, str]) -> list[str]:
     ours = [
         (mark["at"], tag)
         for tag, text in existing.items()
-        if tag.startswith(_PREFIX + sweep_key("")) and (mark := _mark(unpack(text)))
+        if tag.startswith(PREFIX + sweep_key("")) and (mark := _mark(unpack(text)))
     ]
     return [tag for _, tag in sorted(ours, reverse=True)[MAX_SWEEPS:]]
 

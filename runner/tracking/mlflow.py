@@ -13,15 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from runner.errors import TrackingError
+from runner.errors import ConfigError, TrackingError
 from runner.secrets import hide
 from runner.tracking import dashboard
 from runner.tracking.base import Record, RunInfo, Status, Tracker
+from runner.tracking.dashboard import NOTE_TAG
 from runner.tracking.journal import Journal, owner_lives
 from runner.tracking.process import Followed, WriterProcess, shared_writer
 from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
 
-NOTE_TAG = "mlflow.note.content"
 log = logging.getLogger(__name__)
 
 
@@ -31,8 +31,9 @@ class MlflowTracker(Tracker):
 
     Args:
         uri: the store; None takes MLFLOW_TRACKING_URI, then sqlite:///outputs/mlflow.db.
-        experiment: None takes MLFLOW_EXPERIMENT_NAME or _ID, then "precision-runner". One
-            that was deleted in the store is refused, with the command that restores it.
+        experiment: None takes MLFLOW_EXPERIMENT_NAME or _ID, then "precision-runner". Where one
+            of this name was deleted in the store, runs go to "<name> 2" with one notice; one that
+            MLFLOW_EXPERIMENT_ID names is refused, with the command that restores it.
         run_name: None lets RunInfo, then MLflow, choose.
         tags: added to each run's own.
         sweep: id of a sweep that was begun elsewhere; the run joins it.
@@ -41,7 +42,8 @@ class MlflowTracker(Tracker):
         system_metrics: seconds between samples of the machine's load; None takes none.
 
     Raises:
-        ConfigError: for a URI that no installed MLflow store can serve.
+        ConfigError: for a URI that no installed MLflow store can serve, and for system_metrics
+            that are no positive number.
     """
 
     patience = 60.0
@@ -58,6 +60,11 @@ class MlflowTracker(Tracker):
         register: str | None = None,
         system_metrics: float | None = 10.0,
     ) -> None:
+        if system_metrics is not None and not system_metrics > 0:
+            raise ConfigError(
+                f"tracking.system_metrics={system_metrics}: samples are seconds apart, more than "
+                "0. Type for example tracking.system_metrics=10, or null for none."
+            )
         self.uri = resolve_uri(uri, os.environ, Path.cwd())
         self.experiment = resolve_experiment(experiment, os.environ)
         self.experiment_of_env = resolve_experiment_id(experiment, uri, os.environ, Path.cwd())
@@ -70,8 +77,11 @@ class MlflowTracker(Tracker):
         self._closed = False
 
     def open(self, info: RunInfo) -> None:
-        if info.uri:
-            self.uri = resolve_uri(info.uri, os.environ, Path.cwd())
+        if clash := sorted(self.extra_tags.keys() & {*info.tags, "sweep_id", "role"}):
+            raise ConfigError(
+                f"tracking.tags.{clash[0]} is a tag that the runner sets itself. Type another "
+                f"name, for example tracking.tags.my_{clash[0]}=..."
+            )
         self._journal = Journal(info.folder)
         self._journal.append("start", **self._start(info))
         self._writer = shared_writer()
@@ -99,6 +109,17 @@ class MlflowTracker(Tracker):
         self._open_journal().append(
             "model", folder=str(folder.absolute()), facts=facts, register=self.register
         )
+
+    def check_sweep(self) -> None:
+        if self.sweep is None:
+            return
+        from runner.tracking.reader import Reader
+
+        if Reader(self.uri).sweep(self.sweep) is None:
+            raise ConfigError(
+                f"tracking.sweep={self.sweep}: there is no such sweep in {hide(self.uri)}. Type "
+                "the id that the sweep's report and parent run show, and tracking.uri=<its store>."
+            )
 
     @property
     def takes_runs(self) -> bool:
@@ -157,11 +178,11 @@ class MlflowTracker(Tracker):
             "id": uuid.uuid4().hex,
             "time": _now(),
             "uri": self.uri,
-            "experiment": info.experiment or self.experiment,
-            "experiment_id": None if info.experiment else self.experiment_of_env,
+            "experiment": self.experiment,
+            "experiment_id": self.experiment_of_env,
             "name": self.run_name or info.name,
             "params": _texts(info.params),
-            "tags": _texts({**_source(info.tags), **info.tags, **self.extra_tags, **sweep}),
+            "tags": _texts({**_source(info.tags), **self.extra_tags, **info.tags, **sweep}),
             "sweep": sweep_id,
             "role": info.role,
             "system_metrics": self.system_metrics if info.role == "run" else None,

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runner.errors import TrackingError
+from runner.errors import ConfigError, TrackingError
 from runner.quiet import quiet
 from runner.secrets import hide
+from runner.tracking import dashboard
 from runner.tracking.experiments import active
 from runner.tracking.history import Curve
+from runner.tracking.uri import sqlite_path
 from runner.tracking.views import SweepView, ensure, version_of
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import Experiment, Run
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,30 @@ class StoredRun:
 
 
 class Reader:
-    """One store. Every method raises TrackingError where the store does not answer."""
+    """One store. Every method raises TrackingError where the store does not answer.
 
-    def __init__(self, uri: str) -> None:
+    Args:
+        uri: of the store.
+        make: a SQLite file that is not there is made.
+
+    Raises:
+        ConfigError: it is not there, and not to be made.
+    """
+
+    def __init__(self, uri: str, make: bool = False) -> None:
         self.uri = uri
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
         with quiet():
             from mlflow import MlflowClient
+        if (database := sqlite_path(uri)) and not database.exists():
+            if not make:
+                raise ConfigError(
+                    f"There is no store at {hide(uri)}: nothing was logged there yet. Type "
+                    "tracking.uri=... for another store."
+                )
+            self._ask(self._make)
         self.client = self._ask(lambda: MlflowClient(uri))
 
     def run(self, run_id: str) -> StoredRun | None:
@@ -73,19 +90,17 @@ class Reader:
 
     def pages(self, experiment: str) -> Iterator[tuple[str, str]]:
         """What there is to see of an experiment, and its path after the server's address. The
-        dashboards are set up where they are missing."""
+        dashboards are set up where they are missing and the store lets us."""
         found, _ = self._ask(lambda: active(self.client, experiment))
         if found is None:
-            yield "store", ""
+            yield f"no experiment {experiment!r} yet", ""
             return
-        version = self._ask(lambda: version_of(self.uri))
-        ensured = partial(ensure, self.client, version, found.experiment_id)
+        view = partial(self._view, found, self._ask(lambda: version_of(self.uri)))
         if parent := self.newest_sweep(experiment):
             sweep_id = parent.tags["sweep_id"]
-            view = SweepView(sweep_id, parent.run_id, parent.name[:80])
-            if path := self._ask(lambda: ensured(sweep=view)):
+            if path := view(SweepView(sweep_id, parent.run_id, parent.name[:80])):
                 yield "newest sweep", path
-        if path := self._ask(ensured):
+        if path := view():
             yield "dashboard", path
         yield "runs", f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning"
 
@@ -123,8 +138,25 @@ class Reader:
         """Sets or replaces a tag."""
         self._ask(lambda: self.client.set_tag(run_id, key, value))
 
+    def _make(self) -> None:
+        from runner.tracking.store import Store
+
+        Store(self.uri)  # it keeps others from making it at the same time
+
     def _experiments(self) -> list[str]:
         return [e.experiment_id for e in self._ask(lambda: list(self.client.search_experiments()))]
+
+    def _view(
+        self, experiment: "Experiment", version: str, sweep: SweepView | None = None
+    ) -> str | None:
+        """The path of a dashboard, of which who may only read sees what is there already."""
+        number = experiment.experiment_id
+        try:
+            return self._ask(lambda: ensure(self.client, version, number, sweep=sweep))
+        except TrackingError:
+            key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.KEY
+            there = dashboard.PREFIX + key in experiment.tags
+            return dashboard.path(number, key) if there else None
 
     def _search(self, experiments: list[str], query: str) -> Iterator[StoredRun]:
         token = None
@@ -139,8 +171,8 @@ class Reader:
             with quiet():
                 return call()
         except Exception as error:
-            text = str(error).partition("\n")[0][:300]
-            raise TrackingError(hide(f"{self.uri} cannot be read: {text}")) from error
+            text = hide(str(error).partition("\n")[0])[:300]
+            raise TrackingError(f"{hide(self.uri)} cannot be read: {text}") from error
 
 
 def _plain(run: "Run") -> StoredRun:

@@ -29,6 +29,7 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
     if given == "databricks":
         return given
     scheme = urlsplit(given).scheme.split("+")[0]
+    given = scheme + given[len(scheme) :]  # SQLITE:///
     if scheme == "sqlite":
         return _absolute_sqlite(given, source, cwd)
     if scheme in ("", "file"):
@@ -86,7 +87,7 @@ def _absolute_sqlite(uri: str, source: str, cwd: Path) -> str:
     path, mark, query = rest.removeprefix("/").partition("?")
     if not path or path == ":memory:":
         raise ConfigError(
-            f"{source}={uri}: a store in memory is lost when its process ends. "
+            f"{source}={hide(uri)}: a store in memory is lost when its process ends. "
             "Type a file: tracking.uri=sqlite:///outputs/mlflow.db."
         )
     return f"{prefix}:///{cwd.absolute() / path}{mark}{query}"
@@ -95,7 +96,7 @@ def _absolute_sqlite(uri: str, source: str, cwd: Path) -> str:
 def _file_store(uri: str, source: str, env: Mapping[str, str], cwd: Path) -> str:
     if env.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
         raise ConfigError(
-            f"{source}={uri} is a folder, and MLflow no longer keeps runs in plain folders. "
+            f"{source}={hide(uri)} is a folder, and MLflow no longer keeps runs in plain folders. "
             "Type a database or a server: tracking.uri=sqlite:///outputs/mlflow.db "
             "or tracking.uri=http://host:5000."
         )

@@ -20,11 +20,11 @@ def test_a_run_of_no_steps(tally):
 def test_rates_leave_the_first_block_out(tally, step):
     tally.steps((step(1, step_ms=1000.0), step(2, step_ms=1000.0)))
     assert tally.summary()["step_ms"] == 1000.0  # better than nothing
-    tally.steps((step(3, step_ms=10.0), step(4, step_ms=30.0)))
-    tally.steps((step(5, step_ms=50.0),))
+    tally.steps((step(3, step_ms=100.0), step(4, step_ms=300.0)))
+    tally.steps((step(5, step_ms=500.0),))
     summary = tally.summary()
-    assert summary["step_ms"] == 30.0
-    assert summary["examples_per_second"] == pytest.approx(3 * 8 / 0.090)
+    assert summary["step_ms"] == 300.0
+    assert summary["examples_per_second"] == pytest.approx(3 * 8 / 0.900)
     assert summary["steps"] == 5
 
 
@@ -60,9 +60,16 @@ def test_the_last_loss(tally, step):
 
 def test_a_run_of_one_block_leaves_its_first_step_out(step):
     tally = Tally("val/accuracy", "max")
-    tally.steps((step(1, step_ms=900.0), step(2), step(3)))
-    assert tally.summary()["step_ms"] == 10.0
-    assert tally.summary()["examples_per_second"] == 800.0
+    tally.steps((step(1, step_ms=900.0), step(2, step_ms=200.0), step(3, step_ms=200.0)))
+    assert tally.summary()["step_ms"] == 200.0
+    assert tally.summary()["examples_per_second"] == 40.0
+
+
+def test_less_than_a_quarter_of_a_second_tells_no_speed(step):
+    tally = Tally("val/accuracy", "max")
+    tally.steps((step(1, step_ms=900.0), *(step(n, step_ms=12.0) for n in range(2, 22))))
+    assert tally.summary()["examples_per_second"] is None
+    assert tally.summary()["step_ms"] == 12.0
     single = Tally("val/accuracy", "max")
     single.steps((step(1, step_ms=20.0),))
     assert single.summary()["step_ms"] == 20.0

@@ -133,6 +133,16 @@ def test_overflows_are_marked_where_they_were():
     assert axes.get_yscale() == "log"
 
 
+def test_changes_of_the_scale_where_nothing_else_is_known():
+    changes = curve([8.0, 8.0, 4.0, 4.0], np.array([1, 99, 100, 200]))
+    flags = curve([1, 1], np.array([100, 150]))
+    curves = {"loss_scale/changes": changes, "loss_scale/overflow": flags}
+    axes = axes_named(overview(SweepData([job("16-mixed", curves=curves)])), "loss scale")
+    line, marks = axes.lines
+    assert line.get_xydata().tolist() == [[1, 8], [99, 8], [100, 4], [200, 4]]
+    assert marks.get_xydata().tolist() == [[100, 4], [150, 4]]
+
+
 def test_validation_loss_where_the_quality_has_no_curve():
     jobs = [job(curves={"val/accuracy": curve([]), "val/loss": curve([2.0, 1.0])})]
     assert axes_named(overview(SweepData(jobs)), "val/loss").get_yscale() == "log"

@@ -3,7 +3,7 @@ import math
 import pytest
 from scipy import stats
 
-from runner.report.compare import compare, groups, pareto, state
+from runner.report.compare import compare, groups, pareto
 from runner.report.conclusion import (
     around,
     conclusion,
@@ -12,7 +12,7 @@ from runner.report.conclusion import (
     verdict,
 )
 from runner.report.stats import Spread, difference
-from runner.result import RunResult
+from runner.result import RunResult, sweep_table
 
 CPU, GPU = "Some CPU (2 of 2 threads)", "NVIDIA H100"
 
@@ -74,15 +74,15 @@ def test_what_failed_counts_where_its_group_ran():
 ])  # fmt: skip
 def test_what_is_not_finite_diverged(metrics):
     r = result("16-true", metrics=metrics)
-    assert state(r) == "diverged"
+    assert r.outcome == "diverged"
     (group,) = groups([r, result("16-true", 1, 0.8)])
     assert (group.quality.mean, group.quality.n, group.sound) == (0.8, 1, False)
     assert group.finished == 2
 
 
 def test_a_run_without_evaluation_diverges_by_its_training_loss():
-    assert state(result("x", quality=None, train_loss=math.nan)) == "diverged"
-    assert state(result("x", quality=None, train_loss=1.0)) == "finished"
+    assert result("x", quality=None, train_loss=math.nan).outcome == "diverged"
+    assert result("x", quality=None, train_loss=1.0).outcome == "finished"
 
 
 def test_paired_interval_is_scipys():
@@ -99,6 +99,17 @@ def test_welch_interval_is_scipys():
     low, high = stats.ttest_ind(mine, base, equal_var=False).confidence_interval(0.95)
     assert (got.value - got.half, got.value + got.half) == pytest.approx((low, high))
     assert (got.test, got.verdict) == ("Welch", "better")
+
+
+@pytest.mark.parametrize("size", [1e-200, 1.0, 1e80, 1e200])
+def test_an_interval_of_any_size(size):
+    mine, base = [(0, 1 * size), (1, 2 * size)], [(0, 4 * size), (1, 6 * size), (2, 7 * size)]
+    got, plain = (
+        difference(mine, base, "min"),
+        difference([(s, q / size) for s, q in mine], [(s, q / size) for s, q in base], "min"),
+    )
+    assert (got.verdict, got.half / size) == (plain.verdict, pytest.approx(plain.half))
+    assert "worse by" not in verdict(got)[0]
 
 
 @pytest.mark.parametrize("keys", [[None, None], [1, 1], [3, 4]])
@@ -141,7 +152,7 @@ def test_speed_of_other_seeds_is_of_the_medians_with_the_widest_range():
     base = seeds("32-true", (0.9, 0.9), (100.0, 200.0))
     c = of([*base, result("b", 7, speed=180.0), result("b", 8, speed=300.0)], "b")
     assert (c.speed.low, c.speed.value, c.speed.high) == pytest.approx((0.9, 1.6, 3.0))
-    assert c.pace == "even"
+    assert c.pace == "unclear"
 
 
 @pytest.mark.parametrize(("speed", "pace"), [
@@ -155,7 +166,8 @@ def test_several_seeds_are_faster_where_all_are_and_by_enough():
     base = seeds("32-true", (0.9, 0.9))
     assert of([*base, *seeds("b", (0.9, 0.9), (104.0, 104.0))], "b").pace == "even"
     assert of([*base, *seeds("b", (0.9, 0.9), (106.0, 107.0))], "b").pace == "faster"
-    assert of([*base, *seeds("b", (0.9, 0.9), (99.0, 150.0))], "b").pace == "even"
+    assert of([*base, *seeds("b", (0.9, 0.9), (99.0, 150.0))], "b").pace == "unclear"
+    assert of([*base, *seeds("b", (0.9, 0.9), (99.0, 140.0))], "b").pace == "even"
 
 
 def test_memory_is_the_devices_peak_and_on_a_cpu_what_the_model_holds():
@@ -174,9 +186,14 @@ def test_the_baseline_has_the_same_settings_and_device():
         result("b", extra="optimizer.lr=2", speed=300.0),
         result("b", extra="optimizer.lr=2 precision.keep_fp32=[fc]", speed=400.0),
         result("b", extra="optimizer.lr=3", speed=300.0),
-    ]
+        *(result("b", extra=f"optimizer.lr=2 {sign}precision.keep=[fc]", speed=500.0)
+          for sign in ("+", "++", "~")),
+    ]  # fmt: skip
     assert of(sweep, "b optimizer.lr=2").speed.value == pytest.approx(1.5)
     assert of(sweep, "b optimizer.lr=2 precision.keep_fp32=[fc]").speed.value == pytest.approx(2.0)
+    for sign in ("+", "++", "~"):
+        name = f"b optimizer.lr=2 {sign}precision.keep=[fc]"
+        assert of(sweep, name).speed.value == pytest.approx(2.5)
     assert of(sweep, "b optimizer.lr=3").base is None
     assert of(sweep, "b optimizer.lr=3").speed is None
 
@@ -244,6 +261,21 @@ def test_conclusion_of_one_seed_each():
     assert recommended(compare([result("32-true"), result("b", speed=200.0)])) is None
 
 
+def test_who_has_one_seed_is_named():
+    text = told(*seeds("32-true", NOISY), result("b", quality=0.8, speed=150.0))
+    assert text.endswith("quality not judged (-0.11 val/accuracy): one seed of b; add seed=0,1,2.")
+
+
+def test_a_baseline_that_did_not_end_well_is_not_asked_for():
+    gone = told(result("32-true", quality=math.nan), result("b"))
+    assert gone == (
+        "32-true reached no finite result to compare with. Fastest: b: val/accuracy 0.9, "
+        "100 examples/s. Diverged: 32-true."
+    )
+    alone = told(result("32-true"), result("b", quality=math.nan))
+    assert alone == "Only 32-true ended: val/accuracy 0.9, 100 examples/s. Diverged: b."
+
+
 def test_conclusion_without_a_baseline():
     assert told(result("b"), result("c", speed=150.0)).startswith(
         "No 32-true job to compare with; add precision=32-true. Fastest: c"
@@ -298,6 +330,40 @@ def test_evaluations_are_told_by_their_change(noted):
     )
 
 
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_checkpoint_is_compared_with_itself(noted):
+    sweep = [
+        evaluated(precision, quality, 50.0, extra=f"checkpoint={name}{more}",
+                  as_trained={"val/accuracy": own} if noted else {})
+        for name, own, low in (("a", 0.9, 0.85), ("b", 0.5, 0.48))
+        for precision, quality, more in (("32-true", own, ""), ("16-true", low, ""),
+                                         ("tf32", low, " ++precision.x=1"))
+    ]  # fmt: skip
+    assert of(sweep, "32-true checkpoint=b").group.change.mean == 0
+    assert of(sweep, "16-true checkpoint=b").group.change.mean == pytest.approx(-0.02)
+    assert of(sweep, "tf32 checkpoint=b ++precision.x=1").group.change.mean == pytest.approx(-0.02)
+    assert told(*sweep) == (
+        "val/accuracy was 0.9 as trained in 32-true: 16-true checkpoint=a (50 MiB of weights) "
+        "changes it by -0.05. val/accuracy was 0.5 as trained in 32-true: 16-true checkpoint=b "
+        "(50 MiB of weights) changes it by -0.02."
+    )
+    table = sweep_table(sweep)
+    changes = list(table.columns[[c.header for c in table.columns].index("change")].cells)
+    assert changes == ["+0", "-0.05", "-0.05", "+0", "-0.02", "-0.02"]
+
+
+def test_a_checkpoint_is_compared_on_its_own_device():
+    sweep = [evaluated("32-true", 0.9, 9.0), evaluated("32-true", 0.8, 9.0, device=CPU),
+             evaluated("16-true", 0.7, 9.0, device=CPU)]  # fmt: skip
+    assert of(sweep, "16-true", CPU).group.change.mean == pytest.approx(-0.1)
+
+
+def test_many_checkpoints_are_not_told_one_by_one():
+    sweep = [evaluated(p, 0.9, 9.0, extra=f"checkpoint={i}")
+             for i in range(4) for p in ("32-true", "16-true")]  # fmt: skip
+    assert told(*sweep).startswith("Evaluated, nothing trained: best 32-true checkpoint=0 with ")
+
+
 def test_devices_are_told_apart():
     bases = [result("32-true", device=device) for device in (CPU, GPU)]
     text = told(*bases, result("b", speed=50.0, device=CPU), result("b", speed=200.0))
@@ -317,4 +383,4 @@ def test_one_job_that_was_held_up_does_not_speak_for_the_others():
     base = seeds("32-true", (0.9, 0.9, 0.9), (20.0, 100.0, 100.0))
     c = of([*base, *seeds("b", (0.9, 0.9, 0.9), (100.0, 103.0, 102.0))], "b")
     assert c.speed.value == pytest.approx(1.03)
-    assert c.pace == "even"
+    assert c.pace == "unclear"

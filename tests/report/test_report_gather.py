@@ -10,7 +10,8 @@ import pytest
 
 from runner.errors import ConfigError, TrackingError
 from runner.report.command import rebuild, store_report
-from runner.report.gather import from_folder, from_store, write_jobs
+from runner.report.compare import compare
+from runner.report.gather import from_folder, from_store, named_apart, write_jobs
 from runner.result import RunResult
 from runner.tracking import history
 from runner.tracking.base import RunInfo
@@ -80,6 +81,17 @@ def test_what_the_writer_left_is_preferred_to_the_journal(sweep):
     assert from_folder(sweep).jobs[0].curves["train/loss"].tolist() == [[1.0], [2.0], [3.0]]
 
 
+def test_a_damaged_history_is_read_from_the_journal(sweep):
+    (sweep / "0" / history.FILE).write_bytes(b"PK\x03\x04 cut off")
+    assert same(from_folder(sweep).jobs[0].curves["train/loss"], LOSSES)
+
+
+def test_a_sweep_that_was_moved_has_its_curves(sweep, tmp_path):
+    moved = sweep.rename(tmp_path / "moved")
+    journal(sweep / "0", [7.0])  # another sweep in its old place
+    assert same(from_folder(moved).jobs[0].curves["train/loss"], LOSSES)
+
+
 def test_a_history_executes_nothing(tmp_path):
     np.savez(tmp_path / "history.npz", loss=np.array([print], dtype=object))
     with pytest.raises(ValueError, match="allow_pickle"):
@@ -98,7 +110,8 @@ def stored(tmp_path_factory):
     for name in ("whole", "killed"):
         tracker = MlflowTracker(uri=uri, sweep="night")
         tags = {"precision": "16-mixed", "device_name": "cpu", "model": "mlp"}
-        tracker.open(RunInfo(folder / name, {}, tags, name=f"16-mixed seed={len(name)}"))
+        params = {"seed": str(len(name))}
+        tracker.open(RunInfo(folder / name, params, tags, name=f"16-mixed seed={len(name)}"))
         for step, loss in enumerate(LOSSES, 1):
             tracker.metrics(step, 1000 + step, {"train/loss": loss, "val/accuracy": step / 10})
         if name == "whole":
@@ -123,6 +136,7 @@ def test_a_store_tells_of_jobs_that_left_no_list(stored):
     assert same(whole.curves["train/loss"], LOSSES)
     assert (killed.result.status, killed.result.error) == ("stopped", "Stopped by SIGTERM.")
     assert (killed.result.group, killed.result.device) == ("16-mixed", "cpu")
+    assert (killed.result.seed, running.result.seed) == (6, None)
     assert killed.result.metrics == {"val/accuracy": 0.5}
     assert same(killed.curves["train/loss"], LOSSES), (
         "the writer leaves the history, however it ends"
@@ -132,10 +146,21 @@ def test_a_store_tells_of_jobs_that_left_no_list(stored):
     assert same(running.curves["train/loss"], [math.inf])
 
 
+def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatch):
+    monkeypatch.setattr(Reader, "artifact", lambda *_: b"PK\x03\x04 cut off")
+    monkeypatch.setattr("runner.report.gather._told", lambda *_: ([DONE], [], False))
+    monkeypatch.setattr(
+        "runner.report.gather._result", lambda _, run: replace(DONE, run_id=run.run_id)
+    )
+    reader = Reader(stored[0])
+    jobs = from_store(reader, reader.run(stored[1])).jobs
+    assert [len(job.curves.get("train/loss", [()])[0]) for job in jobs] == [0, 5, 5, 1]
+
+
 def test_a_sweep_is_found_by_its_id_its_parent_and_its_jobs(stored, tmp_path):
     uri, parent = stored
     (job,) = [r for r in Reader(uri).jobs(Reader(uri).run(parent)) if r.name == "32-true seed=1"]
-    pages = [store_report(uri, name, tmp_path)[0].read_text() for name in
+    pages = [store_report(uri, name, tmp_path)[0][0].read_text() for name in
              ("night", parent, job.run_id)]  # fmt: skip
     assert pages[0] == pages[1] == pages[2]
     kept = Reader(uri).artifact(parent, "report.html")
@@ -174,11 +199,12 @@ def test_rebuild_by_folder_and_the_newest(sweep, tmp_path, monkeypatch, capsys, 
     (home / "outputs" / "sweeps").mkdir(parents=True)
     monkeypatch.chdir(home)
     assert rebuild([f"tracking.uri={stored[0]}", "tracking.experiment=none"]) == 2
-    assert "no sweep under outputs/sweeps" in capsys.readouterr().err
-    assert rebuild([f"tracking.uri={stored[0]}"]) == 0
-    assert "32-true seed=1" in capsys.readouterr().out
+    assert "no sweep in the experiment 'none'" in capsys.readouterr().err
     (home / "outputs" / "sweeps" / "2026").symlink_to(sweep)
+    assert rebuild([f"tracking.uri={stored[0]}"]) == 0
+    assert "32-true seed=1" in capsys.readouterr().out, "the store that was asked for comes first"
     assert rebuild([]) == 0
+    assert "64-true" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv", [["a", "b"], ["."], ["port=5"]])
@@ -186,3 +212,37 @@ def test_what_is_no_sweep_is_told(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert rebuild(argv) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def job(precision, group, *overrides, seed=0, **values):
+    label = f"{group} seed={seed}"
+    typed = (f"precision={precision}", f"seed={seed}", *overrides)
+    return RunResult(precision, label, "", overrides=typed, group=group, seed=seed, **values)
+
+
+def test_one_sweeps_own_names_stay():
+    jobs = [job(p, f"{p} +x={x}", "model=mlp", f"+x={x}", seed=s)
+            for p in ("32-true", "16-mixed") for x in (1, 2) for s in (0, 1)]  # fmt: skip
+    assert named_apart(jobs) == jobs
+
+
+def test_joined_jobs_are_named_by_what_differs():
+    """A two-step ResNet is not compared with the MLP that it was joined to; an MLP is."""
+    mlp = ("model=mlp", "train.max_steps=60", "tracking.sweep=s")
+    jobs = [
+        *(job("32-true", "32-true", *mlp[:2], seed=s) for s in (0, 1)),
+        job("16-mixed", "16-mixed mlp digits", *reversed(mlp)),
+        job("16-mixed", "16-mixed", "train.max_steps=2", "model=resnet", "data.root=/b", seed=1),
+        RunResult("", "job 3", "", "failed", "died without a result"),
+    ]
+    named = [(r.group, r.label) for r in named_apart(jobs)]
+    words = "model=mlp train.max_steps=60"
+    assert named[1:3] == [
+        (f"32-true {words}", f"32-true {words} seed=1"),
+        (f"16-mixed {words}", f"16-mixed {words} seed=0"),
+    ]
+    assert named[3][0] == "16-mixed model=resnet train.max_steps=2"
+    assert named[4] == ("", "job 3")
+    beside = {c.group.name: c.base and c.base.name for c in compare(named_apart(jobs))}
+    assert beside[f"16-mixed {words}"] == f"32-true {words}"
+    assert beside["16-mixed model=resnet train.max_steps=2"] is None

@@ -74,7 +74,7 @@ def test_an_experiment_id_counts_without_a_name_and_in_its_own_store(name, uri, 
 
 def test_a_run_goes_to_the_experiment_of_the_environment(record, store, monkeypatch):
     record()
-    wanted = store.client.create_experiment("by id")
+    wanted = store.experiment("by id")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", wanted)
     assert record().info.experiment_id == wanted
 

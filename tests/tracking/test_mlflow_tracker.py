@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from runner.errors import TrackingError
+from runner.errors import ConfigError, TrackingError
 from runner.tracking.base import RunInfo
 from runner.tracking.mlflow import MlflowTracker, settle
 from runner.tracking.process import shared_writer
@@ -235,3 +235,21 @@ def test_records_outside_open_and_close_are_a_mistake(begin):
         tracker.metrics(1, 1, {"a": 1.0})
     with pytest.raises(TrackingError, match="not open"):
         MlflowTracker().tags({})
+
+
+def test_a_tag_of_the_runners_own_is_refused(tmp_path):
+    tracker = MlflowTracker(uri=f"sqlite:///{tmp_path}/mlflow.db", tags={"precision": "fake"})
+    with pytest.raises(ConfigError, match=r"tracking\.tags\.my_precision"):
+        tracker.open(RunInfo(tmp_path, tags={"precision": "32-true"}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_to_join_must_be_there(tmp_path, store):
+    with pytest.raises(ConfigError, match=r"tracking\.sweep=nowhere: there is no such sweep"):
+        MlflowTracker(uri=store.uri, sweep="nowhere").check_sweep()
+    with pytest.raises(ConfigError, match="There is no store at"):
+        MlflowTracker(uri=f"sqlite:///{tmp_path}/none.db", sweep="s").check_sweep()
+    parent = MlflowTracker(uri=store.uri)
+    parent.open(RunInfo(tmp_path, name="a sweep", sweep="here", role="sweep"))
+    parent.close("FINISHED")
+    MlflowTracker(uri=store.uri, sweep="here").check_sweep()

@@ -7,7 +7,9 @@ import time
 
 import pytest
 
+from runner.errors import ConfigError
 from runner.tracking import system
+from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.system import SystemMetrics
 
 pytest.importorskip("psutil")
@@ -39,6 +41,13 @@ def test_it_is_due_once_per_interval_and_does_not_catch_up():
     metrics = SystemMetrics(10, now=100.0)
     asked = (100.0, 109.9, 110.0, 110.1, 119.0, 120.5, 175.0, 176.0, 185.0)
     assert [now for now in asked if metrics.due(now)] == [110.0, 120.5, 175.0, 185.0]
+
+
+@pytest.mark.parametrize("seconds", [0, -1.5, float("nan")])
+def test_an_interval_that_is_none_is_refused(seconds):
+    with pytest.raises(ConfigError, match=rf"tracking.system_metrics={seconds}: .* or null"):
+        MlflowTracker(system_metrics=seconds)
+    assert MlflowTracker(system_metrics=None).system_metrics is None
 
 
 def test_each_sample_is_of_its_own_moment(monkeypatch):
