@@ -12,7 +12,7 @@ from runner.report.gather import JOBS, MANIFEST, from_folder, from_store
 from runner.report.pages import summary_markdown, write_report
 from runner.secrets import hide
 from runner.tracking.mlflow import NOTE_TAG
-from runner.tracking.uri import resolve_experiment, resolve_uri
+from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
 
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
@@ -63,6 +63,7 @@ def store_report(
     if jobs is not None:
         reader.add(parent.run_id, jobs, JOBS)
     data = from_store(reader, parent)
+    folder.mkdir(parents=True, exist_ok=True)
     paths = write_report(data, folder)
     for path in paths:
         reader.add(parent.run_id, path)
@@ -85,6 +86,12 @@ def _from_store(where: str | None, uri: str | None, experiment: str | None) -> l
     from runner.tracking.reader import Reader
 
     uri = resolve_uri(uri, os.environ, Path.cwd())
+    if (database := sqlite_path(uri)) and not database.exists():
+        missing = f"{where} is no sweep's folder" if where else "There is no sweep in outputs/sweeps"
+        raise ConfigError(
+            f"{missing}, and nothing was logged to {hide(uri)} yet. Type report <sweep folder>, or "
+            "tracking.uri=... for another store."
+        )
     if where is None:
         name = resolve_experiment(experiment, os.environ)
         newest = Reader(uri).newest_sweep(name)
@@ -99,9 +106,7 @@ def _from_store(where: str | None, uri: str | None, experiment: str | None) -> l
 
 def _new_folder(sweep: str) -> Path:
     name = "".join(char if char.isalnum() or char in "-_" else "_" for char in sweep)
-    folder = Path("outputs/reports") / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return Path("outputs/reports") / name
 
 
 def _parent(reader: "Reader", where: str) -> "StoredRun":

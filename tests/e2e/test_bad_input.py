@@ -94,10 +94,10 @@ def test_it_is_told(quick, typed, parts):
     [
         ("doctor precision=tf32", ["doctor takes no arguments", "precision=tf32"]),
         ("ui precision=tf32", ["ui does not take precision=tf32", "tracking.uri=...", "port=..."]),
-        ("ui port=many", ["port=many is not a number", "port=5000"]),
+        ("ui port=many", ["port=many is no port", "port=5000"]),
         ("ui tracking.uri=foo://x", ["tracking.uri=foo://x"]),
         ("report nowhere/at/all", ["nowhere/at/all"]),
-        ("report", ["no sweep under outputs/sweeps"]),
+        ("report", ["no sweep in outputs/sweeps"]),
         ("report a b", ["report takes one sweep"]),
     ],
 )

@@ -48,7 +48,7 @@ def test_it_looks_for_the_highest_accuracy(search):
     assert {job["precision"] for job in jobs} <= {"32-true", "bf16-mixed"}
     for job in jobs:  # what was searched names the job, in the table, too
         values = typed(job)
-        assert f"optimizer.lr={values['optimizer.lr']}" in job["label"]
+        assert f"optimizer.lr={float(values['optimizer.lr']):.4g}" in job["label"]
         assert "model=" not in job["label"]
         assert job["label"] in done.stdout
     assert "A new study" not in done.stderr
