@@ -87,7 +87,7 @@ def _from_store(where: str | None, uri: str | None, experiment: str | None) -> l
 
     uri = resolve_uri(uri, os.environ, Path.cwd())
     if (database := sqlite_path(uri)) and not database.exists():
-        missing = f"{where} is no sweep's folder" if where else "There is no sweep in outputs/sweeps"
+        missing = f"{where} is no sweep here" if where else "There is no sweep in outputs/sweeps"
         raise ConfigError(
             f"{missing}, and nothing was logged to {hide(uri)} yet. Type report <sweep folder>, or "
             "tracking.uri=... for another store."
