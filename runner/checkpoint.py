@@ -18,29 +18,27 @@ from runner.state import TrainState
 FORMAT = 1
 
 
-def save(
-    folder: Path,
+def contents(
     state: TrainState,
     spec: RunSpec,
-    keep: int,
     choices: Mapping[str, str] = {},
     metrics: Mapping[str, float] = {},
-) -> Path:
-    """Write `step-<n>.pt` aside, sync and rename it, then drop all but the newest `keep`.
+    course: Mapping[str, Any] = {},
+) -> dict[str, Any]:
+    """What a checkpoint holds; its tensors are those of the run, not copies.
 
     Args:
-        folder: created.
         state: schedules that wait for a found-inf flag are settled.
         spec: of the run.
-        keep: 1 and up.
         choices: option chosen in each config group, for the labels of evaluations.
         metrics: of an evaluation of these very weights, where there was one.
+        course: what going on needs beside it, see resume.capture.
     """
     model = state.plain_model
-    folder.mkdir(parents=True, exist_ok=True)
     for driven in state.driven:
         driven.settle()
-    content = {
+    return {
+        **course,
         "format": FORMAT,
         "spec": {**to_dict(spec), "tracking": {}},  # the store's URI may hold a password
         "choices": dict(choices),
@@ -56,16 +54,60 @@ def save(
         "schedulers": [d.scheduler.state_dict() if d.scheduler else {} for d in state.driven],
         "loss_scale": state.scale.state_dict(),
     }
-    path = folder / f"step-{state.step:08d}.pt"
+
+
+def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
+    """Write `step-<n>.pt` aside, sync and rename it, then drop all but the newest `keep`. What
+    was there stays whole whatever happens meanwhile.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = path_of(folder, content["step"])
     aside = path.with_suffix(".partial")
-    with aside.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with aside.open("wb") as file:
+            torch.save(dict(content), file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     aside.replace(path)
+    _sync(folder)  # the rename, too
     for old in sorted(folder.glob("step-*.pt"))[:-keep]:
         old.unlink()
     return path
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"step-{step:08d}.pt"
+
+
+def keep_best(path: Path) -> Path:
+    """Keeps a checkpoint as `best.pt`, too, whatever becomes of it under its own name."""
+    aside = path.with_name("best.partial")
+    aside.unlink(missing_ok=True)
+    os.link(path, aside)
+    return aside.replace(path.with_name("best.pt"))
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Renames the checkpoints after a step from which a run goes on: they are of another course,
+    or damaged."""
+    for path in folder.glob("step-*.pt"):
+        if path > path_of(folder, step):
+            path.replace(path.with_suffix(".superseded"))
+
+
+def _sync(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def find(where: str, tracking_uri: str | None = None, key: str = "checkpoint") -> Path:
@@ -74,9 +116,36 @@ def find(where: str, tracking_uri: str | None = None, key: str = "checkpoint") -
     Raises:
         ConfigError: there is none.
     """
+    return _found(where, tracking_uri, key)[0]
+
+
+def newest(where: str, tracking_uri: str | None, key: str, told: list[str]) -> "Saved":
+    """The newest checkpoint that is whole, as find() looks for it.
+
+    Args:
+        where: a file, a run's folder or an MLflow run id.
+        tracking_uri: where an id is looked up.
+        key: that names it, for messages.
+        told: gets a line for each file that was passed over.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    problem = ConfigError("")
+    for path in _found(where, tracking_uri, key):
+        try:
+            return Saved(path, load(path))
+        except ConfigError as error:
+            problem = error
+            told.append(f"passed over {path}: it is damaged")
+    raise problem
+
+
+def _found(where: str, tracking_uri: str | None, key: str) -> list[Path]:
+    """Newest first."""
     path = Path(where)
     if path.is_file():
-        return path
+        return [path]
     if not path.exists() and "/" not in where and "\\" not in where:
         path = folder_of_run(where, tracking_uri, key)
     found = sorted(path.glob("checkpoints/step-*.pt")) or sorted(path.glob("step-*.pt"))
@@ -85,7 +154,7 @@ def find(where: str, tracking_uri: str | None = None, key: str = "checkpoint") -
             f"{key}={where}: no checkpoint is there. Give a .pt file, the folder of a run "
             "(outputs/runs/<time>), or the id of an MLflow run that was trained on this machine."
         )
-    return found[-1]
+    return found[::-1]
 
 
 def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint") -> Path:

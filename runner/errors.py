@@ -29,6 +29,12 @@ class Unavailable(RunnerError):
         super().__init__(f"{what} {remedy}")
 
 
+class CheckpointError(RunnerError):
+    """A checkpoint cannot be written. Exit status 1."""
+
+    exit_status = 1
+
+
 class TrackingError(RunnerError):
     """The tracking store refused the run or cannot be reached."""
 

@@ -41,6 +41,15 @@ def leave_loss_scale(this: "Run", tally: Tally, steps: int) -> None:
         this.tracker.artifact(path)
 
 
+def leave_weights(this: "Run", state: TrainState) -> None:
+    """The weights alone, in the format that other tools read; packed ones as they are packed."""
+    from safetensors.torch import save_model
+
+    path = this.out / "model.safetensors"
+    save_model(state.plain_model, str(path), {"precision": this.precision.name})
+    this.tracker.artifact(path)
+
+
 def leave_model(this: "Run", state: TrainState, loader: Loader) -> None:
     """The trained model for MLflow. One that cannot be exported costs no run its end."""
     if not this.tracker.takes_models or this.signals.requested():

@@ -25,13 +25,22 @@ def total_steps(train: TrainSpec, loader: Loader) -> int:
     return train.max_steps or train.epochs * per_epoch
 
 
+def evaluates(train: TrainSpec, loader: Loader, step: int) -> bool:
+    """Whether an evaluation follows this step: at an interval, and after the last one."""
+    every = train.eval_every or -(-len(loader) // train.accumulate)
+    return step % every == 0 or step == total_steps(train, loader)
+
+
 def groups(state: TrainState, loader: Loader, size: int) -> Iterator[list[Batch]]:
-    """Micro-batches of each step, epoch after epoch, without end."""
+    """Micro-batches of each step, epoch after epoch, without end, from state.position on."""
     while True:
-        state.epoch += 1
-        batches = loader.epoch(state.epoch)
+        if state.position == 0:
+            state.epoch += 1
+        batches = loader.epoch(state.epoch, state.position)
         while group := list(islice(batches, size)):
+            state.position += len(group)
             yield group
+        state.position = 0
 
 
 def fit(
@@ -81,18 +90,27 @@ def _steps(
     first: AbstractContextManager[object] | None,
 ) -> Iterator[Record]:
     last = total_steps(train, loader)
-    per_epoch = -(-len(loader) // train.accumulate)
-    every = train.eval_every or per_epoch
-    watching = first if first and state.step == 0 else _UNWATCHED
+    watching = first or _UNWATCHED
     state.model.train()
+
+    def evaluation() -> EvalRecord:
+        metrics = evaluate(state, validation)
+        state.evaluated = state.step
+        return EvalRecord(state.step, int(time() * 1000), state.epoch, metrics, state.stagnant)
+
+    if state.step and state.evaluated < state.step and evaluates(train, loader, state.step):
+        yield evaluation()  # the run was stopped before it
+        blocks.started = perf_counter()
+    if state.step >= last:
+        return
     for micros in groups(state, loader, train.accumulate):
         step = state.step + 1
-        at_eval = step % every == 0 or step == last
+        at_eval = evaluates(train, loader, step)
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
         with watching:
             blocks.add(train_step(state, micros))
         watching = _UNWATCHED
-        stagnant = None if watch is None else watch.share()
+        state.stagnant = None if watch is None else watch.share()
         stop = stopped()
         if at_eval or stop or (flush_every and step % flush_every == 0):
             yield from blocks.drained()
@@ -102,8 +120,7 @@ def _steps(
         if stop:
             return
         if at_eval:
-            metrics = evaluate(state, validation)
-            yield EvalRecord(step, int(time() * 1000), state.epoch, metrics, stagnant)
+            yield evaluation()
             blocks.started = perf_counter()
         if step >= last:
             return

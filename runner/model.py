@@ -31,6 +31,7 @@ def build_model(
     device: torch.device,
     made_on: torch.device | None = None,
     start: Saved | None = None,
+    whole: bool = False,
 ) -> Built:
     """The model with its seeded weights; made in float32 first, so that all precisions start from
     the same ones (with init.low_memory directly in the precision's dtype).
@@ -41,12 +42,13 @@ def build_model(
         device: where it ends up.
         made_on: where its parameters are made, other than the CPU.
         start: a checkpoint to take the weights from.
+        whole: the model is the one that was saved, its adapter and packed weights included.
 
     Raises:
         ConfigError: what was made is no model, cannot be converted or does not fit the checkpoint.
     """
     model = _make(spec, precision, device, made_on)
-    exact = start is not None and _same_packing(spec, precision, start)
+    exact = start is not None and (whole or _same_packing(spec, precision, start))
     if start is not None and not exact:
         _load(model, precision, start)
     size = float32_bytes(model)

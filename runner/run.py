@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from runner import artifacts, checkpoint, notes
+from runner import artifacts, checkpoint, notes, resume
 from runner.accelerator import choose
 from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten
@@ -18,6 +18,7 @@ from runner.precision.base import Precision
 from runner.result import RunResult, plain_console, show
 from runner.spec import Origin, RunSpec
 from runner.tasks.base import Task
+from runner.tracking import journal
 from runner.tracking.base import RunInfo, Status, Tracker
 from runner.train import Run, evaluate_checkpoint, train
 
@@ -41,6 +42,10 @@ def run(
     origin, console = origin or Origin(), console or plain_console()
     if problems := [*spec.problems(), *check_targets(spec)]:
         raise ConfigError(*problems)
+    resumed = None
+    if spec.checkpoint.resume is not None:
+        (out, resumed, spec, origin), told = resume.begin(spec, origin, out)
+        console.print("\n".join(told), markup=False, end="\n" if told else "")
     out.mkdir(parents=True, exist_ok=True)
     with process_state(), StopSignals() as signals:
         accelerator = choose(spec.accelerator)
@@ -55,7 +60,8 @@ def run(
             result.write(out)
             return result
         tracker: Tracker = build_group("tracking", spec.tracking)
-        this = Run(spec, origin, out, console, accelerator, precision, task, tracker, signals)
+        this = Run(spec, origin, out, console, accelerator, precision, task, tracker, signals,
+                   resumed=resumed)  # fmt: skip
         with _tracked(this):
             result = (train if spec.mode == "train" else evaluate_checkpoint)(this)
             signals.check()
@@ -111,7 +117,13 @@ def _info(this: Run) -> RunInfo:
         "mode": spec.mode,
         **artifacts.git_tags(Path.cwd()),
     }
-    return RunInfo(this.out, flatten(spec), tags, name=this.label, sweep=origin.sweep)
+    info = RunInfo(this.out, flatten(spec), tags, name=this.label, sweep=origin.sweep)
+    if (saved := this.resumed) is None:
+        return info
+    return replace(
+        info, continues=journal.newest(this.out), step=saved.content["step"],
+        changes=resume.changes(spec, saved),
+    )  # fmt: skip
 
 
 def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:

@@ -59,15 +59,21 @@ class CheckpointSpec:
 
     Attributes:
         path: what mode=evaluate loads: a file, a run's folder, or an MLflow run id.
+        resume: a run to go on with: `last` (the newest that was cut), or one of the same.
         every_steps: optimizer steps between checkpoints; null saves only at the end.
         keep: newest checkpoints that are kept.
+        best: keep the one of the best evaluation, too, as `best.pt`.
         final: save one when the run ends or is stopped.
+        safetensors: leave the weights as `model.safetensors` when the run ends.
     """
 
     path: str | None = None
+    resume: str | None = None
     every_steps: int | None = None
     keep: int = 1
+    best: bool = False
     final: bool = True
+    safetensors: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,8 +136,11 @@ class RunSpec:
         if self.mode != "evaluate" and self.checkpoint.path is not None:
             yield (
                 f"mode={self.mode} does not load checkpoint={self.checkpoint.path}. Type "
-                "init.weights=<it> to start from its weights, or mode=evaluate."
+                "init.weights=<it> to start from its weights, checkpoint.resume=<it> to go on with "
+                "its run, or mode=evaluate."
             )
+        if self.mode != "train" and self.checkpoint.resume is not None:
+            yield f"mode={self.mode} resumes nothing. Leave checkpoint.resume= out."
         if self.seed < 0:
             yield f"seed={self.seed} is negative. Allowed: 0 and up."
         if not isinstance(shuffle := self.data.get("shuffle", True), bool):
@@ -190,6 +199,11 @@ class Origin:
         """Words of the command that does this one run again."""
         own = ["--config-dir", self.config_dir] if self.config_dir else []
         return ["python", "-m", "runner", *own, *self.overrides]
+
+    def resuming(self, folder: object) -> list[str]:
+        """Words of the command that goes on with the run in a folder."""
+        own = ["--config-dir", self.config_dir] if self.config_dir else []
+        return ["python", "-m", "runner", *own, f"checkpoint.resume={folder}"]
 
     def chosen(self, group: str, node: dict[str, Any]) -> str:
         """What a group is called: its option, or the last part of its target."""

@@ -43,7 +43,16 @@ class Driven:
 
 @dataclass
 class TrainState:
-    """What a step changes. step counts attempted optimizer steps, epoch the passes begun."""
+    """What a step changes.
+
+    Attributes:
+        step: attempted optimizer steps.
+        epoch: passes begun.
+        position: micro-batches of this pass that were taken.
+        skipped: steps skipped, as far as the records have arrived.
+        evaluated: the step of the last evaluation.
+        stagnant: share of elements that the last step left where they were, see loop.Stagnation.
+    """
 
     model: nn.Module
     precision: Precision
@@ -54,7 +63,10 @@ class TrainState:
     clip_norm: float | None = None
     step: int = 0
     epoch: int = 0
+    position: int = 0
     skipped: int = 0
+    evaluated: int = 0
+    stagnant: float | None = None
 
     @property
     def plain_model(self) -> nn.Module:

@@ -1,9 +1,11 @@
 """The body of a training run and of an evaluation, between the tracker's open and close."""
 
 import math
+import shlex
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -11,15 +13,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from runner import artifacts, checkpoint
+from runner import artifacts, checkpoint, resume
 from runner.accelerator import MIB, Accelerator
 from runner.build import build_driven, build_loaders, build_splits
 from runner.data.loading import Loader
 from runner.describe import describe
 from runner.errors import ConfigError, RunnerError
 from runner.isolation import StopSignals, make_deterministic, seed_all
-from runner.leave import leave_dtypes, leave_loss_scale, leave_model, tell_inputs
-from runner.loop import evaluate, fit, total_steps
+from runner.leave import leave_dtypes, leave_loss_scale, leave_model, leave_weights, tell_inputs
+from runner.loop import evaluate, evaluates, fit, total_steps
 from runner.model import build_model, restore_model
 from runner.observers.base import Observer, tell
 from runner.observers.checkpoints import Checkpoints
@@ -33,6 +35,7 @@ from runner.precision.base import ConversionReport, Precision
 from runner.precision.memory import tensor_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
+from runner.saving import Saver
 from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 from runner.state import TrainState
@@ -57,6 +60,7 @@ class Run:
     tracker: Tracker
     signals: StopSignals
     report: ConversionReport = field(default_factory=ConversionReport)
+    resumed: checkpoint.Saved | None = None
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +82,9 @@ def train(this: Run) -> RunResult:
     loaders = build_loaders(spec, splits, this.device)
     tell_inputs(this, splits)
     seed_all(spec.seed)
-    built = build_model(spec, this.precision, this.device, start=_start(this))
+    built = build_model(
+        spec, this.precision, this.device, start=_start(this), whole=this.resumed is not None
+    )
     with this.precision.session(built.model, this.device):
         sizes = describe(this, built)
         steps = total_steps(spec.train, loaders[0])
@@ -96,8 +102,10 @@ def train(this: Run) -> RunResult:
 
 
 def _start(this: Run) -> checkpoint.Saved | None:
-    """The checkpoint that init.weights names."""
+    """The checkpoint to go on from, or that init.weights names."""
     where = this.spec.init.weights
+    if this.resumed is not None:
+        return this.resumed
     if where is None:
         return None
     path = checkpoint.find(where, this.spec.tracking.get("uri"), key="init.weights")
@@ -137,20 +145,24 @@ def _try(this: Run, state: TrainState, loader: Loader) -> None:
 
 
 def _observers(
-    this: Run, state: TrainState, steps: int, save: Callable[[], object]
+    this: Run, state: TrainState, loader: Loader, save: Callable[[bool], object]
 ) -> list[Observer]:
-    spec, task = this.spec, this.task
+    """What reads along. Checkpoints come last: they hold what the others remember."""
+    spec, task, steps = this.spec, this.task, total_steps(this.spec.train, loader)
     observers: list[Observer] = [
         Recorder(this.tracker, state, this.accelerator),
         progress(this.console, steps, this.label),
         Guard(this.say, this.precision.name),
     ]
-    if spec.checkpoint.every_steps:
-        observers.append(Checkpoints(save, spec.checkpoint.every_steps))
     if spec.train.early_stop:
         observers.append(EarlyStop(task.quality, task.direction, spec.train.early_stop))
     if spec.debug.profile:
         observers.append(Profile(this.out, spec.debug.profile))
+    if spec.checkpoint.every_steps or spec.checkpoint.best:
+        quality = task.quality if spec.checkpoint.best else None
+        due = partial(evaluates, spec.train, loader)
+        every = spec.checkpoint.every_steps
+        observers.append(Checkpoints(save, every, due, quality, task.direction))
     return observers
 
 
@@ -161,17 +173,19 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if spec.train.compile:
         state.model = torch.compile(model)  # type: ignore[assignment]
-    folder = this.out / "checkpoints"
-
+    saver = Saver(this.out / "checkpoints", spec.checkpoint.keep, this.say)
     tally = Tally(this.task.quality, this.task.direction)
 
-    def save() -> Path:
+    def content() -> dict[str, Any]:
         found = tally.metrics if tally.evaluated == state.step else {}
-        return checkpoint.save(
-            folder, state, spec, spec.checkpoint.keep, this.origin.choices, found
-        )
+        course = resume.capture(state, [tally, *observers])
+        return checkpoint.contents(state, spec, this.origin.choices, found, course)
 
-    observers = _observers(this, state, steps, save)
+    observers = _observers(this, state, loaders[0], lambda best: saver.save(content(), best))
+    if this.resumed is not None:
+        resume.restore(state, this.resumed, spec, [tally, *observers])
+        checkpoint.set_aside(saver.folder, state.step)
+        this.say(f"resumed at step {state.step} of {steps}: {this.resumed.path}")
     early = [o for o in observers if isinstance(o, EarlyStop)]
     probe = DtypeProbe(state.model)
     records = fit(
@@ -186,10 +200,14 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
     finally:
         for observer in observers:
             observer.close()
+        saver.finish()
     if spec.checkpoint.final or this.signals.requested():
-        path = save()
+        path = saver.finish(content())
         if this.signals.requested():
             this.say(f"checkpoint: {path}")
+            this.say(f"to go on: {shlex.join(this.origin.resuming(this.out))}")
+    if spec.checkpoint.safetensors:
+        leave_weights(this, state)
     leave_dtypes(this, probe)
     leave_loss_scale(this, tally, state.step)
     return tally

@@ -13,6 +13,10 @@ from runner.tasks.classification import Classification
 CPU = torch.device("cpu")
 
 
+def save(folder, state, spec, keep):
+    return checkpoint.save(folder, checkpoint.contents(state, spec), keep)
+
+
 @pytest.fixture
 def state():
     torch.manual_seed(0)
@@ -30,7 +34,7 @@ def state():
 
 @pytest.fixture
 def saved(state, tmp_path):
-    return checkpoint.save(tmp_path / "checkpoints", state, RunSpec(seed=5), keep=2)
+    return save(tmp_path / "checkpoints", state, RunSpec(seed=5), keep=2)
 
 
 def test_everything_that_changes_is_in_it(state, saved):
@@ -48,7 +52,7 @@ def test_everything_that_changes_is_in_it(state, saved):
 
 def test_only_the_newest_are_kept(state, saved):
     for state.step in (8, 9, 10):
-        checkpoint.save(saved.parent, state, RunSpec(), keep=2)
+        save(saved.parent, state, RunSpec(), keep=2)
     names = sorted(path.name for path in saved.parent.iterdir())
     assert names == ["step-00000009.pt", "step-00000010.pt"]
 
@@ -61,20 +65,20 @@ def test_a_disk_that_fills_up_leaves_the_old_one(state, saved, monkeypatch):
     state.step = 8
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save(saved.parent, state, RunSpec(), keep=1)
+        save(saved.parent, state, RunSpec(), keep=1)
     assert checkpoint.find(str(saved.parent)) == saved
     assert checkpoint.load(saved)["step"] == 7
 
 
 def test_a_compiled_model_is_saved_under_its_plain_names(state, tmp_path):
     state.model = torch.compile(state.model)
-    path = checkpoint.save(tmp_path, state, RunSpec(), keep=1)
+    path = save(tmp_path, state, RunSpec(), keep=1)
     assert set(checkpoint.load(path)["model"]) == {"weight", "bias"}
 
 
 def test_find_takes_a_file_a_run_or_its_folder_of_checkpoints(state, saved, tmp_path):
     state.step = 12
-    newest = checkpoint.save(saved.parent, state, RunSpec(), keep=2)
+    newest = save(saved.parent, state, RunSpec(), keep=2)
     assert checkpoint.find(str(saved)) == saved
     assert checkpoint.find(str(tmp_path)) == newest
     assert checkpoint.find(str(saved.parent)) == newest

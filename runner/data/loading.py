@@ -1,8 +1,10 @@
 """Batches of a map-style dataset, in an order that the seed and the epoch alone decide."""
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -59,24 +61,28 @@ class Loader:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         return torch.randperm(self.examples, generator=generator)
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The batches of one epoch."""
-        batches = self._batches(self.order(epoch).split(self.batch_size))
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of one epoch, from a batch's number on."""
+        batches = self._batches(epoch, start)
         if self.device.type == "cpu":
             return batches
         return (self._move(batch) for batch in batches)
 
-    def _batches(self, chosen: Sequence[Tensor]) -> Iterator[Any]:
-        dataset = self.dataset
+    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
+        dataset, chosen = self.dataset, self.order(epoch).split(self.batch_size)[start:]
         if type(dataset) is TensorDataset:
             return (tuple(t[i] for t in dataset.tensors) for i in chosen)
         if hasattr(dataset, "batch"):
             return (dataset.batch(i) for i in chosen)  # type: ignore[attr-defined]
-        return iter(self._dataloader([i.tolist() for i in chosen]))
+        batches = [indices.tolist() for indices in chosen]
+        if self.workers:
+            dataset = _Seeded(dataset, self.seed * 1_000_003 + epoch)
+            batches = [[number, *batch] for number, batch in enumerate(batches, start)]
+        return iter(self._dataloader(dataset, batches))
 
-    def _dataloader(self, batches: list[list[int]]) -> DataLoader[Any]:
+    def _dataloader(self, dataset: Any, batches: list[list[int]]) -> DataLoader[Any]:
         return DataLoader(
-            self.dataset,
+            dataset,
             batch_sampler=batches,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
@@ -90,3 +96,22 @@ class Loader:
 
         inputs, target = batch
         return tree_map(move, inputs), tree_map(move, target)
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset in a loading process: what it draws at random for a batch depends on the batch
+    alone, not on the process that loads it or on what that has loaded before."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitems__(self, numbered: list[int]) -> Any:
+        """The examples of a batch, whose number comes before their indices."""
+        number, *indices = numbered
+        seed = (self.seed * 1_000_003 + number) % 2**63
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        if together := getattr(self.dataset, "__getitems__", None):
+            return together(indices)
+        return [self.dataset[index] for index in indices]

@@ -1,6 +1,7 @@
 """Observers read records and never steer the loop."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from runner.records import EvalRecord, Record, Steps
 
@@ -16,6 +17,13 @@ class Observer:
 
     def close(self) -> None:
         """The run is over, however it ended."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it must remember when the run goes on, in plain containers."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what state_dict gave; nothing where it is new to the run."""
 
 
 def tell(observers: Sequence[Observer], record: Record) -> None:

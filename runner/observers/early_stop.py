@@ -1,6 +1,8 @@
 """Notices that the quality has stopped improving; the run's loop breaks on it."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from runner.observers.base import Observer
 from runner.records import EvalRecord
@@ -17,6 +19,13 @@ class EarlyStop(Observer):
         value = self.sign * record.metrics[self.quality]
         self._worse = 0 if value > self._best else self._worse + 1
         self._best = max(self._best, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "worse": self._worse}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self._best, self._worse = state["best"], state["worse"]
 
     @property
     def reached(self) -> bool:

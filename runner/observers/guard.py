@@ -1,7 +1,8 @@
 """Says, once each, what a precision does to a run that its user would want to know."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from runner.observers.base import Observer
 from runner.records import EvalRecord, Steps
@@ -38,6 +39,12 @@ class Guard(Observer):
                 f"step {record.step}: the update is under half a unit in the last place of "
                 f"precision={self.precision}. Type a larger optimizer.lr, or a -mixed precision.",
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"said": sorted(self._said)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._said.update(state.get("said", ()))
 
     def _once(self, key: str, message: str) -> None:
         if key not in self._said:

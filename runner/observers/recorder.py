@@ -1,7 +1,8 @@
 """Carries the records to the tracker, under the metric names that dashboards rely on."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from runner.accelerator import MIB, Accelerator
 from runner.observers.base import Observer
@@ -73,6 +74,15 @@ class Recorder(Observer):
         if record.stagnant is not None:
             values["guard/stagnant_share"] = record.stagnant
         self.tracker.metrics(record.step, record.time_ms, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        last = self._last._replace(gauges=None) if self._last else None
+        return {"last": list(last) if last else None, "sized": self._sized}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self._last = StepRecord(*state["last"]) if state["last"] else None
+            self._sized = state["sized"]
 
     def close(self) -> None:
         """The last value of the scale closes the line of its changes."""

@@ -1,6 +1,7 @@
 """Adds up a run for its summary."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from runner.observers.base import Observer
@@ -24,6 +25,7 @@ class Tally(Observer):
         self.overflows: list[int] = []
         self._examples = self._steps = self._blocks = 0
         self._milliseconds = 0.0
+        self._cold = False  # the next block is the first after the run was cut
 
     def steps(self, block: Steps) -> None:
         self.last = block[-1]
@@ -31,6 +33,9 @@ class Tally(Observer):
         if self._blocks == 2:
             self._examples, self._steps, self._milliseconds = 0, 0, 0.0
         timed = block[1:] if self._blocks == 1 and len(block) > 1 else block
+        if self._cold and self._steps:
+            timed = ()
+        self._cold = False
         self._steps += len(timed)
         self._examples += sum(record.examples for record in timed)
         self._milliseconds += sum(record.step_ms for record in timed)
@@ -47,6 +52,16 @@ class Tally(Observer):
         value = record.metrics[self.quality]
         if not math.isnan(value):
             self.best = value if self.best is None else self.better(self.best, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = {**vars(self), "last": list(self.last._replace(gauges=None)) if self.last else None}
+        return {key: value for key, value in kept.items() if key not in ("quality", "better")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        if self.last is not None:
+            self.last = StepRecord(*self.last)
+        self._cold = True
 
     def summary(self) -> dict[str, Any]:
         """Numbers of the run's result."""

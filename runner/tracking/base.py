@@ -23,6 +23,8 @@ class RunInfo:
         name: shown in the store; None lets the store choose.
         sweep: the sweep's id; the run is nested under that sweep's parent run.
         role: "sweep" for the parent run itself.
+        continues: the journal of a run that goes on here, step: where it does, changes: keys that
+            are no longer what they were, as `old -> new`.
     """
 
     folder: Path
@@ -31,6 +33,9 @@ class RunInfo:
     name: str | None = None
     sweep: str | None = None
     role: Role = "run"
+    continues: Path | None = None
+    step: int = 0
+    changes: Mapping[str, str] = field(default_factory=dict)
 
 
 class Tracker(ABC):

@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from runner.secrets import hide
 from runner.tracking import history
 from runner.tracking import journal as journals
 from runner.tracking.answers import RefusedError, UnreachableError
+from runner.tracking.batch import Batch, next_batch
 from runner.tracking.progress import Progress
-from runner.tracking.store import JOURNAL_TAG, MAX_POINTS, Point, Store
+from runner.tracking.store import JOURNAL_TAG, Store
 from runner.tracking.system import SystemMetrics
 from runner.tracking.views import SweepView
 
@@ -37,41 +37,6 @@ class Stores:
         return self._stores[uri]
 
 
-@dataclass
-class Batch:
-    """Records of one kind that go to the store together.
-
-    Attributes:
-        end: the offset after them in the journal.
-        complete: there is no reason to wait for more.
-    """
-
-    kind: str
-    record: dict[str, Any]
-    end: int
-    points: list[Point] = field(default_factory=list)
-    complete: bool = True
-
-
-def next_batch(path: Path, offset: int) -> Batch | None:
-    """The next record, or as many metric records as make one call."""
-    batch: Batch | None = None
-    for record, end in journals.read(path, offset):
-        kind = record["kind"]
-        if batch is None:
-            batch = Batch(kind, record, end)
-            if kind != "metrics":
-                return batch
-            batch.complete = False
-        elif kind != "metrics" or len(batch.points) + len(record["values"]) > MAX_POINTS:
-            batch.complete = True
-            return batch
-        step, time_ms = record["step"], record["time"]
-        batch.points += [(name, value, time_ms, step) for name, value in record["values"].items()]
-        batch.end = end
-    return batch
-
-
 class Follower:
     """Carries a journal to its run, batch by batch.
 
@@ -86,6 +51,7 @@ class Follower:
         self._start: dict[str, Any] = {}
         self._system: SystemMetrics | None = None
         self._history: Path | None = None
+        self._known: dict[str, int] = {}
         self._ended = False
         self._sent = self._parent_since = 0.0
         self._full = math.inf
@@ -118,7 +84,7 @@ class Follower:
             raise UnreachableError("another writer is still at work on this journal")
         if self.progress.run_id and self._store is None:
             self._reopen()
-        self._batch = batch = next_batch(self.journal, self.progress.offset)
+        self._batch = batch = next_batch(self.journal, self.progress.offset, self._known)
         if batch is None:
             if last:
                 self._end({"status": "KILLED", "error": _NO_CLOSE, "time": _time(self.journal)})
@@ -168,6 +134,8 @@ class Follower:
             return
         if self._system is None:
             self._system = SystemMetrics(seconds, os.getppid(), time.monotonic())
+            with suppress(RefusedError, UnreachableError):
+                self._system.count = self._run_store().samples(self._run_id())
         if self._system.due(time.monotonic()):
             now, number = time.time_ns() // 1_000_000, self._system.count
             points = [(k, v, now, number) for k, v in self._system.sample().items()]
@@ -177,6 +145,9 @@ class Follower:
     def _open(self, start: dict[str, Any]) -> None:
         """Makes the run, or finds the one that an earlier try may have made."""
         self._store = store = self._stores.get(start["uri"])
+        if start.get("continues") and self._continue(start):
+            self._opened(start)
+            return
         experiment = store.experiment(start["experiment"], start.get("experiment_id"))
         tags = {**start["tags"], JOURNAL_TAG: start["id"]}
         if start["sweep"] and start["role"] == "run" and (parent := self._parent(start)):
@@ -189,6 +160,35 @@ class Follower:
         self.progress.save(run_id=run_id, experiment_id=experiment)
         self._opened(start)
 
+    def _continue(self, start: dict[str, Any]) -> bool:
+        """Goes on with the run of an earlier journal, once that is stored to its end; False where
+        it never became one."""
+        earlier = Follower(Path(start["continues"]), self._stores, lambda *_, **__: None)
+        try:
+            earlier.finish()
+        finally:
+            earlier.progress.release()
+        run_id, experiment = earlier.progress.run_id, earlier.progress.experiment_id
+        if run_id is None:
+            return False
+        self._run_store().reopen(
+            run_id, start["params"], start["tags"], start["step"], start["changes"]
+        )
+        self.progress.save(run_id=run_id, experiment_id=experiment)
+        return True
+
+    def finish(self) -> None:
+        """Sends all that is left of a journal that no one writes to any more."""
+        if not self.progress.claim():
+            raise UnreachableError("another writer still sends what the run left before")
+        while not self.progress.done:
+            try:
+                self.advance(last=True)
+            except RefusedError:
+                if self.opening:
+                    return
+                self.skip()
+
     def _reopen(self) -> None:
         """Continues what another writer began."""
         start, _ = next(journals.read(self.journal))
@@ -197,6 +197,7 @@ class Follower:
 
     def _opened(self, start: dict[str, Any]) -> None:
         self._start, run_id = start, self._run_id()
+        self._known = journals.last_steps(journals.chain(self.journal)[:-1])
         if start["role"] == "sweep" and start["sweep"]:
             self._stores.parents[start["uri"], start["sweep"]] = run_id
             self._stores.names[start["sweep"]] = start["name"]

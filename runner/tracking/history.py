@@ -20,24 +20,27 @@ infinity, too), in order of time."""
 
 
 def from_journal(path: Path) -> dict[str, Curve]:
-    """Every metric of a run, by name."""
+    """Every metric of a run, by name, also of what was recorded before it was resumed."""
     columns: dict[str, array[float]] = {}
-    for record, _ in journals.read(path):
-        if record["kind"] == "metrics":
-            step, time_ms = record["step"], record["time"]
-            for name, value in record["values"].items():
-                columns.setdefault(name, array("d")).extend((step, time_ms, value))
+    earlier: list[Path] = []
+    for part in journals.chain(path):
+        known = journals.last_steps(earlier)
+        for record, _ in journals.read(part):
+            if record["kind"] == "metrics":
+                step, time_ms = record["step"], record["time"]
+                for name, value in journals.fresh(record, known).items():
+                    columns.setdefault(name, array("d")).extend((step, time_ms, value))
+        earlier.append(part)
     return {name: np.asarray(points).reshape(-1, 3).T for name, points in columns.items()}
 
 
 def of_folder(folder: Path) -> dict[str, Curve]:
     """The metrics of the last run in a folder; none where nothing was recorded."""
-    found = sorted(folder.glob("journal*.jsonl"), key=lambda path: (len(path.name), path.name))
-    kept = folder / FILE
-    if kept.exists() and not (found and found[-1].stat().st_mtime > kept.stat().st_mtime):
+    newest, kept = journals.newest(folder), folder / FILE
+    if kept.exists() and not (newest and newest.stat().st_mtime > kept.stat().st_mtime):
         with suppress(ValueError):
             return read(kept)
-    return from_journal(found[-1]) if found else {}
+    return from_journal(newest) if newest else {}
 
 
 def write(path: Path, curves: Mapping[str, Curve]) -> Path:

@@ -98,6 +98,40 @@ def read(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
             yield _decode(line), offset
 
 
+def newest(folder: Path) -> Path | None:
+    """The journal of the last run in a folder."""
+    found = folder.glob("journal*.jsonl")
+    return max(found, key=lambda path: (len(path.name), path.name), default=None)
+
+
+def chain(path: Path) -> list[Path]:
+    """The journals of one run, the first one first: it may have been cut and resumed."""
+    found = [path]
+    while earlier := next(read(found[0]), ({}, 0))[0].get("continues"):
+        if not Path(earlier).exists():
+            break
+        found.insert(0, Path(earlier))
+    return found
+
+
+def last_steps(paths: Iterable[Path]) -> dict[str, int]:
+    """The greatest step of each metric."""
+    last: dict[str, int] = {}
+    for path in paths:
+        for record, _ in read(path):
+            if record["kind"] == "metrics":
+                step = record["step"]
+                last |= {name: max(step, last.get(name, step)) for name in record["values"]}
+    return last
+
+
+def fresh(record: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, float]:
+    """The values of a metric record that an earlier journal of the run does not hold: a run that
+    goes on from a checkpoint computes some steps a second time, with the same result."""
+    step = record["step"]
+    return {k: v for k, v in record["values"].items() if step > known.get(k, step - 1)}
+
+
 def _decode(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)

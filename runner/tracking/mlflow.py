@@ -185,6 +185,9 @@ class MlflowTracker(Tracker):
             "tags": _texts({**_source(info.tags), **self.extra_tags, **info.tags, **sweep}),
             "sweep": sweep_id,
             "role": info.role,
+            "continues": str(info.continues.absolute()) if info.continues else None,
+            "step": info.step,
+            "changes": dict(info.changes),
             "system_metrics": self.system_metrics if info.role == "run" else None,
         }
 

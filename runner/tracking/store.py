@@ -23,6 +23,7 @@ from runner.tracking import experiments, views
 from runner.tracking.answers import REFUSALS, RefusedError, UnreachableError, told_apart
 from runner.tracking.inputs import log_inputs
 from runner.tracking.logged_model import log_model
+from runner.tracking.system import PREFIX
 from runner.tracking.uri import is_database, sqlite_path
 
 Point = tuple[str, float, int, int]
@@ -136,9 +137,39 @@ class Store:
             run = self._client.create_run(experiment_id, time_ms, legal, run_name=name)
         return run.info.run_id
 
-    def log_params(self, run_id: str, values: Mapping[str, str]) -> None:
-        """Sends all parameters, in as many calls as the limits ask for."""
-        named = _distinct(values)
+    def reopen(
+        self, run_id: str, params: Mapping[str, str], tags: Mapping[str, str], step: int,
+        changes: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        """Has an ended run go on from a step. Parameters cannot be changed in MLflow: the tags
+        `changes` and `resumed_at_step` say what is no longer true of them, and since when."""
+        with told_apart():
+            run = self._client.get_run(run_id)
+            self._client.update_run(run_id, status="RUNNING")
+            if "error" in (known := run.data.tags):
+                self._client.delete_tag(run_id, "error")
+        told = [f"{key}: {change} (from step {step})" for key, change in changes.items()]
+        lines = "\n".join(filter(None, [known.get("changes", ""), *told]))
+        steps = ", ".join(filter(None, [known.get("resumed_at_step", ""), str(step)]))
+        self.log_params(run_id, params, known=run.data.params)
+        self.log_tags(run_id, {**tags, "resumed_at_step": steps})
+        if lines:
+            self.log_tags(run_id, {"changes": lines})
+
+    def samples(self, run_id: str) -> int:
+        """How many samples of the machine's load a run has."""
+        with told_apart():
+            values = self._client.get_run(run_id).data.metrics
+            key = next((key for key in values if key.startswith(PREFIX)), None)
+            points = self._client.get_metric_history(run_id, key) if key else []
+        return max((point.step for point in points), default=0)
+
+    def log_params(
+        self, run_id: str, values: Mapping[str, str], known: Collection[str] = ()
+    ) -> None:
+        """Sends all parameters that are not known there yet, in as many calls as the limits ask
+        for."""
+        named = {key: text for key, text in _distinct(values).items() if key not in known}
         params = [
             Param(key, cut(hide(text), validation.MAX_PARAM_VAL_LENGTH))
             for key, text in named.items()

@@ -22,9 +22,10 @@ LAYERS = (
         "optimizers",
         "adapter",
     },
-    {"state", "build", "checkpoint", "model", "artifacts", "export", "notes"},
+    {"state", "build", "checkpoint", "saving", "model", "artifacts", "export", "notes"},
     {"step", "blocks", "loop"},
     {"observers"},
+    {"resume"},
     {"describe", "leave", "train", "run", "plan", "report", "sweep", "doctor", "ui"},
     {"hooks", "cli", "__main__", "__init__"},
 )

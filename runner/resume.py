@@ -1,0 +1,243 @@
+"""Going on where a run was cut: what a checkpoint keeps beside the weights, and taking it back."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runner import checkpoint
+from runner.build import LENGTHS
+from runner.checkpoint import Saved
+from runner.config import flatten, resolve, to_dict
+from runner.errors import ConfigError
+from runner.observers.base import Observer
+from runner.result import FILE, RunResult
+from runner.spec import Origin, RunSpec
+from runner.state import TrainState
+
+PRESETS = ("experiment", "debug", "sweep")
+"""Groups that set keys anywhere."""
+
+
+class Resumption(NamedTuple):
+    """A run to go on with: its folder, its checkpoint, and what to run now."""
+
+    folder: Path
+    saved: Saved
+    spec: RunSpec
+    origin: Origin
+
+
+def begin(spec: RunSpec, origin: Origin, out: Path) -> tuple[Resumption, list[str]]:
+    """The run that checkpoint.resume names, with the keys that were typed now over its own.
+
+    Args:
+        spec: as composed.
+        origin: what was typed.
+        out: this run's own folder; `last` looks beside it.
+
+    Returns:
+        The run, and what should be told of the search.
+
+    Raises:
+        ConfigError: there is none, it is finished, or no checkpoint of it is whole.
+    """
+    where = spec.checkpoint.resume
+    assert where is not None
+    told: list[str] = []
+    path = _newest_run(out, told) if where == "last" else Path(where)
+    saved = checkpoint.newest(str(path), spec.tracking.get("uri"), "checkpoint.resume", told)
+    folder = saved.path.parent.parent
+    if not (folder / "checkpoints").is_dir():
+        raise ConfigError(
+            f"checkpoint.resume={where}: {saved.path} does not lie in a run's folder, whose record "
+            "is to go on. Type init.weights=<it> to start a new run from its weights."
+        )
+    choices = {**origin.choices, **_kept(saved.content["choices"], origin)}
+    return Resumption(
+        folder, saved, _merged(spec, saved, origin), replace(origin, choices=choices)
+    ), told
+
+
+def _newest_run(out: Path, told: list[str]) -> Path:
+    """The newest run beside `out` that was not finished and left a checkpoint."""
+    runs = [path.parent for path in out.parent.glob("*/checkpoints") if path.parent != out]
+    for run in sorted(runs, key=lambda path: path.name, reverse=True):
+        if (run / FILE).exists() and RunResult.read(run).status == "finished":
+            told.append(f"passed over {run}: it is finished")
+        elif any(run.glob("checkpoints/step-*.pt")):
+            return run
+        else:
+            told.append(f"passed over {run}: it has no checkpoint")
+    over = "".join(f" {text[0].upper()}{text[1:]}." for text in told[:3])
+    raise ConfigError(
+        f"checkpoint.resume=last: no run in {out.parent} was cut and left a checkpoint.{over} Type "
+        "checkpoint.resume=<run folder, .pt file or MLflow run id>, and save with "
+        "checkpoint.every_steps=<n>."
+    )
+
+
+def _kept(choices: Mapping[str, str], origin: Origin) -> dict[str, str]:
+    """The checkpoint's choices of groups where none was typed now."""
+    return {group: name for group, name in choices.items() if group not in _typed(origin)}
+
+
+def _typed(origin: Origin) -> dict[str, str]:
+    """Keys of the overrides, without marks, and the overrides."""
+    return {text.lstrip("+~").partition("=")[0]: text for text in origin.overrides}
+
+
+def _merged(spec: RunSpec, saved: Saved, origin: Origin) -> RunSpec:
+    """The checkpoint's own spec, and over it what was typed now."""
+    ours, theirs = to_dict(spec), dict(saved.content["spec"])
+    typed = _typed(origin)
+    if any(typed.get(p) and origin.choices.get(p) != saved.content["choices"].get(p)
+           for p in PRESETS):  # fmt: skip
+        return spec  # a preset sets keys anywhere
+    merged = {**ours, **theirs, "tracking": ours["tracking"], "mode": ours["mode"]}
+    for key in typed:
+        _copy(ours, merged, key.split("."))
+    merged["checkpoint"] = {**ours["checkpoint"], **theirs.get("checkpoint", {}), "path": None}
+    for key in [key for key in typed if key.startswith("checkpoint.")]:
+        _copy(ours, merged, key.split("."))
+    return resolve(OmegaConf.create(merged))
+
+
+def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:
+    """Takes one dotted key over, or out."""
+    head, *rest = path
+    if head not in source:
+        target.pop(head, None)
+    elif rest and isinstance(source[head], Mapping) and isinstance(target.get(head), Mapping):
+        target[head] = dict(target[head])
+        _copy(source[head], target[head], rest)
+    else:
+        target[head] = source[head]
+
+
+def capture(state: TrainState, observers: Sequence[Observer]) -> dict[str, Any]:
+    """What a checkpoint keeps so that the run goes on as if it had not been cut."""
+    return {
+        "position": state.position,
+        "evaluated": state.evaluated,
+        "stagnant": state.stagnant,
+        "rng": rng_state(state.device),
+        "observers": {type(o).__name__: o.state_dict() for o in observers},
+    }
+
+
+def restore(state: TrainState, saved: Saved, spec: RunSpec, observers: Sequence[Observer]) -> None:
+    """Put everything but the weights back.
+
+    Raises:
+        ConfigError: the checkpoint's optimizers or loss scale are not this run's.
+    """
+    content = saved.content
+    state.precision.load_state_dict(state.plain_model, content["precision_state"])
+    _restore_optimizers(state, saved, spec)
+    state.scale.load_state_dict(content["loss_scale"])
+    state.step, state.epoch = content["step"], content["epoch"]
+    state.position, state.skipped = content["position"], content["skipped_steps"]
+    state.evaluated, state.stagnant = content["evaluated"], content["stagnant"]
+    for observer in observers:
+        observer.load_state_dict(content["observers"].get(type(observer).__name__, {}))
+    set_rng_state(content["rng"], state.device)
+
+
+def _restore_optimizers(state: TrainState, saved: Saved, spec: RunSpec) -> None:
+    theirs = saved.content["spec"]
+    changed = {
+        key: (theirs["optimizer"].get(key), value)
+        for key, value in spec.optimizer.items()
+        if theirs["optimizer"].get(key) != value
+    }
+    try:
+        pairs = zip(state.driven, saved.content["optimizers"], saved.content["schedulers"],
+                    strict=True)  # fmt: skip
+        for driven, optimizer, scheduler in pairs:
+            lengths = {k: getattr(driven.scheduler, k) for k in LENGTHS
+                       if hasattr(driven.scheduler, k)}  # fmt: skip
+            _load_optimizer(driven.optimizer, optimizer)
+            if driven.scheduler is not None and theirs["scheduler"] == spec.scheduler:
+                driven.scheduler.load_state_dict(scheduler)
+                vars(driven.scheduler).update(lengths)
+            _change(driven.optimizer, driven.scheduler, changed)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"checkpoint.resume={saved.path}: its optimizer state does not fit: {error}. Resume "
+            "with the optimizer that it was trained with, or type init.weights=<it> to start a new "
+            "run from its weights."
+        ) from error
+
+
+def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """torch casts the state to the parameters' dtype; here each tensor stays what it was."""
+    optimizer.load_state_dict(dict(saved))
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in saved["state"].items():
+        loaded = optimizer.state[params[index]]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.clone().to(loaded[key].device)
+
+
+def _change(optimizer: Optimizer, scheduler: Any, changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Hyperparameters that were typed anew; a schedule goes on from a new learning rate as from
+    the old one."""
+    for group in optimizer.param_groups:
+        for key, (old, new) in changed.items():
+            if key == "lr" and isinstance(old, float) and old:
+                group["lr"] *= new / old
+                if "initial_lr" in group:
+                    group["initial_lr"] *= new / old
+            elif key in group:
+                group[key] = new
+    if scheduler is not None and "lr" in changed and hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Python's, NumPy's and torch's generators, the device's too, in plain containers."""
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    states = {
+        "python": [version, list(words), gauss],
+        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type in ("cuda", "mps"):
+        states["device"] = getattr(torch, device.type).get_rng_state()
+    return states
+
+
+def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
+    """Take back what rng_state gave; another kind of device keeps its seeded stream."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"].clone())
+    if "device" in states and device.type in ("cuda", "mps"):
+        getattr(torch, device.type).set_rng_state(states["device"].clone())
+
+
+def changes(spec: RunSpec, saved: Saved) -> dict[str, str]:
+    """Keys whose values differ from the checkpoint's, as `old -> new`."""
+
+    def flat(values: Mapping[str, Any]) -> dict[str, str]:
+        return flatten(resolve(OmegaConf.create(dict(values))))
+
+    theirs, ours = flat(saved.content["spec"]), flatten(spec)
+    ignored = ("checkpoint.", "tracking.")
+    keys = [k for k in {**theirs, **ours} if not k.startswith(ignored)]
+    return {
+        k: f"{theirs.get(k, 'none')} -> {ours.get(k, 'none')}"
+        for k in keys if theirs.get(k) != ours.get(k)
+    }  # fmt: skip

@@ -1,0 +1,131 @@
+"""Saving checkpoints beside the loop, which waits for a copy of the tensors only."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from runner import checkpoint
+from runner.errors import CheckpointError
+
+Key = tuple[str | int, ...]
+
+
+class Saver:
+    """Writes one checkpoint at a time in a thread; the next one waits for it. Where memory is too
+    short for a copy, the loop waits for the file.
+
+    Args:
+        folder: where the checkpoints go.
+        keep: how many of the newest are kept.
+        say: told of a checkpoint that could not be written; training goes on.
+    """
+
+    def __init__(self, folder: Path, keep: int, say: Callable[[str], None]) -> None:
+        self.folder, self.keep, self.say = folder, keep, say
+        self._thread: Thread | None = None
+        self._error: OSError | None = None
+        self._copies: dict[Key, Tensor] = {}
+        for rest in folder.glob("*.partial"):  # of a process that was killed while it wrote
+            rest.unlink()
+
+    def save(self, content: Mapping[str, Any], best: bool = False) -> None:
+        """Returns once the tensors may change. best: kept as `best.pt`, too."""
+        self._join()
+        if _bytes(content) * 2 > psutil.virtual_memory().available:
+            self._copies.clear()
+            self._write(content, best)
+            self._join()
+            return
+        copy, event = self._copied(content)
+        self._thread = Thread(target=self._write, args=(copy, best, event), name="checkpoint")
+        self._thread.start()
+
+    def finish(self, content: Mapping[str, Any] | None = None) -> Path | None:
+        """Waits for what is being written, then writes a last one; its path.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self._join()
+        if content is None:
+            return None
+        self._write(content)
+        if (error := self._error) is not None:
+            raise CheckpointError(self._trouble(error))
+        return checkpoint.path_of(self.folder, content["step"])
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            self.say(f"warning: {self._trouble(self._error)} Training goes on.")
+            self._error = None
+
+    def _trouble(self, error: OSError) -> str:
+        whole = sorted(self.folder.glob("step-*.pt"))
+        last = f"the last whole one is {whole[-1]}" if whole else "there is no earlier one"
+        return f"A checkpoint could not be written ({error.strerror or error}): {last}."
+
+    def _write(self, content: Mapping[str, Any], best: bool = False, event: Any = None) -> None:
+        if event is not None:
+            event.synchronize()
+        try:
+            path = checkpoint.save(self.folder, content, self.keep)
+            if best:
+                checkpoint.keep_best(path)
+        except OSError as error:
+            self._error = error
+        except RuntimeError as error:  # torch's writer, of a disk that is full
+            self._error = OSError(str(error).partition("\n")[0])
+
+    def _copied(self, content: Mapping[str, Any]) -> tuple[Any, Any]:
+        """A copy on the host in memory that is used again, and the event after which it is
+        whole."""
+        seen: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+        device = False
+
+        def copy(value: Any, key: Key) -> Any:
+            nonlocal device
+            if isinstance(value, Mapping):
+                return {name: copy(item, (*key, name)) for name, item in value.items()}
+            if isinstance(value, list | tuple):
+                return type(value)(copy(item, (*key, i)) for i, item in enumerate(value))
+            if not isinstance(value, Tensor):
+                return value
+            if type(value) not in (Tensor, torch.nn.Parameter) or not value.is_contiguous():
+                return value.detach().clone()
+            mark = (value.data_ptr(), value.shape, value.dtype)
+            if mark not in seen or not value.numel():
+                device |= value.is_cuda
+                seen[mark] = self._copy(value.detach(), key)
+            return seen[mark]
+
+        whole = copy(content, ())
+        if not device:
+            return whole, None
+        event = torch.cuda.Event()
+        event.record()
+        return whole, event
+
+    def _copy(self, value: Tensor, key: Key) -> Tensor:
+        kept = self._copies.get(key)
+        if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
+            pinned = value.is_cuda
+            kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+            self._copies[key] = kept
+        return kept.copy_(value, non_blocking=value.is_cuda)
+
+
+def _bytes(value: Any) -> int:
+    """Of all tensors in plain containers."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(map(_bytes, value.values()))
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
