@@ -61,7 +61,11 @@ class Loader:
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch."""
-        batches = self._batches(self.order(epoch).split(self.batch_size))
+        return self.batches(self.order(epoch).split(self.batch_size))
+
+    def batches(self, chosen: Sequence[Tensor]) -> Iterator[Batch]:
+        """A batch of each of these sets of indices."""
+        batches = self._batches(chosen)
         if self.device.type == "cpu":
             return batches
         return (self._move(batch) for batch in batches)
