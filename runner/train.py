@@ -17,10 +17,11 @@ from runner.build import build_driven, build_loaders, build_splits
 from runner.data.loading import Loader
 from runner.describe import describe
 from runner.errors import ConfigError, RunnerError
+from runner.guards import check_data, diverged, finite, last_good, make_guard, mishaps
 from runner.isolation import StopSignals, make_deterministic, seed_all
 from runner.leave import leave_dtypes, leave_loss_scale, leave_model, tell_inputs
 from runner.loop import evaluate, fit, total_steps
-from runner.model import build_model, restore_model
+from runner.model import build_model, restore_model, start
 from runner.observers.base import Observer, tell
 from runner.observers.checkpoints import Checkpoints
 from runner.observers.early_stop import EarlyStop
@@ -57,6 +58,7 @@ class Run:
     tracker: Tracker
     signals: StopSignals
     report: ConversionReport = field(default_factory=ConversionReport)
+    trouble: str = ""  # what a guard stopped it for
 
     @property
     def device(self) -> torch.device:
@@ -77,8 +79,9 @@ def train(this: Run) -> RunResult:
     splits = build_splits(spec)
     loaders = build_loaders(spec, splits, this.device)
     tell_inputs(this, splits)
+    check_data(this, loaders)
     seed_all(spec.seed)
-    built = build_model(spec, this.precision, this.device, start=_start(this))
+    built = build_model(spec, this.precision, this.device, start=start(spec))
     with this.precision.session(built.model, this.device):
         sizes = describe(this, built)
         steps = total_steps(spec.train, loaders[0])
@@ -90,18 +93,13 @@ def train(this: Run) -> RunResult:
         _try(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
         sizes["peak_memory_mib"] = this.accelerator.peak_memory_mib()  # the export has its own
-        leave_model(this, state, loaders[1])
+        if not this.trouble:
+            leave_model(this, state, loaders[1])
         sizes["optimizer_mib"] = tensor_bytes(*state.state_tensors()) / MIB
-    return _result(this, sizes | tally.summary(), perf_counter() - started)
-
-
-def _start(this: Run) -> checkpoint.Saved | None:
-    """The checkpoint that init.weights names."""
-    where = this.spec.init.weights
-    if where is None:
-        return None
-    path = checkpoint.find(where, this.spec.tracking.get("uri"), key="init.weights")
-    return checkpoint.Saved(path, checkpoint.load(path))
+    result = _result(this, sizes | tally.summary(), perf_counter() - started)
+    if this.trouble:
+        diverged(this, result)
+    return result
 
 
 def _prepare(this: Run) -> None:
@@ -137,13 +135,13 @@ def _try(this: Run, state: TrainState, loader: Loader) -> None:
 
 
 def _observers(
-    this: Run, state: TrainState, steps: int, save: Callable[[], object]
+    this: Run, state: TrainState, steps: int, save: Callable[[], object], guard: Guard
 ) -> list[Observer]:
     spec, task = this.spec, this.task
     observers: list[Observer] = [
         Recorder(this.tracker, state, this.accelerator),
         progress(this.console, steps, this.label),
-        Guard(this.say, this.precision.name),
+        guard,  # before the checkpoints: what it refuses is not saved
     ]
     if spec.checkpoint.every_steps:
         observers.append(Checkpoints(save, spec.checkpoint.every_steps))
@@ -156,43 +154,52 @@ def _observers(
 
 def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: int) -> Tally:
     """Train, with every observer reading along; leaves a checkpoint however it ends."""
-    spec, model = this.spec, state.model
-    if spec.train.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if spec.train.compile:
-        state.model = torch.compile(model)  # type: ignore[assignment]
-    folder = this.out / "checkpoints"
-
+    spec, folder = this.spec, this.out / "checkpoints"
+    _shape(spec, state)
     tally = Tally(this.task.quality, this.task.direction)
 
-    def save() -> Path:
+    def save() -> Path | None:
+        if not (guard.sound and finite(this, state)):
+            return None
         found = tally.metrics if tally.evaluated == state.step else {}
         return checkpoint.save(
             folder, state, spec, spec.checkpoint.keep, this.origin.choices, found
         )
 
-    observers = _observers(this, state, steps, save)
-    early = [o for o in observers if isinstance(o, EarlyStop)]
+    guard = make_guard(this, loaders[0])
+    observers = _observers(this, state, steps, save, guard)
+    early = [o for o in observers if isinstance(o, EarlyStop | Guard)]
     probe = DtypeProbe(state.model)
     records = fit(
         state, *loaders, spec.train, first=probe,
         flush_every=spec.checkpoint.every_steps, stopped=this.signals.requested,
     )  # fmt: skip
     try:
-        for record in records:
-            tell([tally, *observers], record)
-            if any(o.reached for o in early):
-                break
+        with mishaps(this, state, loaders):
+            for record in records:
+                tell([tally, *observers], record)
+                if any(o.reached for o in early):
+                    break
     finally:
         for observer in observers:
             observer.close()
     if spec.checkpoint.final or this.signals.requested():
         path = save()
-        if this.signals.requested():
+        if this.signals.requested() and path:
             this.say(f"checkpoint: {path}")
+    this.trouble = guard.message and f"{guard.message}{last_good(folder)}"
     leave_dtypes(this, probe)
     leave_loss_scale(this, tally, state.step)
     return tally
+
+
+def _shape(spec: RunSpec, state: TrainState) -> None:
+    """Memory format and compilation, as the loop runs the model."""
+    model = state.model
+    if spec.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if spec.train.compile:
+        state.model = torch.compile(model)  # type: ignore[assignment]
 
 
 def evaluate_checkpoint(this: Run) -> RunResult:
@@ -204,6 +211,7 @@ def evaluate_checkpoint(this: Run) -> RunResult:
     splits = build_splits(spec)
     _, validation = build_loaders(spec, splits, this.device)
     tell_inputs(this, splits)
+    check_data(this, (None, validation))
     seed_all(spec.seed)
     saved = checkpoint.Saved(path, content)
     built = restore_model(spec, this.precision, this.device, saved)

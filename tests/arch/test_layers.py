@@ -25,7 +25,20 @@ LAYERS = (
     {"state", "build", "checkpoint", "model", "artifacts", "export", "notes"},
     {"step", "blocks", "loop"},
     {"observers"},
-    {"describe", "leave", "train", "run", "plan", "report", "sweep", "doctor", "ui"},
+    {
+        "describe",
+        "kept",
+        "guards",
+        "replay",
+        "leave",
+        "train",
+        "run",
+        "plan",
+        "report",
+        "sweep",
+        "doctor",
+        "ui",
+    },
     {"hooks", "cli", "__main__", "__init__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
