@@ -34,13 +34,15 @@ class Times(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, classes: int, factor: float = 1.0, at: int = 1) -> None:
+    def __init__(self, classes: int, factor: float = 1.0, at: int = 1, crash: str = "") -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), Times(factor, at), nn.Tanh())
-        self.body[3] = nn.Identity()
+        self.crash = crash
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), Times(factor, at))
         self.head = nn.Linear(16, classes)
 
     def forward(self, x):
+        if self.crash and self.training and self.body[2].calls + 1 == self.body[2].at:
+            raise RuntimeError(self.crash)
         return self.head(self.body(x))
 
 
@@ -72,6 +74,7 @@ _target_: lab.faults.Net
 classes: ${data.meta.classes}
 factor: 1.0
 at: 1
+crash: ""
 """
 DATA = """# One sample is at fault
 defaults:
@@ -167,6 +170,27 @@ def test_a_replay_tells_what_the_precision_alone_breaks(faulty, faults):
     assert "Everything is finite with these weights. Type init.weights=" in sound.stdout
 
 
+def test_weights_that_are_not_finite_replace_no_good_ones(faulty, faults):
+    done = faulty(*NAN, "guard.non_finite=warn", "checkpoint.every_steps=2")
+    assert done.rc == 0
+    assert "warning: the weights of step 12 are not finite and are not saved." in done.stdout
+    (saved,) = folder(faults).glob("checkpoints/*.pt")
+    assert saved.name == "step-00000004.pt"
+
+
+def test_the_store_knows_the_reason_and_has_the_batch(faulty, store, reader):
+    done = faulty(*NAN, "tracking=mlflow", f"tracking.uri={store}", "tracking.experiment=guards")
+    assert done.rc == 1
+    client = reader()
+    (run,) = client.search_runs([client.get_experiment_by_name("guards").experiment_id])
+    assert run.info.status == "FAILED"
+    assert run.data.tags["error"].startswith("Diverged: guard.non_finite: the loss is nan at step")
+    assert [f.path for f in client.list_artifacts(run.info.run_id, "guard")] == [
+        "guard/batch-000006.json"
+    ]
+    assert "result.json" in [f.path for f in client.list_artifacts(run.info.run_id)]
+
+
 def test_overflows_in_a_row_end_the_run_with_its_last_good_state(faulty, faults):
     done = faulty("precision=16-mixed", "precision.loss_scale.fixed=1e30", "guard.overflow_steps=5")
     told(done, "guard.overflow: 5 steps in a row overflowed, up to step 5",
@@ -216,8 +240,8 @@ def step_of(sample):
     return next(step for step in range(1, 9) if sample in samples(step)[0])
 
 
-def test_a_label_that_the_check_did_not_see_is_told_at_its_step(faults, cli):
-    done = cli(*OWN, "data.fault=label", "guard.data=ignore")
+def test_a_label_that_the_check_did_not_see_is_told_at_its_step(faulty, faults):
+    done = faulty("data.fault=label", "guard.data=ignore")
     step = step_of(17)
     told(done, f"error: At step {step}: Target 12 is out of bounds. Sample 17: its label 12 is "
          "none of the 2 classes", "error.txt", f"guard/batch-{step:06d}.json")  # fmt: skip
@@ -225,19 +249,40 @@ def test_a_label_that_the_check_did_not_see_is_told_at_its_step(faults, cli):
     assert kept["micro_batches"] == samples(step)
 
 
-@forks
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [("raise", "ValueError: sample 17 is broken"), ("exit", "DataLoader worker (pid"),
-     ("kill", "DataLoader worker (pid")],
-)  # fmt: skip
-def test_a_process_that_dies_while_training_is_told_with_its_samples(faults, cli, fault, reason):
-    done = cli(*OWN, f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1", timeout=60)
-    told(done, "A process that loads the train set for step", reason, "train.num_workers=0")
+def test_what_a_device_asserts_late_is_searched_for_in_the_steps_before(faulty):
+    step = step_of(17)
+    done = faulty("data.fault=label", "guard.data=ignore", f"model.at={step}",
+                  "model.crash='CUDA error: device-side assert triggered'")  # fmt: skip
+    told(done, f"At one of steps 1 to {step}: CUDA error: device-side assert triggered. Sample 17: "
+         "its label 12 is none of the 2 classes", "guard/batch-000001.json")  # fmt: skip
+
+
+def test_another_error_keeps_its_traceback(faulty):
+    done = faulty("model.crash='a bug of my own'")
+    assert done.rc == 1
+    assert "RuntimeError: a bug of my own" in done.stderr
+    assert "Traceback" in done.stderr
+
+
+def dead(done, faults, *parts):
+    """A process died over sample 17."""
+    told(done, "A process that loads the train set for step", "train.num_workers=0", *parts)
     (path,) = (folder(faults) / "guard").iterdir()
     kept = json.loads(path.read_text())
     assert 17 in [index for micro in kept["micro_batches"] for index in micro]
     assert "Traceback" in (folder(faults) / "error.txt").read_text()
+
+
+@pytest.mark.parametrize("fault", ["exit", "kill"])
+def test_a_process_that_dies_while_training_is_told_with_its_samples(faults, cli, fault):
+    done = cli(*OWN, f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1", timeout=100)
+    dead(done, faults, "DataLoader worker (pid")
+
+
+@forks
+def test_a_process_that_raises_names_its_batch(faulty, faults):
+    done = faulty("data.fault=raise", "guard.data=ignore", "train.num_workers=1")
+    dead(done, faults, f"for step {step_of(17)} failed: ValueError: sample 17 is broken.")
 
 
 @forks
