@@ -101,7 +101,8 @@ def keys() -> str:
 
 
 TOP = {
-    "mode": "train, evaluate or plan",
+    "mode": "train, evaluate, plan or replay",
+    "batch": "what debug=replay replays: a batch that a guard saved",
     "seed": "of Python, NumPy and torch, and of the order of the training data",
     "deterministic": "refuse operations whose result can differ between runs",
 }

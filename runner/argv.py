@@ -30,7 +30,7 @@ def rewrite(argv: Sequence[str]) -> list[str]:
     while rest:
         text = rest.pop(0)
         if not text.startswith("-"):
-            overrides.append(_tag(_checkpoint(_option(text))))
+            overrides.append(_tag(_path(_option(text))))
             continue
         flags.append(text)
         if text in _VALUED and rest and "=" not in rest[0]:
@@ -51,13 +51,17 @@ def _option(text: str) -> str:
     return f"{match['plus']}{match['group']}={match['call'] or ''}{quoted}{match['end'] or ''}"
 
 
-def _checkpoint(text: str) -> str:
+_PATHS = {"checkpoint": "checkpoint.path", "batch": "batch"}
+
+
+def _path(text: str) -> str:
+    """A file or folder under the key that holds it, quoted where Hydra's grammar wants it."""
     key, _, value = text.partition("=")
-    if key != "checkpoint" or not value:
+    if key not in _PATHS or not value:
         return text
     if "'" not in value and Path(value).exists():  # it may hold what Hydra's grammar does not take
         value = f"'{value}'"
-    return f"checkpoint.path={value}"
+    return f"{_PATHS[key]}={value}"
 
 
 def _tag(text: str) -> str:

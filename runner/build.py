@@ -54,7 +54,7 @@ def build_splits(spec: RunSpec) -> Splits:
 def _check_meta(spec: RunSpec, dataset: Any) -> None:
     """What data.meta says of the data, from which models take their sizes, must be true."""
     if not len(dataset):
-        return  # the loader says so
+        return  # build_loaders says so
     meta, example = spec.data.get("meta") or {}, _first_input(dataset)
     shape = list(getattr(example, "shape", []))
     problems = []
@@ -64,12 +64,13 @@ def _check_meta(spec: RunSpec, dataset: Any) -> None:
             f"Type data.meta.input={str(shape).replace(' ', '')}."
         )
     named = getattr(dataset, "classes", None)
-    found = len(named) if named else None
+    found, sample = len(named) if named else None, ""
     if isinstance(dataset, TensorDataset) and not dataset.tensors[1].is_floating_point():
-        found = int(dataset.tensors[1].max()) + 1
+        label, first = (int(value) for value in dataset.tensors[1].flatten().max(0))
+        found, sample = label + 1, f": sample {first} has the label {label}"
     if found is not None and found > (meta.get("classes") or found):
         problems.append(
-            f"data.meta.classes={meta['classes']}, but the data have {found} classes. "
+            f"data.meta.classes={meta['classes']}, but the data have {found} classes{sample}. "
             f"Type data.meta.classes={found}."
         )
     if problems:
@@ -88,7 +89,15 @@ def _first_input(dataset: Any) -> Any:
 
 
 def build_loaders(spec: RunSpec, splits: Splits, device: torch.device) -> tuple[Loader, Loader]:
-    """Training batches in an order of their own per epoch, validation batches in the set's."""
+    """Training batches in an order of their own per epoch, validation batches in the set's.
+
+    Raises:
+        ConfigError: a set is empty.
+    """
+    if empty := [name for name, made in splits._asdict().items() if not len(made)]:
+        raise ConfigError(
+            *(f"data: the {name} set is empty: it yields no example to work on." for name in empty)
+        )
     size, workers = spec.train.batch_size, spec.train.num_workers
     common = {"batch_size": size, "seed": spec.seed, "device": device, "workers": workers}
     shuffle = bool(spec.data.get("shuffle", True))

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.argv import config_dir, rewrite, shadowed
 from runner.config import register_schema, resolve
-from runner.errors import RunnerError, Unavailable
+from runner.errors import Diverged, RunnerError, Unavailable
 from runner.explain import explain
 from runner.secrets import hide
 from runner.spec import Origin
@@ -93,6 +93,7 @@ def job(config: DictConfig) -> float | None:
     folder = Path(settings.runtime.output_dir)
     sweeping = settings.mode == RunMode.MULTIRUN
     status: int | None = None
+    recorded = False
     try:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
@@ -100,6 +101,7 @@ def job(config: DictConfig) -> float | None:
         _print_error(error)
         kind = "unavailable" if isinstance(error, Unavailable) else "failed"
         message, status = str(error), error.exit_status
+        recorded = isinstance(error, Diverged)  # the run left its result
         if status > 128:
             kind = "stopped"
     except KeyboardInterrupt:
@@ -109,7 +111,7 @@ def job(config: DictConfig) -> float | None:
         print(text, file=sys.stderr)
         (folder / "error.txt").write_text(text)
         kind, message, status = "failed", f"{type(error).__name__}: {error}", 1
-    if sweeping:
+    if sweeping and not recorded:
         _record(config, folder, kind, message)
     gc.collect()
     if status > 128 or not sweeping:

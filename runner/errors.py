@@ -39,3 +39,15 @@ class TrackingError(RunnerError):
     """The tracking store refused the run or cannot be reached."""
 
     exit_status = 1
+
+
+class DataError(RunnerError):
+    """The data cannot be trained on: a sample, a label or the process that loads them."""
+
+    exit_status = 1
+
+
+class Diverged(RunnerError):
+    """A guard stopped the run for its numbers. The run has left its result."""
+
+    exit_status = 1

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from runner import adapter
+from runner import adapter, checkpoint
 from runner.build import build_group
 from runner.checkpoint import Saved, load_weights
 from runner.errors import ConfigError
@@ -23,6 +23,15 @@ class Built(NamedTuple):
     model: nn.Module
     report: ConversionReport
     plain_bytes: int
+
+
+def start(spec: RunSpec) -> Saved | None:
+    """The checkpoint that init.weights names."""
+    where = spec.init.weights
+    if where is None:
+        return None
+    path = checkpoint.find(where, spec.tracking.get("uri"), key="init.weights")
+    return Saved(path, checkpoint.load(path))
 
 
 def build_model(

@@ -25,8 +25,8 @@ class RunResult:
     """One run's outcome; written to `result.json` in its folder.
 
     Attributes:
-        status: finished, failed, unavailable (this machine lacks what it needs) or stopped.
-        group: the label without the seed: jobs of one group differ in their seeds alone.
+        status: finished, failed (diverged: by a guard), unavailable (on this machine) or stopped.
+        group: the label without the seed; jobs of one group differ in it alone.
         quality: name of the metric that decides; its last value is metrics[quality].
         direction: "max" or "min", whether a greater or a smaller quality is better.
         examples_per_second: of training, without the first block of steps and evaluations.
@@ -37,8 +37,7 @@ class RunResult:
         trains: share of the parameters' elements that train.
         as_trained: in mode=evaluate, what the checkpoint reached in its own precision, trained_in.
         loss_scale: scale in force in the last step; None without one.
-        experiment: its name in MLflow.
-        dashboard: the page that shows the run beside others, after the server's address.
+        dashboard: the page that shows it beside others of its experiment, without the server.
     """
 
     precision: str
@@ -78,6 +77,7 @@ class RunResult:
     tracking_uri: str | None = None
     experiment: str = ""
     dashboard: str | None = None
+    diverged: bool = False
 
     @property
     def objective(self) -> float:
@@ -86,12 +86,12 @@ class RunResult:
 
     @property
     def outcome(self) -> str:
-        """The status; "diverged" where it finished and its quality or its loss is not finite: an
-        accuracy stays a number when the loss is none."""
+        """The status; "diverged" where a guard stopped it, or it finished and its quality or its
+        loss is not finite: an accuracy stays a number when the loss is none."""
         told = [self.metrics.get(self.quality), self.metrics.get(LOSS)]
         known = [v for v in told if v is not None] or [self.train_loss or 0.0]
         gone = self.status == "finished" and not all(map(math.isfinite, known))
-        return "diverged" if gone else self.status
+        return "diverged" if self.diverged or gone else self.status
 
     @property
     def settings(self) -> str:

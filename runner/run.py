@@ -15,6 +15,7 @@ from runner.errors import ConfigError, TrackingError
 from runner.isolation import Stopped, StopSignals, process_state
 from runner.plan import plan
 from runner.precision.base import Precision
+from runner.replay import replay
 from runner.result import RunResult, plain_console, show
 from runner.spec import Origin, RunSpec
 from runner.tasks.base import Task
@@ -57,6 +58,10 @@ def run(
         check_arguments(spec)
         if spec.mode == "plan":
             result = plan(spec, out, origin, precision, accelerator, console)
+            result.write(out)
+            return result
+        if spec.mode == "replay":
+            result = replay(spec, out, origin, precision, accelerator, task, console)
             result.write(out)
             return result
         tracker: Tracker = build_group("tracking", spec.tracking)

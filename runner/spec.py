@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-MODES = ("train", "evaluate", "plan")
+MODES = ("train", "evaluate", "plan", "replay")
+ACTIONS = ("stop", "warn", "ignore")
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,37 @@ class DebugSpec:
 
 
 @dataclass(frozen=True)
+class GuardSpec:
+    """What a run watches for; each finding stops it, warns or is ignored.
+
+    Attributes:
+        non_finite: a step without overflow whose loss or gradients are not finite.
+        overflow: so many steps in a row that the loss scale skipped.
+        overflow_steps: how many.
+        scale_floor: a loss scale that falls under 1.
+        spike: a loss so many times the median of the last 50, and twice the largest of them.
+        spike_factor: how many.
+        data: before training, inputs that are not finite and labels that are no class.
+    """
+
+    non_finite: str = "stop"
+    overflow: str = "stop"
+    overflow_steps: int = 30
+    scale_floor: str = "warn"
+    spike: str = "warn"
+    spike_factor: float = 10.0
+    data: str = "stop"
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values, one message each."""
+        for key in ("non_finite", "overflow", "scale_floor", "spike", "data"):
+            if (action := getattr(self, key)) not in ACTIONS:
+                yield f"guard.{key}={action} is not known. Allowed: {', '.join(ACTIONS)}."
+        if not self.spike_factor > 1:
+            yield f"guard.spike_factor={self.spike_factor} is too small. Allowed: above 1."
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """One run. The group nodes (precision, model, ...) hold a `_target_` and its keywords."""
 
@@ -116,6 +148,8 @@ class RunSpec:
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     accelerator: AcceleratorSpec = field(default_factory=AcceleratorSpec)
     debug: DebugSpec = field(default_factory=DebugSpec)
+    guard: GuardSpec = field(default_factory=GuardSpec)
+    batch: str | None = None
     precision: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     adapter: dict[str, Any] = field(default_factory=dict)
@@ -141,10 +175,16 @@ class RunSpec:
             )
         if self.mode != "train" and self.checkpoint.resume is not None:
             yield f"mode={self.mode} resumes nothing. Leave checkpoint.resume= out."
+        if (self.mode == "replay") != (self.batch is not None):
+            yield (
+                "debug=replay and batch= belong together: a batch that a run saved. Type "
+                "debug=replay batch=outputs/runs/<time>/guard/batch-<step>.json."
+            )
         if self.seed < 0:
             yield f"seed={self.seed} is negative. Allowed: 0 and up."
         if not isinstance(shuffle := self.data.get("shuffle", True), bool):
             yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
+        yield from self.guard.problems()
         yield from self._not_positive()
 
     def _not_positive(self) -> Iterator[str]:
@@ -153,6 +193,7 @@ class RunSpec:
                       "log_every", "early_stop"),
             "checkpoint": ("every_steps", "keep"),
             "debug": ("overfit", "profile"),
+            "guard": ("overflow_steps",),
         }  # fmt: skip
         for part, keys in least_one.items():
             for key in keys:

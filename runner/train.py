@@ -2,7 +2,6 @@
 
 import math
 import shlex
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +17,11 @@ from runner.accelerator import MIB, Accelerator
 from runner.build import build_driven, build_loaders, build_splits
 from runner.data.loading import Loader
 from runner.describe import describe
-from runner.errors import ConfigError, RunnerError
+from runner.guards import check_data, diverged, finite, last_good, make_guard, mishaps, try_batch
 from runner.isolation import StopSignals, make_deterministic, seed_all
 from runner.leave import leave_dtypes, leave_loss_scale, leave_model, leave_weights, tell_inputs
 from runner.loop import evaluate, evaluates, fit, total_steps
-from runner.model import build_model, restore_model
+from runner.model import build_model, restore_model, start
 from runner.observers.base import Observer, tell
 from runner.observers.checkpoints import Checkpoints
 from runner.observers.early_stop import EarlyStop
@@ -39,7 +38,6 @@ from runner.saving import Saver
 from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 from runner.state import TrainState
-from runner.step import loss_of
 from runner.tasks.base import Task
 from runner.tracking.base import Tracker
 
@@ -61,6 +59,7 @@ class Run:
     signals: StopSignals
     report: ConversionReport = field(default_factory=ConversionReport)
     resumed: checkpoint.Saved | None = None
+    trouble: str = ""  # what a guard stopped it for
 
     @property
     def device(self) -> torch.device:
@@ -81,10 +80,12 @@ def train(this: Run) -> RunResult:
     splits = build_splits(spec)
     loaders = build_loaders(spec, splits, this.device)
     tell_inputs(this, splits)
+    check_data(this, loaders)
     seed_all(spec.seed)
     built = build_model(
-        spec, this.precision, this.device, start=_start(this), whole=this.resumed is not None
-    )
+        spec, this.precision, this.device, start=this.resumed or start(spec),
+        whole=this.resumed is not None,
+    )  # fmt: skip
     with this.precision.session(built.model, this.device):
         sizes = describe(this, built)
         steps = total_steps(spec.train, loaders[0])
@@ -93,23 +94,16 @@ def train(this: Run) -> RunResult:
             build_driven(spec, built.model, this.precision, steps), this.device,
             spec.train.clip_norm,
         )  # fmt: skip
-        _try(this, state, loaders[1])
+        try_batch(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
         sizes["peak_memory_mib"] = this.accelerator.peak_memory_mib()  # the export has its own
-        leave_model(this, state, loaders[1])
+        if not this.trouble:
+            leave_model(this, state, loaders[1])
         sizes["optimizer_mib"] = tensor_bytes(*state.state_tensors()) / MIB
-    return _result(this, sizes | tally.summary(), perf_counter() - started)
-
-
-def _start(this: Run) -> checkpoint.Saved | None:
-    """The checkpoint to go on from, or that init.weights names."""
-    where = this.spec.init.weights
-    if this.resumed is not None:
-        return this.resumed
-    if where is None:
-        return None
-    path = checkpoint.find(where, this.spec.tracking.get("uri"), key="init.weights")
-    return checkpoint.Saved(path, checkpoint.load(path))
+    result = _result(this, sizes | tally.summary(), perf_counter() - started)
+    if this.trouble:
+        diverged(this, result)
+    return result
 
 
 def _prepare(this: Run) -> None:
@@ -120,39 +114,15 @@ def _prepare(this: Run) -> None:
     torch.set_anomaly_enabled(this.spec.debug.anomaly)
 
 
-def _try(this: Run, state: TrainState, loader: Loader) -> None:
-    """One forward and loss in evaluation mode, which changes nothing, so that a model that does
-    not fit its data or task is told from a run that fails."""
-    inputs, target = next(loader.epoch(0))
-    state.model.eval()
-    try:
-        with torch.no_grad(), this.precision.evaluating(state.plain_model):
-            loss_of(state, inputs, target)
-    except RunnerError:
-        raise
-    except Exception as error:
-        (this.out / "error.txt").write_text(traceback.format_exc())
-        shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
-        names = {
-            key: this.origin.chosen(key, getattr(this.spec, key))
-            for key in ("model", "data", "task")
-        }
-        raise ConfigError(
-            f"model={names['model']} fails on the first batch of data={names['data']} (inputs "
-            f"{shape}) with task={names['task']}: {type(error).__name__}: {error} "
-            f"Choose ones that fit; the traceback is in {this.out / 'error.txt'}."
-        ) from error
-
-
 def _observers(
-    this: Run, state: TrainState, loader: Loader, save: Callable[[bool], object]
+    this: Run, state: TrainState, loader: Loader, save: Callable[[bool], object], guard: Guard
 ) -> list[Observer]:
     """What reads along. Checkpoints come last: they hold what the others remember."""
     spec, task, steps = this.spec, this.task, total_steps(this.spec.train, loader)
     observers: list[Observer] = [
         Recorder(this.tracker, state, this.accelerator),
         progress(this.console, steps, this.label),
-        Guard(this.say, this.precision.name),
+        guard,  # before the checkpoints: what it refuses is not saved
     ]
     if spec.train.early_stop:
         observers.append(EarlyStop(task.quality, task.direction, spec.train.early_stop))
@@ -168,49 +138,65 @@ def _observers(
 
 def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: int) -> Tally:
     """Train, with every observer reading along; leaves a checkpoint however it ends."""
-    spec, model = this.spec, state.model
-    if spec.train.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if spec.train.compile:
-        state.model = torch.compile(model)  # type: ignore[assignment]
+    spec = this.spec
+    _shape(spec, state)
     saver = Saver(this.out / "checkpoints", spec.checkpoint.keep, this.say)
     tally = Tally(this.task.quality, this.task.direction)
+
+    def sound() -> bool:
+        return guard.sound and finite(this, state)
 
     def content() -> dict[str, Any]:
         found = tally.metrics if tally.evaluated == state.step else {}
         course = resume.capture(state, [tally, *observers])
         return checkpoint.contents(state, spec, this.origin.choices, found, course)
 
-    observers = _observers(this, state, loaders[0], lambda best: saver.save(content(), best))
+    def save(best: bool) -> None:
+        if sound():
+            saver.save(content(), best)
+
+    guard = make_guard(this, loaders[0])
+    observers = _observers(this, state, loaders[0], save, guard)
     if this.resumed is not None:
         resume.restore(state, this.resumed, spec, [tally, *observers])
         checkpoint.set_aside(saver.folder, state.step)
         this.say(f"resumed at step {state.step} of {steps}: {this.resumed.path}")
-    early = [o for o in observers if isinstance(o, EarlyStop)]
+    early = [o for o in observers if isinstance(o, EarlyStop | Guard)]
     probe = DtypeProbe(state.model)
     records = fit(
         state, *loaders, spec.train, first=probe,
         flush_every=spec.checkpoint.every_steps, stopped=this.signals.requested,
     )  # fmt: skip
     try:
-        for record in records:
-            tell([tally, *observers], record)
-            if any(o.reached for o in early):
-                break
+        with mishaps(this, state, loaders):
+            for record in records:
+                tell([tally, *observers], record)
+                if any(o.reached for o in early):
+                    break
     finally:
         for observer in observers:
             observer.close()
         saver.finish()
     if spec.checkpoint.final or this.signals.requested():
-        path = saver.finish(content())
-        if this.signals.requested():
+        path = saver.finish(content() if sound() else None)
+        if this.signals.requested() and path:
             this.say(f"checkpoint: {path}")
             this.say(f"to go on: {shlex.join(this.origin.resuming(this.out))}")
-    if spec.checkpoint.safetensors:
+    if spec.checkpoint.safetensors and sound():
         leave_weights(this, state)
+    this.trouble = guard.message and f"{guard.message}{last_good(saver.folder)}"
     leave_dtypes(this, probe)
     leave_loss_scale(this, tally, state.step)
     return tally
+
+
+def _shape(spec: RunSpec, state: TrainState) -> None:
+    """Memory format and compilation, as the loop runs the model."""
+    model = state.model
+    if spec.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if spec.train.compile:
+        state.model = torch.compile(model)  # type: ignore[assignment]
 
 
 def evaluate_checkpoint(this: Run) -> RunResult:
@@ -222,6 +208,7 @@ def evaluate_checkpoint(this: Run) -> RunResult:
     splits = build_splits(spec)
     _, validation = build_loaders(spec, splits, this.device)
     tell_inputs(this, splits)
+    check_data(this, (None, validation))
     seed_all(spec.seed)
     saved = checkpoint.Saved(path, content)
     built = restore_model(spec, this.precision, this.device, saved)
@@ -230,7 +217,7 @@ def evaluate_checkpoint(this: Run) -> RunResult:
         state = TrainState(built.model, this.precision, this.task,
                            this.precision.scale(this.device), [], this.device)  # fmt: skip
         with DtypeProbe(built.model) as probe:
-            _try(this, state, validation)
+            try_batch(this, state, validation)
         leave_dtypes(this, probe)
         began = perf_counter()
         metrics = evaluate(state, validation)

@@ -417,14 +417,16 @@ def test_true_descriptions_pass(target):
         build_splits(spec(data=here(target, meta=meta)))
 
 
-@pytest.mark.parametrize("target", ["tensors", "images"])
-def test_every_wrong_description_is_told(target):
+@pytest.mark.parametrize(
+    ("target", "named"), [("tensors", ": sample 2 has the label 2"), ("images", "")]
+)
+def test_every_wrong_description_is_told(target, named):
     with pytest.raises(ConfigError) as error:
         build_splits(spec(data=here(target, meta={"input": [3, 2, 2], "classes": 2})))
     assert error.value.problems == (
         "data.meta.input=[3, 2, 2], but an example has the shape [1, 2, 2]. "
         "Type data.meta.input=[1,2,2].",
-        "data.meta.classes=2, but the data have 3 classes. Type data.meta.classes=3.",
+        f"data.meta.classes=2, but the data have 3 classes{named}. Type data.meta.classes=3.",
     )
 
 
@@ -454,7 +456,7 @@ def test_examples_that_are_no_pairs_are_told(kind, message):
 
 def test_an_empty_set_is_told():
     chosen = spec(data=here("images", kind="Empty"))
-    with pytest.raises(ConfigError, match="The data set is empty"):
+    with pytest.raises(ConfigError, match="data: the train set is empty"):
         build_loaders(chosen, build_splits(chosen), CPU)
 
 

@@ -3,7 +3,7 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 import pytest
 from omegaconf import OmegaConf
 
-from runner.spec import CheckpointSpec, DebugSpec, Origin, RunSpec, TrainSpec
+from runner.spec import CheckpointSpec, DebugSpec, GuardSpec, Origin, RunSpec, TrainSpec
 
 
 def test_the_defaults_have_no_problem():
@@ -30,6 +30,13 @@ def test_the_defaults_have_no_problem():
         ({"checkpoint": CheckpointSpec(keep=0)}, ["checkpoint.keep=0"]),
         ({"debug": DebugSpec(overfit=0)}, ["debug.overfit=0"]),
         ({"debug": DebugSpec(profile=0)}, ["debug.profile=0"]),
+        ({"guard": GuardSpec(non_finite="off")}, ["guard.non_finite=off", "stop, warn, ignore"]),
+        ({"guard": GuardSpec(data="False")}, ["guard.data=False", "stop, warn, ignore"]),
+        ({"guard": GuardSpec(overflow_steps=0)}, ["guard.overflow_steps=0", "1 and up"]),
+        ({"guard": GuardSpec(spike_factor=1.0)}, ["guard.spike_factor=1.0", "above 1"]),
+        ({"guard": GuardSpec(spike_factor=float("nan"))}, ["guard.spike_factor=nan"]),
+        ({"mode": "replay"}, ["debug=replay", "Type", "batch=outputs/runs/<time>/guard/"]),
+        ({"batch": "x.json"}, ["debug=replay", "batch="]),
         ({"data": {"shuffle": "no"}}, ["data.shuffle=no", "true or false"]),
     ],
 )
@@ -58,7 +65,7 @@ def test_the_yaml_states_the_defaults_of_the_spec(root):
     """conf/config.yaml shows every default; it must not say something else than spec.py."""
     shown = OmegaConf.to_container(OmegaConf.load(root / "conf" / "config.yaml"))
     defaults = OmegaConf.to_container(OmegaConf.structured(RunSpec))
-    for key in ("mode", "seed", "deterministic", "train", "init", "checkpoint"):
+    for key in ("mode", "seed", "deterministic", "train", "init", "checkpoint", "guard", "batch"):
         assert shown[key] == defaults[key], key
 
 

@@ -1,7 +1,7 @@
 """Batches of a map-style dataset, in an order that the seed and the epoch alone decide."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,13 +63,23 @@ class Loader:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, from a batch's number on."""
-        batches = self._batches(epoch, start)
+        return self.batches(self.order(epoch).split(self.batch_size)[start:], epoch, start)
+
+    def batches(self, chosen: Sequence[Tensor], epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """A batch of each of these sets of indices.
+
+        Args:
+            chosen: int64, one tensor for each batch.
+            epoch: that they are of, and start: the number of the first of them there, by which
+                loading processes seed what they draw at random.
+        """
+        batches = self._batches(chosen, epoch, start)
         if self.device.type == "cpu":
             return batches
         return (self._move(batch) for batch in batches)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
-        dataset, chosen = self.dataset, self.order(epoch).split(self.batch_size)[start:]
+    def _batches(self, chosen: Sequence[Tensor], epoch: int, start: int) -> Iterator[Any]:
+        dataset: Any = self.dataset
         if type(dataset) is TensorDataset:
             return (tuple(t[i] for t in dataset.tensors) for i in chosen)
         if hasattr(dataset, "batch"):

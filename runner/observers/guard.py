@@ -1,35 +1,107 @@
-"""Says, once each, what a precision does to a run that its user would want to know."""
+"""Judges the records by the guard section: what only wastes time stops a run, what is doubtful is
+said once. It reads records, which the host has anyway, and nothing of the device."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from statistics import median
+from typing import Any, NamedTuple
 
 from runner.observers.base import Observer
-from runner.records import EvalRecord, Steps
+from runner.records import EvalRecord, StepRecord, Steps
+from runner.spec import RunSpec
 
 STAGNANT = 0.5
 TINY_SCALE = 1.0
+WINDOW, ENOUGH = 50, 20  # losses that a spike is measured by: at most, at least
+
+
+class Finding(NamedTuple):
+    """What a guard found: its key under guard., and a sentence that names step and value."""
+
+    key: str
+    what: str
 
 
 class Guard(Observer):
-    """Warns of a loss that is not finite, a collapsed loss scale and updates rounded away."""
+    """reached is True once a finding stops the run; finding says which and message tells the user.
 
-    def __init__(self, say: Callable[[str], None], precision: str) -> None:
-        self.say, self.precision = say, precision
+    Args:
+        spec: of the run; its guard section decides.
+        precision: its name.
+        say: prints a warning.
+        keep: saves the samples of a record's step; returns where they are and how to replay them.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        precision: str,
+        say: Callable[[str], None],
+        keep: Callable[[StepRecord, str], str],
+    ) -> None:
+        self.spec, self.precision, self.say, self.keep = spec, precision, say, keep
+        self.finding: Finding | None = None
+        self.message = ""
         self._said: set[str] = set()
+        self._overflows = 0
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def reached(self) -> bool:
+        return self.finding is not None
+
+    @property
+    def sound(self) -> bool:
+        """Whether the weights are those of the last good step: what overflowed was skipped."""
+        return self.finding is None or self.finding.key in ("overflow", "scale_floor")
 
     def steps(self, block: Steps) -> None:
         for record in block:
-            if not math.isfinite(record.loss) and not record.overflow:
-                hint = " Type precision=bf16-mixed." if self.precision.startswith("16") else ""
-                self._once("loss", f"the loss is {record.loss} at step {record.step}.{hint}")
-            if record.loss_scale is not None and record.loss_scale < TINY_SCALE:
-                self._once(
-                    "scale",
-                    f"the loss scale fell to {record.loss_scale:g} at step {record.step}: "
-                    "gradients overflow at every scale. Look for a module that leaves float16's "
-                    "range and type precision.keep_fp32=[<module>], or precision=bf16-mixed.",
-                )
+            for finding in self._findings(record):
+                self._act(finding, record)
+                if self.reached:
+                    return
+
+    def _findings(self, record: StepRecord) -> Iterator[Finding]:
+        step, scale = record.step, record.loss_scale
+        self._overflows = self._overflows + 1 if record.overflow else 0
+        if self._overflows >= self.spec.guard.overflow_steps:
+            what = f"{self._overflows} steps in a row overflowed, up to step {step}"
+            yield Finding("overflow", f"{what} (loss scale {scale:g}): none was applied")
+        if scale is not None and scale < TINY_SCALE:
+            what = f"the loss scale fell to {scale:g} at step {step}"
+            yield Finding("scale_floor", f"{what}: gradients overflow at every scale")
+        if record.overflow:
+            return  # by design: the step was skipped
+        if not math.isfinite(record.loss):
+            yield Finding("non_finite", f"the loss is {record.loss} at step {step}")
+        elif scale is None and not math.isfinite(record.grad_norm):
+            what = f"the gradient norm is {record.grad_norm} at step {step}"
+            yield Finding("non_finite", f"{what} (loss {record.loss:.4g})")
+        else:
+            yield from self._spike(record)
+
+    def _spike(self, record: StepRecord) -> Iterator[Finding]:
+        """A leap above what is usual and above the usual noise (batches differ)."""
+        loss, usual, factor = record.loss, self._losses, self.spec.guard.spike_factor
+        if len(usual) >= ENOUGH and loss > 2 * max(usual) and loss > factor * median(usual) > 0:
+            what = f"the loss leapt to {loss:.4g} at step {record.step}"
+            yield Finding("spike", f"{what}, {loss / median(usual):.0f} times its running median")
+        usual.append(loss)
+
+    def _act(self, finding: Finding, record: StepRecord) -> None:
+        key, what = finding
+        action = getattr(self.spec.guard, key)
+        if action == "ignore" or (action == "warn" and key in self._said):
+            return
+        tries = " or ".join(remedies(self.spec, self.precision, key))
+        regardless = f"; guard.{key}=warn goes on regardless" if action == "stop" else ""
+        message = f"{what}.\nTry {tries}{regardless}.\n{self.keep(record, what)}"
+        if action == "stop":
+            self.finding, self.message = finding, f"guard.{key}: {message}"
+        else:
+            self._once(key, message)
 
     def evaluation(self, record: EvalRecord) -> None:
         if record.stagnant is not None and record.stagnant > STAGNANT:
@@ -41,12 +113,37 @@ class Guard(Observer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"said": sorted(self._said)}
+        return {
+            "said": sorted(self._said),
+            "overflows": self._overflows,
+            "losses": list(self._losses),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._said.update(state.get("said", ()))
+        self._overflows = state.get("overflows", 0)
+        self._losses.extend(state.get("losses", ()))
 
     def _once(self, key: str, message: str) -> None:
         if key not in self._said:
             self._said.add(key)
             self.say(f"warning: {message}")
+
+
+def remedies(spec: RunSpec, precision: str, key: str) -> Iterator[str]:
+    """Settings that may help, as they are typed; those of the range where that may be the cause."""
+    scale = spec.precision.get("loss_scale") or {}
+    if key != "spike" and scale.get("fixed"):
+        yield "precision.loss_scale.fixed=null"
+    float16 = precision.startswith("16") or precision.endswith("float16")
+    if key != "spike" and precision not in ("32-true", "64-true", "tf32"):
+        yield "precision=32-true" if precision == "bf16-mixed" else "precision=bf16-mixed"
+        if float16:
+            yield "precision.keep_fp32=[<module>]"
+    rate = spec.optimizer.get("lr")
+    if isinstance(rate, float | int):
+        yield f"optimizer.lr={rate / 10:g}"
+    else:
+        yield "a smaller learning rate"
+    if spec.train.clip_norm is None and spec.optimizer.get("_target_") != "torch.optim.LBFGS":
+        yield "train.clip_norm=1.0"

@@ -23,7 +23,7 @@ class Group:
     Attributes:
         name: the label without the seed.
         counts: jobs by outcome; best, quality, loss and change are of the sound ones (finished,
-            not diverged), the rest of all that finished.
+            not diverged), the rest of all that finished or were stopped as diverged.
         change: in mode=evaluate, quality minus what the checkpoint reached in its own precision.
         speed: examples/s of training. step_ms: host milliseconds. *_mib: MiB.
         reasons: why jobs did not finish, each once.
@@ -101,7 +101,7 @@ def groups(results: Sequence[RunResult]) -> list[Group]:
 
 
 def _group(name: str, device: str, jobs: Sequence[RunResult], every: Sequence[RunResult]) -> Group:
-    done = [j for j in jobs if j.status == "finished"]
+    done = [j for j in jobs if j.outcome in ("finished", "diverged")]
     sound = [j for j in done if j.outcome == "finished"]
 
     def spread(value: Callable[[RunResult], float | None]) -> Spread | None:

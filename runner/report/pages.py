@@ -175,6 +175,8 @@ def _why(job: Job) -> str:
     r = job.result
     if r.outcome != "diverged":
         return f"{r.status}: {r.error}" if r.error else r.status
+    if r.error:
+        return f"diverged: {r.error}"
     told = ", ".join(f"{name} {number(value)}" for name, value in r.metrics.items())
     curve = job.curves.get("train/loss")
     if curve is not None and curve.shape[-1]:

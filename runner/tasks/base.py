@@ -28,12 +28,27 @@ class Task(ABC):
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return one batch's sums: float64 [K] (float32 on mps) on the device, without a sync."""
 
+    def misplaced(self, target: Tensor, classes: int) -> Tensor | None:
+        """Return bool [B], which examples have a label that is none of the classes 0 to
+        classes - 1; None where labels are no classes."""
+        return None
+
     @abstractmethod
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Turn the sums over all batches, K numbers, into metrics named "val/...".
 
         No examples at all give NaN.
         """
+
+
+IGNORED = -100
+"""The label that torch's cross entropy leaves out."""
+
+
+def outside(target: Tensor, classes: int) -> Tensor:
+    """Return bool [B], which examples of integers [B, ...] have one that is no class."""
+    wrong = ((target < 0) & (target != IGNORED)) | (target >= classes)
+    return wrong.reshape(len(target), -1).any(1)
 
 
 def stack(*sums: Tensor | int) -> Tensor:

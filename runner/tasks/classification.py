@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.errors import ConfigError
-from runner.tasks.base import Task, mean, stack, wide
+from runner.tasks.base import Task, mean, outside, stack, wide
 
 
 class Classification(Task):
@@ -47,6 +47,10 @@ class Classification(Task):
         losses = F.cross_entropy(output, target, reduction="none").to(wide(output))
         correct = (output.argmax(1) == target).sum()
         return stack(losses.sum(), correct, len(target))
+
+    def misplaced(self, target: Tensor, classes: int) -> Tensor:
+        """Return bool [B], which labels are no class."""
+        return outside(target, classes)
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats and val/accuracy in [0, 1]."""

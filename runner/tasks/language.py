@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.tasks.base import Task, mean, stack, wide
+from runner.tasks.base import Task, mean, outside, stack, wide
 
 
 class Language(Task):
@@ -29,6 +29,10 @@ class Language(Task):
         _check(output, target)
         losses = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
         return stack(losses.to(wide(output)).sum(), target.numel())
+
+    def misplaced(self, target: Tensor, classes: int) -> Tensor:
+        """Return bool [B], which sequences hold a token that is no class."""
+        return outside(target, classes)
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats per token and val/perplexity, its exponential."""

@@ -22,7 +22,7 @@ PUBLIC = [path for path in CODE if path.parts[0] in ("runner", "models")]
 YAMLS = sorted(path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml"))
 OPTIONS = [path for path in YAMLS if len(path.parts) == 2]
 # What an option asks of the command beside its own name.
-WITH = {"imagefolder": ["data.meta.classes=2"]}
+WITH = {"imagefolder": ["data.meta.classes=2"], "replay": ["batch=b.json"]}
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -26,7 +26,20 @@ LAYERS = (
     {"step", "blocks", "loop"},
     {"observers"},
     {"resume"},
-    {"describe", "leave", "train", "run", "plan", "report", "sweep", "doctor", "ui"},
+    {
+        "describe",
+        "kept",
+        "guards",
+        "replay",
+        "leave",
+        "train",
+        "run",
+        "plan",
+        "report",
+        "sweep",
+        "doctor",
+        "ui",
+    },
     {"hooks", "cli", "__main__", "__init__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

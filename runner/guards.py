@@ -1,0 +1,205 @@
+"""How a run's guards act: the data checks, what is kept, how a failure is told. What they watch
+for in the records is in observers/guard.py."""
+
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from runner.data.checks import label_problem, problems
+from runner.data.loading import Loader
+from runner.data.samples import of_step, targets
+from runner.data.workers import PREFETCH, failure, raised
+from runner.errors import ConfigError, DataError, Diverged, RunnerError
+from runner.kept import keep, near
+from runner.observers.guard import Guard
+from runner.records import StepRecord
+from runner.result import RunResult
+from runner.state import TrainState
+from runner.step import loss_of
+
+if TYPE_CHECKING:
+    from runner.train import Run
+
+_LABEL = re.compile(r"Target -?\d+ is out of bounds")
+_INDEX = "index out of range in self"
+_ASSERT = "device-side assert"
+
+
+def make_guard(this: "Run", loader: Loader) -> Guard:
+    """The observer that judges the records, saving samples of this loader."""
+
+    def kept(record: StepRecord, why: str) -> str:
+        return keep(this, loader, record.step, why, record.loss_scale)
+
+    return Guard(this.spec, this.precision.name, this.say, kept)
+
+
+def check_data(this: "Run", loaders: tuple[Loader | None, Loader]) -> None:
+    """Look at the sets before anything is computed from them, as guard.data says.
+
+    Raises:
+        DataError: with every problem found.
+    """
+    action, found = this.spec.guard.data, []
+    if action == "ignore":
+        return
+    classes = (this.spec.data.get("meta") or {}).get("classes")
+    for split, loader in zip(("train", "val"), loaders, strict=True):
+        if loader is not None:
+            with _loading(this, split):
+                found += problems(loader, split, this.task, classes)
+    if action == "stop" and found:
+        raise DataError("\n".join([*found, "To train on them all the same: guard.data=warn."]))
+    for problem in found:
+        this.say(f"warning: {problem}")
+
+
+def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:
+    """One forward and loss in evaluation mode, which changes nothing, so that a model that does
+    not fit its data or task is told from a run that fails."""
+    inputs, target = next(loader.epoch(0))
+    state.model.eval()
+    try:
+        with torch.no_grad(), this.precision.evaluating(state.plain_model):
+            loss_of(state, inputs, target)
+    except RunnerError:
+        raise
+    except Exception as error:
+        (this.out / "error.txt").write_text(traceback.format_exc())
+        shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
+        names = {
+            key: this.origin.chosen(key, getattr(this.spec, key))
+            for key in ("model", "data", "task")
+        }
+        raise ConfigError(
+            f"model={names['model']} fails on the first batch of data={names['data']} (inputs "
+            f"{shape}) with task={names['task']}: {type(error).__name__}: {error} "
+            f"Choose ones that fit; the traceback is in {this.out / 'error.txt'}."
+        ) from error
+
+
+def finite(this: "Run", state: TrainState) -> bool:
+    """Whether the weights may be saved; those that are not finite must not replace good ones."""
+    params = [p.detach() for p in state.plain_model.parameters()]  # a mask may hold infinities
+    floats = [p for p in params if p.itemsize > 1 and (p.is_floating_point() or p.is_complex())]
+    if not floats or bool(torch.stack([t.isfinite().all().cpu() for t in floats]).all()):
+        return True
+    this.say(f"warning: the weights of step {state.step} are not finite and are not saved.")
+    return False
+
+
+def last_good(folder: Path) -> str:
+    """A line that names the newest checkpoint, empty without one."""
+    found = sorted(folder.glob("step-*.pt"))
+    return f"\nThe last good weights: init.weights={near(found[-1])}" if found else ""
+
+
+def diverged(this: "Run", result: RunResult) -> NoReturn:
+    """End a run that a guard stopped: its result is what it reached until then."""
+    failed = replace(result, status="failed", error=this.trouble, diverged=True)
+    this.tracker.artifact(failed.write(this.out))
+    raise Diverged(this.trouble)
+
+
+@contextmanager
+def mishaps(this: "Run", state: TrainState, loaders: tuple[Loader, Loader]) -> Iterator[None]:
+    """Context around the loop: labels that are no class and processes that die are told with the
+    step and its samples.
+
+    Raises:
+        DataError: in place of them; their traceback is in error.txt.
+    """
+    try:
+        yield
+    except RunnerError:
+        raise
+    except Exception as error:
+        this.signals.check()  # an interrupt reaches the processes that load data, too
+        told = _told(this, state, loaders, error)
+        if told is None:
+            raise
+        raise DataError(f"{told}\n{_traceback(this)}") from error
+
+
+@contextmanager
+def _loading(this: "Run", split: str) -> Iterator[None]:
+    """Context around a look at a set."""
+    try:
+        yield
+    except Exception as error:
+        if (reason := failure(error)) is None:
+            raise
+        told = _death(reason, f"the {split} set's first batches")
+        raise DataError(f"{told}\n{_traceback(this)}") from error
+
+
+def _traceback(this: "Run") -> str:
+    path = this.out / "error.txt"
+    path.write_text(traceback.format_exc())
+    return f"The traceback is in {near(path)}."
+
+
+def _told(
+    this: "Run", state: TrainState, loaders: tuple[Loader, Loader], error: Exception
+) -> str | None:
+    """What an error of the loop means; None for one that is not the data's."""
+    training, step, text = state.model.training, state.step, str(error)
+    if reason := failure(error):
+        if not training:
+            return _death(reason, "the val set")
+        ahead = 1 if raised(error) else -(-PREFETCH * loaders[0].workers // _accumulate(this))
+        steps = f"step {step + 1}" if ahead == 1 else f"steps {step + 1} to {step + ahead}"
+        told = _death(reason, f"the train set for {steps}")
+        return f"{told}\n{keep(this, loaders[0], step + 1, reason, count=ahead)}"
+    if _LABEL.search(text) or _INDEX in text:
+        return _outside(this, loaders[not training], text, [step] if training else None)
+    if _ASSERT in text:  # it comes late: records are two blocks behind the device at most
+        first = max(1, step - 2 * this.spec.train.log_every)
+        return _outside(this, loaders[0], text, range(first, step + 1))
+    return None
+
+
+def _accumulate(this: "Run") -> int:
+    return this.spec.train.accumulate
+
+
+def _death(reason: str, what: str) -> str:
+    """A process that loads data died, or raised."""
+    return (
+        f"A process that loads {what} failed: {reason}.\n"
+        "Try train.num_workers=0 to see it in the main process, or fewer processes where memory "
+        "ran out."
+    )
+
+
+def _outside(this: "Run", loader: Loader, text: str, steps: Sequence[int] | None) -> str:
+    """A label or token beyond what the model knows; steps of the training, None in evaluation."""
+    reason = text.splitlines()[0].rstrip(".")
+    if steps is None:
+        return f"In the evaluation: {reason}.{_culprit(this, loader, range(loader.examples))}"
+    accumulate = this.spec.train.accumulate
+    samples = [i for step in steps for i in of_step(loader, accumulate, step).flat]
+    at = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
+    told = f"At {at}: {reason}.{_culprit(this, loader, samples)}"
+    return f"{told}\n{keep(this, loader, steps[0], told, count=len(steps))}"
+
+
+def _culprit(this: "Run", loader: Loader, samples: Sequence[int]) -> str:
+    """The first of these samples whose label is no class, where that can be told."""
+    classes = (this.spec.data.get("meta") or {}).get("classes")
+    if not classes:
+        return " Labels go from 0 to the number of the model's outputs less one."
+    with suppress(Exception):  # what is told of the error must not hide it
+        for part in torch.tensor(samples).split(loader.batch_size):
+            target = targets(loader.dataset, part.tolist())
+            wrong = this.task.misplaced(target, classes)
+            if wrong is not None and wrong.any():
+                first = int(wrong.nonzero()[0])
+                return f" Sample {int(part[first])}: {label_problem(target[first], classes)}"
+    return ""

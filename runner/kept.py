@@ -1,0 +1,102 @@
+"""The samples of a step, saved when something is wrong with it, for debug=replay."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.data.loading import Loader
+from runner.data.samples import of_step
+from runner.errors import ConfigError
+from runner.secrets import hide
+
+if TYPE_CHECKING:
+    from runner.train import Run
+
+FOLDER = "guard"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a file of samples holds that a replay needs.
+
+    Attributes:
+        steps: the first and the last step whose samples these are.
+        micro_batches: indices in the training set.
+        loss_scale: in force then, None without one.
+        seed, data: of the run; with others the indices mean other samples.
+    """
+
+    steps: tuple[int, int]
+    micro_batches: list[list[int]]
+    loss_scale: float | None
+    seed: int
+    data: str
+
+
+def keep(
+    this: "Run", loader: Loader, step: int, why: str, scale: float | None = None, count: int = 1
+) -> str:
+    """Save the samples of `count` steps in the run's folder and with its artifacts.
+
+    Returns:
+        Where they are, and the command that replays them.
+    """
+    every = [of_step(loader, this.spec.train.accumulate, n) for n in range(step, step + count)]
+    path = this.out / FOLDER / f"batch-{step:06d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = replay_command(this, path)
+    content = {
+        "why": why,
+        "steps": [step, step + count - 1],
+        "epoch": every[0].epoch,
+        "micro_batches": [micro for samples in every for micro in samples.micro_batches],
+        "loss_scale": scale,
+        "precision": this.precision.name,
+        "model": this.origin.chosen("model", this.spec.model),
+        "data": this.origin.chosen("data", this.spec.data),
+        "seed": this.spec.seed,
+        "config": str(this.out / "config.yaml"),
+        "replay": command,
+    }
+    text = json.dumps(content, indent=1)
+    text = re.sub(r"\[[\d,\s]+\]", lambda found: "".join(found[0].split()), text)
+    path.write_text(hide(text) + "\n")
+    this.tracker.artifact(path, FOLDER)
+    return f"The samples are in {near(path)}; to see where it begins:\n{command}"
+
+
+def replay_command(this: "Run", path: Path) -> str:
+    """The run's own command, replaying instead of training."""
+    dropped = ("debug=", "batch=", "sweep=", "mode=")
+    words = [w for w in this.origin.command if not w.lstrip("+~").startswith(dropped)]
+    return shlex.join([*words, "debug=replay", f"batch={near(path)}"])
+
+
+def near(path: Path) -> str:
+    """As it is typed in the working directory."""
+    absolute = path.absolute()
+    inside = absolute.is_relative_to(Path.cwd())
+    return os.path.relpath(absolute) if inside else str(absolute)
+
+
+def read(path: Path) -> Kept:
+    """A file that keep wrote.
+
+    Raises:
+        ConfigError: it is not there, or is none.
+    """
+    try:
+        content: Mapping[str, Any] = json.loads(path.read_text())
+        first, last = content["steps"]
+        return Kept((first, last), content["micro_batches"], content["loss_scale"],
+                    content["seed"], content["data"])  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"batch={path} is no batch that a guard saved ({type(error).__name__}: {error}). "
+            f"Type batch=outputs/runs/<time>/{FOLDER}/batch-<step>.json."
+        ) from error

@@ -1,0 +1,180 @@
+"""mode=replay: forward and backward on a saved batch, to see where its numbers stop being finite.
+
+Nothing is trained, evaluated or tracked. The weights are those of init.weights=, else fresh ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from runner import kept
+from runner.accelerator import MIB, Accelerator
+from runner.build import build_loaders, build_splits
+from runner.data.loading import Batch
+from runner.errors import ConfigError
+from runner.isolation import seed_all
+from runner.kept import Kept
+from runner.model import build_model, start
+from runner.precision import support
+from runner.precision.base import Precision
+from runner.precision.trace import Seen, Trace, begins, seen
+from runner.result import RunResult, number
+from runner.spec import Origin, RunSpec
+from runner.state import TrainState
+from runner.step import examples_in, loss_of
+from runner.tasks.base import Task
+
+BEFORE, AFTER, MOST = 3, 4, 5  # rows shown around the beginning; of a sound batch in all
+CHEAP_MIB = 4096.0  # weights in float32 up to which a run in 32-true is made beside it
+
+
+class Replayed(NamedTuple):
+    """A batch's way through a model; rows are of the first micro-batch that is not finite, or of
+    the last."""
+
+    loss: float
+    rows: list[Seen]
+    weights_mib: float
+
+
+def replay(
+    spec: RunSpec,
+    out: Path,
+    origin: Origin,
+    precision: Precision,
+    accelerator: Accelerator,
+    task: Task,
+    console: Console,
+) -> RunResult:
+    """Replay the batch that spec.batch names and print where it begins."""
+    assert spec.batch is not None
+    saved = kept.read(Path(spec.batch))
+    batches = _batches(spec, saved, accelerator.device, console, origin)
+    own = precision.scale(accelerator.device).value
+    scale = 1.0 if own is None else saved.loss_scale or own.item()
+    ours = _through(spec, precision, task, accelerator.device, batches, scale)
+    runs = {precision.name: ours}
+    if precision.name not in ("32-true", "64-true") and ours.weights_mib <= CHEAP_MIB:
+        plain = support.load("32-true")
+        runs[plain.name] = _through(spec, plain, task, accelerator.device, batches, scale)
+    _show(console, spec, saved, runs)
+    return RunResult(precision.name, origin.label(spec), str(out), device=accelerator.name)
+
+
+def _batches(
+    spec: RunSpec, saved: Kept, device: torch.device, console: Console, origin: Origin
+) -> list[Batch]:
+    data = origin.chosen("data", spec.data)
+    if (data, spec.seed) != (saved.data, saved.seed):
+        console.print(
+            f"warning: the batch is of data={saved.data} seed={saved.seed}, this is data={data} "
+            f"seed={spec.seed}: its indices may mean other samples."
+        )
+    loader, _ = build_loaders(spec, build_splits(spec), device)
+    highest = max(index for micro in saved.micro_batches for index in micro)
+    if highest >= loader.examples:
+        raise ConfigError(
+            f"batch={spec.batch} holds sample {highest}; the training set has {loader.examples}. "
+            f"Type the data= and data.* that it was saved with (data={saved.data})."
+        )
+    return list(loader.batches([torch.tensor(micro) for micro in saved.micro_batches]))
+
+
+def _through(
+    spec: RunSpec,
+    precision: Precision,
+    task: Task,
+    device: torch.device,
+    batches: Sequence[Batch],
+    scale: float,
+) -> Replayed:
+    """Forward and backward of each micro-batch as in a step, without the step; in every precision
+    with one loss scale, so that their gradients can be compared."""
+    seed_all(spec.seed)
+    built = build_model(spec, precision, device, start=start(spec))
+    state = TrainState(built.model, precision, task, precision.scale(device), [], device)
+    rows: list[Seen] = []
+    total, examples = 0.0, 0
+    with precision.session(built.model, device):
+        built.model.train()
+        for inputs, target in batches:
+            built.model.zero_grad(set_to_none=True)
+            with Trace(built.model) as trace:
+                trace.note("forward", "(inputs)", "", "inputs", inputs)
+                loss = loss_of(state, inputs, target)
+                trace.rows.append(seen("forward", "(loss)", type(task).__name__, "loss", loss))
+                (loss * scale).backward()
+            count = examples_in((inputs, target))
+            total, examples = total + loss.item() * count, examples + count
+            if not any(row.lost for row in rows):
+                rows = trace.rows
+    return Replayed(total / examples, rows, built.plain_bytes / MIB)
+
+
+def _show(console: Console, spec: RunSpec, saved: Kept, runs: Mapping[str, Replayed]) -> None:
+    (name, ours), *others = runs.items()
+    step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
+    weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
+    samples = sum(map(len, saved.micro_batches))
+    console.print(f"replay of step {step}: {samples} samples, weights: {weights}")
+    for label, run in runs.items():
+        console.print(f"loss in {label}: {number(run.loss)}")
+    beside = {row.place: row for _, run in others for row in run.rows}
+    spot = begins(ours.rows)
+    if spot is not None:
+        console.print(_told(name, ours.rows[spot], beside))
+    console.print(_table(name, _around(ours.rows, spot), beside))
+    if spot is None:
+        console.print(
+            "Everything is finite with these weights. Type init.weights=<a checkpoint from shortly "
+            "before the step>; above is what comes nearest to the end of its range."
+        )
+
+
+def _told(name: str, row: Seen, beside: Mapping[tuple[str, str, str], Seen]) -> str:
+    """Where it begins, and what that says."""
+    of = "" if row.module in ("(inputs)", "(loss)") else f" of {row.module}"
+    text = f"It begins in the {row.phase}, at the {row.tensor}{of} ({row.dtype})"
+    if row.module == "(inputs)":
+        return f"{text}: the samples themselves are not finite."
+    plain = beside.get(row.place)
+    if plain is None:
+        return f"{text}."
+    if plain.lost:
+        return f"{text}, in 32-true as well: not a matter of precision={name}."
+    keep = "" if row.module in ("(model)", "(loss)") else f": precision.keep_fp32=[{row.module}]"
+    return f"{text}; in 32-true it is finite, at most {plain.largest:.4g}{keep}"
+
+
+def _around(rows: Sequence[Seen], spot: int | None) -> Sequence[Seen]:
+    """The rows around the beginning; of a sound batch those nearest to the end of their range."""
+    if spot is None:
+        return sorted(rows, key=_reach, reverse=True)[:MOST]
+    return rows[max(0, spot - BEFORE) : spot + AFTER]
+
+
+def _reach(row: Seen) -> float:
+    return row.largest / torch.finfo(getattr(torch, row.dtype)).max
+
+
+def _table(name: str, rows: Sequence[Seen], beside: Mapping[tuple[str, str, str], Seen]) -> Table:
+    table = Table(title=f"in {name}", title_justify="left")
+    for head in ("pass", "module", "kind", "tensor", "dtype", "largest", "not finite"):
+        table.add_column(head)
+    if beside:
+        table.add_column("largest in 32-true")
+    for row in rows:
+        cells = [*row[:5], f"{row.largest:.4g}", f"{row.lost:.1%}" if row.lost else ""]
+        if beside:
+            plain = beside.get(row.place)
+            cells.append(_plain(plain) if plain else "")
+        table.add_row(*cells)
+    return table
+
+
+def _plain(row: Seen) -> str:
+    return f"{row.largest:.4g}" + (f", {row.lost:.1%} not finite" if row.lost else "")

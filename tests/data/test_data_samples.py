@@ -1,0 +1,45 @@
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from runner.data.loading import Loader
+from runner.data.samples import of_step, targets
+from runner.loop import groups
+
+X, Y = torch.arange(10.0), torch.arange(10)
+
+
+class Items:
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index], int(Y[index])
+
+
+class Batches(Items):
+    def batch(self, indices):
+        return X[indices], Y[indices]
+
+
+class State:
+    """What the loop counts."""
+
+    epoch = 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate):
+    loader = Loader(TensorDataset(X, Y), 3, shuffle=True, seed=4, device=torch.device("cpu"))
+    state = State()
+    for step, micros in enumerate(groups(state, loader, accumulate), 1):
+        told = of_step(loader, accumulate, step)
+        assert (told.step, told.epoch) == (step, state.epoch)
+        assert told.micro_batches == [y.tolist() for _, y in micros]
+        if step == 12:
+            return
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Items(), Batches()])
+def test_targets(dataset):
+    assert targets(dataset, [3, 0, 7]).tolist() == [3, 0, 7]

@@ -1,0 +1,317 @@
+"""Planted faults: each ends or is told as the guard section says, and its batch can be replayed."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.data.loading import Loader
+from runner.data.samples import of_step
+
+FAULTS = '''
+import os
+import signal
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, get_worker_info
+
+from lab.data import Rows
+
+
+class Times(nn.Module):
+    """Multiplies from one training step on."""
+
+    def __init__(self, factor: float, at: int) -> None:
+        super().__init__()
+        self.factor, self.at, self.calls = factor, at, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return x * self.factor if self.training and self.calls >= self.at else x
+
+
+class Net(nn.Module):
+    def __init__(self, classes: int, factor: float = 1.0, at: int = 1, crash: str = "") -> None:
+        super().__init__()
+        self.crash = crash
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), Times(factor, at))
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, x):
+        if self.crash and self.training and self.body[2].calls + 1 == self.body[2].at:
+            raise RuntimeError(self.crash)
+        return self.head(self.body(x))
+
+
+class Faulty(Rows):
+    """Rows of which one is at fault."""
+
+    def __init__(self, count: int, fault: str, sample: int) -> None:
+        super().__init__(count)
+        self.fault, self.sample = fault, sample
+
+    def __getitem__(self, index: int):
+        x, y = super().__getitem__(index)
+        if index != self.sample:
+            return x, y
+        if self.fault == "raise":
+            raise ValueError(f"sample {index} is broken")
+        if self.fault in ("exit", "kill") and get_worker_info() is not None:
+            os._exit(3) if self.fault == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "rotten":
+            return x * float("nan"), y
+        return x, 12 if self.fault == "label" else y
+
+
+def faulty(count: int = 60, fault: str = "none", sample: int = 17, val: int = 20):
+    return Faulty(count, fault, sample), Rows(val)
+'''
+MODEL = """# Multiplies its activations by a factor from a training step on
+_target_: lab.faults.Net
+classes: ${data.meta.classes}
+factor: 1.0
+at: 1
+crash: ""
+"""
+DATA = """# One sample is at fault
+defaults:
+  - override /task@_global_.task: classification
+
+_target_: lab.faults.faulty
+count: 60
+fault: none
+sample: 17
+val: 20
+meta:
+  input: [1, 8, 8]
+  classes: 2
+"""
+OWN = ("--config-dir", "lab/conf", "model=faulty", "data=faulty", "tracking=none",
+       "train.batch_size=8", "train.log_every=4", "train.max_steps=12")  # fmt: skip
+NAN = ("model.factor=nan", "model.at=6")
+forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own
+
+
+@pytest.fixture
+def faults(lab):
+    for name, text in (("faults.py", FAULTS), ("conf/model/faulty.yaml", MODEL),
+                       ("conf/data/faulty.yaml", DATA)):  # fmt: skip
+        (lab / "lab" / name).write_text(text)
+    return lab
+
+
+@pytest.fixture
+def faulty(faults, main):
+    return lambda *args: main(*OWN, *args)
+
+
+def folder(where):
+    (found,) = Path(where).glob("outputs/runs/*")
+    return found
+
+
+def told(done, *parts):
+    """A guard ended it, in words and without a traceback."""
+    assert done.rc == 1
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+def samples(step, size=8, count=60):
+    loader = Loader(range(count), size, shuffle=True, seed=0, device=torch.device("cpu"))
+    return of_step(loader, 1, step).micro_batches
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(faults, cli):
+    done = cli(*OWN, *NAN, "checkpoint.every_steps=2")
+    told(done, "error: guard.non_finite: the loss is nan at step 6.",
+         "optimizer.lr=0.0001 or train.clip_norm=1.0", "guard.non_finite=warn",
+         "debug=replay batch=outputs/runs/")  # fmt: skip
+    out = folder(faults)
+    (saved,) = out.glob("checkpoints/*.pt")
+    assert saved.name == "step-00000004.pt"
+    assert f"init.weights=outputs/runs/{out.name}/checkpoints/step-00000004.pt" in done.stderr
+    weights = torch.load(saved, weights_only=True)["model"]
+    assert all(w.isfinite().all() for w in weights.values())
+    kept = json.loads((out / "guard" / "batch-000006.json").read_text())
+    assert (kept["steps"], kept["epoch"], kept["seed"]) == ([6, 6], 1, 0)
+    assert kept["micro_batches"] == samples(6)
+    result = json.loads((out / "result.json").read_text())
+    assert (result["status"], result["diverged"], result["steps"]) == ("failed", True, 6)
+    assert "the loss is nan at step 6" in result["error"]
+
+
+def test_the_saved_batch_leads_to_the_planted_module(faulty, faults):
+    faulty(*NAN)
+    (kept,) = (folder(faults) / "guard").iterdir()
+    done = faulty(*NAN, "model.at=1", "debug=replay", f"batch={kept}", "precision=bf16-mixed",
+                  "hydra.run.dir=again")  # fmt: skip
+    assert done.rc == 0, done.stderr
+    assert "replay of step 6: 8 samples, weights: fresh ones (seed 0)" in done.stdout
+    assert "It begins in the forward, at the output of body.2 (bfloat16), in 32-true as well" in (
+        done.stdout
+    )
+    assert re.search(r"body\.2 +│ Times +│ output +│ bfloat16 +│ 0 +│ 100\.0%", done.stdout)
+    assert not list((faults / "again").glob("checkpoints/*"))
+
+
+def test_a_replay_tells_what_the_precision_alone_breaks(faulty, faults):
+    big = ("model.factor=1e6", "model.at=1", "precision=16-mixed")
+    faulty(*big, "guard.overflow_steps=2")
+    (kept,) = (folder(faults) / "guard").iterdir()
+    done = faulty(*big, "debug=replay", f"batch={kept}", "hydra.run.dir=again")
+    assert "at the output of body.2 (float16); in 32-true it is finite, at most " in done.stdout
+    assert "precision.keep_fp32=[body.2]" in done.stdout
+    sound = faulty("debug=replay", f"batch={kept}", "hydra.run.dir=sound")
+    assert "Everything is finite with these weights. Type init.weights=" in sound.stdout
+
+
+def test_weights_that_are_not_finite_replace_no_good_ones(faulty, faults):
+    done = faulty(*NAN, "guard.non_finite=warn", "checkpoint.every_steps=2")
+    assert done.rc == 0
+    assert "warning: the weights of step 12 are not finite and are not saved." in done.stdout
+    (saved,) = folder(faults).glob("checkpoints/*.pt")
+    assert saved.name == "step-00000004.pt"
+
+
+def test_the_store_knows_the_reason_and_has_the_batch(faulty, store, reader):
+    done = faulty(*NAN, "tracking=mlflow", f"tracking.uri={store}", "tracking.experiment=guards")
+    assert done.rc == 1
+    client = reader()
+    (run,) = client.search_runs([client.get_experiment_by_name("guards").experiment_id])
+    assert run.info.status == "FAILED"
+    assert run.data.tags["error"].startswith("Diverged: guard.non_finite: the loss is nan at step")
+    assert [f.path for f in client.list_artifacts(run.info.run_id, "guard")] == [
+        "guard/batch-000006.json"
+    ]
+    assert "result.json" in [f.path for f in client.list_artifacts(run.info.run_id)]
+
+
+def test_overflows_in_a_row_end_the_run_with_its_last_good_state(faulty, faults):
+    done = faulty("precision=16-mixed", "precision.loss_scale.fixed=1e30", "guard.overflow_steps=5")
+    told(done, "guard.overflow: 5 steps in a row overflowed, up to step 5",
+         "Try precision.loss_scale.fixed=null", "init.weights=outputs/runs/")  # fmt: skip
+    assert list(folder(faults).glob("checkpoints/*.pt"))
+
+
+def test_a_scale_at_its_floor_warns(faulty):
+    done = faulty("precision=16-mixed", "precision.loss_scale.init_scale=0.5")
+    assert done.rc == 0
+    assert "warning: the loss scale fell to 0.5 at step 1" in done.stdout
+
+
+@pytest.mark.parametrize(("action", "rc"), [("warn", 0), ("stop", 1), ("ignore", 0)])
+def test_a_spike(faulty, action, rc):
+    done = faulty("model.factor=1e4", "model.at=25", "train.max_steps=28", f"guard.spike={action}")
+    assert done.rc == rc
+    assert ("the loss leapt to" in done.stdout + done.stderr) == (action != "ignore")
+
+
+@pytest.mark.parametrize(
+    ("fault", "parts"),
+    [
+        ("rotten", ["sample 17 of the train set: its inputs are not finite", "guard.data=warn"]),
+        ("label", ["sample 17 of the train set: its label 12 is none of the 2 classes (0 to 1)",
+                   "data.meta.classes=13"]),
+    ],
+)  # fmt: skip
+def test_data_are_looked_at_before_training(faulty, faults, fault, parts):
+    told(faulty(f"data.fault={fault}"), *parts)
+    assert not list(folder(faults).glob("checkpoints/*"))
+
+
+def test_doubtful_data_can_be_trained_on(faulty):
+    done = faulty("data.fault=rotten", "guard.data=warn", "guard.non_finite=ignore")
+    assert done.rc == 0
+    assert "warning: data: sample 17 of the train set: its inputs are not finite." in done.stdout
+
+
+def test_an_empty_split_is_named(faulty):
+    done = faulty("data.val=0")
+    assert done.rc == 2
+    assert "data: the val set is empty" in done.stderr
+
+
+def step_of(sample):
+    return next(step for step in range(1, 9) if sample in samples(step)[0])
+
+
+def test_a_label_that_the_check_did_not_see_is_told_at_its_step(faulty, faults):
+    done = faulty("data.fault=label", "guard.data=ignore")
+    step = step_of(17)
+    told(done, f"error: At step {step}: Target 12 is out of bounds. Sample 17: its label 12 is "
+         "none of the 2 classes", "error.txt", f"guard/batch-{step:06d}.json")  # fmt: skip
+    kept = json.loads((folder(faults) / "guard" / f"batch-{step:06d}.json").read_text())
+    assert kept["micro_batches"] == samples(step)
+
+
+def test_what_a_device_asserts_late_is_searched_for_in_the_steps_before(faulty):
+    step = step_of(17)
+    done = faulty("data.fault=label", "guard.data=ignore", f"model.at={step}",
+                  "model.crash='CUDA error: device-side assert triggered'")  # fmt: skip
+    told(done, f"At one of steps 1 to {step}: CUDA error: device-side assert triggered. Sample 17: "
+         "its label 12 is none of the 2 classes", "guard/batch-000001.json")  # fmt: skip
+
+
+def test_another_error_keeps_its_traceback(faulty):
+    done = faulty("model.crash='a bug of my own'")
+    assert done.rc == 1
+    assert "RuntimeError: a bug of my own" in done.stderr
+    assert "Traceback" in done.stderr
+
+
+def dead(done, faults, *parts):
+    """A process died over sample 17."""
+    told(done, "A process that loads the train set for step", "train.num_workers=0", *parts)
+    (path,) = (folder(faults) / "guard").iterdir()
+    kept = json.loads(path.read_text())
+    assert 17 in [index for micro in kept["micro_batches"] for index in micro]
+    assert "Traceback" in (folder(faults) / "error.txt").read_text()
+
+
+@pytest.mark.parametrize("fault", ["exit", "kill"])
+def test_a_process_that_dies_while_training_is_told_with_its_samples(faults, cli, fault):
+    done = cli(*OWN, f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1", timeout=100)
+    dead(done, faults, "DataLoader worker (pid")
+
+
+@forks
+def test_a_process_that_raises_names_its_batch(faulty, faults):
+    done = faulty("data.fault=raise", "guard.data=ignore", "train.num_workers=1")
+    dead(done, faults, f"for step {step_of(17)} failed: ValueError: sample 17 is broken.")
+
+
+@forks
+def test_a_process_that_dies_in_the_first_batches_is_told(faulty):
+    done = faulty("data.fault=raise", "train.num_workers=1")
+    told(done, "A process that loads the train set's first batches failed: ValueError: sample 17")
+
+
+def test_a_sweep_goes_on_and_reports_what_diverged(faults, main):
+    done = main(*OWN, "model.at=3", "-m", "model.factor=1.0,nan,0.5", "train.max_steps=4")
+    assert done.rc == 1
+    (out,) = faults.glob("outputs/sweeps/*")
+    results = [json.loads((out / str(i) / "result.json").read_text()) for i in range(3)]
+    assert [(r["status"], r["diverged"]) for r in results] == [
+        ("finished", False), ("failed", True), ("finished", False),
+    ]  # fmt: skip
+    assert results[1]["device"]
+    assert results[1]["train_loss"] is not None
+    report = (out / "report.md").read_text()
+    assert "guard.non_finite: the loss is nan at step 3" in report
+    assert "Diverged: 32-true model.factor=nan" in done.stdout
+
+
+def test_what_is_no_batch_is_told(faulty, faults):
+    (faults / "b.json").write_text("{}")
+    for path in ("b.json", "none.json"):
+        done = faulty("debug=replay", f"batch={path}")
+        assert done.rc == 2
+        assert f"batch={path} is no batch that a guard saved" in done.stderr
+    done = faulty("debug=replay")
+    assert done.rc == 2
+    assert "batch=outputs/runs/<time>/guard/" in done.stderr
