@@ -93,13 +93,8 @@ def _steps(
     watching = first or _UNWATCHED
     state.model.train()
 
-    def evaluation() -> EvalRecord:
-        metrics = evaluate(state, validation)
-        state.evaluated = state.step
-        return EvalRecord(state.step, int(time() * 1000), state.epoch, metrics, state.stagnant)
-
     if state.step and state.evaluated < state.step and evaluates(train, loader, state.step):
-        yield evaluation()  # the run was stopped before it
+        yield _evaluation(state, validation)  # the run was stopped before it
         blocks.started = perf_counter()
     if state.step >= last:
         return
@@ -120,10 +115,16 @@ def _steps(
         if stop:
             return
         if at_eval:
-            yield evaluation()
+            yield _evaluation(state, validation)
             blocks.started = perf_counter()
         if step >= last:
             return
+
+
+def _evaluation(state: TrainState, validation: Loader) -> EvalRecord:
+    metrics = evaluate(state, validation)
+    state.evaluated = state.step
+    return EvalRecord(state.step, int(time() * 1000), state.epoch, metrics, state.stagnant)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -35,16 +36,14 @@ class Resumption(NamedTuple):
     origin: Origin
 
 
-def begin(spec: RunSpec, origin: Origin, out: Path) -> tuple[Resumption, list[str]]:
+def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumption:
     """The run that checkpoint.resume names, with the keys that were typed now over its own.
 
     Args:
         spec: as composed.
         origin: what was typed.
         out: this run's own folder; `last` looks beside it.
-
-    Returns:
-        The run, and what should be told of the search.
+        console: told of what was passed over.
 
     Raises:
         ConfigError: there is none, it is finished, or no checkpoint of it is whole.
@@ -60,10 +59,11 @@ def begin(spec: RunSpec, origin: Origin, out: Path) -> tuple[Resumption, list[st
             f"checkpoint.resume={where}: {saved.path} does not lie in a run's folder, whose record "
             "is to go on. Type init.weights=<it> to start a new run from its weights."
         )
+    for line in told:
+        console.print(line, markup=False)
     choices = {**origin.choices, **_kept(saved.content["choices"], origin)}
-    return Resumption(
-        folder, saved, _merged(spec, saved, origin), replace(origin, choices=choices)
-    ), told
+    merged = _merged(spec, saved, origin)
+    return Resumption(folder, saved, merged, replace(origin, choices=choices))
 
 
 def _newest_run(out: Path, told: list[str]) -> Path:

@@ -41,12 +41,11 @@ def run(
         Stopped: by a signal, after a checkpoint.
     """
     origin, console = origin or Origin(), console or plain_console()
+    resumed = None
+    if spec.checkpoint.resume is not None and spec.mode == "train":
+        out, resumed, spec, origin = resume.begin(spec, origin, out, console)
     if problems := [*spec.problems(), *check_targets(spec)]:
         raise ConfigError(*problems)
-    resumed = None
-    if spec.checkpoint.resume is not None:
-        (out, resumed, spec, origin), told = resume.begin(spec, origin, out)
-        console.print("\n".join(told), markup=False, end="\n" if told else "")
     out.mkdir(parents=True, exist_ok=True)
     with process_state(), StopSignals() as signals:
         accelerator = choose(spec.accelerator)
@@ -56,12 +55,9 @@ def run(
         precision.require(accelerator.device)
         task: Task = build_group("task", spec.task)
         check_arguments(spec)
-        if spec.mode == "plan":
-            result = plan(spec, out, origin, precision, accelerator, console)
-            result.write(out)
-            return result
-        if spec.mode == "replay":
-            result = replay(spec, out, origin, precision, accelerator, task, console)
+        if spec.mode in ("plan", "replay"):
+            parts = spec, out, origin, precision, accelerator
+            result = plan(*parts, console) if spec.mode == "plan" else replay(*parts, task, console)
             result.write(out)
             return result
         tracker: Tracker = build_group("tracking", spec.tracking)

@@ -163,7 +163,7 @@ def test_the_first_step_alone_has_the_context():
     assert seen == ["in", 1]
     seen.clear()
     list(fit(state, loader(), loader(5), TrainSpec(max_steps=10), first=Context()))
-    assert seen == []
+    assert seen == ["in", 7]  # the first one here: a run may have been resumed
 
 
 def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
@@ -215,9 +215,9 @@ class Noted(Loader):
         super().__init__(*args, **keywords)
         self.epochs = []
 
-    def epoch(self, epoch):
+    def epoch(self, epoch, start=0):
         self.epochs.append(epoch)
-        return super().epoch(epoch)
+        return super().epoch(epoch, start)
 
 
 def orders(seed, state=None, epochs=3):

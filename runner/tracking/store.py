@@ -167,8 +167,7 @@ class Store:
     def log_params(
         self, run_id: str, values: Mapping[str, str], known: Collection[str] = ()
     ) -> None:
-        """Sends all parameters that are not known there yet, in as many calls as the limits ask
-        for."""
+        """Sends what is not known there yet, in as many calls as the limits ask for."""
         named = {key: text for key, text in _distinct(values).items() if key not in known}
         params = [
             Param(key, cut(hide(text), validation.MAX_PARAM_VAL_LENGTH))

@@ -25,7 +25,7 @@ class Batches(Items):
 class State:
     """What the loop counts."""
 
-    epoch = 0
+    epoch = position = 0
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])

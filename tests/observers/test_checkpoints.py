@@ -1,6 +1,11 @@
 import pytest
 
 from runner.observers.checkpoints import Checkpoints
+from runner.records import EvalRecord
+
+
+def evaluation(step, quality):
+    return EvalRecord(step, 0, 1, {"val/accuracy": quality})
 
 
 @pytest.mark.parametrize(
@@ -8,7 +13,37 @@ from runner.observers.checkpoints import Checkpoints
 )
 def test_a_block_that_ends_on_the_interval_is_saved(step, every, ends, saves):
     made = []
-    observer = Checkpoints(lambda: made.append(1), every)
+    observer = Checkpoints(made.append, every, lambda _: False)
     for end in ends:
         observer.steps((step(end),))
-    assert len(made) == saves
+    assert made == [False] * saves
+
+
+def test_a_checkpoint_comes_after_the_evaluation_of_its_step(step):
+    made = []
+    observer = Checkpoints(made.append, 2, lambda number: number == 4)
+    observer.steps((step(2),))
+    observer.steps((step(4),))
+    assert made == [False]
+    observer.evaluation(evaluation(4, 0.5))
+    assert made == [False, False]
+
+
+@pytest.mark.parametrize(("direction", "best"), [("max", [5, 15]), ("min", [5, 10])])
+def test_the_best_is_kept_also_after_a_cut(direction, best):
+    made = []
+
+    def observer():
+        return Checkpoints(made.append, None, lambda _: True, "val/accuracy", direction)
+
+    first, second = observer(), observer()
+    saved = []
+    for watcher, record in ((first, evaluation(5, 0.5)), (first, evaluation(10, 0.4)),
+                            (second, evaluation(15, 0.6))):  # fmt: skip
+        if watcher is second:
+            second.load_state_dict(first.state_dict())
+        before = len(made)
+        watcher.evaluation(record)
+        saved += [record.step] * (len(made) - before)
+    assert saved == best
+    assert all(made)
