@@ -93,13 +93,14 @@ def job(config: DictConfig) -> float | None:
     folder = Path(settings.runtime.output_dir)
     sweeping = settings.mode == RunMode.MULTIRUN
     status: int | None = None
+    finished = False
     try:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
         _print_error(error)
         kind = "unavailable" if isinstance(error, Unavailable) else "failed"
-        message, status = str(error), error.exit_status
+        message, status, finished = str(error), error.exit_status, error.finished
         if status > 128:
             kind = "stopped"
     except KeyboardInterrupt:
@@ -109,7 +110,7 @@ def job(config: DictConfig) -> float | None:
         print(text, file=sys.stderr)
         (folder / "error.txt").write_text(text)
         kind, message, status = "failed", f"{type(error).__name__}: {error}", 1
-    if sweeping:
+    if sweeping and not finished:
         _record(config, folder, kind, message)
     gc.collect()
     if status > 128 or not sweeping:
@@ -183,8 +184,15 @@ def _report(argv: Sequence[str]) -> int:
     return rebuild(argv)
 
 
+def _sync(argv: Sequence[str]) -> int:
+    from runner.sync import sync
+
+    return sync(argv)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
     "report": _report,
+    "sync": _sync,
     "ui": _ui,
 }

@@ -3,9 +3,14 @@ allowed here, and what to type."""
 
 
 class RunnerError(Exception):
-    """A problem that the user can mend. Exit status 2 unless a subclass says otherwise."""
+    """A problem that the user can mend. Exit status 2 unless a subclass says otherwise.
+
+    Attributes:
+        finished: it came after a run's work was done; the run's result stands.
+    """
 
     exit_status = 2
+    finished = False
 
 
 class ConfigError(RunnerError):

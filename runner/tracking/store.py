@@ -12,6 +12,7 @@ from typing import Any
 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.store.db import utils as database_utils
 from mlflow.tracking import MlflowClient
 from mlflow.tracking.context.default_context import DefaultRunContext
 from mlflow.tracking.context.git_context import GitRunContext
@@ -31,6 +32,9 @@ Point = tuple[str, float, int, int]
 MAX_POINTS = validation.MAX_METRICS_PER_BATCH
 # The prefix keeps it out of the tags that MLflow's pages show.
 JOURNAL_TAG = "mlflow.runner.journal"
+
+# MLflow tries ten times to open a database, for 100 s in all; we try again ourselves, sooner.
+database_utils.MAX_RETRY_COUNT = 1
 
 # Contexts that would tell of the writer itself. MLflow's annotation wants instances, and asks for
 # classes.

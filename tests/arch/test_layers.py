@@ -25,7 +25,7 @@ LAYERS = (
     {"state", "build", "checkpoint", "model", "artifacts", "export", "notes"},
     {"step", "blocks", "loop"},
     {"observers"},
-    {"describe", "leave", "train", "run", "plan", "report", "sweep", "doctor", "ui"},
+    {"describe", "leave", "train", "run", "plan", "report", "sweep", "doctor", "sync", "ui"},
     {"hooks", "cli", "__main__", "__init__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,43 @@
+"""What of a journal goes to the store in one call. Imports mlflow, for the size of a call."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.tracking import journal as journals
+from runner.tracking.store import MAX_POINTS, Point
+
+
+@dataclass
+class Batch:
+    """Records of one kind that go to the store together.
+
+    Attributes:
+        end: the offset after them in the journal.
+        complete: there is no reason to wait for more.
+    """
+
+    kind: str
+    record: dict[str, Any]
+    end: int
+    points: list[Point] = field(default_factory=list)
+    complete: bool = True
+
+
+def next_batch(path: Path, offset: int) -> Batch | None:
+    """The next record, or as many metric records as make one call."""
+    batch: Batch | None = None
+    for record, end in journals.read(path, offset):
+        kind = record["kind"]
+        if batch is None:
+            batch = Batch(kind, record, end)
+            if kind != "metrics":
+                return batch
+            batch.complete = False
+        elif kind != "metrics" or len(batch.points) + len(record["values"]) > MAX_POINTS:
+            batch.complete = True
+            return batch
+        step, time_ms = record["step"], record["time"]
+        batch.points += [(name, value, time_ms, step) for name, value in record["values"].items()]
+        batch.end = end
+    return batch
