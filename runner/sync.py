@@ -19,8 +19,8 @@ from runner.tracking.uri import resolve_uri
 
 PATIENCE = 30.0
 """Seconds without progress after which the rest is given up."""
-FILE_PATIENCE = 1_800.0
-"""The same while a file is under way."""
+BUSY_PATIENCE = 1_800.0
+"""The same while a file is under way, or another writer is at work."""
 
 
 def sync(argv: Sequence[str]) -> int:
@@ -97,11 +97,17 @@ def _ended(followed: Sequence[Followed]) -> Iterator[Followed]:
         for one in [one for one in todo if one.closed.is_set()]:
             todo.remove(one)
             yield one
-        patience = FILE_PATIENCE if any(one.sending for one in todo) else PATIENCE
-        if time.monotonic() - max(one.heard for one in followed) > patience:
+        silent = time.monotonic() - max(one.heard for one in followed)
+        if silent > BUSY_PATIENCE or (silent > PATIENCE and not any(map(_busy, todo))):
             yield from todo
             return
         time.sleep(0.05)
+
+
+def _busy(one: Followed) -> bool:
+    """Whether a call is under way. A writer that fails lets go of the journal until it tries again,
+    so this ends with an outage, too."""
+    return one.sending or left.state_of(one.journal) == "sending"
 
 
 def _outcome(one: Followed) -> str:
