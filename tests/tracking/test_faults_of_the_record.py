@@ -280,16 +280,19 @@ def test_a_server_that_stays_away_stops_nothing_and_sync_sends_everything_later(
 
 @pytest.mark.soak
 def test_soak(server, tmp_path):
-    """Twenty short outages, one of SOAK_LONG seconds (600), and a server that is gone for good."""
+    """SOAK_OUTAGES short outages (20), one of SOAK_LONG seconds (600), and a server that is gone
+    for good."""
     sys.path.insert(0, str(ROOT / "bench"))
     from common import RESULTS, machine, table
 
+    load = os.getloadavg()[0]
     long = float(os.environ.get("SOAK_LONG", "600"))
     seed = int(os.environ.get("SOAK_SEED", "1"))
     began = time.monotonic()
     trainer = Trainer(server.uri, tmp_path / "run", pause=0.05).training()
     server.start()
-    away = outages(server, 20, random.Random(seed), up=(0.5, 8.0))
+    number = int(os.environ.get("SOAK_OUTAGES", "20"))
+    away = outages(server, number, random.Random(seed), up=(0.5, 8.0))
     server.kill()
     time.sleep(long)
     server.start()
@@ -318,8 +321,10 @@ def test_soak(server, tmp_path):
     head = ["what happened", "outages", "longest s", "points logged", "lost", "doubled", "altered",
             "slowest call in the loop ms", "end waited s"]  # fmt: skip
     notes = (
-        f"# What outages cost the record\n\n`pytest -m soak tests/tracking`, seed {seed}, "
-        f"{time.monotonic() - began:.0f} s, {machine()}\n\n"
+        f"# What outages cost the record\n\n`SOAK_OUTAGES={number} SOAK_LONG={long:.0f} "
+        f"SOAK_SEED={seed} pytest -m soak tests/tracking`, "
+        f"{time.monotonic() - began:.0f} s, {machine()}, {os.cpu_count()} threads with a load of "
+        f"{load:.0f} at the start.\n\n"
         "A trainer records a step of three points every 50 ms, in blocks of 20; the MLflow server "
         "(SQLite, one worker) is killed by SIGKILL and started again at random moments. Points are "
         "compared one by one with `get_metric_history` and with `history.npz`: step, time, value; "
