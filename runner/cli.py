@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.argv import config_dir, rewrite, shadowed
 from runner.config import register_schema, resolve
-from runner.errors import Diverged, RunnerError, Unavailable
+from runner.errors import RunnerError, Unavailable
 from runner.explain import explain
 from runner.secrets import hide
 from runner.spec import Origin
@@ -93,15 +93,14 @@ def job(config: DictConfig) -> float | None:
     folder = Path(settings.runtime.output_dir)
     sweeping = settings.mode == RunMode.MULTIRUN
     status: int | None = None
-    recorded = False
+    finished = False
     try:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
         _print_error(error)
         kind = "unavailable" if isinstance(error, Unavailable) else "failed"
-        message, status = str(error), error.exit_status
-        recorded = isinstance(error, Diverged)  # the run left its result
+        message, status, finished = str(error), error.exit_status, error.finished
         if status > 128:
             kind = "stopped"
     except KeyboardInterrupt:
@@ -111,7 +110,7 @@ def job(config: DictConfig) -> float | None:
         print(text, file=sys.stderr)
         (folder / "error.txt").write_text(text)
         kind, message, status = "failed", f"{type(error).__name__}: {error}", 1
-    if sweeping and not recorded:
+    if sweeping and not finished:
         _record(config, folder, kind, message)
     gc.collect()
     if status > 128 or not sweeping:
@@ -185,8 +184,15 @@ def _report(argv: Sequence[str]) -> int:
     return rebuild(argv)
 
 
+def _sync(argv: Sequence[str]) -> int:
+    from runner.sync import sync
+
+    return sync(argv)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
     "report": _report,
+    "sync": _sync,
     "ui": _ui,
 }

@@ -3,9 +3,14 @@ allowed here, and what to type."""
 
 
 class RunnerError(Exception):
-    """A problem that the user can mend. Exit status 2 unless a subclass says otherwise."""
+    """A problem that the user can mend. Exit status 2 unless a subclass says otherwise.
+
+    Attributes:
+        finished: it came after a run's work was done; the run's result stands.
+    """
 
     exit_status = 2
+    finished = False
 
 
 class ConfigError(RunnerError):
@@ -51,3 +56,4 @@ class Diverged(RunnerError):
     """A guard stopped the run for its numbers. The run has left its result."""
 
     exit_status = 1
+    finished = True

@@ -11,7 +11,7 @@ from runner import artifacts, checkpoint, notes, resume
 from runner.accelerator import choose
 from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten
-from runner.errors import ConfigError, TrackingError
+from runner.errors import ConfigError, RunnerError, TrackingError
 from runner.isolation import Stopped, StopSignals, process_state
 from runner.plan import plan
 from runner.precision.base import Precision
@@ -74,7 +74,20 @@ def run(
     )  # fmt: skip
     result.write(out)
     show(console, result)
+    _afterwards(this)
     return result
+
+
+def _afterwards(this: Run) -> None:
+    """A stop that came while the end of the run waited for its store ends the command, and a record
+    that was refused is no success; a sweep sees to its own."""
+    try:
+        this.signals.check()
+        if this.origin.sweep is None:
+            this.tracker.check()
+    except RunnerError as error:
+        error.finished = True
+        raise
 
 
 @contextmanager
@@ -96,13 +109,13 @@ def _tracked(this: Run) -> Iterator[None]:
     except BaseException as error:
         _close(this, "FAILED", f"{type(error).__name__}: {error}")
         raise
-    tracker.close("FINISHED")
+    tracker.close("FINISHED", stopped=this.signals.requested)
 
 
 def _close(this: Run, status: Status, error: str) -> None:
     with suppress(TrackingError):  # what ended the run must not be hidden by its record
         this.tracker.note(notes.broken(this.origin.command, status, error))
-    this.tracker.close(status, error)
+    this.tracker.close(status, error, this.signals.requested)
 
 
 def _info(this: Run) -> RunInfo:

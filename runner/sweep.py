@@ -80,12 +80,22 @@ class Sweep:
         jobs = self._store(data)
         error = f"{len(bad)} of {len(results)} jobs did not finish." if bad else None
         self.tracker.close(word, error)
-        whole = self._whole(console, data, jobs) if jobs else data
+        reached = self.joins or self.tracker.complete
+        whole = self._whole(console, data, jobs) if jobs and reached else data
         if whole.jobs:
             told = compare([job.result for job in whole.jobs])
             console.print(conclusion(told, whole.stopped))
         self._say_where(console, results)
-        return status or (1 if bad else 2 if lacking else 0)
+        return status or (1 if bad or self._refused() else 2 if lacking else 0)
+
+    def _refused(self) -> bool:
+        """Whether the store does not take the sweep, which is then said."""
+        try:
+            self.tracker.check()
+        except RunnerError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return True
+        return False
 
     def _show(self, console: Console, results: Sequence[RunResult]) -> None:
         console.print()

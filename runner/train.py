@@ -2,9 +2,8 @@
 
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,29 +11,23 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from runner import artifacts, checkpoint, resume
+from runner import artifacts, checkpoint
 from runner.accelerator import MIB, Accelerator
 from runner.build import build_driven, build_loaders, build_splits
+from runner.course import Course
 from runner.data.loading import Loader
 from runner.describe import describe
-from runner.guards import check_data, diverged, finite, last_good, make_guard, mishaps, try_batch
+from runner.guards import check_data, diverged, mishaps, try_batch
 from runner.isolation import StopSignals, make_deterministic, seed_all
 from runner.leave import leave_dtypes, leave_loss_scale, leave_model, leave_weights, tell_inputs
-from runner.loop import evaluate, evaluates, fit, total_steps
+from runner.loop import evaluate, fit, total_steps
 from runner.model import build_model, restore_model, start
-from runner.observers.base import Observer, tell
-from runner.observers.checkpoints import Checkpoints
-from runner.observers.early_stop import EarlyStop
-from runner.observers.guard import Guard
-from runner.observers.profile import Profile
-from runner.observers.progress import progress
-from runner.observers.recorder import Recorder
+from runner.observers.base import tell
 from runner.observers.tally import Tally
 from runner.precision.base import ConversionReport, Precision
 from runner.precision.memory import tensor_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
-from runner.saving import Saver
 from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 from runner.state import TrainState
@@ -114,54 +107,14 @@ def _prepare(this: Run) -> None:
     torch.set_anomaly_enabled(this.spec.debug.anomaly)
 
 
-def _observers(
-    this: Run, state: TrainState, loader: Loader, save: Callable[[bool], object], guard: Guard
-) -> list[Observer]:
-    """What reads along. Checkpoints come last: they hold what the others remember."""
-    spec, task, steps = this.spec, this.task, total_steps(this.spec.train, loader)
-    observers: list[Observer] = [
-        Recorder(this.tracker, state, this.accelerator),
-        progress(this.console, steps, this.label),
-        guard,  # before the checkpoints: what it refuses is not saved
-    ]
-    if spec.train.early_stop:
-        observers.append(EarlyStop(task.quality, task.direction, spec.train.early_stop))
-    if spec.debug.profile:
-        observers.append(Profile(this.out, spec.debug.profile))
-    if spec.checkpoint.every_steps or spec.checkpoint.best:
-        quality = task.quality if spec.checkpoint.best else None
-        due = partial(evaluates, spec.train, loader)
-        every = spec.checkpoint.every_steps
-        observers.append(Checkpoints(save, every, due, quality, task.direction))
-    return observers
-
-
 def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: int) -> Tally:
     """Train, with every observer reading along; leaves a checkpoint however it ends."""
     spec = this.spec
     _shape(spec, state)
-    saver = Saver(this.out / "checkpoints", spec.checkpoint.keep, this.say)
-    tally = Tally(this.task.quality, this.task.direction)
-
-    def sound() -> bool:
-        return guard.sound and finite(this, state)
-
-    def content() -> dict[str, Any]:
-        found = tally.metrics if tally.evaluated == state.step else {}
-        course = resume.capture(state, [tally, *observers])
-        return checkpoint.contents(state, spec, this.origin.choices, found, course)
-
-    def save(best: bool) -> None:
-        if sound():
-            saver.save(content(), best)
-
-    guard = make_guard(this, loaders[0])
-    observers = _observers(this, state, loaders[0], save, guard)
+    course = Course(this, state, loaders[0])
     if this.resumed is not None:
-        resume.restore(state, this.resumed, spec, [tally, *observers])
-        checkpoint.set_aside(saver.folder, state.step)
+        course.restore(this.resumed)
         this.say(f"resumed at step {state.step} of {steps}: {this.resumed.path}")
-    early = [o for o in observers if isinstance(o, EarlyStop | Guard)]
     probe = DtypeProbe(state.model)
     records = fit(
         state, *loaders, spec.train, first=probe,
@@ -170,24 +123,22 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
     try:
         with mishaps(this, state, loaders):
             for record in records:
-                tell([tally, *observers], record)
-                if any(o.reached for o in early):
+                tell(course.observers, record)
+                if course.over:
                     break
     finally:
-        for observer in observers:
-            observer.close()
-        saver.finish()
+        course.close()
     if spec.checkpoint.final or this.signals.requested():
-        path = saver.finish(content() if sound() else None)
+        path = course.save_last()
         if this.signals.requested() and path:
             this.say(f"checkpoint: {path}")
             this.say(f"to go on: {shlex.join(this.origin.resuming(this.out))}")
-    if spec.checkpoint.safetensors and sound():
+    if spec.checkpoint.safetensors and course.sound():
         leave_weights(this, state)
-    this.trouble = guard.message and f"{guard.message}{last_good(saver.folder)}"
+    this.trouble = course.trouble
     leave_dtypes(this, probe)
-    leave_loss_scale(this, tally, state.step)
-    return tally
+    leave_loss_scale(this, course.tally, state.step)
+    return course.tally
 
 
 def _shape(spec: RunSpec, state: TrainState) -> None:

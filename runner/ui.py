@@ -11,6 +11,7 @@ from pathlib import Path
 
 from runner.errors import ConfigError, RunnerError
 from runner.secrets import hide
+from runner.tracking.left import settle_behind
 from runner.tracking.uri import resolve_experiment, resolve_uri
 
 FIRST_PORT = 5000
@@ -33,6 +34,7 @@ def ui(argv: Sequence[str]) -> int:
     name = resolve_experiment(given.get("tracking.experiment"), os.environ)
     base = hide(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
     print(f"store: {hide(uri)}")
+    settle_behind(Path("outputs"))
     try:
         found = dict(pages(uri, base, name, make="tracking.uri" not in given))
     except RunnerError as error:

@@ -14,6 +14,7 @@ HELP = """Train a model under a numerical precision, or compare precisions in a 
   python -m runner mode=evaluate checkpoint=<file, run folder or MLflow run id>
   python -m runner doctor        which precisions run on this machine
   python -m runner report        rebuild a sweep's report
+  python -m runner sync          send what an outage kept from MLflow
   python -m runner ui            MLflow's pages on the store that runs log to
 
 Options (group=option):
@@ -30,6 +31,11 @@ Every precision on this machine: whether it runs, why not, what to install.""",
 
 Rebuilds the report of a sweep, of the newest one without a name, from its folder or from MLflow.
 Keys: tracking.uri=<store>, tracking.experiment=<name>.""",
+    "sync": """python -m runner sync [run, sweep or outputs folder ...] [keys]
+
+Sends what runs recorded and MLflow does not have yet, after an outage or a crash: of all runs under
+outputs/ without a folder. Nothing is sent twice. Exit status 1 where something could not be sent.
+Keys: tracking.uri=<store> and tracking.experiment=<name> send it there instead.""",
     "ui": """python -m runner ui [keys]
 
 Starts MLflow's pages on 127.0.0.1, on the store that runs log to, and prints the dashboards' URLs.

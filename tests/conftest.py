@@ -57,6 +57,12 @@ def root():
 
 
 @pytest.fixture
+def clean():
+    """The environment of a command of ours."""
+    return clean_env()
+
+
+@pytest.fixture
 def cli(tmp_path):
     """`python -m runner <args>` as a process of its own."""
 

@@ -11,6 +11,7 @@ from runner.report.data import SweepData
 from runner.report.gather import JOBS, MANIFEST, from_folder, from_store
 from runner.report.pages import summary_markdown, write_report
 from runner.secrets import hide
+from runner.tracking.left import settle_behind
 from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
 
@@ -24,6 +25,7 @@ def rebuild(argv: Sequence[str]) -> int:
     made from MLflow is stored there again, too."""
     try:
         where, uri, experiment = _arguments(argv)
+        settle_behind(Path("outputs"))
         if where is not None and Path(where).exists():
             paths = write_report(from_folder(_folder(Path(where))), Path(where))
         elif not argv and (newest := _newest_folder()):

@@ -14,6 +14,11 @@ REFUSALS = {
     "PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "ENDPOINT_NOT_FOUND",
     "FEATURE_DISABLED", "NOT_IMPLEMENTED",
 }  # fmt: skip
+# What databases say that no waiting mends, whatever kind of error says it.
+HOPELESS = (
+    "file is not a database", "readonly database", "password authentication failed",
+    "out-of-date database schema",
+)  # fmt: skip
 
 
 class RefusedError(Exception):
@@ -37,7 +42,7 @@ def told_apart() -> Iterator[None]:
     except (RefusedError, UnreachableError):
         raise
     except MlflowException as error:
-        if error.error_code in REFUSALS:
+        if error.error_code in REFUSALS or _hopeless(error):
             raise RefusedError(hide(str(error))) from error
         raise UnreachableError(hide(str(error)), error.error_code == "BAD_REQUEST") from error
     except ImportError as error:
@@ -47,4 +52,10 @@ def told_apart() -> Iterator[None]:
         ) from error
     except Exception as error:
         text = hide(f"{type(error).__name__}: {error}")
+        if _hopeless(error):
+            raise RefusedError(text) from error
         raise UnreachableError(text, doubtful=True) from error
+
+
+def _hopeless(error: Exception) -> bool:
+    return any(said in str(error) for said in HOPELESS)

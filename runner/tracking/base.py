@@ -1,13 +1,15 @@
 """The tracking contract: what a run tells its store, independent of which store that is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Role = Literal["run", "sweep"]
+Stopped = Callable[[], bool]
+"""Whether the run was told to stop."""
 Record = tuple[int, int, Mapping[str, float]]
 """(step, Unix time in milliseconds, values by metric name)."""
 
@@ -90,11 +92,20 @@ class Tracker(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises TrackingError if the store has refused the run; costs next to nothing."""
+        """Raises TrackingError if the store has refused the run, while that is news soon enough to
+        stop it for, and again after close; costs next to nothing. An outage is no refusal."""
 
     @abstractmethod
-    def close(self, status: Status, error: str | None = None) -> None:
-        """Ends the run and waits until everything is stored. A second call does nothing."""
+    def close(
+        self, status: Status, error: str | None = None, stopped: Stopped = lambda: False
+    ) -> None:
+        """Ends the run and waits until everything is stored, no longer than the config allows and
+        a few seconds only where `stopped` says so. A second call does nothing."""
+
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether the closed run is stored with all that was recorded."""
 
     @property
     @abstractmethod

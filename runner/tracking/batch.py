@@ -1,4 +1,4 @@
-"""Records of a journal that go to the store in one call."""
+"""What of a journal goes to the store in one call. Imports mlflow, for the size of a call."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

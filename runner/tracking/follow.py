@@ -71,8 +71,10 @@ class Follower:
 
     @property
     def vital(self) -> bool:
-        """What is due next is the run's status, which may be given up for a clear refusal only."""
-        return self._batch is not None and self._batch.kind == "end" and not self._ended
+        """What is due next may be given up for a clear refusal only: points, the run's status, the
+        run itself."""
+        kind = self._batch.kind if self._batch else "end"
+        return self.opening or kind == "metrics" or (kind == "end" and not self._ended)
 
     def advance(self, last: bool) -> bool:
         """Sends one batch, if one is due. `last`: no one writes to the journal any more.
@@ -80,8 +82,9 @@ class Follower:
         Returns:
             Whether there may be more to do at once.
         """
-        if not self.progress.claim():
-            raise UnreachableError("another writer is still at work on this journal")
+        self._claim()
+        if self.progress.done:  # by another writer
+            return False
         if self.progress.run_id and self._store is None:
             self._reopen()
         self._batch = batch = next_batch(self.journal, self.progress.offset, self._known)
@@ -98,6 +101,17 @@ class Follower:
         self.progress.save(offset=batch.end)
         return not self.progress.done
 
+    def _claim(self) -> None:
+        """Takes the journal, and forgets what it knows where another writer was at work since."""
+        if self.progress.held:
+            return
+        known = self.progress.fields()
+        if not self.progress.claim():
+            raise UnreachableError("another writer is still at work on this journal")
+        if self.progress.fields() != known:
+            self._store = self._history = None
+            self._ended = False
+
     def skip(self) -> None:
         """Goes on after a batch that was refused."""
         end = self._batch.end if self._batch else self.progress.offset
@@ -107,7 +121,9 @@ class Follower:
     def _send(self, batch: Batch) -> None:
         record, kind = batch.record, batch.kind
         if kind == "start":
-            self._open(record)
+            self._open(self._moved(record))
+        elif self.opening:
+            raise RefusedError(f"{self.journal} does not begin with the start of a run")
         elif kind == "metrics":
             _sync(self.journal)
             self._run_store().log_points(self._run_id(), batch.points)
@@ -157,7 +173,7 @@ class Follower:
         self.progress.save(tried=True)
         run_id = run_id or store.create_run(experiment, start["name"], start["time"], tags)
         store.log_params(run_id, start["params"])
-        self.progress.save(run_id=run_id, experiment_id=experiment)
+        self.progress.save(run_id=run_id, experiment_id=experiment, refused=False)
         self._opened(start)
 
     def _continue(self, start: dict[str, Any]) -> bool:
@@ -191,9 +207,16 @@ class Follower:
 
     def _reopen(self) -> None:
         """Continues what another writer began."""
-        start, _ = next(journals.read(self.journal))
+        start = self._moved(next(journals.read(self.journal))[0])
         self._store = self._stores.get(start["uri"])
         self._opened(start)
+
+    def _moved(self, start: dict[str, Any]) -> dict[str, Any]:
+        """The start of a journal that `runner sync` has sent elsewhere; any other as it is."""
+        if self.progress.uri is None:
+            return start
+        name = self.progress.experiment or start["experiment"]
+        return {**start, "uri": self.progress.uri, "experiment": name, "experiment_id": None}
 
     def _opened(self, start: dict[str, Any]) -> None:
         self._start, run_id = start, self._run_id()
@@ -274,10 +297,12 @@ class Follower:
 
 
 def _sync(path: Path) -> None:
-    """Puts the journal on the disk, from here so that the training loop need not wait for it."""
+    """Puts the journal on the disk, from here so that the training loop need not wait for it. A
+    disk that fails keeps no point from the store."""
     file = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(file)
+        with suppress(OSError):
+            os.fsync(file)
     finally:
         os.close(file)
 

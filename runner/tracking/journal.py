@@ -6,31 +6,56 @@ with Python's NaN and Infinity, so that non-finite values keep their true value 
 
 import fcntl
 import json
+import logging
 import os
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.errors import TrackingError
 from runner.tracking.base import Record
+
+log = logging.getLogger(__name__)
+
+MEMORY_MIB = 64
+"""What is kept in memory of records that a full disk does not take."""
+SPARE = 16 * 1024
+"""Bytes of disk that are held back for the record of the run's end."""
+_RETRY_SECONDS = 0.25
 
 # default=float takes what is not a plain number but converts to one (numpy.float32).
 _encode = json.JSONEncoder(separators=(",", ":"), default=float).encode
 
 
 class Journal:
-    """Appends to a new file in `folder`.
+    """Appends to a new file in `folder`. A disk that takes nothing (full, or away) stops nobody:
+    records wait in memory, and each later one tries them again.
 
     The file stays locked while its owner lives: that is how a later command tells a run that is
     still training from one that was left behind.
+
+    Args:
+        folder: made if need be.
+        memory: bytes that may wait; what comes beyond them is lost.
+
+    Attributes:
+        lost: records that are not in the file and never will be.
+        ended: the end is in the file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, memory: int = MEMORY_MIB * 2**20) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._file = _create(folder.resolve())
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX)
+        self.lost, self.ended = 0, False
+        self._memory, self._waiting = memory, deque[bytes]()
+        self._torn = self._told = False
+        self._spare = self.path.with_suffix(".spare")
+        with suppress(OSError):
+            self._spare.write_bytes(bytes(SPARE))
 
     def append(self, kind: str, **content: Any) -> None:
         """Writes one record of any kind."""
@@ -41,21 +66,63 @@ class Journal:
         lines = [_line(step, time_ms, values) for step, time_ms, values in records]
         self._write("".join(lines))
 
+    def end(self, patience: float = 0.0, **content: Any) -> None:
+        """Writes the run's end, for which a full disk has room kept back. Records that still wait
+        after `patience` seconds are lost; the end says how many."""
+        deadline = time.monotonic() + patience
+        while not self._flush() and time.monotonic() < deadline:
+            time.sleep(_RETRY_SECONDS)
+        if self._waiting:
+            self.lost += _lines(self._waiting)
+            self._waiting = deque([b"\n"] if self._torn else [])
+        with suppress(OSError):
+            self._spare.unlink(missing_ok=True)
+        self._write(_encode({"kind": "end", **content, "lost": self.lost}) + "\n")
+        self.ended = not self._waiting
+
     def close(self) -> None:
-        """Waits until the file is on the disk; releases the lock."""
+        """Waits until the file is on the disk; releases the lock, which a forked child of this
+        process (a data loader's) would hold on to."""
         if self._file < 0:
             return
-        os.fsync(self._file)
-        os.close(self._file)
+        for last in (os.fsync, lambda file: fcntl.flock(file, fcntl.LOCK_UN), os.close):
+            with suppress(OSError):
+                last(self._file)
         self._file = -1
 
     def _write(self, text: str) -> None:
-        data = text.encode()
+        self._waiting.append(text.encode())
+        if not self._flush() and sum(map(len, self._waiting)) > self._memory:
+            self.lost += _lines([self._waiting.pop()])
+
+    def _flush(self) -> bool:
+        """Whether the file has taken all. A line that it took in part is gone on with."""
         try:
-            while data:
-                data = data[os.write(self._file, data) :]
+            while self._waiting:
+                written = os.write(self._file, self._waiting[0])
+                rest = self._waiting.popleft()[written:]
+                self._torn = bool(rest)
+                if rest:
+                    self._waiting.appendleft(rest)
         except OSError as error:
-            raise TrackingError(f"{self.path} cannot be written: {error.strerror}.") from error
+            self._tell(error)
+            return False
+        if self._told:
+            self._told = False
+            log.warning("%s takes records again.", self.path)
+        return True
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            log.warning(
+                "%s cannot be written: %s. Training goes on; up to %d MiB of records wait in "
+                "memory until there is room.", self.path, error.strerror, self._memory // 2**20,
+            )  # fmt: skip
+
+
+def _lines(texts: Iterable[bytes]) -> int:
+    return sum(text.count(b"\n") for text in texts)
 
 
 def _line(step: int, time_ms: int, values: Mapping[str, float]) -> str:
@@ -135,6 +202,6 @@ def fresh(record: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, floa
 def _decode(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-        return record if "kind" in record else {"kind": "damaged"}
-    except (ValueError, TypeError):
-        return {"kind": "damaged"}
+    except ValueError:
+        record = None
+    return record if isinstance(record, dict) and "kind" in record else {"kind": "damaged"}

@@ -6,6 +6,7 @@ This module does not import mlflow; only the writer process does.
 import getpass
 import logging
 import os
+import shlex
 import sys
 import time
 import uuid
@@ -16,13 +17,18 @@ from typing import Any, final
 from runner.errors import ConfigError, TrackingError
 from runner.secrets import hide
 from runner.tracking import dashboard
-from runner.tracking.base import Record, RunInfo, Status, Tracker
+from runner.tracking.base import Record, RunInfo, Status, Stopped, Tracker
 from runner.tracking.dashboard import NOTE_TAG
-from runner.tracking.journal import Journal, owner_lives
+from runner.tracking.journal import Journal
 from runner.tracking.process import Followed, WriterProcess, shared_writer
 from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
 
 log = logging.getLogger(__name__)
+
+SOON = 120.0
+"""Seconds in which a refusal stops a run; later too much work would be lost."""
+ROOM_SECONDS = 10.0
+"""What the end of a run waits for room on a full disk, at most."""
 
 
 @final
@@ -40,14 +46,12 @@ class MlflowTracker(Tracker):
         log_model: store the trained model as an MLflow model, too.
         register: name in MLflow's model registry under which it becomes a new version.
         system_metrics: seconds between samples of the machine's load; None takes none.
+        patience: seconds that the end of a run waits for a store that does not answer.
 
     Raises:
-        ConfigError: for a URI that no installed MLflow store can serve, and for system_metrics
-            that are no positive number.
+        ConfigError: for a URI that no installed MLflow store can serve, for system_metrics that
+            are no positive number, for a negative patience.
     """
-
-    patience = 60.0
-    """Seconds without progress after which close gives up waiting."""
 
     def __init__(
         self,
@@ -59,7 +63,13 @@ class MlflowTracker(Tracker):
         log_model: bool = True,
         register: str | None = None,
         system_metrics: float | None = 10.0,
+        patience: float = 60.0,
     ) -> None:
+        if not patience >= 0:
+            raise ConfigError(
+                f"tracking.patience={patience}: it is in seconds, 0 or more. Type for example "
+                "tracking.patience=60."
+            )
         if system_metrics is not None and not system_metrics > 0:
             raise ConfigError(
                 f"tracking.system_metrics={system_metrics}: samples are seconds apart, more than "
@@ -70,11 +80,12 @@ class MlflowTracker(Tracker):
         self.experiment_of_env = resolve_experiment_id(experiment, uri, os.environ, Path.cwd())
         self.run_name, self.extra_tags, self.sweep = run_name, dict(tags or {}), sweep
         self.log_model, self.register = log_model, register
-        self.system_metrics = system_metrics
+        self.system_metrics, self.patience = system_metrics, patience
         self._journal: Journal | None = None
         self._followed: Followed | None = None
         self._writer: WriterProcess | None = None
-        self._closed = False
+        self._closed = self._complete = self._told = False
+        self._opened_at = 0.0
 
     def open(self, info: RunInfo) -> None:
         if clash := sorted(self.extra_tags.keys() & {*info.tags, "sweep_id", "role"}):
@@ -84,6 +95,7 @@ class MlflowTracker(Tracker):
             )
         self._journal = Journal(info.folder)
         self._journal.append("start", **self._start(info))
+        self._opened_at = time.monotonic()
         self._writer = shared_writer()
         self._followed = self._writer.follow(self._journal.path)
 
@@ -130,18 +142,33 @@ class MlflowTracker(Tracker):
         return self.log_model or self.register is not None
 
     def check(self) -> None:
-        if self._followed and self._followed.refused:
+        if not (self._followed and self._followed.refused):
+            return
+        if self._closed or time.monotonic() - self._opened_at < SOON:
+            self._told = True
             raise TrackingError(self._trouble(self._followed.refused))
+        if not self._told:
+            self._told = True
+            log.warning("%s Training goes on.", self._trouble(self._followed.refused))
 
-    def close(self, status: Status, error: str | None = None) -> None:
+    def close(
+        self, status: Status, error: str | None = None, stopped: Stopped = lambda: False
+    ) -> None:
         if self._closed or not (self._journal and self._followed and self._writer):
             return
         self._closed = True
-        self._journal.append("end", status=status, error=error, time=_now())
+        hurry = status == "KILLED"
+        room = 1.0 if hurry else min(ROOM_SECONDS, self.patience)
+        self._journal.end(room, status=status, error=error, time=_now())
         self._journal.close()
-        if not self._writer.wait(self._followed, self.patience):
-            reason = self._followed.trouble or f"no answer for {self.patience:.0f} s"
-            log.warning(self._trouble(reason))
+        self._complete = self._journal.ended and self._writer.wait(
+            self._followed, self.patience, lambda: hurry or stopped(), hide(self.uri)
+        )
+        self._tell(status)
+
+    @property
+    def complete(self) -> bool:
+        return self._complete
 
     @property
     def run_id(self) -> str | None:
@@ -191,37 +218,33 @@ class MlflowTracker(Tracker):
             "system_metrics": self.system_metrics if info.role == "run" else None,
         }
 
+    def _tell(self, status: Status) -> None:
+        """Says what is missing once the run is closed, unless check has said or will say it."""
+        assert self._journal is not None
+        assert self._followed is not None
+        if self._journal.lost:
+            log.warning(
+                "%d records are lost: %s was full, and so was the memory that they could have.",
+                self._journal.lost, self._journal.path,
+            )  # fmt: skip
+        for_check = self._followed.refused and status == "FINISHED"
+        if not (self._complete or self._told or for_check):
+            trouble = self._followed.refused or self._followed.away or self._followed.trouble
+            log.warning(self._trouble(trouble or "the time to wait for it is over"))
+
     def _trouble(self, reason: str) -> str:
-        path = self._journal.path if self._journal else ""
+        path = self._journal.path if self._journal else Path()
+        kept = f"Its records are kept in {path}: `python -m runner sync {_relative(path.parent)}`"
+        if self._followed and self._followed.refused:
+            return (
+                f"{hide(self.uri)} does not take the run: {reason}. {kept} sends them once that is "
+                "mended, with tracking.uri=... to another store. To store nothing type "
+                "tracking=none."
+            )
         return (
-            f"The run is not stored completely in {hide(self.uri)}: {reason}. Its records are "
-            f"kept in {path}. To use another store type tracking.uri=..., to use none type "
-            "tracking=none."
+            f"The run is not stored completely in {hide(self.uri)}: {reason}. {kept} sends what a "
+            "process in the background does not bring there in the next five minutes."
         )
-
-
-def settle(folder: Path, patience: float = MlflowTracker.patience) -> int:
-    """Brings runs to an end whose trainer and writer are both gone (a power cut, say).
-
-    Sends what is left in the journals under `folder` and sets the status; a run without an end
-    becomes KILLED. Runs that still train are left alone.
-
-    Returns:
-        How many runs were settled.
-    """
-    left = [path for path in sorted(folder.rglob("journal*.jsonl")) if _unsettled(path)]
-    if not left:
-        return 0
-    writer = WriterProcess()
-    followed = [writer.follow(path) for path in left]
-    writer.finish()
-    return sum(writer.wait(one, patience) for one in followed)
-
-
-def _unsettled(journal: Path) -> bool:
-    state = journal.with_suffix(".state")
-    done = state.exists() and b'"done": true' in state.read_bytes()
-    return not done and not owner_lives(journal)
 
 
 def _source(tags: Mapping[str, str]) -> dict[str, str]:
@@ -250,3 +273,9 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
 
 def _now() -> int:
     return time.time_ns() // 1_000_000
+
+
+def _relative(folder: Path) -> str:
+    """The shortest name of a folder here, as a shell takes it."""
+    here = Path.cwd()
+    return shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))

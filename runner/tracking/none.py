@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from runner.tracking.base import Record, RunInfo, Status, Tracker
+from runner.tracking.base import Record, RunInfo, Status, Stopped, Tracker
 
 
 @final
@@ -37,7 +37,13 @@ class NoTracker(Tracker):
 
     def check(self) -> None: ...
 
-    def close(self, status: Status, error: str | None = None) -> None: ...
+    def close(
+        self, status: Status, error: str | None = None, stopped: Stopped = lambda: False
+    ) -> None: ...
+
+    @property
+    def complete(self) -> bool:
+        return True
 
     @property
     def run_id(self) -> str | None:

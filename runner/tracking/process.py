@@ -5,48 +5,25 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from runner.tracking.followed import Followed
+from runner.tracking.spawn import named, spawn
 
 log = logging.getLogger(__name__)
 
 _LIVES = 3
 _PER_FILE = 30
-_COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); from runner.tracking.writer import main; "
-_COMMAND += "main(int(sys.argv[2]))"
-
-
-@dataclass
-class Followed:
-    """What the writer has said about one journal.
-
-    Attributes:
-        refused: why the store does not take the run; None while all is well.
-        trouble: the last thing that went wrong, also if it did not concern the whole run.
-        complete: everything in the journal is stored and the run has its status.
-        heard: time.monotonic() of the last sign of progress.
-        sending: a file is under way, which may take long.
-        dashboard: where the store shows the run beside others, after the server's address.
-    """
-
-    journal: Path
-    opened: threading.Event = field(default_factory=threading.Event)
-    closed: threading.Event = field(default_factory=threading.Event)
-    run_id: str | None = None
-    experiment_id: str | None = None
-    refused: str | None = None
-    trouble: str | None = None
-    complete: bool = False
-    warned: bool = False
-    sending: bool = False
-    dashboard: str | None = None
-    heard: float = field(default_factory=time.monotonic)
+_HURRY_SECONDS = 4.0
+"""What a run that was told to stop waits at most: it has ten seconds, and other things to do."""
+_LEAST_SECONDS = 5.0
+"""For a store that has been away for long already: time for one more try."""
+_SILENT_SECONDS = 2.0
 
 
 class WriterProcess:
@@ -58,7 +35,7 @@ class WriterProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self._followed: dict[str, Followed] = {}
         self._lives = 0
-        self._finishing = False
+        self._finishing = self._in_vain = False
         self._lock = threading.Lock()
 
     def follow(self, journal: Path) -> Followed:
@@ -73,19 +50,41 @@ class WriterProcess:
                 self._send(journal)
         return followed
 
-    def wait(self, followed: Followed, patience: float) -> bool:
-        """Waits until the journal is stored. False after `patience` seconds without progress,
-        thirty times as many while a file is under way."""
-        followed.heard = time.monotonic()
-        if not self._finishing:
+    def wait(
+        self,
+        followed: Followed,
+        patience: float,
+        stopped: Callable[[], bool] = lambda: False,
+        store: str = "the store",
+    ) -> bool:
+        """Waits until the journal is stored, and says so after a while. False after `patience`
+        seconds without progress, thirty times as many while a file is under way. A few seconds at
+        most once the run is told to stop, or where an earlier run waited in vain and nothing has
+        been heard since: a sweep's jobs do not all wait for a server that is gone.
+
+        Args:
+            followed: the journal.
+            patience: seconds.
+            stopped: whether the run is told to stop; asked again and again.
+            store: what is waited for, in words.
+        """
+        began = followed.heard = time.monotonic()
+        patience = min(patience, _LEAST_SECONDS) if self._in_vain else patience
+        if not (self._finishing or followed.closed.is_set()):
             with self._lock:
                 self._send(followed.journal)  # wakes the writer from its nap
-        while not followed.closed.is_set():
+        said, hurry = False, float("inf")
+        while not followed.closed.wait(0.05):
+            now = time.monotonic()
+            if stopped():
+                hurry = min(hurry, now + min(patience, _HURRY_SECONDS))
             longest = patience * (_PER_FILE if followed.sending else 1)
-            left = followed.heard + longest - time.monotonic()
-            if left <= 0:
+            if now > hurry or now > followed.heard + longest:
+                self._in_vain = True
                 return False
-            followed.closed.wait(min(left, patience))
+            if not said and now - began > _SILENT_SECONDS:
+                said = True
+                log.warning(followed.waiting(store, patience))
         return followed.complete
 
     def finish(self) -> None:
@@ -105,36 +104,28 @@ class WriterProcess:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
 
+    def abandon(self) -> None:
+        """Ends the writer at once; another one can go on from where it was."""
+        self.finish()
+        if (process := self.process) and os.getpid() == self.owner:
+            process.kill()
+
     def _pending(self) -> list[Followed]:
         return [one for one in self._followed.values() if not one.closed.is_set()]
 
     def _start(self, folder: Path) -> subprocess.Popen[bytes]:
-        """Starts a writer and names it every journal that is not closed.
-
-        -P keeps the working directory off its path, where a user's file may be called like a
-        module of the standard library. A session of its own keeps Ctrl-C away from it.
-        """
+        """Starts a writer and names it every journal that is not closed."""
         self._lives += 1
-        root = str(Path(__file__).resolve().parents[2])
-        with (folder / "tracking.log").open("ab") as errors:
-            self.process = process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _COMMAND, root, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                bufsize=0,
-                start_new_session=True,
-            )
+        self.process = process = spawn(folder, subprocess.PIPE)
         for followed in self._pending():
             self._send(followed.journal)
         return process
 
     def _send(self, journal: Path) -> None:
-        line = json.dumps({"journal": str(journal)}) + "\n"
         # If it has died, the listening thread starts another, which hears of all journals.
         with suppress(BrokenPipeError, ValueError):
             if self.process and self.process.stdin:
-                self.process.stdin.write(line.encode())
+                self.process.stdin.write(named(journal))
 
     def _listen(self) -> None:
         """The thread's body: hears each life of the writer to its end."""
@@ -159,7 +150,7 @@ class WriterProcess:
         if self._finishing or self._lives >= _LIVES:
             text = f"the writer process ended with status {status}, see tracking.log"
             for followed in pending:
-                followed.refused = followed.trouble = text
+                followed.trouble = text
                 followed.closed.set()
             return False
         log.warning(
@@ -173,35 +164,9 @@ class WriterProcess:
         followed = self._followed.get(event["journal"])
         if followed is None:
             return
-        followed.sending = event["event"] == "sending"
-        if event["event"] in ("sending", "waiting"):
-            return  # an attempt, and that it failed: no progress
-        followed.heard = time.monotonic()
-        if event["event"] == "opened":
-            followed.run_id, followed.experiment_id = event["run_id"], event["experiment_id"]
-            followed.dashboard = event["dashboard"]
-            followed.refused = None
-            followed.closed.clear()
-            followed.opened.set()
-        elif event["event"] == "notice":
-            log.warning(event["message"])
-        elif event["event"] == "error":
-            _complain(followed, event)
-        elif event["event"] == "closed":
-            followed.complete = event["complete"]
-            followed.closed.set()
-
-
-def _complain(followed: Followed, event: dict[str, Any]) -> None:
-    """A refusal of the run is for check and close to tell; lesser trouble is told once a run."""
-    followed.trouble = event["message"]
-    if event["fatal"]:
-        followed.refused = event["message"]
-        followed.opened.set()
-        followed.closed.set()  # until it opens after all, nobody need wait
-    elif not followed.warned:
-        followed.warned = True
-        log.warning("%s The records are kept in %s.", event["message"], followed.journal)
+        followed.hear(event)
+        if event["event"] in ("opened", "progress"):
+            self._in_vain = False
 
 
 def _events(stdout: int) -> Iterator[dict[str, Any]]:

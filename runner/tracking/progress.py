@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-_SIZE = 512
+_SIZE = 4096
+_FIELDS = ("run_id", "experiment_id", "offset", "tried", "done", "refused", "uri", "experiment")
 
 
 class Progress:
@@ -23,39 +24,72 @@ class Progress:
         self.tried = False
         """A run may exist in the store although its id is not known here."""
         self.done = False
+        self.refused = False
+        """The store did not take the run when it was last asked."""
+        self.uri: str | None = None
+        """Store and experiment that the journal was moved to; None: what its start says."""
+        self.experiment: str | None = None
         self._path = journal.with_suffix(".state")
         self._file = -1
 
+    @property
+    def held(self) -> bool:
+        """Whether no one else may work on the journal."""
+        return self._file >= 0
+
     def claim(self) -> bool:
         """Takes the lock and reads what an earlier writer left; False while another holds it."""
-        if self._file >= 0:
+        if self.held:
             return True
-        file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o644)
+        file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
             return False
+        except OSError:  # a file system without locks
+            pass
         self._file = file
         self._load(os.pread(file, _SIZE, 0))
         return True
 
+    def peek(self) -> bool:
+        """Reads what there is without the lock; whether another process holds it."""
+        try:
+            file = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            self._load(os.pread(file, _SIZE, 0))
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            return False
+        finally:
+            os.close(file)
+        return False
+
     def save(self, **changes: Any) -> None:
-        """Changes fields and writes them. The size is fixed: no rest of a longer text remains."""
+        """Changes fields and writes them. The size is fixed: no rest of a longer text remains, and
+        a disk that is full has the room already."""
         for name, value in changes.items():
             setattr(self, name, value)
-        fields = {
-            "run_id": self.run_id,
-            "experiment_id": self.experiment_id,
-            "offset": self.offset,
-            "tried": self.tried,
-            "done": self.done,
-        }
-        os.pwrite(self._file, json.dumps(fields).ljust(_SIZE - 1).encode() + b"\n", 0)
+        os.pwrite(self._file, json.dumps(self.fields()).ljust(_SIZE - 1).encode() + b"\n", 0)
+
+    def fields(self) -> dict[str, Any]:
+        """What is kept."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def move(self, uri: str, experiment: str | None) -> None:
+        """From now on the journal goes to another store, from its beginning."""
+        self.save(
+            uri=uri, experiment=experiment, run_id=None, experiment_id=None, offset=0, tried=False
+        )
 
     def release(self) -> None:
         """Lets another writer take over."""
-        if self._file >= 0:
+        if self.held:
             os.close(self._file)
             self._file = -1
 
@@ -63,7 +97,7 @@ class Progress:
         try:
             fields = json.loads(data)
         except ValueError:  # new, or torn by a power cut: start over, points are not doubled
-            self.tried = bool(data.strip())
+            self.tried = bool(data.strip(b"\0 \n"))
             return
         for name, value in fields.items():
             setattr(self, name, value)

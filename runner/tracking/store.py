@@ -1,17 +1,15 @@
 """Calls to one MLflow store. Imported by the writer process only: it imports mlflow."""
 
 import fcntl
-import posixpath
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.store.db import utils as database_utils
 from mlflow.tracking import MlflowClient
 from mlflow.tracking.context.default_context import DefaultRunContext
 from mlflow.tracking.context.git_context import GitRunContext
@@ -23,6 +21,7 @@ from runner.tracking import experiments, views
 from runner.tracking.answers import REFUSALS, RefusedError, UnreachableError, told_apart
 from runner.tracking.inputs import log_inputs
 from runner.tracking.logged_model import log_model
+from runner.tracking.names import cut, distinct, legal_name
 from runner.tracking.system import PREFIX
 from runner.tracking.uri import is_database, sqlite_path
 
@@ -32,6 +31,9 @@ Point = tuple[str, float, int, int]
 MAX_POINTS = validation.MAX_METRICS_PER_BATCH
 # The prefix keeps it out of the tags that MLflow's pages show.
 JOURNAL_TAG = "mlflow.runner.journal"
+
+# MLflow tries ten times to open a database, for 100 s in all; we try again ourselves, sooner.
+database_utils.MAX_RETRY_COUNT = 1
 
 # Contexts that would tell of the writer itself. MLflow's annotation wants instances, and asks for
 # classes.
@@ -149,12 +151,11 @@ class Store:
             if "error" in (known := run.data.tags):
                 self._client.delete_tag(run_id, "error")
         told = [f"{key}: {change} (from step {step})" for key, change in changes.items()]
-        lines = "\n".join(filter(None, [known.get("changes", ""), *told]))
-        steps = ", ".join(filter(None, [known.get("resumed_at_step", ""), str(step)]))
+        steps = ", ".join(filter(None, [known.get("resumed_at_step"), str(step)]))
+        lines = "\n".join(filter(None, [known.get("changes"), *told]))
         self.log_params(run_id, params, known=run.data.params)
-        self.log_tags(run_id, {**tags, "resumed_at_step": steps})
-        if lines:
-            self.log_tags(run_id, {"changes": lines})
+        changed = {"changes": lines} if lines else {}
+        self.log_tags(run_id, {**tags, **changed, "resumed_at_step": steps})
 
     def samples(self, run_id: str) -> int:
         """How many samples of the machine's load a run has."""
@@ -168,7 +169,7 @@ class Store:
         self, run_id: str, values: Mapping[str, str], known: Collection[str] = ()
     ) -> None:
         """Sends what is not known there yet, in as many calls as the limits ask for."""
-        named = {key: text for key, text in _distinct(values).items() if key not in known}
+        named = {key: text for key, text in distinct(values).items() if key not in known}
         params = [
             Param(key, cut(hide(text), validation.MAX_PARAM_VAL_LENGTH))
             for key, text in named.items()
@@ -230,37 +231,6 @@ class Store:
     def end_run(self, run_id: str, status: str, time_ms: int) -> None:
         with told_apart():
             self._client.set_terminated(run_id, status, time_ms)
-
-
-def cut(text: str, limit: int) -> str:
-    """At most `limit` characters, with a mark where something was cut."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-@lru_cache(maxsize=10_000)
-def legal_name(name: str) -> str:
-    """The name with each character that this MLflow refuses replaced by an underscore."""
-    if not _legal(name):
-        name = "".join(char if _legal(f"a{char}a") else "_" for char in name)
-    if validation.path_not_unique(name):  # a//b, ./a, /a: names may become files
-        name = re.sub(r"^(\.*/)+", "", posixpath.normpath(name)).strip(".") or "_"
-    return name[: validation.MAX_ENTITY_KEY_LENGTH]
-
-
-def _legal(name: str) -> bool:
-    return bool(validation.validate_param_and_metric_name(name))
-
-
-def _distinct(values: Mapping[str, str]) -> dict[str, str]:
-    """Legal names, kept apart where two become equal: a parameter cannot be set twice."""
-    named: dict[str, str] = {}
-    for key, text in values.items():
-        legal = base = legal_name(key)
-        number = 2
-        while legal in named:
-            legal, number = f"{base[:240]}_{number}", number + 1
-        named[legal] = text
-    return named
 
 
 def _tags(values: Mapping[str, str]) -> list[RunTag]:

@@ -14,12 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.tracking import left
+
 NAP_SECONDS = 0.25
 REST = 4.0
 """Rest after a batch, in times of what it took, while the trainer trains: on shared cores (two
 hardware threads of one, say) a busy writer slows it. It gets shorter the more batches wait, for
 what is left at the end is what the trainer waits for. Nothing rests once it waits."""
-OPEN_SECONDS = 30.0
+AWAY_SECONDS = 30.0
+"""Without an answer, before the trainer is told."""
 DOUBT_SECONDS = 30.0
 ORPHAN_SECONDS = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
@@ -64,7 +67,7 @@ class Task:
         return now - self.failing_since
 
     def succeeded(self) -> None:
-        self.failing_since, self.pause = 0.0, _FIRST_PAUSE
+        self.failing_since, self.pause, self.told = 0.0, _FIRST_PAUSE, False
 
 
 class Writer:
@@ -79,6 +82,7 @@ class Writer:
         self._parent, self._events = parent, events
         self._tasks: dict[str, Task] = {}
         self._heard, self._rest = True, b""
+        self._settled = set[Path]()
         self._progress_at = time.monotonic()
 
     def run(self) -> None:
@@ -121,7 +125,8 @@ class Writer:
         for line in lines:
             name = json.loads(line)["journal"]
             if name in self._tasks:
-                self._tasks[name].awaited = True  # named again: the trainer waits for its end
+                task = self._tasks[name]  # named again: the trainer waits for its end
+                task.awaited, task.retry_at = True, 0.0
             else:
                 emit = partial(self._emit, name)
                 self._tasks[name] = Task(self._follower(Path(name), emit=emit))
@@ -139,27 +144,47 @@ class Writer:
         except self._refused as error:
             more = self._refusal(name, task, _cause(str(error)))
         except Exception as error:  # one journal's trouble must not end the others
-            more = self._give_up(name, task, error)
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                doubt = self._unreachable(f"{type(error).__name__}: {error}", doubtful=True)
+                more = self._unreached(name, task, doubt, task.failed(now))
+            else:
+                more = self._give_up(name, task, error)
         else:
-            task.succeeded()
+            self._answered(name, task)
         if task.follower.progress.offset != before:
             self._progress_at = time.monotonic()
-            self._emit(name, "progress")
+            self._emit(name, "progress", offset=task.follower.progress.offset)
         if task.follower.progress.done:
             self._close(name, complete=True)
         return more
 
     def _unreached(self, name: str, task: Task, error: Any, seconds: float) -> bool:
-        """Keeps trying; says so once when a run cannot even be opened for long."""
+        """Keeps trying, and says so once an outage is long. What is no metric and no status is left
+        out where the answer may be a refusal."""
         print(f"{name}: {error}", file=sys.stderr, flush=True)
-        self._emit(name, "waiting")
+        cause = _cause(str(error))
         if error.doubtful and seconds > DOUBT_SECONDS and not task.follower.vital:
-            return self._refusal(name, task, _cause(str(error)))
-        if task.follower.opening and seconds > OPEN_SECONDS and not task.told:
-            task.told = True
-            message = f"no answer from it for {seconds:.0f} s ({_cause(str(error))})"
-            self._emit(name, "error", fatal=True, message=message)
+            return self._refusal(name, task, cause)
+        away = seconds > AWAY_SECONDS and self._heard and not task.told
+        task.told = task.told or away
+        self._emit(name, "away" if away else "waiting", seconds=round(seconds), message=cause)
+        if not self._heard:
+            task.follower.progress.release()  # `runner sync` may take over
         return False
+
+    def _answered(self, name: str, task: Task) -> None:
+        if task.told:
+            self._emit(name, "back")
+        task.succeeded()
+        if self._heard and not task.follower.opening:
+            self._settle(left.outputs_of(Path(name)))
+
+    def _settle(self, folder: Path) -> None:
+        """Has what earlier runs left there sent by a process of its own, which may find their
+        store away without keeping this run waiting."""
+        if folder not in self._settled:
+            self._settled.add(folder)
+            left.settle_behind(folder)
 
     def _refusal(self, name: str, task: Task, message: str) -> bool:
         """A run that is not taken ends here; of an open run only the batch is left out."""
@@ -167,6 +192,7 @@ class Writer:
         opening = task.follower.opening
         self._emit(name, "error", fatal=opening, message=message)
         if opening:
+            task.follower.progress.save(refused=True)
             self._close(name, complete=False)
             return False
         task.follower.skip()
@@ -174,9 +200,10 @@ class Writer:
         return True
 
     def _give_up(self, name: str, task: Task, error: Exception) -> bool:
+        """A fault of ours or a journal that is gone: training goes on all the same."""
         traceback.print_exc()
         message = f"unexpected {type(error).__name__}: {error}"
-        self._emit(name, "error", fatal=task.follower.opening, message=message)
+        self._emit(name, "error", fatal=False, message=message)
         self._close(name, complete=False)
         return False
 

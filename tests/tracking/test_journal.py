@@ -1,14 +1,15 @@
 """The journal keeps every record as it was, also what a crash leaves behind."""
 
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from runner.errors import TrackingError
-from runner.tracking.journal import Journal, owner_lives, read
+from runner.tracking.journal import SPARE, Journal, owner_lives, read
 
 
 @pytest.fixture
@@ -71,16 +72,66 @@ def test_the_owner_is_known_to_live_until_it_closes(journal):
     assert not owner_lives(journal.path)
 
 
-def test_a_full_disk_is_told_with_the_path(tmp_path, monkeypatch):
-    journal = Journal(tmp_path)
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk with so many bytes of room, for os.write."""
+    write = os.write
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    class Disk:
+        room = 0
 
-    monkeypatch.setattr("os.write", full)
-    with pytest.raises(TrackingError, match=r"journal\.jsonl cannot be written: No space"):
-        journal.append("tags", values={})
-    monkeypatch.undo()
+    def short(file, data):
+        if not Disk.room:
+            raise OSError(28, "No space left on device")
+        done = write(file, data[: Disk.room])
+        Disk.room -= done
+        return done
+
+    monkeypatch.setattr("os.write", short)
+    return Disk
+
+
+def test_a_full_disk_is_told_once_and_filled_up_in_order_when_there_is_room(journal, disk, caplog):
+    disk.room = 150  # ends in the middle of a line
+    for step in range(1, 9):
+        journal.metrics([(step, step, {"train/loss": 1 / step})])
+    assert [record["step"] for record in records(journal)] == [1, 2]
+    disk.room = 10**6
+    journal.metrics([(9, 9, {"train/loss": 1 / 9})])
+    journal.end(status="FINISHED")
+    assert [record["step"] for record in records(journal)[:-1]] == list(range(1, 10))
+    assert records(journal)[-1] == {"kind": "end", "status": "FINISHED", "lost": 0}
+    assert (journal.lost, journal.ended) == (0, True)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"{journal.path} cannot be written: No space left on device.")
+    assert second == f"{journal.path} takes records again."
+
+
+def test_a_disk_that_stays_full_costs_the_records_but_not_the_end(journal, disk, monkeypatch):
+    disk.room = 150
+    for step in range(1, 9):
+        journal.metrics([(step, step, {"train/loss": 1 / step})])
+    unlink = Path.unlink
+
+    def freed(path, **options):
+        disk.room = SPARE
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", freed)
+    journal.end(status="FINISHED")
+    kinds = [record["kind"] for record in records(journal)]
+    assert kinds == ["metrics", "metrics", "damaged", "end"]
+    assert records(journal)[-1] == {"kind": "end", "status": "FINISHED", "lost": 6}
+
+
+def test_memory_for_a_full_disk_has_a_bound(tmp_path, disk):
+    journal = Journal(tmp_path, memory=200)
+    for step in range(1, 9):
+        journal.metrics([(step, step, {"train/loss": 1.0})])
+    disk.room = 10**6
+    journal.end(status="FINISHED")
+    assert [record.get("step") for record in records(journal)] == [1, 2, 3, None]
+    assert (journal.lost, journal.ended) == (5, True)
     journal.close()
 
 

@@ -6,15 +6,17 @@ import time
 
 import pytest
 
-from runner.tracking import follow, process, writer
+from runner.tracking import follow, left, writer
 from runner.tracking.answers import RefusedError, UnreachableError
-from runner.tracking.follow import Follower, next_batch
+from runner.tracking.batch import next_batch
+from runner.tracking.follow import Follower
+from runner.tracking.followed import Followed
 from runner.tracking.journal import Journal
 from runner.tracking.progress import Progress
 from runner.tracking.store import MAX_POINTS
 
 START = {"id": "1", "time": 1, "uri": "fake", "experiment": "e", "name": None, "params": {}}
-QUIET = ("progress", "waiting")
+QUIET = ("progress", "waiting", "back")
 START |= {"tags": {}, "sweep": None, "role": "run"}
 
 
@@ -66,6 +68,7 @@ def work(journal, monkeypatch):
     )
     task = one._tasks[name] = one.task = writer.Task(follower)
     monkeypatch.setattr(follow, "PARTIAL_SECONDS", 0.0)
+    monkeypatch.setattr(left, "settle_behind", lambda folder: 0)
 
     def turn(seconds_later=0.0):
         if seconds_later:
@@ -118,8 +121,8 @@ def test_a_store_that_stays_away_is_told_once_and_may_still_come_back(work, jour
     for _ in range(9):
         work.turn(seconds_later=10)
     (event,) = work.events()
-    assert event["fatal"]
-    assert "([Errno 111] Connection refused)" in event["message"]
+    assert (event["event"], event["message"]) == ("away", "[Errno 111] Connection refused")
+    assert event["seconds"] > 30
     work.turn(seconds_later=10)
     assert [event["event"] for event in work.events()] == ["opened"]
 
@@ -146,6 +149,17 @@ def test_a_refused_batch_is_left_out_and_the_rest_goes_on(work, journal):
     assert work.store.named("end_run") == [["create_run", "FINISHED", 9]]
 
 
+def test_points_are_never_given_up_for_a_doubtful_answer(work, journal):
+    journal.append("start", **START)
+    work.turn()
+    journal.metrics([(1, 1, {"a": 1.0})])
+    work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 20
+    for _ in range(21):
+        work.turn(seconds_later=10)
+    assert work.store.named("log_points") == [["create_run", [("a", 1.0, 1, 1)]]]
+    assert [event["event"] for event in work.events()] == ["opened", "away"]
+
+
 def test_a_doubtful_answer_is_a_refusal_after_a_while(work, journal):
     journal.append("start", **START)
     work.turn()
@@ -154,6 +168,18 @@ def test_a_doubtful_answer_is_a_refusal_after_a_while(work, journal):
     for _ in range(5):
         work.turn(seconds_later=10)
     assert [event["event"] for event in work.events()] == ["opened", "error"]
+
+
+def test_a_disk_that_is_full_for_the_state_is_waited_for(work, journal, monkeypatch):
+    journal.append("start", **START)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(Progress, "save", lambda *_, **__: (_ for _ in ()).throw(full))
+    for _ in range(9):
+        work.turn(seconds_later=10)
+    assert work.store.named("create_run") == []
+    monkeypatch.undo()
+    work.turn(seconds_later=1000)
+    assert [event["event"] for event in work.events()] == ["away", "opened"]
 
 
 def test_a_run_gets_its_status_whatever_its_artifacts_meet(work, journal):
@@ -185,19 +211,16 @@ def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
 
 
 def test_attempts_to_send_a_file_are_no_progress(tmp_path):
-    writer_process, journal = process.WriterProcess(), tmp_path / "journal.jsonl"
-    followed = writer_process._followed[str(journal)] = process.Followed(journal)
+    followed = Followed(tmp_path / "journal.jsonl")
+    followed.hear({"event": "waiting", "message": "away"})
     heard = followed.heard
-
-    def hear(event):
-        writer_process._hear({"journal": str(journal), "event": event})
-
-    hear("sending")
+    followed.hear({"event": "sending"})
     assert (followed.sending, followed.heard) == (True, heard)
-    hear("waiting")
-    assert (followed.sending, followed.heard) == (False, heard)
-    hear("progress")
+    followed.hear({"event": "waiting", "message": "still away"})
+    assert (followed.sending, followed.heard, followed.away) == (False, heard, "still away")
+    followed.hear({"event": "progress", "offset": 7})
     assert followed.heard > heard
+    assert (followed.away, followed.offset) == (None, 7)
 
 
 def test_a_bug_or_a_lost_journal_ends_one_run_only(work, journal):
@@ -250,6 +273,46 @@ def test_progress_survives_a_writer_and_admits_one_at_a_time(journal):
     assert second.claim()
     assert (second.run_id, second.offset, second.done) == ("r", 7, False)
     second.release()
+
+
+def test_what_another_writer_finished_is_not_ended_again(work, journal):
+    journal.append("start", **START)
+    journal.append("end", status="FINISHED", error=None, time=9)
+    work._heard = False
+    other = Progress(journal.path)
+    assert other.claim()
+    work.turn()
+    other.save(run_id="r", offset=journal.path.stat().st_size, done=True)
+    other.release()
+    work.turn(seconds_later=1)
+    assert work.store.calls == []
+    assert [event["event"] for event in work.events()] == ["closed"]
+
+
+def test_a_journal_goes_where_it_was_moved(work, journal):
+    journal.append("start", **START)
+    progress = Progress(journal.path)
+    assert progress.claim()
+    progress.save(run_id="half sent elsewhere", offset=journal.path.stat().st_size)
+    progress.move("other", "new name")
+    progress.release()
+    asked = []
+    work.task.follower._stores.get = lambda uri: asked.append(uri) or work.store
+    work.turn()
+    assert asked == ["other"]
+    assert work.store.named("experiment") == [["new name", None]]
+    assert work.task.follower.progress.run_id == "create_run"
+
+
+def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(work, journal):
+    with journal.path.open("ab") as file:
+        file.write(b'{"kind":"sta\n')
+    journal.metrics([(1, 1, {"a": 1.0})])
+    work.turn()
+    assert [event["event"] for event in work.events()] == ["error", "closed"]
+    assert not Progress(journal.path).peek()
+    journal.close()
+    assert left.state_of(journal.path) == "refused"
 
 
 def test_a_torn_progress_file_starts_over_and_looks_for_the_run(journal):

@@ -1,0 +1,95 @@
+"""A training run under way: who reads its records, and what is saved of it."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner import checkpoint, resume
+from runner.data.loading import Loader
+from runner.guards import finite, last_good, make_guard
+from runner.loop import evaluates, total_steps
+from runner.observers.base import Observer
+from runner.observers.checkpoints import Checkpoints
+from runner.observers.early_stop import EarlyStop
+from runner.observers.profile import Profile
+from runner.observers.progress import progress
+from runner.observers.recorder import Recorder
+from runner.observers.tally import Tally
+from runner.saving import Saver
+from runner.state import TrainState
+
+if TYPE_CHECKING:
+    from runner.train import Run
+
+
+class Course:
+    """The observers of a run, and its checkpoints, which hold what the observers remember."""
+
+    def __init__(self, this: "Run", state: TrainState, loader: Loader) -> None:
+        self.this, self.state = this, state
+        self.saver = Saver(this.out / "checkpoints", this.spec.checkpoint.keep, this.say)
+        self.tally = Tally(this.task.quality, this.task.direction)
+        self.guard = make_guard(this, loader)
+        self.observers = [*self._readers(loader), *self._savers(loader)]
+
+    def _readers(self, loader: Loader) -> list[Observer]:
+        this, task = self.this, self.this.task
+        found: list[Observer] = [
+            self.tally,
+            Recorder(this.tracker, self.state, this.accelerator),
+            progress(this.console, total_steps(this.spec.train, loader), this.label),
+            self.guard,
+        ]
+        if this.spec.train.early_stop:
+            found.append(EarlyStop(task.quality, task.direction, this.spec.train.early_stop))
+        if this.spec.debug.profile:
+            found.append(Profile(this.out, this.spec.debug.profile))
+        return found
+
+    def _savers(self, loader: Loader) -> list[Observer]:
+        """Last, when the others have read: what the guard refuses is not saved."""
+        wanted, task = self.this.spec.checkpoint, self.this.task
+        if not (wanted.every_steps or wanted.best):
+            return []
+        due = partial(evaluates, self.this.spec.train, loader)
+        quality = task.quality if wanted.best else None
+        return [Checkpoints(self._save, wanted.every_steps, due, quality, task.direction)]
+
+    @property
+    def over(self) -> bool:
+        """Whether an observer has seen enough."""
+        return any(o.reached for o in self.observers if isinstance(o, EarlyStop | type(self.guard)))
+
+    @property
+    def trouble(self) -> str:
+        """What a guard stopped it for."""
+        return self.guard.message and f"{self.guard.message}{last_good(self.saver.folder)}"
+
+    def restore(self, saved: checkpoint.Saved) -> None:
+        """Go on from a checkpoint whose weights are in the model."""
+        resume.restore(self.state, saved, self.this.spec, self.observers)
+        checkpoint.set_aside(self.saver.folder, self.state.step)
+
+    def sound(self) -> bool:
+        """Whether the weights are worth keeping."""
+        return self.guard.sound and finite(self.this, self.state)
+
+    def _content(self) -> dict[str, Any]:
+        found = self.tally.metrics if self.tally.evaluated == self.state.step else {}
+        rest = resume.capture(self.state, self.observers)
+        choices = self.this.origin.choices
+        return checkpoint.contents(self.state, self.this.spec, choices, found, rest)
+
+    def _save(self, best: bool) -> None:
+        if self.sound():
+            self.saver.save(self._content(), best)
+
+    def save_last(self) -> Path | None:
+        """Waits for the file; None where the weights are not sound."""
+        return self.saver.finish(self._content() if self.sound() else None)
+
+    def close(self) -> None:
+        """However the run ends."""
+        for observer in self.observers:
+            observer.close()
+        self.saver.finish()

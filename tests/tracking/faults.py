@@ -1,0 +1,156 @@
+"""A server that can be killed, trainers beside it, and the count of what arrived."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from urllib.request import urlopen
+
+from fault_trainer import BEGAN_MS, values
+
+from runner.tracking import history
+from runner.tracking.progress import Progress
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # mlflow's imports, not ours
+    from mlflow.tracking import MlflowClient
+
+ROOT = Path(__file__).parents[2]
+GREATEST = 1.7976931348623157e308
+
+
+class Server:
+    """An MLflow server with one worker on SQLite, at one address through all its lives."""
+
+    def __init__(self, folder):
+        self.folder, self.process = folder, None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+
+    def start(self, wait=True):
+        options = [
+            f"--backend-store-uri=sqlite:///{self.folder}/mlflow.db",
+            f"--artifacts-destination={self.folder}/artifacts",
+            "--host=127.0.0.1", f"--port={self.port}", "--workers=1",
+        ]  # fmt: skip
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow", "server", *options],
+                stdout=log, stderr=log, cwd=self.folder, start_new_session=True,
+                env={**clean_env(), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},  # starts sooner
+            )  # fmt: skip
+        while wait and not self.answers():
+            assert self.process.poll() is None, (self.folder / "server.log").read_text()
+            time.sleep(0.1)
+
+    def answers(self):
+        try:
+            with urlopen(f"{self.uri}/health", timeout=1) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def kill(self):
+        """SIGKILL to the server and its workers."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(timeout=20)
+            self.process = None
+
+
+def clean_env():
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+class Trainer:
+    """A process of fault_trainer.py."""
+
+    def __init__(self, uri, folder, pause=0.005, **options):
+        self.uri, self.folder, self.journal = uri, folder, folder / "journal.jsonl"
+        folder.mkdir(parents=True)
+        more = [f"{key}={value}" for key, value in options.items()]
+        script = Path(__file__).with_name("fault_trainer.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), uri, str(folder), str(pause), *more],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env(),
+        )  # fmt: skip
+
+    def training(self):
+        """Waits until it records."""
+        assert self.process.stdout.readline() == "training\n", self.process.stderr.read()
+        return self
+
+    def stop(self):
+        """Has it end its run."""
+        self.folder.with_suffix(".stop").touch()
+
+    def opened(self, seconds=90):
+        """Waits until its run is in the store; the run's id."""
+        end = time.monotonic() + seconds
+        while not (run_id := progress_of(self.folder).run_id):
+            assert time.monotonic() < end, "the run was not opened"
+            time.sleep(0.1)
+        return run_id
+
+    def result(self, timeout=180):
+        """What it came to, and its stderr."""
+        stdout, stderr = self.process.communicate(timeout=timeout)
+        assert self.process.returncode == 0, stderr
+        return json.loads(stdout), stderr
+
+
+def progress_of(folder):
+    """How far the journal of a run has come."""
+    progress = Progress(folder / "journal.jsonl")
+    progress.peek()
+    return progress
+
+
+def status_of(uri, run_id):
+    return MlflowClient(uri).get_run(run_id).info.status
+
+
+def counted(uri, run_id, steps, folder):
+    """Points logged, lost, doubled and altered, in the store and in history.npz."""
+    client, found = MlflowClient(uri), Counter()
+    kept = client.download_artifacts(run_id, history.FILE, str(folder))
+    exact = history.read(Path(kept))
+    for key in values(1):
+        wanted = {n: (BEGAN_MS + n, values(n)[key]) for n in range(1, steps + 1)}
+        points = client.get_metric_history(run_id, key)
+        found += _compared(wanted, [(p.step, p.timestamp, p.value) for p in points], stored=True)
+        in_history = _compared(wanted, exact[key].T.tolist(), stored=False)
+        del in_history["logged"]
+        found += in_history
+    return {name: found[name] for name in ("logged", "lost", "doubled", "altered")}
+
+
+def _compared(wanted, points, stored):
+    by_step = Counter(step for step, *_ in points)
+    same = {
+        step for step, time_ms, value in points
+        if step in wanted and (time_ms, repr(float(value))) == _as(wanted[step], stored)
+    }  # fmt: skip
+    return Counter(
+        logged=len(wanted),
+        lost=len(wanted.keys() - by_step.keys()),
+        doubled=sum(number - 1 for number in by_step.values()),
+        altered=len(wanted.keys() & by_step.keys() - same),
+    )
+
+
+def _as(point, stored):
+    """A point as a store keeps it, which has no infinity, or as it was."""
+    time_ms, value = point
+    return time_ms, repr(
+        max(-GREATEST, min(GREATEST, value)) if stored and value == value else value
+    )

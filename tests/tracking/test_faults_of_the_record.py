@@ -1,0 +1,333 @@
+"""Nothing that was recorded is lost, doubled or altered, whatever becomes of the store: real
+trainers, a server that is killed and started again at random, locked files, a full disk.
+
+The long soak runs with `pytest -m soak` only. It writes bench/results/record_faults.md.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from faults import ROOT, Server, Trainer, counted, progress_of, status_of
+
+from runner.sync import sync
+from runner.tracking import journal as journals
+
+# MLflow's warnings, where its client reads a database in this process.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+LOOP_MS = 2_000  # what a call may take on a machine whose cores are all busy
+NONE = {"lost": 0, "doubled": 0, "altered": 0}
+
+
+@pytest.fixture
+def server(tmp_path):
+    folder = tmp_path / "server"
+    folder.mkdir()
+    server = Server(folder)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """Asserts that all of a trainer's points are in a store, once, and as they were."""
+
+    def check(trainer, steps, uri=None):
+        run_id = progress_of(trainer.folder).run_id
+        uri = uri or trainer.uri
+        found = counted(uri, run_id, steps, tmp_path)
+        assert found == {"logged": 3 * steps, **NONE}
+        assert status_of(uri, run_id) == "FINISHED"
+
+    return check
+
+
+def outages(server, number, chance, up=(0.5, 4.0), down=(0.2, 2.0)):
+    """Kills the server and starts it again, at random moments; the seconds that it was away."""
+    away = []
+    for _ in range(number):
+        time.sleep(chance.uniform(*up))
+        server.kill()
+        began = time.monotonic()
+        time.sleep(chance.uniform(*down))
+        server.start()
+        away.append(time.monotonic() - began)
+    return away
+
+
+@pytest.fixture(scope="module")
+def lonely(tmp_path_factory):
+    """A trainer whose server is never there, and when it began: it trains beside other tests."""
+    folder = tmp_path_factory.mktemp("lonely")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # nobody else takes it
+        uri = f"http://127.0.0.1:{held.getsockname()[1]}"
+        trainer = Trainer(uri, folder / "run", pause=0.02, patience=2).training()
+        yield trainer, time.monotonic()
+    trainer.process.kill()
+    trainer.process.communicate()
+
+
+@pytest.mark.usefixtures("lonely")
+def test_a_server_killed_at_random_moments_loses_nothing(server, tmp_path, whole):
+    """It is away when training begins, once in between, and when training ends."""
+    trainer = Trainer(server.uri, tmp_path / "run").training()
+    server.start()
+    outages(server, 1, random.Random())
+    server.kill()
+    trainer.stop()
+    server.start()
+    done, stderr = trainer.result()
+    assert done["complete"], stderr
+    assert done["slowest_ms"] < LOOP_MS
+    whole(trainer, done["steps"])
+
+
+def test_four_runs_at_once_on_a_store_that_does_not_exist(tmp_path, whole):
+    uri = f"sqlite:///{tmp_path}/new/outputs/mlflow.db"
+    four(uri, tmp_path, whole)
+
+
+def test_four_runs_at_once_on_one_server(server, tmp_path, whole):
+    server.start()
+    four(server.uri, tmp_path, whole)
+
+
+def four(uri, tmp_path, whole):
+    trainers = [Trainer(uri, tmp_path / f"run{number}", pause=0.01) for number in range(4)]
+    for trainer in trainers:
+        trainer.training()
+    time.sleep(2)
+    for trainer in trainers:
+        trainer.stop()
+    for trainer in trainers:
+        done, stderr = trainer.result()
+        assert done["complete"], stderr
+        whole(trainer, done["steps"])
+
+
+def test_a_database_locked_by_another_process_holds_up_nobody(tmp_path, whole):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    trainer = Trainer(uri, tmp_path / "run", pause=0.01).training()
+    trainer.opened()
+    lock = "import sqlite3, sys, time; c = sqlite3.connect(sys.argv[1], isolation_level=None); "
+    lock += "c.execute('BEGIN EXCLUSIVE'); print('locked', flush=True); time.sleep(20)"
+    command = [sys.executable, "-c", lock, str(tmp_path / "mlflow.db")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as locker:
+        assert locker.stdout.readline() == "locked\n"
+        before = progress_of(trainer.folder).offset
+        time.sleep(8)
+        after = progress_of(trainer.folder).offset
+        assert after - before < 100_000  # what was under way at most
+    trainer.stop()
+    done, stderr = trainer.result()
+    assert done["complete"], stderr
+    assert done["slowest_ms"] < LOOP_MS
+    whole(trainer, done["steps"])
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 1 MiB, and what fills it up or frees it."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no small file system can be mounted here (mount -t tmpfs needs root)")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder):
+    """Leaves no room; the file that takes it."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        size = 65_536
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
+    return filler
+
+
+def test_a_disk_that_was_full_for_a_while_costs_nothing(disk, tmp_path, whole):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    trainer = Trainer(uri, disk / "run").training()
+    trainer.opened()
+    filler = fill(disk)
+    time.sleep(4)
+    size = trainer.journal.stat().st_size
+    time.sleep(1)
+    assert trainer.journal.stat().st_size == size
+    filler.unlink()
+    time.sleep(1)
+    trainer.stop()
+    done, stderr = trainer.result()
+    assert done["complete"], stderr
+    assert stderr.count("cannot be written: No space left on device. Training goes on") == 1
+    assert stderr.count("takes records again") == 1
+    whole(trainer, done["steps"])
+
+
+def test_a_disk_that_stays_full_costs_the_points_it_had_no_room_for(disk, tmp_path):
+    """The run ends, its status arrives, and it is said what is missing."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    trainer = Trainer(uri, disk / "run", patience=2).training()
+    run_id = trainer.opened()
+    filler = fill(disk)
+    time.sleep(3)
+    trainer.stop()
+    done, stderr = trainer.result()
+    kept = [record for record, _ in journals.read(trainer.journal)]
+    steps = [record["step"] for record in kept if record["kind"] == "metrics"]
+    assert steps == list(range(1, len(steps) + 1))
+    lost = done["steps"] - len(steps)
+    assert f"{lost} records are lost: {trainer.journal} was full" in stderr
+    assert (kept[-1]["kind"], kept[-1]["status"], kept[-1]["lost"]) == ("end", "FINISHED", lost)
+    filler.unlink()
+    assert sync([str(disk)]) == 0
+    assert status_of(uri, run_id) == "FINISHED"
+    found = counted(uri, run_id, len(steps), tmp_path)
+    assert found == {"logged": 3 * len(steps), **NONE}
+
+
+def test_a_run_that_lost_its_writer_too_is_settled_by_the_next_one(tmp_path, until):
+    uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
+    first = Trainer(uri, tmp_path / "outputs" / "runs" / "1").training()
+    run_id = first.opened()
+    (writer,) = children(first.process.pid)
+    os.kill(writer, signal.SIGSTOP)  # or it would settle the run itself
+    first.process.kill()
+    first.process.communicate()
+    os.kill(writer, signal.SIGKILL)
+    assert status_of(uri, run_id) == "RUNNING"
+    second = Trainer(uri, tmp_path / "outputs" / "runs" / "2").training()
+    until(lambda: status_of(uri, run_id) == "KILLED", seconds=60)
+    steps = sum(record["kind"] == "metrics" for record, _ in journals.read(first.journal))
+    until(lambda: progress_of(first.folder).done)
+    found = counted(uri, run_id, steps, tmp_path)
+    assert found == {"logged": 3 * steps, **NONE}
+    second.stop()
+    assert second.result()[0]["complete"]
+
+
+def children(pid):
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True)
+    return [int(text) for text in found.stdout.split()]
+
+
+def test_sync_beside_a_writer_at_work_and_after_a_part_was_sent_doubles_nothing(
+    tmp_path, server, whole, capsys
+):
+    """The writer of a run that has ended is still at it; sync takes over where it is."""
+    server.start()
+    trainer = Trainer(server.uri, tmp_path / "run", patience=1).training()
+    trainer.opened()
+    time.sleep(2)
+    server.kill()
+    time.sleep(2)
+    trainer.stop()
+    done, _ = trainer.result()
+    assert not done["complete"]
+    server.start()
+    assert sync([str(tmp_path)]) == 0
+    whole(trainer, done["steps"])
+    with trainer.journal.with_suffix(".state").open("r+") as state:  # it forgets how far it came
+        fields = json.loads(state.read())
+        state.seek(0)
+        state.write(json.dumps({**fields, "offset": 0, "done": False}))
+        state.truncate()
+    assert sync([str(tmp_path)]) == 0
+    whole(trainer, done["steps"])
+
+
+def test_a_server_that_stays_away_stops_nothing_and_sync_sends_everything_later(
+    lonely, tmp_path, whole, capsys
+):
+    """Told once after half a minute; the run ends with success, and soon."""
+    trainer, began = lonely
+    time.sleep(max(0, began + 40 - time.monotonic()))
+    trainer.stop()
+    done, stderr = trainer.result()
+    assert not done["complete"]
+    assert done["close_s"] < 10
+    assert stderr.count("No answer from the tracking store for") == 1
+    assert "Training goes on" in stderr
+    assert stderr.count(f"The run is not stored completely in {trainer.uri}") == 1
+    assert f"`python -m runner sync {trainer.folder}`" in stderr
+    elsewhere = f"sqlite:///{tmp_path}/elsewhere/mlflow.db"
+    assert sync([str(trainer.folder), f"tracking.uri={elsewhere}"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    points = f"{3 * done['steps']:,} points"
+    assert said[0].startswith(f"{trainer.folder}: sent to {elsewhere} as run ")
+    assert said[0].endswith(f", FINISHED, {points}")
+    assert said[1:] == ["1 sent, 0 not sent, 0 stored before, 0 still training."]
+    whole(trainer, done["steps"], elsewhere)
+    assert sync([str(trainer.folder)]) == 0
+    assert capsys.readouterr().out == "0 sent, 0 not sent, 1 stored before, 0 still training.\n"
+
+
+@pytest.mark.soak
+def test_soak(server, tmp_path):
+    """SOAK_OUTAGES short outages (20), one of SOAK_LONG seconds (600), and a server that is gone
+    for good."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    from common import RESULTS, machine, table
+
+    load = os.getloadavg()[0]
+    long = float(os.environ.get("SOAK_LONG", "600"))
+    seed = int(os.environ.get("SOAK_SEED", "1"))
+    began = time.monotonic()
+    trainer = Trainer(server.uri, tmp_path / "run", pause=0.05).training()
+    server.start()
+    number = int(os.environ.get("SOAK_OUTAGES", "20"))
+    away = outages(server, number, random.Random(seed), up=(0.5, 8.0))
+    server.kill()
+    time.sleep(long)
+    server.start()
+    away += [long, *outages(server, 2, random.Random(seed + 1))]
+    trainer.stop()
+    done, stderr = trainer.result(timeout=900)
+    assert done["complete"], stderr
+    gone = Trainer(server.uri, tmp_path / "gone", pause=0.05, patience=2).training()
+    time.sleep(5)
+    server.kill()
+    time.sleep(5)
+    gone.stop()
+    left, stderr = gone.result()
+    assert not left["complete"]
+    server.start()
+    assert sync([str(tmp_path)]) == 0
+    rows = []
+    runs = [("server killed and restarted", done, trainer, len(away), f"{max(away):.0f}"),
+            ("server gone for good, then `runner sync`", left, gone, 1, "for good")]  # fmt: skip
+    for name, result, one, number, longest in runs:
+        run_id = progress_of(one.folder).run_id
+        found = counted(server.uri, run_id, result["steps"], tmp_path)
+        rows.append([name, str(number), longest, *(f"{n:,}" for n in found.values()),
+                     f"{result['slowest_ms']:.1f}", f"{result['close_s']:.1f}"])  # fmt: skip
+        assert found == {"logged": 3 * result["steps"], **NONE}
+    head = ["what happened", "outages", "longest s", "points logged", "lost", "doubled", "altered",
+            "slowest call in the loop ms", "end waited s"]  # fmt: skip
+    notes = (
+        f"# What outages cost the record\n\n`SOAK_OUTAGES={number} SOAK_LONG={long:.0f} "
+        f"SOAK_SEED={seed} pytest -m soak tests/tracking`, "
+        f"{time.monotonic() - began:.0f} s, {machine()}, {os.cpu_count()} threads with a load of "
+        f"{load:.0f} at the start.\n\n"
+        "A trainer records a step of three points every 50 ms, in blocks of 20; the MLflow server "
+        "(SQLite, one worker) is killed by SIGKILL and started again at random moments. Points are "
+        "compared one by one with `get_metric_history` and with `history.npz`: step, time, value; "
+        "NaN and infinity are among them."
+    )
+    (RESULTS / "record_faults.md").write_text(f"{notes}\n\n{table(head, rows)}\n")
