@@ -3,7 +3,7 @@
 import pytest
 from mlflow.utils import validation
 
-from runner.tracking.store import _distinct, cut, legal_name
+from runner.tracking.names import cut, distinct, legal_name
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_mlflow_accepts_every_name_that_comes_out(name):
 
 
 def test_names_that_become_equal_stay_apart():
-    assert _distinct({"a+b": "1", "a%b": "2", "a@b": "3"}) == {
+    assert distinct({"a+b": "1", "a%b": "2", "a@b": "3"}) == {
         "a_b": "1",
         "a_b_2": "2",
         "a_b_3": "3",
