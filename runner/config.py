@@ -21,11 +21,16 @@ LEADING = {"optimizer": 1, "scheduler": 1}
 NEEDED = ("precision", "model", "data", "task", "optimizer", "tracking")
 # Keys of a group that describe it to the runner and are not passed to its target.
 RESERVED = {"_target_", "meta", "match", "shuffle"}
+# The name that runner.launcher.isolated.IsolatedLauncher has for Hydra.
+ISOLATED = "hydra_plugins.runner.IsolatedLauncher"
 
 
 def register_schema() -> None:
-    """Store RunSpec as Hydra's schema."""
-    ConfigStore.instance().store(name="schema", node=_schema(), provider="runner")
+    """Store RunSpec as Hydra's schema, and hydra/launcher=isolated."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=_schema(), provider="runner")
+    launcher = {"_target_": ISOLATED, "n_jobs": 1}
+    store.store(group="hydra/launcher", name="isolated", node=launcher, provider="runner")
 
 
 def _schema() -> DictConfig:

@@ -167,7 +167,8 @@ class Follower:
         if self.opening or self.progress.done or not (seconds := self._start.get("system_metrics")):
             return
         if self._system is None:
-            self._system = SystemMetrics(seconds, os.getppid(), time.monotonic())
+            trainer = self._start.get("process", os.getppid())
+            self._system = SystemMetrics(seconds, trainer, time.monotonic())
         if self._system.due(time.monotonic()):
             now, number = time.time_ns() // 1_000_000, self._system.count
             points = [(k, v, now, number) for k, v in self._system.sample().items()]

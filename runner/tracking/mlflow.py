@@ -186,6 +186,7 @@ class MlflowTracker(Tracker):
             "sweep": sweep_id,
             "role": info.role,
             "system_metrics": self.system_metrics if info.role == "run" else None,
+            "process": os.getpid(),
         }
 
     def _trouble(self, reason: str) -> str:

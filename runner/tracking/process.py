@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,9 +33,11 @@ class Followed:
         heard: time.monotonic() of the last sign of progress.
         sending: a file is under way, which may take long.
         dashboard: where the store shows the run beside others, after the server's address.
+        relay: hears every event in our stead, for the process whose run it is.
     """
 
     journal: Path
+    relay: Callable[[dict[str, Any]], None] | None = None
     opened: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
     run_id: str | None = None
@@ -61,9 +63,11 @@ class WriterProcess:
         self._finishing = False
         self._lock = threading.Lock()
 
-    def follow(self, journal: Path) -> Followed:
+    def follow(
+        self, journal: Path, relay: Callable[[dict[str, Any]], None] | None = None
+    ) -> Followed:
         """Has the writer carry this journal to its store."""
-        followed = self._followed[str(journal)] = Followed(journal)
+        followed = self._followed[str(journal)] = Followed(journal, relay)
         with self._lock:
             if self.process is None:
                 self._lives = 0
@@ -159,8 +163,10 @@ class WriterProcess:
         if self._finishing or self._lives >= _LIVES:
             text = f"the writer process ended with status {status}, see tracking.log"
             for followed in pending:
-                followed.refused = followed.trouble = text
-                followed.closed.set()
+                self._hear(
+                    {"journal": str(followed.journal), "event": "error", "fatal": True,
+                     "message": text}
+                )  # fmt: skip
             return False
         log.warning(
             "The tracking writer ended with status %d and is started again; nothing is lost. "
@@ -173,6 +179,8 @@ class WriterProcess:
         followed = self._followed.get(event["journal"])
         if followed is None:
             return
+        if followed.relay:
+            followed.relay(event)
         followed.sending = event["event"] == "sending"
         if event["event"] in ("sending", "waiting"):
             return  # an attempt, and that it failed: no progress
@@ -183,7 +191,7 @@ class WriterProcess:
             followed.refused = None
             followed.closed.clear()
             followed.opened.set()
-        elif event["event"] == "notice":
+        elif event["event"] == "notice" and not followed.relay:
             log.warning(event["message"])
         elif event["event"] == "error":
             _complain(followed, event)
@@ -199,7 +207,7 @@ def _complain(followed: Followed, event: dict[str, Any]) -> None:
         followed.refused = event["message"]
         followed.opened.set()
         followed.closed.set()  # until it opens after all, nobody need wait
-    elif not followed.warned:
+    elif not (followed.warned or followed.relay):
         followed.warned = True
         log.warning("%s The records are kept in %s.", event["message"], followed.journal)
 
@@ -224,3 +232,9 @@ def shared_writer() -> WriterProcess:
         _shared = WriterProcess()
         atexit.register(_shared.reap)
     return _shared
+
+
+def use(writer: WriterProcess) -> None:
+    """Has this process's runs share a given writer."""
+    global _shared
+    _shared = writer
