@@ -13,6 +13,7 @@ from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten
 from runner.errors import ConfigError, TrackingError
 from runner.isolation import Stopped, StopSignals, process_state
+from runner.memory_error import memory_told
 from runner.plan import plan
 from runner.precision.base import Precision
 from runner.result import RunResult, plain_console, show
@@ -56,7 +57,7 @@ def run(
             return result
         tracker: Tracker = build_group("tracking", spec.tracking)
         this = Run(spec, origin, out, console, accelerator, precision, task, tracker, signals)
-        with _tracked(this):
+        with _tracked(this), memory_told(this):
             result = (train if spec.mode == "train" else evaluate_checkpoint)(this)
             signals.check()
             tracker.artifact(result.write(out))

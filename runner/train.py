@@ -20,6 +20,7 @@ from runner.errors import ConfigError, RunnerError
 from runner.isolation import StopSignals, make_deterministic, seed_all
 from runner.leave import leave_dtypes, leave_loss_scale, leave_model, tell_inputs
 from runner.loop import evaluate, fit, total_steps
+from runner.memory_error import is_out_of_memory
 from runner.model import build_model, restore_model
 from runner.observers.base import Observer, tell
 from runner.observers.checkpoints import Checkpoints
@@ -57,6 +58,7 @@ class Run:
     tracker: Tracker
     signals: StopSignals
     report: ConversionReport = field(default_factory=ConversionReport)
+    state: TrainState | None = None
 
     @property
     def device(self) -> torch.device:
@@ -87,6 +89,7 @@ def train(this: Run) -> RunResult:
             build_driven(spec, built.model, this.precision, steps), this.device,
             spec.train.clip_norm,
         )  # fmt: skip
+        this.state = state
         _try(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
         sizes["peak_memory_mib"] = this.accelerator.peak_memory_mib()  # the export has its own
@@ -123,6 +126,8 @@ def _try(this: Run, state: TrainState, loader: Loader) -> None:
     except RunnerError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         (this.out / "error.txt").write_text(traceback.format_exc())
         shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
         names = {
@@ -211,6 +216,7 @@ def evaluate_checkpoint(this: Run) -> RunResult:
         sizes = describe(this, built)
         state = TrainState(built.model, this.precision, this.task,
                            this.precision.scale(this.device), [], this.device)  # fmt: skip
+        this.state = state
         with DtypeProbe(built.model) as probe:
             _try(this, state, validation)
         leave_dtypes(this, probe)

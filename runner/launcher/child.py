@@ -50,7 +50,7 @@ def _settle(life: int, out: int, err: int) -> None:
         os.dup2(source, target)
         os.close(source)
     # Anew, for the nursery's may have been no terminal; by lines, so that a death costs none.
-    sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb"), line_buffering=True)  # noqa: PTH123, SIM115
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb"), line_buffering=True)  # noqa: SIM115
     faulthandler.enable(all_threads=False)
     atexit._clear()  # what the nursery does at its own end
     os.write(life, LIFE.pack(os.getpid()))

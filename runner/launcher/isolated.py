@@ -5,7 +5,6 @@ import os
 import pickle
 import signal
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

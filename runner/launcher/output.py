@@ -60,7 +60,7 @@ def reason(status: int | None, tail: str, kills: int) -> str:
 
 def last_lines(text: str) -> list[str]:
     """The last lines that say something; of Python's own report of a crash its first ones."""
-    before, found, report = text.rpartition(_FATAL)
+    _, found, report = text.rpartition(_FATAL)
     lines = [line.strip() for line in (found + report).splitlines() if line.strip()]
     return lines[: _LINES + 1] if found else lines[-_LINES:]
 

@@ -1,5 +1,5 @@
-"""The writer that a sweep's process lends to its jobs' processes: MLflow is imported once for all of
-them, and a job's death finds its run in hands that can end it."""
+"""The writer that a sweep's process lends to its jobs' processes: MLflow is imported once for all
+of them, and the run of a job that dies is in hands that can end it."""
 
 import json
 import os
@@ -53,7 +53,10 @@ class Lent:
 
     def take(self) -> bool:
         """Passes journals on to the writer; False at the end."""
-        data = self.line.recv(65536)
+        try:
+            data = self.line.recv(65536)
+        except ConnectionResetError:  # the job died before it heard all that the writer said
+            return False
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             name = json.loads(line)["journal"]

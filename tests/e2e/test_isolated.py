@@ -1,4 +1,4 @@
-"""hydra/launcher=isolated: jobs that die in every way, sweeps that are stopped, nothing left over."""
+"""hydra/launcher=isolated: jobs that die in every way, sweeps that are stopped, nothing left."""
 
 import json
 import os
@@ -83,7 +83,7 @@ WAYS = {
     "exits": "Its process ended with exit status 3 before its result.",
     "killed": "Its process was ended by SIGKILL",
     "segfault": "Its process was ended by SIGSEGV. Last lines: Fatal Python error: Segmentation",
-    "memory": "",
+    "memory": "Out of memory in step 2 on ",
     "raises": "ArithmeticError: failed as it was told to",
     "well": "",
 }
@@ -131,6 +131,9 @@ def test_a_job_that_dies_is_a_failed_one_and_the_others_run(deaths):
         assert "".join(job["error"].split()) in "".join(done.stdout.split())
     assert "the last thing it said" in jobs[0]["error"]
     assert "deadly.py" in jobs[2]["error"]  # where it crashed
+    for part in ("weights", "optimizer state", "peak", "train.batch_size=32 train.accumulate=2",
+                 "precision=bf16-true", "optimizer=adamw8bit"):  # fmt: skip
+        assert part in jobs[3]["error"]
 
 
 def test_the_store_knows_how_each_ended(deaths):
