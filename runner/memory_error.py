@@ -61,7 +61,9 @@ def message(this: "Run", error: BaseException) -> str:
 def _when(state: TrainState | None) -> str:
     if state is None:
         return "before the first step"
-    return f"in step {state.step + 1}" if state.model.training else f"evaluating at {state.step}"
+    if state.model.training:
+        return f"in step {state.step}"
+    return f"in the evaluation after step {state.step}" if state.step else "in the first evaluation"
 
 
 def _table(this: "Run") -> Iterator[tuple[str, float]]:

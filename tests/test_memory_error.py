@@ -41,7 +41,7 @@ def failing(quick, monkeypatch):
 
 
 def test_a_step(failing, tmp_path):
-    done = failing("runner.loop.train_step", "train.batch_size=15", "train.accumulate=2")
+    done = failing("runner.step._backward", "train.batch_size=15", "train.accumulate=2")
     assert done.rc == 1
     lines = [line.removeprefix("error: ") for line in done.stderr.splitlines()]
     assert lines[0].startswith("Out of memory in step 1 on ")
@@ -59,7 +59,7 @@ def test_a_step(failing, tmp_path):
 
 def test_an_evaluation(failing):
     done = failing("runner.train.loss_of", "train.batch_size=1", "optimizer=sgd")
-    assert done.stderr.startswith("error: Out of memory evaluating at 0 on ")
+    assert done.stderr.startswith("error: Out of memory in the first evaluation on ")
     assert done.stderr.endswith("To need less, type precision=bf16-true.\n")
 
 

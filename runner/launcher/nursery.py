@@ -29,6 +29,7 @@ def main(line: int) -> None:
     """Runs until the sweep's process closes its end of the socket `line`, or is gone."""
     for number in _IGNORED:  # a batch system may signal every process; the sweep's tells its jobs
         signal.signal(number, signal.SIG_IGN)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA that was asked here fails in forks
     for name in PRELOAD:
         with suppress(ImportError):  # the job that needs it will say so
             import_module(name)
