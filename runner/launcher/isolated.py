@@ -52,7 +52,9 @@ def nursery() -> Nursery:
     global _nursery
     if _nursery is None:
         atexit.register(lambda: _nursery and _nursery.close())
-    if _nursery is None or not _nursery.lives:
+        _nursery = Nursery()
+    if not _nursery.lives:
+        _nursery.close()
         _nursery = Nursery()
     return _nursery
 

@@ -18,7 +18,7 @@ LIFE = struct.Struct("i")
 """Written twice into a job's life: its process id, then what os.waitpid said of it."""
 PRELOAD = (
     ("runner.run", "runner.hooks", "runner.launcher.child", "torch.export", "torch._dynamo",
-     "sklearn.datasets")
+     "sklearn.datasets", "sklearn.model_selection")
     if sys.platform == "linux"
     else ()  # Apple's frameworks break in a forked process
 )  # fmt: skip

@@ -53,6 +53,10 @@ class Deadly(Net):
     def raises(self):
         raise ArithmeticError("failed as it was told to")
 
+    def orphaned(self):
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
     def leaves_a_child(self):
         if pid := os.fork():
             Path(f"pid-{pid}").touch()
@@ -85,6 +89,7 @@ WAYS = {
     "segfault": "Its process was ended by SIGSEGV. Last lines: Fatal Python error: Segmentation",
     "memory": "Out of memory in step 2 on ",
     "raises": "ArithmeticError: failed as it was told to",
+    "orphaned": "The process that starts jobs was killed, and this one with it.",
     "well": "",
 }
 
@@ -125,7 +130,7 @@ def deaths(tmp_path_factory, inside, store, reader, lab_writer):
 def test_a_job_that_dies_is_a_failed_one_and_the_others_run(deaths):
     done, jobs, *_ = deaths
     assert done.rc == 1
-    assert [job["status"] for job in jobs] == ["failed"] * 5 + ["finished"]
+    assert [job["status"] for job in jobs] == ["failed"] * 6 + ["finished"]
     for job, said in zip(jobs, WAYS.values(), strict=True):
         assert job["error"].startswith(said)
         assert "".join(job["error"].split()) in "".join(done.stdout.split())
@@ -138,14 +143,14 @@ def test_a_job_that_dies_is_a_failed_one_and_the_others_run(deaths):
 
 def test_the_store_knows_how_each_ended(deaths):
     _, jobs, runs, parent = deaths
-    assert [run.info.status for run in runs] == ["FAILED"] * 5 + ["FINISHED"]
+    assert [run.info.status for run in runs] == ["FAILED"] * 6 + ["FINISHED"]
     for job, run in zip(jobs, runs[:3], strict=False):
         assert run.data.tags["error"] == job["error"]
         assert "Its process" in run.data.tags["mlflow.note.content"]
         assert run.data.metrics["train/loss"] > 0
         assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
     assert parent.info.status == "FAILED"
-    assert parent.data.tags["error"] == "5 of 6 jobs did not finish."
+    assert parent.data.tags["error"] == "6 of 7 jobs did not finish."
 
 
 def test_the_report_names_the_reasons(deaths):
