@@ -64,28 +64,21 @@ def main() -> None:
         spawned.append(seconds(SPAWNED))
     rows = []
     for launcher, tracking in ways:
-        found = more[launcher, tracking]
-        base = median([wall for wall, _ in more["basic", tracking]])
-        walls = [wall for wall, _ in found]
-        rows.append([
-            launcher, tracking, spread(walls, ".2f"), f"{median(walls) / base:.2f}",
-            spread([cpu for _, cpu in found], ".2f"),
-            spread([wall for wall, _ in one[launcher, tracking]], ".1f"),
-        ])  # fmt: skip
-    head = [
-        "launcher",
-        "tracking",
-        "s per job",
-        "over basic",
-        "CPU s per job",
-        "s of a one-job sweep",
-    ]
-    afresh = spread([wall for wall, _ in spawned], ".2f")
+        walls, cpus = zip(*more[launcher, tracking], strict=True)
+        base = median([cpu for _, cpu in more["basic", tracking]])
+        whole = spread([cpu for _, cpu in one[launcher, tracking]])
+        ratio = f"{median(cpus) / base:.2f}"
+        rows.append([launcher, tracking, spread(cpus, ".2f"), ratio, spread(walls, ".2f"), whole])
+    head = ["launcher", "tracking", "CPU s per job", "over basic", "s per job", "CPU s of one job"]
+    afresh = spread([cpu for _, cpu in spawned], ".2f")
     body = (
         f"{table(head, rows)}\n\n"
         f"Medians (least to greatest) of {args.rounds} interleaved rounds; a job is three steps of "
-        f"an MLP on digits, with one thread. With spawn each would first wait {afresh} s for the "
-        "imports that it finds made. CPU s leaves out a writer that outlives the command.\n"
+        "an MLP on digits, with one thread. The last column is of a whole sweep of one job; with "
+        f"spawn each further job would take {afresh} CPU s more, for the imports that it finds "
+        "made. CPU s leaves out a writer that outlives the command. The machine's load was "
+        f"{os.getloadavg()[2]:.0f}: seconds by the clock are of little worth where that is more "
+        "than its processors.\n"
     )
     write("launcher_cost", "What does a process of its own cost each job of a sweep?", body)
 
