@@ -111,7 +111,7 @@ def job(config: DictConfig) -> float | None:
         (folder / "error.txt").write_text(text)
         kind, message, status = "failed", f"{type(error).__name__}: {error}", 1
     if sweeping and not finished:
-        _record(config, folder, kind, message)
+        record(config, folder, kind, message)
     gc.collect()
     if status > 128 or not sweeping:
         raise SystemExit(status)
@@ -124,14 +124,15 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     spec = resolve(config)
     from runner.run import run
 
-    return run(spec, folder, _origin(sweeping))
+    return run(spec, folder, origin(sweeping))
 
 
 def _overrides() -> tuple[str, ...]:
     return tuple(str(text) for text in HydraConfig.get().overrides.task)
 
 
-def _origin(sweeping: bool) -> Origin:
+def origin(sweeping: bool) -> Origin:
+    """Where the config of HydraConfig's job comes from."""
     choices = {str(k): str(v) for k, v in HydraConfig.get().runtime.choices.items() if v}
     overrides = _overrides()
     own = [source.path for source in HydraConfig.get().runtime.config_sources
@@ -147,11 +148,11 @@ def _origin(sweeping: bool) -> Origin:
     return Origin(choices, overrides, tuple(swept), sweep["id"], mine)
 
 
-def _record(config: DictConfig, folder: Path, status: str, message: str) -> None:
-    """The result of a job that came to none."""
+def record(config: DictConfig, folder: Path, status: str, message: str) -> None:
+    """The result of a job that came to none. HydraConfig is that job's."""
     from runner.result import RunResult
 
-    swept = _origin(True).swept
+    swept = origin(True).swept
     precision = str(HydraConfig.get().runtime.choices.get("precision"))
     others = [text for text in swept if not text.startswith("precision=")]
     unseeded = [text for text in others if not text.startswith("seed=")]

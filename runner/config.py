@@ -1,7 +1,7 @@
 """From Hydra's config to a RunSpec, and every problem of a config in one message."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib import import_module
 from inspect import Parameter, signature
 from types import NoneType, UnionType
@@ -21,11 +21,23 @@ LEADING = {"optimizer": 1, "scheduler": 1}
 NEEDED = ("precision", "model", "data", "task", "optimizer", "tracking")
 # Keys of a group that describe it to the runner and are not passed to its target.
 RESERVED = {"_target_", "meta", "match", "shuffle"}
+# The name that runner.launcher.isolated.IsolatedLauncher has for Hydra.
+ISOLATED = "hydra_plugins.runner.IsolatedLauncher"
+
+
+@dataclass
+class IsolatedConf:
+    """What hydra/launcher=isolated takes: how many jobs run at once."""
+
+    _target_: str = ISOLATED
+    n_jobs: int = 1
 
 
 def register_schema() -> None:
-    """Store RunSpec as Hydra's schema."""
-    ConfigStore.instance().store(name="schema", node=_schema(), provider="runner")
+    """Store RunSpec as Hydra's schema, and hydra/launcher=isolated."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=_schema(), provider="runner")
+    store.store(group="hydra/launcher", name="isolated", node=IsolatedConf, provider="runner")
 
 
 def _schema() -> DictConfig:

@@ -17,6 +17,7 @@ from runner.data.samples import of_step, targets
 from runner.data.workers import PREFETCH, failure, raised
 from runner.errors import ConfigError, DataError, Diverged, RunnerError
 from runner.kept import keep, near
+from runner.memory_error import is_out_of_memory
 from runner.observers.guard import Guard
 from runner.records import StepRecord
 from runner.result import RunResult
@@ -71,6 +72,8 @@ def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:
     except RunnerError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         (this.out / "error.txt").write_text(traceback.format_exc())
         shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
         names = {

@@ -9,6 +9,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from runner.config import ISOLATED
 from runner.errors import ConfigError, RunnerError
 from runner.quiet import quiet
 from runner.secrets import hide
@@ -22,6 +23,10 @@ class SweepCallback(Callback):
     skips on_multirun_end after a failure."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        if config.hydra.launcher.get("_target_") == ISOLATED:
+            from runner.launcher.isolated import prepare
+
+            prepare()
         from runner.sweep import Sweep
 
         tracking = OmegaConf.to_container(config.tracking, resolve=True)

@@ -13,6 +13,7 @@ from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten
 from runner.errors import ConfigError, RunnerError, TrackingError
 from runner.isolation import Stopped, StopSignals, process_state
+from runner.memory_error import memory_told
 from runner.plan import plan
 from runner.precision.base import Precision
 from runner.replay import replay
@@ -63,7 +64,7 @@ def run(
         tracker: Tracker = build_group("tracking", spec.tracking)
         this = Run(spec, origin, out, console, accelerator, precision, task, tracker, signals,
                    resumed=resumed)  # fmt: skip
-        with _tracked(this):
+        with _tracked(this), memory_told(this):
             result = (train if spec.mode == "train" else evaluate_checkpoint)(this)
             signals.check()
             tracker.artifact(result.write(out))

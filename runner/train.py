@@ -53,6 +53,7 @@ class Run:
     report: ConversionReport = field(default_factory=ConversionReport)
     resumed: checkpoint.Saved | None = None
     trouble: str = ""  # what a guard stopped it for
+    state: TrainState | None = None
 
     @property
     def device(self) -> torch.device:
@@ -87,6 +88,7 @@ def train(this: Run) -> RunResult:
             build_driven(spec, built.model, this.precision, steps), this.device,
             spec.train.clip_norm,
         )  # fmt: skip
+        this.state = state
         try_batch(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
         sizes["peak_memory_mib"] = this.accelerator.peak_memory_mib()  # the export has its own
@@ -167,6 +169,7 @@ def evaluate_checkpoint(this: Run) -> RunResult:
         sizes = describe(this, built)
         state = TrainState(built.model, this.precision, this.task,
                            this.precision.scale(this.device), [], this.device)  # fmt: skip
+        this.state = state
         with DtypeProbe(built.model) as probe:
             try_batch(this, state, validation)
         leave_dtypes(this, probe)

@@ -149,7 +149,8 @@ class Follower:
         if self.opening or self.progress.done or not (seconds := self._start.get("system_metrics")):
             return
         if self._system is None:
-            self._system = SystemMetrics(seconds, os.getppid(), time.monotonic())
+            trainer = self._start.get("process", os.getppid())
+            self._system = SystemMetrics(seconds, trainer, time.monotonic())
             with suppress(RefusedError, UnreachableError):
                 self._system.count = self._run_store().samples(self._run_id())
         if self._system.due(time.monotonic()):

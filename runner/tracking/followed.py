@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ class Followed:
         sending: a file is under way, which may take long.
         offset: up to which the journal is stored.
         dashboard: where the store shows the run beside others, after the server's address.
+        relay: hears every event, for the process whose run it is, and tells its user.
     """
 
     journal: Path
+    relay: Callable[[dict[str, Any]], None] | None = None
     opened: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
     run_id: str | None = None
@@ -43,10 +46,12 @@ class Followed:
     def hear(self, event: dict[str, Any]) -> None:
         """Takes in an event of the writer's."""
         kind = event["event"]
+        if self.relay is not None:
+            self.relay(event)
         self.sending = kind == "sending"
         if kind in ("waiting", "away"):
             self.away = event["message"]
-        if kind == "away":
+        if kind == "away" and self.relay is None:
             self._tell_outage(event["seconds"])
         if kind in ("sending", "waiting", "away"):
             return  # an attempt, and that it failed: no progress
@@ -72,9 +77,9 @@ class Followed:
             self.opened.set()
         elif kind == "progress":
             self.offset = event["offset"]
-        elif kind == "back":
+        elif kind == "back" and self.relay is None:
             log.warning("The store answers again; what was recorded meanwhile is sent to it.")
-        elif kind == "notice":
+        elif kind == "notice" and self.relay is None:
             log.warning(event["message"])
         elif kind == "error":
             self._complain(event)
@@ -88,7 +93,7 @@ class Followed:
         if event["fatal"]:
             self.refused = event["message"]
             self.opened.set()
-        elif not self.warned:
+        elif not (self.warned or self.relay):
             self.warned = True
             log.warning("%s The records are kept in %s.", event["message"], self.journal)
 

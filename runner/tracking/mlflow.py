@@ -216,6 +216,7 @@ class MlflowTracker(Tracker):
             "step": info.step,
             "changes": dict(info.changes),
             "system_metrics": self.system_metrics if info.role == "run" else None,
+            "process": os.getpid(),
         }
 
     def _tell(self, status: Status) -> None:

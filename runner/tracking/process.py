@@ -38,9 +38,11 @@ class WriterProcess:
         self._finishing = self._in_vain = False
         self._lock = threading.Lock()
 
-    def follow(self, journal: Path) -> Followed:
+    def follow(
+        self, journal: Path, relay: Callable[[dict[str, Any]], None] | None = None
+    ) -> Followed:
         """Has the writer carry this journal to its store."""
-        followed = self._followed[str(journal)] = Followed(journal)
+        followed = self._followed[str(journal)] = Followed(journal, relay)
         with self._lock:
             if self.process is None:
                 self._lives = 0
@@ -80,7 +82,7 @@ class WriterProcess:
                 hurry = min(hurry, now + min(patience, _HURRY_SECONDS))
             longest = patience * (_PER_FILE if followed.sending else 1)
             if now > hurry or now > followed.heard + longest:
-                self._in_vain = True
+                self._in_vain = patience > 0  # 0 wakes the writer, and waits for nothing
                 return False
             if not said and now - began > _SILENT_SECONDS:
                 said = True
@@ -150,8 +152,9 @@ class WriterProcess:
         if self._finishing or self._lives >= _LIVES:
             text = f"the writer process ended with status {status}, see tracking.log"
             for followed in pending:
-                followed.trouble = text
-                followed.closed.set()
+                name = {"journal": str(followed.journal)}
+                self._hear({**name, "event": "error", "fatal": False, "message": text})
+                self._hear({**name, "event": "closed", "complete": False})
             return False
         log.warning(
             "The tracking writer ended with status %d and is started again; nothing is lost. "
@@ -189,3 +192,9 @@ def shared_writer() -> WriterProcess:
         _shared = WriterProcess()
         atexit.register(_shared.reap)
     return _shared
+
+
+def use(writer: WriterProcess) -> None:
+    """Has this process's runs share a given writer."""
+    global _shared
+    _shared = writer

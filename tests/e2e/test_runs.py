@@ -275,7 +275,7 @@ def test_early_stop_ends_a_run_before_its_last_step(quick, tmp_path, result):
 def test_failed_jobs_leave_no_model_in_memory(own):
     """Six jobs that fail with a 50 MB model: the last starts with no more than the second."""
     done = own("model.width=180000", "model.fail_at=1", "-m", "seed=0,1,2,3,4,5",
-               "train.batch_size=2", "optimizer=sgd")  # fmt: skip
+               "train.batch_size=2", "optimizer=sgd", "hydra/launcher=basic")  # fmt: skip
     assert done.rc == 1
     assert done.stderr.count("failed as it was told to") >= 6
     from lab.nets import RSS

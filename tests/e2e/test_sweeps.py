@@ -148,7 +148,7 @@ def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):
         return result
 
     monkeypatch.setattr("runner.run.run", note)
-    assert quick("sweep=precisions").rc == 0
+    assert quick("sweep=precisions", "hydra/launcher=basic").rc == 0
     assert names == ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 
 
@@ -157,7 +157,7 @@ def test_a_job_interrupted_by_ctrl_c_ends_the_sweep(quick, tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr("runner.run.run", stop)
-    done = quick("-m", "seed=0,1,2")
+    done = quick("-m", "seed=0,1,2", "hydra/launcher=basic")
     assert done.rc == 130
     (only,) = tmp_path.glob("outputs/sweeps/*/*/result.json")
     assert json.loads(only.read_text())["status"] == "stopped"

@@ -1,0 +1,1 @@
+"""hydra/launcher=isolated: each job of a sweep in a process of its own."""

@@ -1,0 +1,178 @@
+"""The launcher that Hydra calls."""
+
+import atexit
+import os
+import pickle
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from selectors import EVENT_READ, BaseSelector, DefaultSelector
+from types import ModuleType
+from typing import final
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from runner.config import ISOLATED
+from runner.errors import ConfigError
+from runner.launcher.order import Order, Surroundings
+from runner.launcher.parent import JobProcess, Nursery
+from runner.launcher.stop import StopRequests
+from runner.tracking.process import Followed, shared_writer
+
+GRACE_SECONDS = 10.0
+"""From the second signal until a job that does not end is killed."""
+_STORE_SECONDS = 60.0
+
+_nursery: Nursery | None = None
+
+
+def prepare() -> None:
+    """Makes the launcher known to Hydra, and has the nursery import what jobs need while we import
+    what we need."""
+    # Hydra finds plugins in a namespace of its own only, which is empty where none is installed.
+    space, name = ISOLATED.split(".")[:2]
+    sys.modules.setdefault(space, ModuleType(space))
+    sys.modules[f"{space}.{name}"] = sys.modules[__name__]
+    IsolatedLauncher.__module__ = f"{space}.{name}"
+    Plugins.instance().register(IsolatedLauncher)
+    nursery()
+
+
+def nursery() -> Nursery:
+    """This process's, for all its sweeps; another one where it was killed."""
+    global _nursery
+    if _nursery is None:
+        atexit.register(lambda: _nursery and _nursery.close())
+        _nursery = Nursery()
+    if not _nursery.lives:
+        _nursery.close()
+        _nursery = Nursery()
+    return _nursery
+
+
+@final
+class IsolatedLauncher(Launcher):
+    """Runs each job in a process of its own, whose death is that job's failure and nothing more.
+
+    Args:
+        n_jobs: how many run at once, 1 or more.
+    """
+
+    def __init__(self, n_jobs: int = 1) -> None:
+        self._n_jobs = n_jobs
+        self._running: dict[int, tuple[JobProcess, DictConfig]] = {}
+        self._open_ends: list[Followed] = []
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Raises ConfigError for an n_jobs below 1."""
+        if self._n_jobs < 1:
+            raise ConfigError(f"hydra.launcher.n_jobs={self._n_jobs}: type 1 or more.")
+        self._context, self._task, self._config = hydra_context, task_function, config
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Raises SystemExit where a signal has stopped the sweep."""
+        setup_globals()
+        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+        Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
+        todo = deque(enumerate(job_overrides, initial_job_idx))
+        done: dict[int, JobReturn] = {}
+        with DefaultSelector() as selector, StopRequests() as stop, self._none_left():
+            selector.register(stop, EVENT_READ, lambda: self._forward(stop.take()))
+            while self._running or (todo and not stop.came):
+                while todo and len(self._running) < self._n_jobs and not stop.came:
+                    self._start(*todo.popleft(), selector)
+                for key, _ in selector.select(timeout=1.0):
+                    key.data()
+                if stop.waited() > GRACE_SECONDS:
+                    self._forward([signal.SIGKILL])
+                for number in [n for n, (job, _) in self._running.items() if job.ended]:
+                    done[number] = self._end(number, stop)
+            stop.take()
+        for followed in self._open_ends:
+            shared_writer().wait(followed, _STORE_SECONDS)
+        if stop.came:
+            raise SystemExit(128 + stop.came[0])
+        return [done[number] for number in sorted(done)]
+
+    @contextmanager
+    def _none_left(self) -> Iterator[None]:
+        """However it ends, no job outlives the launch."""
+        try:
+            yield
+        finally:
+            self._forward([signal.SIGKILL])
+            for job, _ in self._running.values():
+                job.close()
+            self._running.clear()
+
+    def _forward(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            for job, _ in self._running.values():
+                job.send_signal(number)
+
+    def _start(self, number: int, overrides: Sequence[str], selector: BaseSelector) -> None:
+        config = self._context.config_loader.load_sweep_config(self._config, list(overrides))
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+        (_folder(config) / "result.json").unlink(missing_ok=True)  # of another sweep
+        # Plugins would go with their classes, of which each process finds its own.
+        known = {k: one for k, one in Singleton._instances.items() if k is not Plugins}
+        order = pickle.dumps(Order(config, self._task, self._context, known))
+        mark = f"[job {number}] " if self._n_jobs > 1 else ""
+        job = JobProcess(nursery(), selector, Surroundings.ours(self._n_jobs), order, mark)
+        self._running[number] = job, config
+
+    def _end(self, number: int, stop: StopRequests) -> JobReturn:
+        job, config = self._running.pop(number)
+        job.close()
+        if isinstance(job.answer, JobReturn):
+            return job.answer
+        told = job.answer is not None and (_folder(config) / "result.json").exists()
+        if not told:
+            self._bury(number, job, config, bool(stop.came))
+        overrides = OmegaConf.to_container(config.hydra.overrides.task)
+        assert isinstance(overrides, list)
+        return JobReturn(overrides=overrides, cfg=config, status=JobStatus.COMPLETED)
+
+    def _bury(self, number: int, job: JobProcess, config: DictConfig, stopped: bool) -> None:
+        """Says, records and stores why a job died."""
+        from runner import notes
+        from runner.cli import origin, record
+
+        reason = job.reason()
+        print(f"error: job {number}: {reason}", file=sys.stderr, flush=True)
+        with _as_job(config):
+            record(config, _folder(config), "stopped" if stopped else "failed", reason)
+            command = origin(sweeping=True).command
+        status = "KILLED" if stopped else "FAILED"
+        note = notes.broken(command, status, reason)
+        self._open_ends += job.lent.end(status, reason, note)
+
+
+def _folder(config: DictConfig) -> Path:
+    return Path(os.path.abspath(config.hydra.sweep.dir), config.hydra.sweep.subdir)  # noqa: PTH100
+
+
+@contextmanager
+def _as_job(config: DictConfig) -> Iterator[None]:
+    """HydraConfig as it is in the job."""
+    hydra = HydraConfig.instance()
+    before = hydra.cfg
+    hydra.set_config(config)
+    try:
+        yield
+    finally:
+        hydra.cfg = before

@@ -1,0 +1,104 @@
+"""The nursery: a process that has imported torch, computes nothing, and forks once per job, so
+that a job starts in milliseconds. It holds no thread, no device and nothing of any job."""
+
+import gc
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+from importlib import import_module
+
+FDS = 5
+"""What comes with each request: the job's order, its line to the tracking writer, the pipe that
+tells of its life, its stdout and its stderr."""
+LIFE = struct.Struct("i")
+"""Written twice into a job's life: its process id, then what os.waitpid said of it."""
+PRELOAD = (
+    ("runner.run", "runner.hooks", "runner.launcher.child", "torch.export", "torch._dynamo",
+     "sklearn.datasets", "sklearn.model_selection")
+    if sys.platform == "linux"
+    else ()  # Apple's frameworks break in a forked process
+)  # fmt: skip
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(line: int) -> None:
+    """Runs until the sweep's process closes its end of the socket `line`, or is gone."""
+    for number in _IGNORED:  # a batch system may signal every process; the sweep's tells its jobs
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA that was asked here fails in forks
+    for name in PRELOAD:
+        with suppress(ImportError):  # the job that needs it will say so
+            import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a job would copy every page that it touches
+    Nursery(socket.socket(fileno=line)).run()
+    os._exit(0)  # taking the imports down takes longer than all else
+
+
+class Nursery:
+    """Takes requests, forks, and tells how each job's process ended."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._lives: dict[int, int] = {}
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+
+    def run(self) -> None:
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # else the wake-up is never written
+        signal.set_wakeup_fd(self._wake)
+        while True:
+            ready = select.select([self._line, self._woken], [], [])[0]
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+                self._reap()
+            if self._line in ready:
+                data, fds, *_ = socket.recv_fds(self._line, 1, FDS)
+                if not data:
+                    break
+                self._fork(fds)
+        for pid in self._lives:
+            _kill_group(pid)
+
+    def _fork(self, fds: list[int]) -> None:
+        order, tracking, life, out, err = fds
+        pid = os.fork()
+        if pid == 0:
+            self._forget()
+            from runner.launcher.child import live
+
+            live(order, tracking, life, out, err)
+        self._lives[pid] = life
+        for fd in (order, tracking, out, err):
+            os.close(fd)
+
+    def _forget(self) -> None:
+        """In a new job's process: the signals as Python sets them, none of our files."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._line.close()
+        for fd in (self._woken, self._wake, *self._lives.values()):
+            os.close(fd)
+
+    def _reap(self) -> None:
+        """Tells the ends of processes; what those have left running ends, too."""
+        while self._lives:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            _kill_group(pid)
+            life = self._lives.pop(pid)
+            with suppress(BrokenPipeError):
+                os.write(life, LIFE.pack(status))
+            os.close(life)
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,94 @@
+"""Out of memory, as a message: in which step, what held it, what to type."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from runner.accelerator import MIB
+from runner.errors import RunnerError
+from runner.precision.memory import stored_bytes, tensor_bytes
+from runner.state import TrainState
+
+if TYPE_CHECKING:
+    from runner.train import Run
+
+# What the allocators say that raise a plain RuntimeError.
+_SAID = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_NARROWER = {"64-true": "32-true", "32-true": "bf16-true", "tf32": "bf16-true",
+             "16-mixed": "bf16-true", "bf16-mixed": "bf16-true"}  # fmt: skip
+_SMALLER_STATE = {"adam": "adam8bit", "adamw": "adamw8bit", "nadam": "adam8bit"}
+
+
+class OutOfMemory(RunnerError):
+    """The run needs more memory than there is. Exit status 1: the config is right elsewhere."""
+
+    exit_status = 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's allocator, the CPU's, or Python's has nothing left."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID)
+
+
+@contextmanager
+def memory_told(this: "Run") -> Iterator[None]:
+    """Context in which an allocator's error becomes an OutOfMemory."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        (this.out / "error.txt").write_text(traceback.format_exc())
+        raise OutOfMemory(message(this, error)) from error
+
+
+def message(this: "Run", error: BaseException) -> str:
+    """What happened, the memory's table, and the settings that need less."""
+    # PyTorch's CPU allocator begins with the place in its own source.
+    said = str(error).strip().partition("\n")[0].rpartition("err == 0. ")[2]
+    said = said or type(error).__name__
+    lines = [f"Out of memory {_when(this.state)} on {this.accelerator.name}: {said}"]
+    lines += [f"  {name:<16}{size / MIB:>10.1f} MiB" for name, size in _table(this)]
+    lines.append(f"To need less, type {', or '.join(remedies(this))}.")
+    return "\n".join(lines)
+
+
+def _when(state: TrainState | None) -> str:
+    if state is None:
+        return "before the first step"
+    if state.model.training:
+        return f"in step {state.step}"
+    return f"in the evaluation after step {state.step}" if state.step else "in the first evaluation"
+
+
+def _table(this: "Run") -> Iterator[tuple[str, float]]:
+    if state := this.state:
+        yield "weights", stored_bytes(state.model)
+        yield "gradients", tensor_bytes(*(p.grad for p in state.trainable if p.grad is not None))
+        yield "optimizer state", tensor_bytes(*state.state_tensors())
+    yield "peak", this.accelerator.peak_memory_mib() * MIB
+    if this.device.type == "cuda":
+        yield "device", torch.cuda.get_device_properties(this.device).total_memory
+
+
+def remedies(this: "Run") -> Iterator[str]:
+    """Overrides that need less: fewer examples at a time for the same step, a narrower precision,
+    an optimizer with less state."""
+    spec, training = this.spec, this.spec.mode == "train"
+    size = spec.train.batch_size
+    if this.state and size > 1:
+        part = next(n for n in range(2, size + 1) if size % n == 0)
+        accumulate = f" train.accumulate={spec.train.accumulate * part}" if training else ""
+        yield f"train.batch_size={size // part}{accumulate}"
+    if narrower := _NARROWER.get(this.precision.name):
+        yield f"precision={narrower}" + ("" if this.state else " init.low_memory=true")
+    optimizer = this.origin.choices.get("optimizer", "")
+    if training and (smaller := _SMALLER_STATE.get(optimizer)):
+        yield f"optimizer={smaller}"
+    elif not narrower:
+        yield "model.<size>=<smaller>"

@@ -1,0 +1,251 @@
+"""hydra/launcher=isolated: jobs that die in every way, sweeps that are stopped, nothing left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+DEADLY = '''
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from lab.nets import Net
+
+
+class Deadly(Net):
+    """Dies in its second training step, in the given way."""
+
+    def __init__(self, how: str, **sizes) -> None:
+        super().__init__(**sizes)
+        self.how = how
+
+    def forward(self, x):
+        if self.training and self.calls == 1:
+            print("the last thing it said")
+            getattr(self, self.how)()
+        return super().forward(x)
+
+    def well(self):
+        pass
+
+    def exits(self):
+        os._exit(3)
+
+    def killed(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def segfault(self):
+        ctypes.string_at(0)
+
+    def memory(self):
+        torch.empty(2**60)
+
+    def raises(self):
+        raise ArithmeticError("failed as it was told to")
+
+    def orphaned(self):
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
+    def leaves_a_child(self):
+        if pid := os.fork():
+            Path(f"pid-{pid}").touch()
+            os._exit(3)
+        time.sleep(600)
+
+
+class Slow(Net):
+    """Fifty steps in a second at most; says which process it is, and of which. Hangs where asked
+    to."""
+
+    def __init__(self, how: str, **sizes) -> None:
+        super().__init__(**sizes)
+        self.how = how
+
+    def forward(self, x):
+        if self.training and self.calls == 6:
+            for pid in (os.getpid(), os.getppid()):
+                Path(f"pid-{pid}").touch()
+            time.sleep(600 if self.how == "hangs" else 0)
+        time.sleep(0.02)
+        return super().forward(x)
+'''
+YAML = "# Mine\n_target_: lab.deadly.Deadly\nclasses: ${data.meta.classes}\nhow: well\n"
+TINY = ("--config-dir", "lab/conf", "data=mine", "train.max_steps=3", "train.log_every=1",
+        "hydra/launcher=isolated")  # fmt: skip
+WAYS = {
+    "exits": "Its process ended with exit status 3 before its result.",
+    "killed": "Its process was ended by SIGKILL",
+    "segfault": "Its process was ended by SIGSEGV. Last lines: Fatal Python error: Segmentation",
+    "memory": "Out of memory in step 2 on ",
+    "raises": "ArithmeticError: failed as it was told to",
+    "orphaned": "The process that starts jobs was killed, and this one with it.",
+    "well": "",
+}
+
+
+def write_deadly(folder):
+    (folder / "lab" / "deadly.py").write_text(DEADLY)
+    (folder / "lab" / "conf" / "model" / "deadly.yaml").write_text(YAML)
+    return folder
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def results(folder):
+    paths = sorted(folder.glob("outputs/sweeps/*/*/result.json"), key=lambda p: int(p.parent.name))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory, inside, store, reader, lab_writer):
+    """A job of each way to die, one after the other: (what was printed, the jobs' results, their
+    runs and the parent in the store)."""
+    folder = write_deadly(lab_writer(tmp_path_factory.mktemp("deaths")))
+    with inside(folder) as main:
+        done = main(*TINY, "model=deadly", "-m", f"model.how={','.join(WAYS)}",
+                    f"tracking.uri={store}", "tracking.experiment=deaths")  # fmt: skip
+    client = reader()
+    runs = client.search_runs([client.get_experiment_by_name("deaths").experiment_id])
+    (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
+    children = {Path(run.data.tags["output_dir"]).name: run for run in runs if run is not parent}
+    return done, results(folder), [children[str(n)] for n in range(len(WAYS))], parent
+
+
+def test_a_job_that_dies_is_a_failed_one_and_the_others_run(deaths):
+    done, jobs, *_ = deaths
+    assert done.rc == 1
+    assert [job["status"] for job in jobs] == ["failed"] * 6 + ["finished"]
+    for job, said in zip(jobs, WAYS.values(), strict=True):
+        assert job["error"].startswith(said)
+        assert "".join(job["error"].split()) in "".join(done.stdout.split())
+    assert "the last thing it said" in jobs[0]["error"]
+    assert "deadly.py" in jobs[2]["error"]  # where it crashed
+    for part in ("weights", "optimizer state", "peak", "train.batch_size=32 train.accumulate=2",
+                 "precision=bf16-true", "optimizer=adamw8bit"):  # fmt: skip
+        assert part in jobs[3]["error"]
+
+
+def test_the_store_knows_how_each_ended(deaths):
+    _, jobs, runs, parent = deaths
+    assert [run.info.status for run in runs] == ["FAILED"] * 6 + ["FINISHED"]
+    for job, run in zip(jobs, runs[:3], strict=False):
+        assert run.data.tags["error"] == job["error"]
+        assert "Its process" in run.data.tags["mlflow.note.content"]
+        assert run.data.metrics["train/loss"] > 0
+        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert parent.info.status == "FAILED"
+    assert parent.data.tags["error"] == "6 of 7 jobs did not finish."
+
+
+def test_the_report_names_the_reasons(deaths):
+    _, jobs, *_ = deaths
+    report = (Path(jobs[0]["folder"]).parent / "report.md").read_text()
+    assert "exit status 3" in report
+    assert "SIGKILL" in report
+    assert "SIGSEGV" in report
+
+
+def test_several_at_once_in_lines_of_their_own(main, lab):
+    write_deadly(lab)
+    done = main(*TINY, "model=deadly", "-m", "model.how=well,killed,raises,well",
+                "hydra.launcher.n_jobs=3", "tracking=none")  # fmt: skip
+    assert done.rc == 1
+    assert [job["status"] for job in results(lab)] == ["finished", "failed", "failed", "finished"]
+    for number in range(4):
+        assert f"[job {number}] job {number}: " in done.stdout
+    assert "[job 2] ArithmeticError: failed as it was told to" in done.stderr
+
+
+def test_what_a_job_leaves_running_ends_with_it(main, lab):
+    write_deadly(lab)
+    assert main(*TINY, "model=deadly", "-m", "model.how=leaves_a_child", "tracking=none").rc == 1
+    (child,) = pids(lab)
+    wait_for(lambda: gone(child))
+
+
+def pids(folder):
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def gone(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def sweep(tmp_path, root, lab_writer):
+    """Starts a sweep of endless jobs in a folder and a process group of its own."""
+    started = []
+
+    def start(name, *args):
+        folder = write_deadly(lab_writer(tmp_path / name))
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "runner", *TINY, "model=deadly",
+             "model._target_=lab.deadly.Slow", "train.max_steps=10000000", "train.log_every=1",
+             "train.eval_every=100000", "-m", "seed=0,1", *args],
+            cwd=folder, env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        return process, folder
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def stops(process, number):
+    """As a terminal does it, the whole group; a batch system may do so with SIGTERM."""
+    os.killpg(process.pid, number)
+
+
+@pytest.mark.slow
+def test_signals_to_a_sweep(sweep, store, reader):
+    stored = (f"tracking.uri={store}", "tracking.experiment=signals")
+    cases = {"SIGINT": (130, *stored), "SIGTERM": (143, *stored),
+             "twice": (130, "tracking=none", "model.how=hangs"),
+             "SIGKILL": (-9, "tracking=none")}  # fmt: skip
+    running = {name: sweep(name, *args) for name, (_, *args) in cases.items()}  # side by side
+    for name, (process, folder) in running.items():
+        wait_for(lambda folder=folder: pids(folder))
+        stops(process, {"twice": signal.SIGINT}.get(name) or signal.Signals[name])
+        if name == "twice":
+            time.sleep(0.5)
+            assert process.poll() is None
+            stops(process, signal.SIGINT)
+    for name, (process, folder) in running.items():
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == cases[name][0], stderr
+        assert len(pids(folder)) == 2
+        wait_for(lambda folder=folder: all(map(gone, pids(folder))))
+        if name != "SIGKILL":
+            (result,) = results(folder)  # the second job has not begun
+            assert result["status"] == "stopped"
+            assert result["error"] == ("Interrupted." if name == "twice" else f"Stopped by {name}.")
+            assert "Traceback" not in stderr
+    for name in ("SIGINT", "SIGTERM"):
+        assert list(running[name][1].glob("outputs/sweeps/*/0/checkpoints/step-*.pt"))
+    client = reader()
+    runs = client.search_runs([client.get_experiment_by_name("signals").experiment_id])
+    assert [run.info.status for run in runs] == ["KILLED"] * 4
