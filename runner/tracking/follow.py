@@ -15,26 +15,13 @@ from runner.tracking.answers import RefusedError, UnreachableError
 from runner.tracking.batch import Batch, next_batch
 from runner.tracking.progress import Progress
 from runner.tracking.store import JOURNAL_TAG, Store
+from runner.tracking.stores import Stores
 from runner.tracking.system import SystemMetrics
 from runner.tracking.views import SweepView
 
 PARTIAL_SECONDS = 1.0
 PARENT_SECONDS = 15.0
 _NO_CLOSE = "The training process ended without closing its run."
-
-
-class Stores:
-    """The stores of this process by URI, and the sweeps' parent runs and names that it has met."""
-
-    def __init__(self) -> None:
-        self._stores: dict[str, Store] = {}
-        self.parents: dict[tuple[str, str], str] = {}
-        self.names: dict[str, str] = {}
-
-    def get(self, uri: str) -> Store:
-        if uri not in self._stores:
-            self._stores[uri] = Store(uri)
-        return self._stores[uri]
 
 
 class Follower:

@@ -75,7 +75,8 @@ class Writer:
 
     def __init__(self, parent: int, events: int) -> None:
         from runner.tracking.answers import RefusedError, UnreachableError
-        from runner.tracking.follow import Follower, Stores
+        from runner.tracking.follow import Follower
+        from runner.tracking.stores import Stores
 
         self._refused, self._unreachable = RefusedError, UnreachableError
         self._follower: Callable[..., Any] = partial(Follower, stores=Stores())
