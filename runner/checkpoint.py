@@ -167,11 +167,14 @@ def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint"
     if (database := sqlite_path(uri)) and not database.exists():
         raise ConfigError(unknown)  # MLflow would create it
 
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
+    from runner.quiet import quiet
 
+    with quiet():
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
     try:
-        run = MlflowClient(uri).get_run(run_id)
+        with quiet():
+            run = MlflowClient(uri).get_run(run_id)
     except MlflowException:
         raise ConfigError(unknown) from None
     return Path(run.data.tags.get("output_dir", "missing"))

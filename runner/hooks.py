@@ -36,6 +36,8 @@ class SweepCallback(Callback):
         overrides = [str(text) for text in config.hydra.overrides.task]
         folder = Path(config.hydra.sweep.dir).absolute()
         try:
+            if config.checkpoint.resume is not None:
+                raise ConfigError("checkpoint.resume goes on with one run. Leave -m out.")
             if str(config.hydra.sweeper.get("_target_")).startswith(_OPTUNA):
                 prepare_search(config)
             Sweep.begin(folder, overrides, tracking)  # type: ignore[arg-type]

@@ -59,6 +59,11 @@ def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpt
             f"checkpoint.resume={where}: {saved.path} does not lie in a run's folder, whose record "
             "is to go on. Type init.weights=<it> to start a new run from its weights."
         )
+    if _finished(folder) and not {"train.epochs", "train.max_steps"} & _typed(origin).keys():
+        raise ConfigError(
+            f"checkpoint.resume={where}: the run is finished. To train on, type "
+            "train.max_steps=<more steps> or train.epochs=<more>."
+        )
     for line in told:
         console.print(line, markup=False)
     choices = {**origin.choices, **_kept(saved.content["choices"], origin)}
@@ -70,7 +75,7 @@ def _newest_run(out: Path, told: list[str]) -> Path:
     """The newest run beside `out` that was not finished and left a checkpoint."""
     runs = [path.parent for path in out.parent.glob("*/checkpoints") if path.parent != out]
     for run in sorted(runs, key=lambda path: path.name, reverse=True):
-        if (run / FILE).exists() and RunResult.read(run).status == "finished":
+        if _finished(run):
             told.append(f"passed over {run}: it is finished")
         elif any(run.glob("checkpoints/step-*.pt")):
             return run
@@ -82,6 +87,10 @@ def _newest_run(out: Path, told: list[str]) -> Path:
         "checkpoint.resume=<run folder, .pt file or MLflow run id>, and save with "
         "checkpoint.every_steps=<n>."
     )
+
+
+def _finished(run: Path) -> bool:
+    return (run / FILE).exists() and RunResult.read(run).status == "finished"
 
 
 def _kept(choices: Mapping[str, str], origin: Origin) -> dict[str, str]:

@@ -1,0 +1,91 @@
+"""What a user types to go on with a run, and what the store shows of it."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+
+QUICK = ("model=mlp", "model.hidden=[8]", "train.max_steps=6", "train.log_every=2",
+         "train.eval_every=3", "checkpoint.every_steps=2", "checkpoint.keep=9")  # fmt: skip
+
+
+def folder_of(tmp_path):
+    (folder,) = (p.parent for p in tmp_path.glob("outputs/runs/*/result.json"))
+    return folder
+
+
+def cut(folder, *steps):
+    """As a run that died leaves it: no result, and these checkpoints only."""
+    (folder / "result.json").unlink(missing_ok=True)
+    for path in folder.glob("checkpoints/*"):
+        if int(path.stem.removeprefix("step-")) not in steps:
+            path.unlink()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_by_its_id_as_the_same_run(main, tmp_path):
+    uri = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+    assert main(*QUICK, uri).rc == 0
+    folder = folder_of(tmp_path)
+    run_id = json.loads((folder / "result.json").read_text())["run_id"]
+    cut(folder, 2, 4)
+    damaged = folder / "checkpoints" / "step-00000004.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    done = main(f"checkpoint.resume={run_id}", "optimizer.lr=0.0001", "train.max_steps=8", uri)
+    assert done.rc == 0, done.stderr
+    assert f"passed over {damaged}: it is damaged" in done.stdout
+    assert "resumed at step 2 of 8" in done.stdout
+    assert json.loads((folder / "result.json").read_text())["run_id"] == run_id
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # mlflow's own, of SQLAlchemy
+        from mlflow import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optimizer.lr"] == "0.001"
+    assert run.data.tags["resumed_at_step"] == "2"
+    assert "optimizer.lr: 0.001 -> 0.0001 (from step 2)" in run.data.tags["changes"]
+    losses = client.get_metric_history(run_id, "train/loss")
+    assert sorted(point.step for point in losses) == list(range(1, 9))
+    rates = {p.step: p.value for p in client.get_metric_history(run_id, "train/lr")}
+    assert (rates[6], rates[7]) == (0.001, 0.0001)
+
+
+def test_what_cannot_be_resumed(main, tmp_path):
+    def refused(*typed):
+        done = main(*typed, "tracking=none")
+        assert done.rc == 2
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "was cut and left a checkpoint" in refused("checkpoint.resume=last")
+    assert "no checkpoint is there" in refused("checkpoint.resume=no/where")
+    assert "resumes nothing" in refused("checkpoint.resume=last", "mode=plan")
+    assert main(*QUICK, "tracking=none").rc == 0
+    folder = folder_of(tmp_path)
+    assert "it is finished" in refused("checkpoint.resume=last")
+    assert "train.max_steps=<more" in refused(f"checkpoint.resume={folder}")
+    assert "goes on with one run" in refused("-m", "checkpoint.resume=last", "seed=0,1")
+    stray = tmp_path / "stray.pt"
+    shutil.copy(next(folder.glob("checkpoints/step-*.pt")), stray)
+    assert "does not lie in a run's folder" in refused(f"checkpoint.resume={stray}")
+    stray.write_bytes(b"nothing of ours")
+    assert "is no checkpoint of this runner" in refused(f"checkpoint.resume={stray}")
+    done = main(f"checkpoint.resume={folder}", "train.max_steps=7", "tracking=none")
+    assert (done.rc, "resumed at step 6 of 7" in done.stdout) == (0, True)
+
+
+def test_the_best_and_the_bare_weights_are_kept(main, tmp_path):
+    from safetensors.torch import load_file
+
+    more = ("checkpoint.best=true", "checkpoint.safetensors=true", "tracking=none")
+    assert main(*QUICK, *more).rc == 0
+    folder = folder_of(tmp_path)
+    assert (folder / "checkpoints" / "best.pt").exists()
+    assert set(load_file(folder / "model.safetensors"))
+    done = main(
+        "mode=evaluate", f"checkpoint={folder / 'checkpoints' / 'best.pt'}", "tracking=none"
+    )
+    assert done.rc == 0, done.stderr
