@@ -58,7 +58,7 @@ def test_a_step(failing, tmp_path):
 
 
 def test_an_evaluation(failing):
-    done = failing("runner.train.loss_of", "train.batch_size=1", "optimizer=sgd")
+    done = failing("runner.guards.loss_of", "train.batch_size=1", "optimizer=sgd")
     assert done.stderr.startswith("error: Out of memory in the first evaluation on ")
     assert done.stderr.endswith("To need less, type precision=bf16-true.\n")
 

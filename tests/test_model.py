@@ -67,7 +67,7 @@ def trained(folder, name, spec, **changes):
             if parameter.requires_grad:
                 parameter.add_((torch.randn(parameter.shape) / 8).to(parameter.dtype))
     state = TrainState(model, precision, Classification(), precision.scale(CPU), [], CPU)
-    path = checkpoint.save(folder, state, spec, keep=1)
+    path = checkpoint.save(folder, checkpoint.contents(state, spec), keep=1)
     return model.eval(), precision, Saved(path, checkpoint.load(path))
 
 

@@ -1,0 +1,77 @@
+"""How long does the loop stand still for a checkpoint?
+
+    python bench/checkpoint_cost.py [--rounds 8] [--steps 15]
+
+ResNet-18 with AdamW (weights and two moments: 128 MiB) trains in float32. In turn: steps alone,
+steps with a checkpoint written while the loop waits, and steps with one written beside it. Told is
+what each save adds to the loop: the call, and the steps that it slows. Writes
+bench/results/checkpoint_cost.md.
+"""
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from common import median, spread, table, versions, write
+
+from models.resnet import resnet
+from runner import checkpoint
+from runner.precision.support import load
+from runner.saving import Saver
+from runner.spec import RunSpec
+from runner.state import Driven, TrainState
+from runner.step import train_step
+from runner.tasks.classification import Classification
+
+
+def made() -> TrainState:
+    torch.manual_seed(0)
+    cpu, precision = torch.device("cpu"), load("32-true")
+    model = resnet(18, 10, (1, 8, 8))
+    driven = [Driven(torch.optim.AdamW(model.parameters(), fused=True))]
+    return TrainState(model, precision, Classification(), precision.scale(cpu), driven, cpu)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=15)
+    args = parser.parse_args()
+    state, folder = made(), Path(tempfile.mkdtemp())
+    batch = torch.randn(32, 1, 8, 8), torch.randint(10, (32,))
+    saver = Saver(folder / "beside", 1, print)
+    calls: dict[str, list[float]] = {"none": [], "waiting": [], "beside": []}
+    loops: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(args.rounds + 1):
+        for name in calls:
+            began = time.perf_counter()
+            content = checkpoint.contents(state, RunSpec())
+            if name == "waiting":
+                checkpoint.save(folder / "waiting", content, 1)
+            elif name == "beside":
+                saver.save(content)
+            called = time.perf_counter()
+            for _ in range(args.steps):
+                train_step(state, [batch])
+            ended = time.perf_counter()
+            saver.finish()
+            if turn:  # the first round warms up, and makes the memory of the copies
+                calls[name].append((called - began) * 1e3)
+                loops[name].append((ended - began) * 1e3)
+    shutil.rmtree(folder)
+    base, sync = median(loops["none"]), median(calls["waiting"])
+    rows = []
+    for name in ("waiting", "beside"):
+        added = median(loops[name]) - base
+        rows.append([name, spread(calls[name]), f"{median(calls[name]) / sync:.1%}",
+                     f"{added:.0f}", f"{added / sync:.1%}"])  # fmt: skip
+    head = ["written", "call, ms", "of a call that waits", "loop longer by, ms", "of such a call"]
+    note = f"{args.steps} steps take {base:.0f} ms; median (least to greatest); {versions()}"
+    write("checkpoint_cost", "What a checkpoint costs the loop", f"{note}\n\n{table(head, rows)}")
+
+
+if __name__ == "__main__":
+    main()
