@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import median, spread, table, versions, write
+from common import median, spread, table, write
 
 from models.resnet import resnet
 from runner import checkpoint
@@ -69,7 +69,7 @@ def main() -> None:
         rows.append([name, spread(calls[name]), f"{median(calls[name]) / sync:.1%}",
                      f"{added:.0f}", f"{added / sync:.1%}"])  # fmt: skip
     head = ["written", "call, ms", "of a call that waits", "loop longer by, ms", "of such a call"]
-    note = f"{args.steps} steps take {base:.0f} ms; median (least to greatest); {versions()}"
+    note = f"{args.steps} steps take {base:.0f} ms; median (least to greatest)"
     write("checkpoint_cost", "What a checkpoint costs the loop", f"{note}\n\n{table(head, rows)}")
 
 

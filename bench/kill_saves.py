@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import table, versions, write
+from common import table, write
 
 from runner import checkpoint
 from runner.errors import ConfigError
@@ -121,7 +121,7 @@ def main() -> None:
     if args.dry:
         print(body)
     else:
-        note = f"Checkpoints of {args.megabytes} MiB; {versions()}."
+        note = f"Checkpoints of {args.megabytes} MiB."
         write("kill_saves", "Kills during saves", f"{note}\n\n{body}")
 
 
