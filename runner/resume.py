@@ -68,6 +68,8 @@ def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpt
         console.print(line, markup=False)
     choices = {**origin.choices, **_kept(saved.content["choices"], origin)}
     merged = _merged(spec, saved, origin)
+    if problem := _behind(merged, saved):
+        raise ConfigError(f"checkpoint.resume={where}: {problem}")
     return Resumption(folder, saved, merged, replace(origin, choices=choices))
 
 
@@ -87,6 +89,16 @@ def _newest_run(out: Path, told: list[str]) -> Path:
         "checkpoint.resume=<run folder, .pt file or MLflow run id>, and save with "
         "checkpoint.every_steps=<n>."
     )
+
+
+def _behind(spec: RunSpec, saved: Saved) -> str:
+    """Why there is nothing left to train; empty where there may be."""
+    step, epoch, most = saved.content["step"], saved.content["epoch"], spec.train.max_steps
+    if most is not None and most < step:
+        return f"the run is at step {step} already. Type train.max_steps=<more than that>."
+    if most is None and spec.train.epochs < epoch:
+        return f"the run is in epoch {epoch} already. Type train.epochs=<more than that>."
+    return ""
 
 
 def _finished(run: Path) -> bool:

@@ -68,6 +68,7 @@ def test_what_cannot_be_resumed(main, tmp_path):
     assert "it is finished" in refused("checkpoint.resume=last")
     assert "train.max_steps=<more" in refused(f"checkpoint.resume={folder}")
     assert "goes on with one run" in refused("-m", "checkpoint.resume=last", "seed=0,1")
+    assert "is at step 6 already" in refused(f"checkpoint.resume={folder}", "train.max_steps=5")
     stray = tmp_path / "stray.pt"
     shutil.copy(next(folder.glob("checkpoints/step-*.pt")), stray)
     assert "does not lie in a run's folder" in refused(f"checkpoint.resume={stray}")
