@@ -53,6 +53,11 @@ def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpt
     told: list[str] = []
     path = _newest_run(out, told) if where == "last" else Path(where)
     saved = checkpoint.newest(str(path), spec.tracking.get("uri"), "checkpoint.resume", told)
+    if "position" not in saved.content:
+        raise ConfigError(
+            f"checkpoint.resume={where}: {saved.path} holds weights and optimizers, but not where "
+            "its run was. Type init.weights=<it> to start a new run from its weights."
+        )
     folder = saved.path.parent.parent
     if not (folder / "checkpoints").is_dir():
         raise ConfigError(

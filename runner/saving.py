@@ -28,7 +28,7 @@ class Saver:
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]) -> None:
         self.folder, self.keep, self.say = folder, keep, say
         self._thread: Thread | None = None
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._copies: dict[Key, Tensor] = {}
         for rest in folder.glob("*.partial"):  # of a process that was killed while it wrote
             rest.unlink()
@@ -67,10 +67,11 @@ class Saver:
             self.say(f"warning: {self._trouble(self._error)} Training goes on.")
             self._error = None
 
-    def _trouble(self, error: OSError) -> str:
+    def _trouble(self, error: Exception) -> str:
+        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         whole = sorted(self.folder.glob("step-*.pt"))
         last = f"the last whole one is {whole[-1]}" if whole else "there is no earlier one"
-        return f"A checkpoint could not be written ({error.strerror or error}): {last}."
+        return f"A checkpoint could not be written ({why or type(error).__name__}): {last}."
 
     def _write(self, content: Mapping[str, Any], best: bool = False, event: Any = None) -> None:
         if event is not None:
@@ -79,10 +80,8 @@ class Saver:
             path = checkpoint.save(self.folder, content, self.keep)
             if best:
                 checkpoint.keep_best(path)
-        except OSError as error:
+        except Exception as error:  # a full disk comes as torch's RuntimeError, too
             self._error = error
-        except RuntimeError as error:  # torch's writer, of a disk that is full
-            self._error = OSError(str(error).partition("\n")[0])
 
     def _copied(self, content: Mapping[str, Any]) -> tuple[Any, Any]:
         """A copy on the host in memory that is used again, and the event after which it is

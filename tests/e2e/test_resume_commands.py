@@ -5,6 +5,7 @@ import shutil
 import warnings
 
 import pytest
+import torch
 
 QUICK = ("model=mlp", "model.hidden=[8]", "train.max_steps=6", "train.log_every=2",
          "train.eval_every=3", "checkpoint.every_steps=2", "checkpoint.keep=9")  # fmt: skip
@@ -72,6 +73,12 @@ def test_what_cannot_be_resumed(main, tmp_path):
     stray = tmp_path / "stray.pt"
     shutil.copy(next(folder.glob("checkpoints/step-*.pt")), stray)
     assert "does not lie in a run's folder" in refused(f"checkpoint.resume={stray}")
+    inside = next(folder.glob("checkpoints/step-*.pt"))
+    older = torch.load(inside, weights_only=True)
+    del older["position"]
+    torch.save(older, inside.with_name("step-00000099.pt"))
+    assert "init.weights=<it>" in refused(f"checkpoint.resume={inside.parent}")
+    inside.with_name("step-00000099.pt").unlink()
     stray.write_bytes(b"nothing of ours")
     assert "is no checkpoint of this runner" in refused(f"checkpoint.resume={stray}")
     done = main(f"checkpoint.resume={folder}", "train.max_steps=7", "tracking=none")

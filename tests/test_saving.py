@@ -1,0 +1,81 @@
+"""Checkpoints beside the loop, on real disks."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from runner import checkpoint
+from runner.errors import CheckpointError
+from runner.saving import Saver
+
+
+def content(step, size=1000):
+    tensor = torch.full((size,), float(step))
+    return {"format": checkpoint.FORMAT, "step": step, "model": {"a": tensor, "tied": tensor}}
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A file system of 2 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    if mount is None or os.geteuid() or subprocess.run(command, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_what_is_written_is_the_state_at_the_call(tmp_path):
+    saver, state = Saver(tmp_path, 9, print), content(1, 3_000_000)
+    saver.save(state)
+    state["model"]["a"].fill_(7.0)  # the loop goes on
+    saver.save({**state, "step": 2})
+    saver.finish()
+    for step, value in ((1, 1.0), (2, 7.0)):
+        found = checkpoint.load(checkpoint.path_of(tmp_path, step))["model"]
+        assert bool((found["a"] == value).all())
+        assert bool((found["tied"] == value).all())
+
+
+def test_a_full_disk_keeps_the_last_whole_one_and_training_goes_on(small):
+    said = []
+    saver = Saver(small, 1, said.append)
+    saver.save(content(1))
+    saver.save(content(2, 2_000_000))  # 8 MB
+    saver.save(content(3))
+    saver.finish()
+    (warning,) = said
+    assert "could not be written" in warning
+    assert "step-00000001.pt. Training goes on." in warning
+    assert [path.name for path in small.iterdir()] == ["step-00000003.pt"]
+    with pytest.raises(CheckpointError, match=r"last whole one is .*step-00000003\.pt"):
+        saver.finish(content(4, 2_000_000))
+    assert checkpoint.newest(str(small), None, "checkpoint", []).content["step"] == 3
+
+
+def test_whatever_breaks_in_the_thread_is_told(tmp_path):
+    said = []
+    saver = Saver(tmp_path, 1, said.append)
+    saver.save({**content(1), "odd": lambda: None})
+    saver.finish()
+    assert len(said) == 1
+    assert "there is no earlier one" in said[0]
+
+
+def test_without_memory_for_a_copy_the_loop_waits_for_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("runner.saving._bytes", lambda _: 2**60)
+    saver = Saver(tmp_path, 1, print)
+    saver.save(content(1))
+    assert saver._thread is None
+    assert checkpoint.path_of(tmp_path, 1).exists()
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path):
+    (tmp_path / "step-00000001.partial").write_bytes(b"half")
+    Saver(tmp_path, 1, print)
+    assert not list(tmp_path.iterdir())
