@@ -133,9 +133,23 @@ def _on_device(ended: Sequence[Comparison]) -> str:
         return _settings([c.group for c in ended])
     if not any(c.is_base for c in ended):
         return _no_base(ended)
+    if not any(c.speed for c in ended if not c.is_base):
+        return _untimed([c for c in ended if not c.is_base])
     if any(c.quality and c.quality.verdict != "unjudged" for c in ended):
         return _several(ended)
     return _unjudged(ended)
+
+
+def _untimed(others: Sequence[Comparison]) -> str:
+    """Quality alone: the jobs were too short, or 32-true's were, for their speed to mean much."""
+    told = [
+        f"{c.group.name} {around(c.group.quality)} ({' '.join(filter(None, verdict(c.quality)))})"
+        for c in others
+        if c.quality
+    ]
+    quality = others[0].group.jobs[0].quality if others else ""
+    against = f" {quality} against {BASE}: {names(told)}." if told else ""
+    return f"Too short for a comparison of speed; train for more steps.{against}"
 
 
 def _facts(group: Group) -> str:
