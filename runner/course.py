@@ -28,6 +28,7 @@ class Course:
     def __init__(self, this: "Run", state: TrainState, loader: Loader) -> None:
         self.this, self.state = this, state
         self.saver = Saver(this.out / "checkpoints", this.spec.checkpoint.keep, this.say)
+        state.before_update = self.saver.settle
         self.tally = Tally(this.task.quality, this.task.direction)
         self.guard = make_guard(this, loader)
         self.observers = [*self._readers(loader), *self._savers(loader)]
@@ -82,7 +83,8 @@ class Course:
 
     def _save(self, best: bool) -> None:
         if self.sound():
-            self.saver.save(self._content(), best)
+            late = [*self.state.trainable, *self.state.state_tensors()]
+            self.saver.save(self._content(), best, late)
 
     def save_last(self) -> Path | None:
         """Waits for the file; None where the weights are not sound."""

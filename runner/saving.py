@@ -1,8 +1,9 @@
-"""Saving checkpoints beside the loop, which waits for a copy of the tensors only."""
+"""Saving checkpoints beside the loop, which waits for a copy of the tensors only, and of those that
+an update alone changes not before the next update."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ from runner import checkpoint
 from runner.errors import CheckpointError
 
 Key = tuple[str | int, ...]
+Pair = tuple[Tensor, Tensor]
 
 
 class Saver:
@@ -30,20 +32,47 @@ class Saver:
         self._thread: Thread | None = None
         self._error: Exception | None = None
         self._copies: dict[Key, Tensor] = {}
+        self._copying: Event | None = None
         for rest in folder.glob("*.partial"):  # of a process that was killed while it wrote
             rest.unlink()
 
-    def save(self, content: Mapping[str, Any], best: bool = False) -> None:
-        """Returns once the tensors may change. best: kept as `best.pt`, too."""
+    def save(
+        self, content: Mapping[str, Any], best: bool = False, late: Iterable[Tensor] = ()
+    ) -> None:
+        """Returns once the tensors may change.
+
+        Args:
+            content: see checkpoint.contents.
+            best: kept as `best.pt`, too.
+            late: tensors on the CPU that the loop does not change until it has called settle.
+        """
         self._join()
         if _bytes(content) * 2 > psutil.virtual_memory().available:
             self._copies.clear()
             self._write(content, best)
             self._join()
             return
-        copy, event = self._copied(content)
-        self._thread = Thread(target=self._write, args=(copy, best, event), name="checkpoint")
+        later: list[Pair] = []
+        spared = {tensor.data_ptr() for tensor in late if not tensor.is_cuda}
+        copy, device = self._copied(content, spared, later)
+        self._copying = copied = Event()
+
+        def work() -> None:
+            for kept, value in later:
+                kept.copy_(value)
+            copied.set()
+            if device is not None:
+                device.synchronize()
+            self._write(copy, best)
+
+        self._thread = Thread(target=work, name="checkpoint")
         self._thread.start()
+
+    def settle(self) -> None:
+        """Returns once all tensors may change."""
+        if self._copying is not None:
+            self._copying.wait()
+            self._copying = None
 
     def finish(self, content: Mapping[str, Any] | None = None) -> Path | None:
         """Waits for what is being written, then writes a last one; its path.
@@ -73,9 +102,7 @@ class Saver:
         last = f"the last whole one is {whole[-1]}" if whole else "there is no earlier one"
         return f"A checkpoint could not be written ({why or type(error).__name__}): {last}."
 
-    def _write(self, content: Mapping[str, Any], best: bool = False, event: Any = None) -> None:
-        if event is not None:
-            event.synchronize()
+    def _write(self, content: Mapping[str, Any], best: bool = False) -> None:
         try:
             path = checkpoint.save(self.folder, content, self.keep)
             if best:
@@ -83,9 +110,14 @@ class Saver:
         except Exception as error:  # a full disk comes as torch's RuntimeError, too
             self._error = error
 
-    def _copied(self, content: Mapping[str, Any]) -> tuple[Any, Any]:
-        """A copy on the host in memory that is used again, and the event after which it is
-        whole."""
+    def _copied(
+        self,
+        content: Mapping[str, Any],
+        spared: Collection[int],
+        later: list[Pair],
+    ) -> tuple[Any, Any]:
+        """A copy on the host in memory that is used again, and the device's event after which it is
+        whole; tensors at the addresses `spared` are left to `later`."""
         seen: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
         device = False
 
@@ -102,7 +134,11 @@ class Saver:
             mark = (value.data_ptr(), value.shape, value.dtype)
             if mark not in seen or not value.numel():
                 device |= value.is_cuda
-                seen[mark] = self._copy(value.detach(), key)
+                seen[mark] = kept = self._room(value, key)
+                if value.data_ptr() in spared:
+                    later.append((kept, value.detach()))
+                else:
+                    kept.copy_(value.detach(), non_blocking=value.is_cuda)
             return seen[mark]
 
         whole = copy(content, ())
@@ -112,13 +148,13 @@ class Saver:
         event.record()
         return whole, event
 
-    def _copy(self, value: Tensor, key: Key) -> Tensor:
+    def _room(self, value: Tensor, key: Key) -> Tensor:
         kept = self._copies.get(key)
         if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
             pinned = value.is_cuda
             kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
             self._copies[key] = kept
-        return kept.copy_(value, non_blocking=value.is_cuda)
+        return kept
 
 
 def _bytes(value: Any) -> int:

@@ -1,6 +1,6 @@
 """Everything of a run that changes while it trains."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -52,6 +52,7 @@ class TrainState:
         skipped: steps skipped, as far as the records have arrived.
         evaluated: the step of the last evaluation.
         stagnant: share of elements that the last step left where they were, see loop.Stagnation.
+        before_update: called before weights and optimizer state change.
     """
 
     model: nn.Module
@@ -67,6 +68,7 @@ class TrainState:
     skipped: int = 0
     evaluated: int = 0
     stagnant: float | None = None
+    before_update: Callable[[], None] | None = None
 
     @property
     def plain_model(self) -> nn.Module:

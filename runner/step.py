@@ -62,6 +62,8 @@ def train_step(state: TrainState, micros: Sequence[Batch]) -> Pending:
         for d in state.driven:
             d.settle()
         lr = state.driven[0].lr
+        if state.before_update:
+            state.before_update()
         _apply(state, founds)
         found = founds[0] if len(founds) == 1 else _any(founds)
     for p in state.trainable:
@@ -154,6 +156,8 @@ def _closure_step(
             first.append((loss, grad_norms(_grads(driven))))
         return loss
 
+    if state.before_update:
+        state.before_update()
     driven.optimizer.step(closure)  # type: ignore[arg-type]
     if driven.scheduler is not None:
         driven.scheduler.step()

@@ -3,6 +3,8 @@
 import os
 import shutil
 import subprocess
+import time
+from threading import current_thread
 
 import pytest
 import torch
@@ -40,6 +42,27 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path):
         found = checkpoint.load(checkpoint.path_of(tmp_path, step))["model"]
         assert bool((found["a"] == value).all())
         assert bool((found["tied"] == value).all())
+
+
+def test_tensors_that_wait_for_the_update_are_copied_beside_the_loop(tmp_path, monkeypatch):
+    copies, copy = [], torch.Tensor.copy_
+
+    def copied(kept, value, **more):
+        copies.append(current_thread().name)
+        time.sleep(0.2)
+        return copy(kept, value, **more)
+
+    saver, state = Saver(tmp_path, 9, print), content(1)
+    state["model"]["statistics"] = torch.zeros(3)
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    saver.save(state, late=[state["model"]["a"]])
+    assert copies[0] == "MainThread"  # a forward may change the statistics at once
+    saver.settle()
+    assert copies[1:] == ["checkpoint"]
+    state["model"]["a"].fill_(7.0)
+    saver.finish()
+    found = checkpoint.load(checkpoint.path_of(tmp_path, 1))["model"]
+    assert bool((found["a"] == 1.0).all())
 
 
 def test_a_full_disk_keeps_the_last_whole_one_and_training_goes_on(small):
