@@ -9,7 +9,6 @@ Writes bench/results/report_cost.md.
 """
 
 import argparse
-import json
 import random
 import shutil
 import tempfile
@@ -19,8 +18,9 @@ from pathlib import Path
 
 from common import table, versions, write
 
+from runner.manifest import Manifest
 from runner.report.command import store_report
-from runner.report.gather import JOBS, MANIFEST, from_folder, write_jobs
+from runner.report.gather import JOBS, from_folder, write_jobs
 from runner.report.pages import write_report
 from runner.result import RunResult
 from runner.tracking.base import RunInfo
@@ -39,8 +39,7 @@ def main() -> None:
     uri, folder = f"sqlite:///{home}/mlflow.db", home / "sweep"
     parent = MlflowTracker(uri=uri)
     parent.open(RunInfo(folder, tags={"command": "made up"}, sweep="made-up", role="sweep"))
-    command = {"id": "made-up", "overrides": [], "command": ["made", "up"]}
-    (folder / MANIFEST).write_text(json.dumps(command))
+    Manifest("made-up", ["made", "up"]).write(folder)
     for number in range(args.jobs):
         record_job(uri, folder / str(number), number, args.steps)
     data = from_folder(folder)

@@ -2,7 +2,6 @@
 that --help, --cfg and tab completion answer at once."""
 
 import gc
-import json
 import math
 import os
 import sys
@@ -16,15 +15,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.argv import config_dir, rewrite, shadowed
 from runner.config import register_schema, resolve
 from runner.errors import RunnerError, Unavailable
 from runner.explain import explain
+from runner.manifest import Manifest
 from runner.secrets import hide
-from runner.spec import Origin
+from runner.spec import AUTO, Origin
 from runner.usage import COMMAND_HELP, usage
 
 if TYPE_CHECKING:
@@ -41,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(COMMAND_HELP[argv[0]])
             return 0
         return COMMANDS[argv[0]](argv[1:])
-    argv = rewrite(argv)
+    try:
+        argv = rewrite(_whole(argv))
+    except RunnerError as error:
+        _print_error(error)
+        return error.exit_status
     if {"--help", "-h"} & set(argv):
         print(usage(argv), flush=True)
         argv = [*(text for text in argv if text not in ("--help", "-h")), "--cfg", "job"]
@@ -52,6 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for warning in shadowed(folder) if folder else ():
         print(warning, file=sys.stderr)
     return _hydra(argv)
+
+
+def _whole(argv: Sequence[str]) -> Sequence[str]:
+    """The command of the sweep that sweep.resume= names, any other as it is."""
+    if not any(text.startswith("sweep.resume=") for text in argv):
+        return argv
+    from runner.unfinished import expand
+
+    return expand(argv)
 
 
 def _hydra(argv: Sequence[str]) -> int:
@@ -121,6 +134,15 @@ def job(config: DictConfig) -> float | None:
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     if sweeping:
         print(f"\njob {HydraConfig.get().job.num}: {hide(' '.join(_overrides()))}", flush=True)
+        if HydraConfig.get().callbacks["sweep"].resume:
+            from runner.unfinished import done
+
+            if (result := done(folder, _overrides())) is not None:
+                print(f"{result.outcome} before", flush=True)
+                return result
+            if config.mode == "train":
+                with read_write(config):
+                    config.checkpoint.resume = AUTO
     spec = resolve(config)
     from runner.run import run
 
@@ -140,12 +162,12 @@ def origin(sweeping: bool) -> Origin:
     mine = os.path.relpath(own[0]) if own else None
     if not sweeping:
         return Origin(choices, overrides, config_dir=mine)
-    sweep = json.loads((Path(HydraConfig.get().sweep.dir) / "sweep.json").read_text())
+    sweep = Manifest.read(Path(HydraConfig.get().sweep.dir))
     # By key: the text of a value changes when Hydra quotes it again for a job.
-    typed = OverridesParser.create().parse_overrides(sweep["overrides"])
+    typed = OverridesParser.create().parse_overrides([*sweep.overrides])
     fixed = {override.key_or_group for override in typed if not override.is_sweep_override()}
     swept = (text for text in overrides if text.lstrip("+~").partition("=")[0] not in fixed)
-    return Origin(choices, overrides, tuple(swept), sweep["id"], mine)
+    return Origin(choices, overrides, tuple(swept), sweep.id, mine)
 
 
 def record(config: DictConfig, folder: Path, status: str, message: str) -> None:

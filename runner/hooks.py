@@ -20,7 +20,14 @@ _DIRECTIONS = {"max": "maximize", "min": "minimize"}
 
 class SweepCallback(Callback):
     """The command line ends the sweep when Hydra returns, however the jobs ended: Hydra itself
-    skips on_multirun_end after a failure."""
+    skips on_multirun_end after a failure.
+
+    Args:
+        resume: go on with the sweep whose folder this is.
+    """
+
+    def __init__(self, resume: bool = False) -> None:
+        self._resume = resume
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         if config.hydra.launcher.get("_target_") == ISOLATED:
@@ -37,10 +44,13 @@ class SweepCallback(Callback):
         folder = Path(config.hydra.sweep.dir).absolute()
         try:
             if config.checkpoint.resume is not None:
-                raise ConfigError("checkpoint.resume goes on with one run. Leave -m out.")
+                raise ConfigError(
+                    "checkpoint.resume goes on with one run. Leave -m out, or type "
+                    "sweep.resume=<folder of a sweep>."
+                )
             if str(config.hydra.sweeper.get("_target_")).startswith(_OPTUNA):
                 prepare_search(config)
-            Sweep.begin(folder, overrides, tracking)  # type: ignore[arg-type]
+            Sweep.begin(folder, overrides, tracking, self._resume)  # type: ignore[arg-type]
         except RunnerError as error:  # Hydra turns a callback's Exception into a warning
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(error.exit_status) from error

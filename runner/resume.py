@@ -1,26 +1,26 @@
 """Going on where a run was cut: what a checkpoint keeps beside the weights, and taking it back."""
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
 from runner import checkpoint
+from runner.alone import at_work
 from runner.build import LENGTHS
 from runner.checkpoint import Saved
 from runner.config import flatten, resolve, to_dict
 from runner.errors import ConfigError
+from runner.manifest import FILE as MANIFEST
 from runner.observers.base import Observer
 from runner.result import FILE, RunResult
-from runner.spec import Origin, RunSpec
+from runner.rng import rng_state, set_rng_state
+from runner.spec import AUTO, Origin, RunSpec
 from runner.state import TrainState
 
 PRESETS = ("experiment", "debug", "sweep")
@@ -36,23 +36,57 @@ class Resumption(NamedTuple):
     origin: Origin
 
 
-def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumption:
-    """The run that checkpoint.resume names, with the keys that were typed now over its own.
+def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumption | None:
+    """The run that checkpoint.resume names, with the keys that were typed now over its own; None
+    where there is nothing to go on with: none is named, or it is `auto` and the run begins.
 
     Args:
         spec: as composed.
         origin: what was typed.
-        out: this run's own folder; `last` looks beside it.
+        out: this run's own folder; `auto` looks into it, `last` beside it.
         console: told of what was passed over.
 
     Raises:
         ConfigError: there is none, it is finished, or no checkpoint of it is whole.
     """
-    where = spec.checkpoint.resume
-    assert where is not None
-    told: list[str] = []
-    path = _newest_run(out, told) if where == "last" else Path(where)
-    saved = checkpoint.newest(str(path), spec.tracking.get("uri"), "checkpoint.resume", told)
+    where, told = spec.checkpoint.resume, list[str]()
+    if where is None or spec.mode != "train":
+        return None
+    if where == AUTO:
+        return _own(spec, origin, out, console)
+    path = str(_newest_run(out, told)) if where == "last" else where
+    found = _found(spec, origin, path, told)
+    for line in told:
+        console.print(line, markup=False)
+    return found
+
+
+def _own(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumption | None:
+    """The run in its own folder, if it left a checkpoint that is whole; a job of a sweep only as
+    the very same job, for a search may ask for another one."""
+    checkpoints, told = out / "checkpoints", list[str]()
+    if not any(checkpoints.glob("step-*.pt")):
+        return None
+    try:
+        found = _found(spec, origin, str(out), told)
+    except ConfigError as error:
+        if not told:  # none of them is damaged: what was typed is wrong
+            raise
+        found, reason = None, str(error)
+    else:
+        changed = changes(found.spec, found.saved) if origin.sweep else {}
+        found, reason = (None, f"it was another job: {changed}") if changed else (found, "")
+    if found is None:
+        told.append(f"starts over: {reason}")
+        checkpoint.set_aside(checkpoints, -1)
+    for line in told:
+        console.print(line, markup=False)
+    return found
+
+
+def _found(spec: RunSpec, origin: Origin, where: str, told: list[str]) -> Resumption:
+    """The run of a file, a folder or an id."""
+    saved = checkpoint.newest(where, spec.tracking.get("uri"), "checkpoint.resume", told)
     if "position" not in saved.content:
         raise ConfigError(
             f"checkpoint.resume={where}: {saved.path} holds weights and optimizers, but not where "
@@ -64,13 +98,16 @@ def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpt
             f"checkpoint.resume={where}: {saved.path} does not lie in a run's folder, whose record "
             "is to go on. Type init.weights=<it> to start a new run from its weights."
         )
+    if origin.sweep is None and (folder.parent / MANIFEST).exists():
+        raise ConfigError(
+            f"checkpoint.resume={where}: it is a job of a sweep, whose report would lose it. Type "
+            f"sweep.resume={folder.parent}, or init.weights=<it> to start a run from its weights."
+        )
     if _finished(folder) and not {"train.epochs", "train.max_steps"} & _typed(origin).keys():
         raise ConfigError(
             f"checkpoint.resume={where}: the run is finished. To train on, type "
             "train.max_steps=<more steps> or train.epochs=<more>."
         )
-    for line in told:
-        console.print(line, markup=False)
     choices = {**origin.choices, **_kept(saved.content["choices"], origin)}
     merged = _merged(spec, saved, origin)
     if problem := _behind(merged, saved):
@@ -82,7 +119,9 @@ def _newest_run(out: Path, told: list[str]) -> Path:
     """The newest run beside `out` that was not finished and left a checkpoint."""
     runs = [path.parent for path in out.parent.glob("*/checkpoints") if path.parent != out]
     for run in sorted(runs, key=lambda path: path.name, reverse=True):
-        if _finished(run):
+        if at_work(run):
+            told.append(f"passed over {run}: a command is at work there")
+        elif _finished(run):
             told.append(f"passed over {run}: it is finished")
         elif any(run.glob("checkpoints/step-*.pt")):
             return run
@@ -229,31 +268,6 @@ def _change(optimizer: Optimizer, scheduler: Any, changed: Mapping[str, tuple[An
         scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """Python's, NumPy's and torch's generators, the device's too, in plain containers."""
-    version, words, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state()
-    states = {
-        "python": [version, list(words), gauss],
-        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
-        "torch": torch.get_rng_state(),
-    }
-    if device.type in ("cuda", "mps"):
-        states["device"] = getattr(torch, device.type).get_rng_state()
-    return states
-
-
-def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
-    """Take back what rng_state gave; another kind of device keeps its seeded stream."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"].clone())
-    if "device" in states and device.type in ("cuda", "mps"):
-        getattr(torch, device.type).set_rng_state(states["device"].clone())
-
-
 def changes(spec: RunSpec, saved: Saved) -> dict[str, str]:
     """Keys whose values differ from the checkpoint's, as `old -> new`."""
 
@@ -261,8 +275,8 @@ def changes(spec: RunSpec, saved: Saved) -> dict[str, str]:
         return flatten(resolve(OmegaConf.create(dict(values))))
 
     theirs, ours = flat(saved.content["spec"]), flatten(spec)
-    ignored = ("checkpoint.", "tracking.")
-    keys = [k for k in {**theirs, **ours} if not k.startswith(ignored)]
+    ignored = ("checkpoint", "tracking")
+    keys = [k for k in {**theirs, **ours} if k.partition(".")[0] not in ignored]
     return {
         k: f"{theirs.get(k, 'none')} -> {ours.get(k, 'none')}"
         for k in keys if theirs.get(k) != ours.get(k)

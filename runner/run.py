@@ -9,6 +9,7 @@ from rich.console import Console
 
 from runner import artifacts, checkpoint, notes, resume
 from runner.accelerator import choose
+from runner.alone import alone
 from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten
 from runner.errors import ConfigError, RunnerError, TrackingError
@@ -22,6 +23,7 @@ from runner.spec import Origin, RunSpec
 from runner.tasks.base import Task
 from runner.tracking import journal
 from runner.tracking.base import RunInfo, Status, Tracker
+from runner.tracking.progress import run_of
 from runner.train import Run, evaluate_checkpoint, train
 
 
@@ -43,12 +45,12 @@ def run(
     """
     origin, console = origin or Origin(), console or plain_console()
     resumed = None
-    if spec.checkpoint.resume is not None and spec.mode == "train":
-        out, resumed, spec, origin = resume.begin(spec, origin, out, console)
+    if was := resume.begin(spec, origin, out, console):
+        out, resumed, spec, origin = was
     if problems := [*spec.problems(), *check_targets(spec)]:
         raise ConfigError(*problems)
     out.mkdir(parents=True, exist_ok=True)
-    with process_state(), StopSignals() as signals:
+    with alone(out), process_state(), StopSignals() as signals:
         accelerator = choose(spec.accelerator)
         if spec.mode == "evaluate":
             spec, origin = _with_checkpoint(spec, origin)
@@ -133,10 +135,12 @@ def _info(this: Run) -> RunInfo:
         **artifacts.git_tags(Path.cwd()),
     }
     info = RunInfo(this.out, flatten(spec), tags, name=this.label, sweep=origin.sweep)
+    before = journal.newest(this.out)
     if (saved := this.resumed) is None:
-        return info
+        old = run_of(before) if before and spec.checkpoint.resume else None
+        return replace(info, tags=tags | {"supersedes": old}) if old else info
     return replace(
-        info, continues=journal.newest(this.out), step=saved.content["step"],
+        info, continues=before, step=saved.content["step"],
         changes=resume.changes(spec, saved),
     )  # fmt: skip
 

@@ -60,7 +60,8 @@ class CheckpointSpec:
 
     Attributes:
         path: what mode=evaluate loads: a file, a run's folder, or an MLflow run id.
-        resume: a run to go on with: `last` (the newest that was cut), or one of the same.
+        resume: a run to go on with: `last` (the newest that was cut), or one of the same; `auto`
+            goes on with what this run's own folder holds, and begins where that is nothing.
         every_steps: optimizer steps between checkpoints; null saves only at the end.
         keep: newest checkpoints that are kept.
         best: keep the one of the best evaluation, too, as `best.pt`.
@@ -205,6 +206,10 @@ class RunSpec:
             yield f"train.clip_norm={clip} does not clip. Allowed: above 0, or null for none."
         if self.train.num_workers < 0:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
+
+
+AUTO = "auto"
+"""checkpoint.resume: from the own folder."""
 
 
 def short(override: str) -> str:

@@ -1,9 +1,10 @@
 """A sweep: its parent run, and its jobs' results in one table and one report at the end."""
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -11,18 +12,22 @@ from uuid import uuid4
 from rich.console import Console
 
 from runner import notes
+from runner.alone import alone
 from runner.artifacts import now_ms
 from runner.build import build_group
 from runner.errors import RunnerError
+from runner.manifest import Manifest
 from runner.report.command import joined, store_report
 from runner.report.compare import compare
 from runner.report.conclusion import conclusion, names
 from runner.report.data import SweepData
-from runner.report.gather import JOBS, MANIFEST, from_folder, write_jobs
+from runner.report.gather import JOBS, from_folder, write_jobs
 from runner.report.pages import summary_markdown, write_report
 from runner.result import RunResult, page, plain_console, sweep_table, ui_command
 from runner.secrets import hide
 from runner.tracking.base import RunInfo, Status, Tracker
+from runner.tracking.journal import newest
+from runner.unfinished import resuming
 
 
 class Sweep:
@@ -32,32 +37,51 @@ class Sweep:
 
     current: "Sweep | None" = None
 
-    def __init__(self, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any]) -> None:
-        self.folder, self.began_ms = folder, now_ms()
-        begun = tracking.get("sweep")
-        self.id = str(begun or uuid4().hex[:12])
+    def __init__(
+        self, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any],
+        resume: bool = False,
+    ) -> None:  # fmt: skip
+        self.folder, self._held = folder, ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
-        self.command = ["python", "-m", "runner", *sys.argv[1:]]
-        manifest = {"id": self.id, "overrides": list(overrides), "command": self.command}
-        (folder / MANIFEST).write_text(hide(json.dumps(manifest, indent=2)) + "\n")
+        self._held.enter_context(alone(folder))
+        self.manifest = Manifest.read(folder) if resume else _asked(overrides, tracking)
+        replace(self.manifest, finished=False).write(folder)
         self.tracker: Tracker = build_group("tracking", tracking)
-        self.joins = begun is not None and self.tracker.takes_runs
+        self.joins = tracking.get("sweep") is not None and self.tracker.takes_runs
         if self.joins:
             self.tracker.check_sweep()
         else:
-            self._open(overrides)
+            self._open(resume)
 
-    def _open(self, overrides: Sequence[str]) -> None:
-        name = hide(f"sweep {' '.join(overrides)}")[:250]
-        command = shlex.join(self.command)
-        tags = {"sweep_id": self.id, "output_dir": str(self.folder), "command": command}
-        self.tracker.open(RunInfo(self.folder, {}, tags, name=name, sweep=self.id, role="sweep"))
-        self.tracker.note(notes.begun(self.command))
+    @property
+    def id(self) -> str:
+        return self.manifest.id
+
+    def _open(self, resume: bool) -> None:
+        command = self.manifest.command
+        name = hide(f"sweep {' '.join(self.manifest.overrides)}")[:250]
+        tags = {"sweep_id": self.id, "output_dir": str(self.folder), "command": shlex.join(command)}
+        before = newest(self.folder) if resume else None
+        self.tracker.open(
+            RunInfo(self.folder, {}, tags, name, sweep=self.id, role="sweep", continues=before)
+        )
+        self.tracker.note(notes.begun(command))
 
     @classmethod
-    def begin(cls, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any]) -> None:
-        """Open the parent run, so that the store exists before any job needs it."""
-        cls.current = cls(folder, overrides, tracking)
+    def begin(
+        cls, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any], resume: bool
+    ) -> None:
+        """Open the parent run, so that the store exists before any job needs it.
+
+        Args:
+            resume: go on with the sweep that the folder holds.
+        """
+        cls.current = cls(folder, overrides, tracking, resume)
+
+    def asks_for(self, jobs: int) -> None:
+        """How many jobs it has, once that is known."""
+        self.manifest = replace(self.manifest, jobs=jobs)
+        self.manifest.write(self.folder)
 
     def end(self, status: int) -> int:
         """Print the table, leave the report with the parent run, close it and print the verdict
@@ -68,6 +92,7 @@ class Sweep:
             what some need; the status itself for a stop.
         """
         data = from_folder(self.folder, stopped=status > 128)
+        self.manifest = replace(self.manifest, finished=not data.unfinished)
         results = [job.result for job in data.jobs]
         console = plain_console()
         bad = [r for r in results if r.status in ("failed", "stopped")]
@@ -84,8 +109,10 @@ class Sweep:
         whole = self._whole(console, data, jobs) if jobs and reached else data
         if whole.jobs:
             told = compare([job.result for job in whole.jobs])
-            console.print(conclusion(told, whole.stopped))
+            console.print(conclusion(told, whole.missing))
         self._say_where(console, results)
+        self.manifest.write(self.folder)
+        self._held.close()
         return status or (1 if bad or self._refused() else 2 if lacking else 0)
 
     def _refused(self) -> bool:
@@ -112,12 +139,14 @@ class Sweep:
         with the parent run; the file of their results."""
         if not data.jobs:
             return None
-        paths, jobs = write_report(data, self.folder), write_jobs(self.folder, data, self.began_ms)
+        paths = write_report(data, self.folder)
+        jobs = write_jobs(self.folder, data, self.manifest.began_ms)
         if not self.joins:
             self.tracker.artifact(jobs, JOBS)
             for path in paths:
                 self.tracker.artifact(path)
-            self.tracker.note(summary_markdown(data))
+            again = notes.typed(resuming(self.folder)) if data.unfinished else ""
+            self.tracker.note(summary_markdown(data) + (again and f"\nTo go on: {again}\n"))
         return jobs
 
     def _whole(self, console: Console, data: SweepData, jobs: Path) -> SweepData:
@@ -139,6 +168,14 @@ class Sweep:
         if path := next(filter(None, told), None):
             console.print(f"dashboard: {page(uri, path)}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
+        if not self.manifest.finished:
+            console.print(f"to go on: {shlex.join(resuming(self.folder))}", soft_wrap=True)
+
+
+def _asked(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:
+    words = ["python", "-m", "runner", *sys.argv[1:]]
+    begun = str(tracking.get("sweep") or uuid4().hex[:12])
+    return Manifest(begun, words, overrides, str(Path.cwd()), now_ms())
 
 
 def finish(status: int) -> int:

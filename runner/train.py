@@ -134,7 +134,8 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
         path = course.save_last()
         if this.signals.requested() and path:
             this.say(f"checkpoint: {path}")
-            this.say(f"to go on: {shlex.join(this.origin.resuming(this.out))}")
+            if this.origin.sweep is None:  # a sweep goes on as a whole
+                this.say(f"to go on: {shlex.join(this.origin.resuming(this.out))}")
     if spec.checkpoint.safetensors and course.sound():
         leave_weights(this, state)
     this.trouble = course.trouble

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from runner import checkpoint, resume, train
+from runner import checkpoint, train
 from runner.observers.base import tell
 from runner.records import EvalRecord
+from runner.rng import rng_state, set_rng_state
 
 CPU = torch.device("cpu")
 QUICK = ("train.max_steps=12", "train.eval_every=5", "train.log_every=3", "train.batch_size=8",
@@ -159,8 +160,8 @@ def test_each_sample_of_a_cut_epoch_is_seen_once_with_its_noise(workers, main, r
 
 
 def test_generators_come_back(tmp_path):
-    states = resume.rng_state(CPU)
+    states = rng_state(CPU)
     torch.save(states, tmp_path / "rng.pt")
     drew = [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()]
-    resume.set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True), CPU)
+    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True), CPU)
     assert [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()] == drew

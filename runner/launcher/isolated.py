@@ -84,9 +84,18 @@ class IsolatedLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Raises SystemExit where a signal has stopped the sweep."""
+        from runner.sweep import Sweep
+
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
+        if Sweep.current:
+            Sweep.current.asks_for(
+                max(
+                    initial_job_idx + len(job_overrides),
+                    self._config.hydra.sweeper.get("n_trials", 0),
+                )
+            )
         todo = deque(enumerate(job_overrides, initial_job_idx))
         done: dict[int, JobReturn] = {}
         with DefaultSelector() as selector, StopRequests() as stop, self._none_left():
@@ -127,7 +136,8 @@ class IsolatedLauncher(Launcher):
         config = self._context.config_loader.load_sweep_config(self._config, list(overrides))
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number
-        (_folder(config) / "result.json").unlink(missing_ok=True)  # of another sweep
+        if not config.hydra.callbacks.sweep.resume:
+            (_folder(config) / "result.json").unlink(missing_ok=True)  # of another sweep
         # Plugins would go with their classes, of which each process finds its own.
         known = {k: one for k, one in Singleton._instances.items() if k is not Plugins}
         order = pickle.dumps(Order(config, self._task, self._context, known))

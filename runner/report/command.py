@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.errors import ConfigError, RunnerError
+from runner.manifest import FILE
 from runner.report.data import SweepData
-from runner.report.gather import JOBS, MANIFEST, from_folder, from_store
+from runner.report.gather import JOBS, from_folder, from_store
 from runner.report.pages import summary_markdown, write_report
 from runner.secrets import hide
 from runner.tracking.left import settle_behind
@@ -27,7 +28,7 @@ def rebuild(argv: Sequence[str]) -> int:
         where, uri, experiment = _arguments(argv)
         settle_behind(Path("outputs"))
         if where is not None and Path(where).exists():
-            paths = write_report(from_folder(_folder(Path(where))), Path(where))
+            paths = write_report(from_folder(Path(where)), Path(where))
         elif not argv and (newest := _newest_folder()):
             paths = write_report(from_folder(newest), newest)
         else:
@@ -129,14 +130,8 @@ def _parent(reader: "Reader", where: str) -> "StoredRun":
 
 
 def _newest_folder() -> Path | None:
-    found = sorted(Path("outputs/sweeps").glob(f"*/{MANIFEST}"))
+    found = sorted(Path("outputs/sweeps").glob(f"*/{FILE}"))
     return found[-1].parent if found else None
-
-
-def _folder(where: Path) -> Path:
-    if not (where / MANIFEST).exists():
-        raise ConfigError(f"{where} is not a sweep: it holds no {MANIFEST}.")
-    return where
 
 
 def _arguments(argv: Sequence[str]) -> tuple[str | None, str | None, str | None]:

@@ -75,14 +75,14 @@ def recommended(comparisons: Sequence[Comparison]) -> Comparison | None:
     return max(fit, key=lambda c: c.speed.value if c.speed else 0)
 
 
-def conclusion(comparisons: Sequence[Comparison], stopped: bool = False) -> str:
+def conclusion(comparisons: Sequence[Comparison], missing: str = "") -> str:
     """What the sweep answers and, in a sentence of its own, what did not end well.
 
     Args:
         comparisons: as compare() returns them.
-        stopped: a signal ended the sweep before its last job.
+        missing: what the sweep did not come to.
     """
-    return " ".join(filter(None, [answer(comparisons), trouble(comparisons, stopped)]))
+    return " ".join(filter(None, [answer(comparisons), trouble(comparisons, missing)]))
 
 
 def answer(comparisons: Sequence[Comparison]) -> str:
@@ -103,9 +103,9 @@ def _nothing(comparisons: Sequence[Comparison]) -> str:
     return "No job finished with a finite result."
 
 
-def trouble(comparisons: Sequence[Comparison], stopped: bool = False) -> str:
+def trouble(comparisons: Sequence[Comparison], missing: str = "") -> str:
     """Who diverged, failed, stopped or cannot run here; empty where all is well."""
-    parts = ["the sweep was stopped before its last job"] if stopped else []
+    parts = [missing] if missing else []
     words = {"diverged": "diverged", "failed": "failed", "stopped": "stopped",
              "unavailable": "unavailable here"}  # fmt: skip
     for key, word in words.items():

@@ -26,9 +26,27 @@ class SweepData:
         jobs: in the order in which they were asked for.
         commands: what was typed, one per machine or process that took part.
         stopped: a signal ended it before its last job.
+        asked: how many jobs it has, with those that never began; 0 where that is not known.
     """
 
     jobs: Sequence[Job]
     commands: Sequence[str] = ()
     sweep_id: str = ""
     stopped: bool = False
+    asked: int = 0
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether going on with it would run a job: one that did not begin, was stopped or failed
+        for another reason than its numbers."""
+        redo = any(j.result.status in ("failed", "stopped") and not j.result.diverged
+                   for j in self.jobs)  # fmt: skip
+        return self.stopped or redo
+
+    @property
+    def missing(self) -> str:
+        """What it did not come to; empty where every job began."""
+        if self.asked > len(self.jobs):
+            return f"only {len(self.jobs)} of the sweep's {self.asked} jobs began"
+        unknown = self.stopped and not self.asked
+        return "the sweep was stopped before its last job" if unknown else ""

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from runner.manifest import Manifest
 from runner.report.data import Job, SweepData
 from runner.result import FILE, RunResult, read_results
 from runner.secrets import hide
@@ -19,7 +20,6 @@ from runner.tracking.history import Curve
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
 
-MANIFEST = "sweep.json"
 JOBS = "jobs"
 _CURVES = ("train/loss", "val/loss", "val/accuracy", "val/perplexity", "loss_scale/changes",
            "loss_scale/overflow")  # fmt: skip
@@ -30,10 +30,10 @@ _STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
 
 def from_folder(folder: Path, stopped: bool = False) -> SweepData:
     """A sweep whose jobs ran here."""
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = Manifest.read(folder)
     # A result names the folder where its job ran, from which the sweep's may have been moved.
     jobs = [Job(r, history.of_folder(folder / Path(r.folder).name)) for r in read_results(folder)]
-    return SweepData(jobs, [shlex.join(manifest["command"])], manifest["id"], stopped)
+    return SweepData(jobs, [shlex.join(manifest.command)], manifest.id, stopped, manifest.jobs)
 
 
 def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
@@ -43,6 +43,7 @@ def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
     content = {
         "commands": list(data.commands),
         "stopped": data.stopped,
+        "asked": data.asked,
         "results": [asdict(job.result) for job in data.jobs],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
@@ -51,7 +52,7 @@ def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
 
 def from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     """A sweep as MLflow knows it, on however many machines its jobs ran."""
-    told, commands, stopped = _told(reader, parent)
+    told, commands, stopped, asked = _told(reader, parent)
     runs = {run.run_id: run for run in reader.jobs(parent)}
     folders = {run.tags.get("output_dir"): run.run_id for run in runs.values()}
     told = [replace(r, run_id=r.run_id or folders.get(r.folder)) for r in told]
@@ -62,7 +63,7 @@ def from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
         for result in named_apart(results)
     ]
     commands = commands or [parent.tags.get("command", "")]
-    return SweepData(jobs, commands, parent.tags.get("sweep_id", ""), stopped)
+    return SweepData(jobs, commands, parent.tags.get("sweep_id", ""), stopped, asked)
 
 
 _BESIDE = re.compile(
@@ -92,15 +93,16 @@ def named_apart(results: Sequence[RunResult]) -> list[RunResult]:
     return [named(r) if r.overrides else r for r in results]
 
 
-def _told(reader: "Reader", parent: "StoredRun") -> tuple[list[RunResult], list[str], bool]:
+def _told(reader: "Reader", parent: "StoredRun") -> tuple[list[RunResult], list[str], bool, int]:
     """What the processes that ran the jobs left with the parent run when they ended."""
-    results, commands, stopped = [], [], parent.status == "KILLED"
+    results, commands, stopped, asked = [], [], parent.status == "KILLED", 0
     for path in sorted(reader.artifacts(parent.run_id, JOBS)):
         content = json.loads(reader.artifact(parent.run_id, path) or b"{}")
         results += [RunResult.of(values) for values in content.get("results", ())]
         commands += content.get("commands", ())
         stopped |= content.get("stopped", False)
-    return results, commands, stopped
+        asked += content.get("asked", 0)
+    return results, commands, stopped, asked
 
 
 def _result(reader: "Reader", run: "StoredRun") -> RunResult:

@@ -79,7 +79,7 @@ def summary_markdown(data: SweepData, limit: int = 7000) -> str:
         limit: characters; the table loses its last rows, whole lines, to stay within.
     """
     compared = compare([job.result for job in data.jobs])
-    head = markdown(Text(conclusion(compared, data.stopped), "answer"))
+    head = markdown(Text(conclusion(compared, data.missing), "answer"))
     tail = markdown(Commands(data.commands)) if data.commands else ""
     rows = markdown(_groups_table(compared)).splitlines() if compared else []
     hint = "More rows: see report.html among the artifacts."
@@ -124,10 +124,10 @@ def _top(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     devices = ", ".join(dict.fromkeys(c.group.device for c in compared if c.group.device))
     done = sum(c.group.finished for c in compared)
     named = f"sweep {data.sweep_id}" if data.sweep_id else ""
-    facts = [f"{done} of {len(data.jobs)} jobs finished", devices, named]
+    facts = [f"{done} of {max(data.asked, len(data.jobs))} jobs finished", devices, named]
     yield Text(" · ".join(filter(None, facts)), "small")
     yield Text(answer(compared), "answer")
-    if bad := trouble(compared, data.stopped):
+    if bad := trouble(compared, data.missing):
         yield Text(bad)
     if compared:
         yield _groups_table(compared)

@@ -101,3 +101,10 @@ class Progress:
             return
         for name, value in fields.items():
             setattr(self, name, value)
+
+
+def run_of(journal: Path) -> str | None:
+    """The store's id of a journal's run; None where it never became one."""
+    progress = Progress(journal)
+    progress.peek()
+    return progress.run_id

@@ -105,9 +105,12 @@ class Reader:
         yield "runs", f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning"
 
     def jobs(self, parent: StoredRun) -> list[StoredRun]:
-        """The runs of a sweep, on whatever machine, in the order in which they began."""
+        """The runs of a sweep, on whatever machine, in the order in which they began, without those
+        that others started over."""
         query = f"tags.sweep_id = '{parent.tags['sweep_id']}' and tags.role = 'run'"
-        return sorted(self._search([parent.experiment_id], query), key=lambda run: run.began_ms)
+        found = sorted(self._search([parent.experiment_id], query), key=lambda run: run.began_ms)
+        old = {run.tags.get("supersedes") for run in found}
+        return [run for run in found if run.run_id not in old]
 
     def artifacts(self, run_id: str, folder: str = "") -> list[str]:
         """Paths of the files in a folder of a run's artifacts."""

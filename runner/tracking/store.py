@@ -155,7 +155,8 @@ class Store:
         lines = "\n".join(filter(None, [known.get("changes"), *told]))
         self.log_params(run_id, params, known=run.data.params)
         changed = {"changes": lines} if lines else {}
-        self.log_tags(run_id, {**tags, **changed, "resumed_at_step": steps})
+        since = {"resumed_at_step": steps} if step else {}
+        self.log_tags(run_id, {**tags, **changed, **since})
 
     def samples(self, run_id: str) -> int:
         """How many samples of the machine's load a run has."""

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (
-    {"errors", "quiet", "records", "secrets", "spec", "argv"},
+    {"errors", "quiet", "records", "secrets", "spec", "argv", "alone", "manifest"},
     {"config", "explain", "usage"},
     {
         "precision",
@@ -25,7 +25,7 @@ LAYERS = (
     {"state", "build", "checkpoint", "saving", "model", "artifacts", "export", "notes"},
     {"step", "blocks", "loop"},
     {"observers"},
-    {"resume"},
+    {"resume", "rng"},
     {
         "describe",
         "kept",
@@ -39,6 +39,7 @@ LAYERS = (
         "plan",
         "report",
         "sweep",
+        "unfinished",
         "sync",
         "doctor",
         "ui",

@@ -219,8 +219,8 @@ def test_the_front_follows_the_direction():
 NOISY, SAME, WORSE = (0.90, 0.91, 0.92), (0.905, 0.908, 0.921), (0.70, 0.711, 0.72)
 
 
-def told(*results, stopped=False):
-    return conclusion(compare(results), stopped)
+def told(*results, missing=""):
+    return conclusion(compare(results), missing)
 
 
 def test_conclusion_of_several_seeds():
@@ -297,10 +297,8 @@ def test_conclusion_of_one_job_of_none_and_of_nothing():
 
 
 def test_conclusion_names_three_and_counts_the_rest():
-    text = told(result("32-true"), *(lost(f"p{i}") for i in range(6)), stopped=True)
-    assert text.endswith(
-        "The sweep was stopped before its last job; failed: p0, p1, p2 and 3 more."
-    )
+    text = told(result("32-true"), *(lost(f"p{i}") for i in range(6)), missing="only 9 of 12 began")
+    assert text.endswith("Only 9 of 12 began; failed: p0, p1, p2 and 3 more.")
 
 
 def test_conclusion_of_a_search():

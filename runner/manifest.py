@@ -1,0 +1,57 @@
+"""What a sweep leaves of itself in its folder: the file sweep.json."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from runner.errors import ConfigError
+from runner.secrets import hide
+
+FILE = "sweep.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A sweep as it was asked for.
+
+    Attributes:
+        id: under which its jobs are found in the store.
+        command: its words.
+        overrides: those of its words that Hydra composes the jobs from.
+        cwd: the folder that the command was typed in.
+        began_ms: Unix time in milliseconds.
+        jobs: how many it asks for; 0 where the launcher does not say.
+        finished: every job came to an end that need not be tried again.
+    """
+
+    id: str
+    command: Sequence[str]
+    overrides: Sequence[str] = ()
+    cwd: str = "."
+    began_ms: int = 0
+    jobs: int = 0
+    finished: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Raises ConfigError where there is none, or a damaged one."""
+        path = folder / FILE
+        try:
+            values = json.loads(path.read_text())
+            manifest = cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} is not a sweep: it holds no {FILE}.") from None
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is damaged: {error}") from error
+        words = [manifest.id, manifest.cwd, *manifest.command, *manifest.overrides]
+        if not all(isinstance(word, str) for word in words):
+            raise ConfigError(f"{path} is damaged: {FILE} holds something else than words.")
+        return manifest
+
+    def write(self, folder: Path) -> None:
+        """Whole or not at all, without passwords."""
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = folder / f"{FILE}.partial"
+        aside.write_text(hide(json.dumps(asdict(self), indent=2)) + "\n")
+        aside.replace(folder / FILE)

@@ -1,0 +1,97 @@
+"""Going on with a sweep: the command that does it, and the jobs that need not run again."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.checkpoint import folder_of_run
+from runner.errors import ConfigError
+from runner.manifest import FILE, Manifest
+from runner.result import FILE as RESULT
+from runner.result import RunResult
+from runner.secrets import hide
+
+KEY = "sweep.resume"
+_FREE = "tracking."
+"""What may change: where jobs are recorded, not what they compute nor how many at once, which their
+speed depends on."""
+
+
+def expand(argv: Sequence[str]) -> list[str]:
+    """The command of the sweep that `sweep.resume=` names, as it was typed, in its own folder.
+
+    Raises:
+        ConfigError: there is no such sweep here, or the command asks for something else as well.
+    """
+    asked = [text for text in argv if text.partition("=")[0] == KEY]
+    beside = [text for text in argv if text not in (*asked, "-m", "--multirun")]
+    if alien := [text for text in beside if not text.startswith(_FREE)]:
+        raise ConfigError(
+            f"{KEY} goes on with a sweep as it was asked for. Leave {alien[0]} out; beside it, "
+            "only tracking.* may change. Other settings are a new sweep."
+        )
+    where = asked[-1].partition("=")[2].strip("'\"")
+    uri = next((t.partition("=")[2] for t in beside if t.startswith("tracking.uri=")), None)
+    folder = _last() if where == "last" else _folder(where, uri)
+    manifest = Manifest.read(folder)
+    if (typed_in := Path(manifest.cwd).absolute()) != Path.cwd() and typed_in.is_dir():
+        raise ConfigError(
+            f"{KEY}={where}: its command was typed in another folder, which its files are relative "
+            f"to. Type cd {shlex.quote(str(typed_in))} first."
+        )
+    quoted = str(folder.absolute()).replace("\\", "\\\\").replace("'", "\\'")
+    here = [
+        f"hydra.sweep.dir='{quoted}'",
+        "hydra.callbacks.sweep.resume=true",
+        "hydra.mode=MULTIRUN",
+    ]
+    return [*manifest.command[3:], *beside, *here]
+
+
+def resuming(folder: Path) -> list[str]:
+    """Words of the command that goes on with the sweep in a folder."""
+    return ["python", "-m", "runner", f"{KEY}={os.path.relpath(folder)}"]
+
+
+def done(folder: Path, overrides: Sequence[str]) -> RunResult | None:
+    """What a job came to that need not run again: it finished, or a guard stopped it for its
+    numbers, which it would do again.
+
+    Args:
+        folder: the job's.
+        overrides: of the job; a search may ask for others this time.
+    """
+    if not (folder / RESULT).exists():
+        return None
+    result = RunResult.read(folder)
+    settled = result.status == "finished" or result.diverged
+    return result if settled and _settings(result.overrides) == _settings(overrides) else None
+
+
+def _settings(overrides: Sequence[str]) -> set[str]:
+    return {hide(text) for text in overrides if not text.lstrip("+~").startswith(_FREE)}
+
+
+def _folder(where: str, uri: str | None) -> Path:
+    """Of the sweep that a folder, or the id of its parent run or of a job, names."""
+    path = Path(where)
+    if not path.exists() and "/" not in where:
+        path = folder_of_run(where, uri, KEY)
+    for folder in (path, path.parent):
+        if (folder / FILE).is_file():
+            return folder
+    raise ConfigError(
+        f"{KEY}={where}: no sweep is there. Type {KEY}=last, or the folder of a sweep "
+        "(outputs/sweeps/<time>), or the MLflow id of a parent run whose sweep ran on this machine."
+    )
+
+
+def _last() -> Path:
+    found = sorted(Path("outputs/sweeps").glob(f"*/{FILE}"), reverse=True)
+    for path in found:
+        if not Manifest.read(path.parent).finished:
+            return path.parent
+    raise ConfigError(
+        f"{KEY}=last: no sweep in outputs/sweeps is unfinished. Type {KEY}=<folder of a sweep>."
+    )

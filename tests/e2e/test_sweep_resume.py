@@ -1,0 +1,196 @@
+"""sweep.resume: a sweep that was stopped or killed goes on, and ends as if it had not been."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from runner.alone import alone
+
+GATE = '''
+import time
+from pathlib import Path
+
+from lab.nets import Net
+
+
+class Gate(Net):
+    """Waits in its sixth step for a file, where it was built as the one that waits."""
+
+    def __init__(self, waits: int, seed: int, **sizes) -> None:
+        super().__init__(**sizes)
+        self.waits = waits == seed
+
+    def forward(self, x):
+        if self.training and self.calls == 5 and self.waits:
+            Path("waits").touch()
+            while not Path("go").exists():
+                time.sleep(0.02)
+        return super().forward(x)
+'''
+YAML = "_target_: lab.gate.Gate\nclasses: ${data.meta.classes}\nwaits: 1\nseed: ${seed}\n"
+SWEEP = ("--config-dir", "lab/conf", "model=gate", "data=mine", "train.max_steps=12",
+         "train.eval_every=4", "train.log_every=1", "precision=16-mixed", "-m",
+         "seed=0,1,2")  # fmt: skip
+
+
+@pytest.fixture
+def lab(lab_writer, tmp_path):
+    lab_writer(tmp_path)
+    (tmp_path / "lab" / "gate.py").write_text(GATE)
+    (tmp_path / "lab" / "conf" / "model" / "gate.yaml").write_text(YAML)
+    return tmp_path
+
+
+@pytest.fixture
+def cut(lab, clean):
+    """A sweep of three jobs that a signal reached in the sixth step of its second one."""
+
+    def run(number, *args):
+        with subprocess.Popen(
+            [sys.executable, "-m", "runner", *SWEEP, *args], cwd=lab, env=clean, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        ) as process:  # fmt: skip
+            end = time.monotonic() + 90
+            while not (lab / "waits").exists():
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            os.killpg(process.pid, number)
+            (lab / "go").touch()
+            out, err = process.communicate(timeout=60)
+        (folder,) = lab.glob("outputs/sweeps/*")
+        return process.returncode, out, err, folder
+
+    return run
+
+
+def final(folder):
+    """Weights and every recorded loss, learning rate and loss scale of a sweep's jobs."""
+    from runner.tracking.history import of_folder
+
+    found = []
+    for number in range(3):
+        curves = of_folder(folder / str(number))
+        (path,) = (folder / str(number) / "checkpoints").glob("step-*12.pt")
+        weights = torch.load(path, weights_only=True)["model"]
+        names = ("train/loss", "train/lr", "loss_scale/value", "val/loss")
+        kept = {name: curves[name][[0, 2]].tolist() for name in names}
+        found.append((kept, {name: tensor.tolist() for name, tensor in weights.items()}))
+    return found
+
+
+@pytest.mark.slow
+def test_a_stopped_sweep_ends_as_an_uncut_one(cut, main, lab, tmp_path_factory):
+    uri = f"tracking.uri=sqlite:///{lab}/mlflow.db"
+    status, out, err, folder = cut(signal.SIGTERM, uri, "tracking.log_model=false")
+    assert (status, "Traceback" in err) == (143, False)
+    assert "Only 2 of the sweep's 3 jobs began" in " ".join(out.split())
+    assert f"to go on: python -m runner sweep.resume=outputs/sweeps/{folder.name}" in out
+    before = (folder / "0" / "result.json").read_bytes()
+    ids = [json.loads((folder / str(n) / "journal.state").read_text())["run_id"] for n in (0, 1)]
+    done = main("sweep.resume=last", uri)
+    assert done.rc == 0, done.stderr
+    assert "finished before" in done.stdout
+    assert "resumed at step 6 of 12" in done.stdout
+    assert (folder / "0" / "result.json").read_bytes() == before
+    results = [json.loads((folder / str(n) / "result.json").read_text()) for n in range(3)]
+    assert [r["status"] for r in results] == ["finished"] * 3
+    assert [r["run_id"] for r in results[:2]] == ids
+    resumed = final(folder)
+    shutil.rmtree(folder)
+    assert main(*SWEEP, "tracking.log_model=false", uri).rc == 0
+    (whole,) = lab.glob("outputs/sweeps/*")
+    assert resumed == final(whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # mlflow's own, of SQLAlchemy
+        from mlflow import MlflowClient
+
+        client = MlflowClient(uri.partition("=")[2])
+        runs = client.search_runs(["1"], "tags.role = 'sweep'")
+    assert [run.info.status for run in runs] == ["FINISHED"] * 2
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_starts_over_what_left_no_checkpoint(cut, main, lab):
+    uri = f"tracking.uri=sqlite:///{lab}/mlflow.db"
+    status, *_, folder = cut(signal.SIGKILL, uri, "tracking.log_model=false")
+    assert status == -9
+    done = main(f"sweep.resume={folder}", uri)
+    assert done.rc == 0, done.stderr
+    assert "3 of 3 jobs finished" in (folder / "report.md").read_text()
+    sweep_id = json.loads((folder / "sweep.json").read_text())["id"]
+    shutil.move(folder, lab / "elsewhere")
+    report = main("report", sweep_id, uri)  # made from the store, that has the dead run, too
+    assert "3 of 3 jobs finished" in report.stdout
+    assert "failed" not in report.stdout
+
+
+def test_what_a_sweep_goes_on_with(main, lab, tmp_path):
+    """In one process: jobs that failed are run again, finished and diverged ones are not."""
+    (lab / "go").touch()
+    tiny = (*SWEEP, "tracking=none", "hydra/launcher=basic")
+    assert main(*tiny).rc == 0
+    (folder,) = lab.glob("outputs/sweeps/*")
+    for number, change in enumerate([{"diverged": True, "status": "failed"}, {"status": "failed"}]):
+        path = folder / str(number) / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    done = main(f"sweep.resume={folder / '1'}")
+    assert done.stdout.count(" before\n") == 2
+    assert "diverged before" in done.stdout
+    assert "resumed at step 12 of 12" in done.stdout
+
+
+def test_a_job_goes_on_with_its_sweep(main, lab):
+    (lab / "go").touch()
+    assert main(*SWEEP, "seed=0,1", "train.max_steps=2", "tracking=none").rc == 0
+    (folder,) = lab.glob("outputs/sweeps/*")
+    done = main(f"checkpoint.resume={folder / '0'}", "train.max_steps=3", "tracking=none")
+    assert (done.rc, f"Type sweep.resume={folder}" in done.stderr) == (2, True)
+
+
+def test_what_cannot_be_gone_on_with(main, lab):
+    def refused(*typed):
+        done = main(*typed)
+        assert (done.rc, "Traceback" in done.stderr, done.stdout) == (2, False, "")
+        return done.stderr
+
+    assert "no sweep in outputs/sweeps is unfinished" in refused("sweep.resume=last")
+    assert "no sweep is there" in refused("sweep.resume=lab/conf")
+    assert "is neither a file, a folder nor the id" in refused("sweep.resume=abcdef")
+    folder = lab / "outputs" / "sweeps" / "now"
+    folder.mkdir(parents=True)
+    (folder / "sweep.json").write_text('{"id": "x", "command": [1]}')
+    assert "sweep.json is damaged" in refused("sweep.resume=last")
+    command = ["python", "-m", "runner", *SWEEP, "tracking=none"]
+    (folder / "sweep.json").write_text(json.dumps({"id": "x", "command": command}))
+    assert "Leave optimizer.lr=1 out" in refused("sweep.resume=last", "optimizer.lr=1")
+    with alone(folder):
+        assert "another command is at work" in refused("sweep.resume=last")
+    (folder / "sweep.json").write_text(json.dumps({"id": "x", "command": command, "cwd": "/"}))
+    assert "Type cd / first" in refused("sweep.resume=last")
+
+
+@pytest.mark.skipif(
+    find_spec("hydra_plugins") is None or find_spec("hydra_plugins.hydra_optuna_sweeper") is None,
+    reason="hydra-optuna-sweeper is not installed: pip install 'precision-runner[optuna]'",
+)
+def test_a_search_finds_its_trials_again(main, tmp_path):
+    asked = ("model=mlp", "model.hidden=[8]", "train.max_steps=3", "tracking=none", "-m",
+             "hydra/sweeper=optuna", "optimizer.lr=interval(0.0005,0.05)",
+             "hydra.sweeper.n_trials=3", "hydra.sweeper.sampler.seed=0")  # fmt: skip
+    assert main(*asked).rc == 0
+    (folder,) = tmp_path.glob("outputs/sweeps/*")
+    best = (folder / "optimization_results.yaml").read_text()
+    shutil.rmtree(folder / "2")
+    done = main(f"sweep.resume={folder}")
+    assert done.rc == 0, done.stderr
+    assert done.stdout.count("finished before") == 2
+    assert (folder / "optimization_results.yaml").read_text() == best
