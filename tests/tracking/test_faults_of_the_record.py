@@ -312,10 +312,10 @@ def test_soak(server, tmp_path):
     rows = []
     runs = [("server killed and restarted", done, trainer, len(away), f"{max(away):.0f}"),
             ("server gone for good, then `runner sync`", left, gone, 1, "for good")]  # fmt: skip
-    for name, result, one, number, longest in runs:
+    for name, result, one, times, longest in runs:
         run_id = progress_of(one.folder).run_id
         found = counted(server.uri, run_id, result["steps"], tmp_path)
-        rows.append([name, str(number), longest, *(f"{n:,}" for n in found.values()),
+        rows.append([name, str(times), longest, *(f"{n:,}" for n in found.values()),
                      f"{result['slowest_ms']:.1f}", f"{result['close_s']:.1f}"])  # fmt: skip
         assert found == {"logged": 3 * result["steps"], **NONE}
     head = ["what happened", "outages", "longest s", "points logged", "lost", "doubled", "altered",
