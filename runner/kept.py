@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from runner.data.loading import Loader
 from runner.data.samples import of_step
 from runner.errors import ConfigError
+from runner.files import write_text
 from runner.secrets import hide
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ def keep(
     """
     every = [of_step(loader, this.spec.train.accumulate, n) for n in range(step, step + count)]
     path = this.out / FOLDER / f"batch-{step:06d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     command = replay_command(this, path)
     content = {
         "why": why,
@@ -65,8 +65,8 @@ def keep(
     }
     text = json.dumps(content, indent=1)
     text = re.sub(r"\[[\d,\s]+\]", lambda found: "".join(found[0].split()), text)
-    path.write_text(hide(text) + "\n")
-    this.tracker.artifact(path, FOLDER)
+    if not this.leave(path, lambda path: write_text(path, hide(text) + "\n"), FOLDER):
+        return f"The samples are {content['micro_batches']} of the training set."
     return f"The samples are in {near(path)}; to see where it begins:\n{command}"
 
 

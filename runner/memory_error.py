@@ -1,6 +1,5 @@
 """Out of memory, as a message: in which step, what held it, what to type."""
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -43,7 +42,7 @@ def memory_told(this: "Run") -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        (this.out / "error.txt").write_text(traceback.format_exc())
+        this.traceback()
         raise OutOfMemory(message(this, error)) from error
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runner import checkpoint
 from runner.errors import CheckpointError
+from runner.files import why
 
 Key = tuple[str | int, ...]
 
@@ -68,10 +69,9 @@ class Saver:
             self._error = None
 
     def _trouble(self, error: Exception) -> str:
-        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         whole = sorted(self.folder.glob("step-*.pt"))
         last = f"the last whole one is {whole[-1]}" if whole else "there is no earlier one"
-        return f"A checkpoint could not be written ({why or type(error).__name__}): {last}."
+        return f"A checkpoint could not be written ({why(error)}): {last}."
 
     def _write(self, content: Mapping[str, Any], best: bool = False, event: Any = None) -> None:
         if event is not None:
@@ -80,7 +80,7 @@ class Saver:
             path = checkpoint.save(self.folder, content, self.keep)
             if best:
                 checkpoint.keep_best(path)
-        except Exception as error:  # a full disk comes as torch's RuntimeError, too
+        except Exception as error:
             self._error = error
 
     def _copied(self, content: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -2,7 +2,9 @@
 
 import math
 import shlex
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -17,9 +19,19 @@ from runner.build import build_driven, build_loaders, build_splits
 from runner.course import Course
 from runner.data.loading import Loader
 from runner.describe import describe
+from runner.errors import CheckpointError
+from runner.files import why, write_text
 from runner.guards import check_data, diverged, mishaps, try_batch
 from runner.isolation import StopSignals, make_deterministic, seed_all
-from runner.leave import leave_dtypes, leave_loss_scale, leave_model, leave_weights, tell_inputs
+from runner.kept import near
+from runner.leave import (
+    leave_dtypes,
+    leave_loss_scale,
+    leave_model,
+    leave_weights,
+    tell_inputs,
+    unsaved,
+)
 from runner.loop import evaluate, fit, total_steps
 from runner.model import build_model, restore_model, start
 from runner.observers.base import tell
@@ -53,6 +65,7 @@ class Run:
     report: ConversionReport = field(default_factory=ConversionReport)
     resumed: checkpoint.Saved | None = None
     trouble: str = ""  # what a guard stopped it for
+    lost: list[str] = field(default_factory=list)  # weights that could not be written
     state: TrainState | None = None
 
     @property
@@ -65,6 +78,30 @@ class Run:
 
     def say(self, message: str) -> None:
         self.console.print(message, markup=False)
+
+    def write(self, path: Path, write: Callable[[Path], object]) -> bool:
+        """Have a file written; one that cannot be is told, and costs the run nothing else."""
+        try:
+            write(path)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            self.say(f"warning: {near(path)} was not written: {why(error)}.")
+            return False
+        return True
+
+    def leave(self, path: Path, write: Callable[[Path], object], folder: str = "") -> bool:
+        """The same of one that becomes an artifact, in a folder of the store's."""
+        if written := self.write(path, write):
+            self.tracker.artifact(path, folder)
+        return written
+
+    def traceback(self) -> str:
+        """Keeps that of the error that is being handled; a sentence that says where."""
+        text = traceback.format_exc()
+        path = self.out / "error.txt"
+        kept = self.write(path, lambda path: write_text(path, text))
+        return f"The traceback is in {near(path)}." if kept else ""
 
 
 def train(this: Run) -> RunResult:
@@ -98,6 +135,8 @@ def train(this: Run) -> RunResult:
     result = _result(this, sizes | tally.summary(), perf_counter() - started)
     if this.trouble:
         diverged(this, result)
+    if this.lost:
+        unsaved(this, result)
     return result
 
 
@@ -131,7 +170,7 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
     finally:
         course.close()
     if spec.checkpoint.final or this.signals.requested():
-        path = course.save_last()
+        path = _save_last(this, course)
         if this.signals.requested() and path:
             this.say(f"checkpoint: {path}")
             this.say(f"to go on: {shlex.join(this.origin.resuming(this.out))}")
@@ -141,6 +180,15 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
     leave_dtypes(this, probe)
     leave_loss_scale(this, course.tally, state.step)
     return course.tally
+
+
+def _save_last(this: Run, course: Course) -> Path | None:
+    """The last checkpoint; None where there is none, and this.lost says why it was not written."""
+    try:
+        return course.save_last()
+    except CheckpointError as error:
+        this.lost.append(str(error))
+        return None
 
 
 def _shape(spec: RunSpec, state: TrainState) -> None:
