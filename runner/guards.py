@@ -35,7 +35,8 @@ def make_guard(this: "Run", loader: Loader) -> Guard:
     """The observer that judges the records, saving samples of this loader."""
 
     def kept(record: StepRecord, why: str) -> str:
-        return keep(this, loader, record.step, why, record.loss_scale)
+        begun = this.resumed.content["step"] if this.resumed else 0
+        return keep(this, loader, record.step, why, record.loss_scale, begun=begun)
 
     return Guard(this.spec, this.precision.name, this.say, kept)
 

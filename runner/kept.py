@@ -30,6 +30,8 @@ class Kept:
         micro_batches: indices in the training set.
         loss_scale: in force then, None without one.
         seed, data: of the run; with others the indices mean other samples.
+        begun: the step from which its run went; None where samples, not numbers, are at fault.
+        names: of the run's model, data and precision.
     """
 
     steps: tuple[int, int]
@@ -37,12 +39,23 @@ class Kept:
     loss_scale: float | None
     seed: int
     data: str
+    begun: int | None
+    names: Mapping[str, str]
 
 
 def keep(
-    this: "Run", loader: Loader, step: int, why: str, scale: float | None = None, count: int = 1
+    this: "Run",
+    loader: Loader,
+    step: int,
+    why: str,
+    scale: float | None = None,
+    count: int = 1,
+    begun: int | None = None,
 ) -> str:
     """Save the samples of `count` steps in the run's folder and with its artifacts.
+
+    Args:
+        begun: see Kept.
 
     Returns:
         Where they are, and the command that replays them.
@@ -56,6 +69,7 @@ def keep(
         "epoch": every[0].epoch,
         "micro_batches": [micro for samples in every for micro in samples.micro_batches],
         "loss_scale": scale,
+        "begun": begun,
         "precision": this.precision.name,
         "model": this.origin.chosen("model", this.spec.model),
         "data": this.origin.chosen("data", this.spec.data),
@@ -72,7 +86,7 @@ def keep(
 
 def replay_command(this: "Run", path: Path) -> str:
     """The run's own command, replaying instead of training."""
-    dropped = ("debug=", "batch=", "sweep=", "mode=")
+    dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
     words = [w for w in this.origin.command if not w.lstrip("+~").startswith(dropped)]
     return shlex.join([*words, "debug=replay", f"batch={near(path)}"])
 
@@ -93,8 +107,9 @@ def read(path: Path) -> Kept:
     try:
         content: Mapping[str, Any] = json.loads(path.read_text())
         first, last = content["steps"]
+        names = {key: content[key] for key in ("model", "data", "precision")}
         return Kept((first, last), content["micro_batches"], content["loss_scale"],
-                    content["seed"], content["data"])  # fmt: skip
+                    content["seed"], content["data"], content.get("begun"), names)  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"batch={path} is no batch that a guard saved ({type(error).__name__}: {error}). "

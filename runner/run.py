@@ -7,8 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from runner import artifacts, checkpoint, notes, resume
+from runner import artifacts, checkpoint, kept, notes, resume
 from runner.accelerator import choose
+from runner.again import as_its_run
 from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten
 from runner.errors import CheckpointError, ConfigError, RunnerError, TrackingError
@@ -54,6 +55,8 @@ def run(
         accelerator = choose(spec.accelerator)
         if spec.mode == "evaluate":
             spec, origin = _with_checkpoint(spec, origin)
+        if spec.mode == "replay":
+            spec, origin = as_its_run(spec, origin, kept.read(Path(spec.batch or "")))
         precision: Precision = build_group("precision", spec.precision)
         precision.require(accelerator.device)
         task: Task = build_group("task", spec.task)

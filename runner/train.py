@@ -37,9 +37,10 @@ from runner.model import build_model, restore_model, start
 from runner.observers.base import tell
 from runner.observers.tally import Tally
 from runner.precision.base import ConversionReport, Precision
-from runner.precision.memory import tensor_bytes
+from runner.precision.memory import stored_bytes, tensor_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
+from runner.room import limit
 from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 from runner.state import TrainState
@@ -67,6 +68,8 @@ class Run:
     trouble: str = ""  # what a guard stopped it for
     lost: list[str] = field(default_factory=list)  # weights that could not be written
     state: TrainState | None = None
+    loader: Loader | None = None
+    other: float = 0.0  # bytes taken before the first step, beside the weights
 
     @property
     def device(self) -> torch.device:
@@ -125,7 +128,8 @@ def train(this: Run) -> RunResult:
             build_driven(spec, built.model, this.precision, steps), this.device,
             spec.train.clip_norm,
         )  # fmt: skip
-        this.state = state
+        this.state, this.loader = state, loaders[0]
+        this.other = limit(this.device)[0] - stored_bytes(state.model)
         try_batch(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
         sizes["peak_memory_mib"] = this.accelerator.peak_memory_mib()  # the export has its own

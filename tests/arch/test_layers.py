@@ -28,6 +28,8 @@ LAYERS = (
     {"resume"},
     {
         "describe",
+        "room",
+        "again",
         "kept",
         "guards",
         "course",
