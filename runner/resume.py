@@ -261,7 +261,7 @@ def changes(spec: RunSpec, saved: Saved) -> dict[str, str]:
         return flatten(resolve(OmegaConf.create(dict(values))))
 
     theirs, ours = flat(saved.content["spec"]), flatten(spec)
-    ignored = ("checkpoint.", "tracking.")
+    ignored = ("checkpoint.", "tracking")
     keys = [k for k in {**theirs, **ours} if not k.startswith(ignored)]
     return {
         k: f"{theirs.get(k, 'none')} -> {ours.get(k, 'none')}"

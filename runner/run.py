@@ -74,7 +74,7 @@ def run(
             signals.check()
             with suppress(OSError):  # it is written once more when the record of the end has room
                 tracker.artifact(result.write(out))
-            tracker.note(notes.ended(origin.command, result, this.report))
+            this.note(notes.ended(origin.command, result, this.report))
     result = replace(
         result, run_id=tracker.run_id, experiment_id=tracker.experiment_id,
         dashboard=tracker.dashboard,
@@ -131,7 +131,7 @@ def _tracked(this: Run) -> Iterator[None]:
     _begin_folder(this)
     tracker.open(_info(this))
     try:
-        tracker.note(notes.begun(this.origin.command))
+        this.note(notes.begun(this.origin.command))
         tracker.artifact(this.out / artifacts.CONFIG)
         tracker.artifact(this.out / artifacts.ENVIRONMENT)
         yield
@@ -146,7 +146,7 @@ def _tracked(this: Run) -> Iterator[None]:
 
 def _close(this: Run, status: Status, error: str) -> None:
     with suppress(TrackingError):  # what ended the run must not be hidden by its record
-        this.tracker.note(notes.broken(this.origin.command, status, error))
+        this.note(notes.broken(this.origin.command, status, error))
     this.tracker.close(status, error, this.signals.requested)
 
 

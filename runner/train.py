@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from runner import artifacts, checkpoint
+from runner import artifacts, checkpoint, notes, resume
 from runner.accelerator import MIB, Accelerator
 from runner.build import build_driven, build_loaders, build_splits
 from runner.course import Course
@@ -81,6 +81,13 @@ class Run:
 
     def say(self, message: str) -> None:
         self.console.print(message, markup=False)
+
+    def note(self, markdown: str) -> None:
+        """What the run's page in the store says in words."""
+        if saved := self.resumed:
+            step, changes = saved.content["step"], resume.changes(self.spec, saved)
+            markdown += notes.resumed(step, changes)
+        self.tracker.note(markdown)
 
     def write(self, path: Path, write: Callable[[Path], object]) -> bool:
         """Have a file written; one that cannot be is told, and costs the run nothing else."""
