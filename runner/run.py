@@ -53,10 +53,7 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     with process_state(), StopSignals() as signals:
         accelerator = choose(spec.accelerator)
-        if spec.mode == "evaluate":
-            spec, origin = _with_checkpoint(spec, origin)
-        if spec.mode == "replay":
-            spec, origin = as_its_run(spec, origin, kept.read(Path(spec.batch or "")))
+        spec, origin = _completed(spec, origin)
         precision: Precision = build_group("precision", spec.precision)
         precision.require(accelerator.device)
         task: Task = build_group("task", spec.task)
@@ -170,6 +167,15 @@ def _info(this: Run) -> RunInfo:
         info, continues=journal.newest(this.out), step=saved.content["step"],
         changes=resume.changes(spec, saved),
     )  # fmt: skip
+
+
+def _completed(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
+    """With what a mode takes from an earlier run."""
+    if spec.mode == "evaluate":
+        return _with_checkpoint(spec, origin)
+    if spec.mode == "replay":
+        return as_its_run(spec, origin, kept.read(Path(spec.batch or "")))
+    return spec, origin
 
 
 def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
