@@ -14,16 +14,17 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.config import to_dict
+from runner.files import write_text
 from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 
+CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy")
 
 
 def write_json(path: Path, content: Any) -> Path:
     """Indented, for people too; returns the path."""
-    path.write_text(hide(json.dumps(content, indent=2)) + "\n")
-    return path
+    return write_text(path, hide(json.dumps(content, indent=2)) + "\n")
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, str]]) -> Path:
@@ -40,9 +41,8 @@ def tables_tag(*names: str) -> dict[str, str]:
 
 def write_config(folder: Path, spec: RunSpec) -> Path:
     """The resolved config, complete."""
-    path = folder / "config.yaml"
-    path.write_text(hide(OmegaConf.to_yaml(OmegaConf.create(to_dict(spec)))))
-    return path
+    text = OmegaConf.to_yaml(OmegaConf.create(to_dict(spec)))
+    return write_text(folder / CONFIG, hide(text))
 
 
 def environment(origin: Origin) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from runner.config import to_dict
 from runner.errors import ConfigError
+from runner.files import written_by_torch
 from runner.precision.convert import is_converted
 from runner.spec import RunSpec
 from runner.state import TrainState
@@ -67,10 +68,8 @@ def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
     path = path_of(folder, content["step"])
     aside = path.with_suffix(".partial")
     try:
-        with aside.open("wb") as file:
+        with written_by_torch(aside) as file:
             torch.save(dict(content), file)
-            file.flush()
-            os.fsync(file.fileno())
     except BaseException:
         aside.unlink(missing_ok=True)
         raise

@@ -44,7 +44,7 @@ class Course:
         if this.spec.train.early_stop:
             found.append(EarlyStop(task.quality, task.direction, this.spec.train.early_stop))
         if this.spec.debug.profile:
-            found.append(Profile(this.out, this.spec.debug.profile))
+            found.append(Profile(this.out, this.spec.debug.profile, this.write))
         return found
 
     def _savers(self, loader: Loader) -> list[Observer]:

@@ -32,7 +32,8 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
         tags["trainable"] = f"{trainable}/{every}"
         _say_what_trains(this, trainable, every)
     this.tracker.tags(tags)
-    this.tracker.artifact(artifacts.write_json(this.out / "conversion.json", report.to_list()))
+    modules = report.to_list()
+    this.leave(this.out / "conversion.json", lambda path: artifacts.write_json(path, modules))
     this.tracker.metrics(0, artifacts.now_ms(), {"memory/weights_mib": weights})
     return {
         "weights_mib": weights,

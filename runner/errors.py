@@ -35,7 +35,7 @@ class Unavailable(RunnerError):
 
 
 class CheckpointError(RunnerError):
-    """A checkpoint cannot be written. Exit status 1."""
+    """A checkpoint, or the result, cannot be written. Exit status 1."""
 
     exit_status = 1
 

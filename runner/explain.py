@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -34,10 +35,10 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
         return _wrong_value(cause, argv)
     if isinstance(cause, InterpolationResolutionError):
         return f"{cause.full_key}: {_first_line(cause)}. Give it a value: {cause.full_key}=<value>."
-    if isinstance(error, OSError) and error.filename:
+    if isinstance(error, OSError) and error.strerror:
         return (
-            f"{error.filename}: {error.strerror}. Run in a folder that you may write to, or type "
-            "hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
+            f"{error.filename or Path.cwd()}: {error.strerror}. Run in a folder that takes files, "
+            "or type hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
         )
     return str(error).strip()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from runner.files import why, written_by_torch
 from runner.precision.base import CPU, Precision
 from runner.precision.cast import cast_nest
 from runner.precision.portable import Plain8bit, PlainFloat8, portable
@@ -70,7 +71,8 @@ def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path
             plain = portable(model)
             program = _trace(_Evaluated(plain, precision, CPU), example.to(CPU))
             folder.mkdir(parents=True, exist_ok=True)
-            torch.export.save(program, path)
+            with written_by_torch(path) as file:
+                torch.export.save(program, file)
             loaded = torch.export.load(path).module()
         facts = _facts(example, live)
         _compare(loaded, example, live, _tolerance(plain, precision, example.device))
@@ -249,5 +251,7 @@ def line(error: Exception) -> str:
     itself."""
     if isinstance(error, ExportError):
         return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return why(error)
     lines = [text.strip() for text in str(error).splitlines() if text.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -2,7 +2,6 @@
 for in the records is in observers/guard.py."""
 
 import re
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,7 +19,7 @@ from runner.kept import keep, near
 from runner.memory_error import is_out_of_memory
 from runner.observers.guard import Guard
 from runner.records import StepRecord
-from runner.result import RunResult
+from runner.result import FILE, RunResult
 from runner.state import TrainState
 from runner.step import loss_of
 
@@ -36,7 +35,8 @@ def make_guard(this: "Run", loader: Loader) -> Guard:
     """The observer that judges the records, saving samples of this loader."""
 
     def kept(record: StepRecord, why: str) -> str:
-        return keep(this, loader, record.step, why, record.loss_scale)
+        begun = this.resumed.content["step"] if this.resumed else 0
+        return keep(this, loader, record.step, why, record.loss_scale, begun=begun)
 
     return Guard(this.spec, this.precision.name, this.say, kept)
 
@@ -74,7 +74,6 @@ def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        (this.out / "error.txt").write_text(traceback.format_exc())
         shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
         names = {
             key: this.origin.chosen(key, getattr(this.spec, key))
@@ -83,7 +82,7 @@ def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:
         raise ConfigError(
             f"model={names['model']} fails on the first batch of data={names['data']} (inputs "
             f"{shape}) with task={names['task']}: {type(error).__name__}: {error} "
-            f"Choose ones that fit; the traceback is in {this.out / 'error.txt'}."
+            f"Choose ones that fit. {this.traceback()}"
         ) from error
 
 
@@ -105,9 +104,10 @@ def last_good(folder: Path) -> str:
 
 def diverged(this: "Run", result: RunResult) -> NoReturn:
     """End a run that a guard stopped: its result is what it reached until then."""
-    failed = replace(result, status="failed", error=this.trouble, diverged=True)
-    this.tracker.artifact(failed.write(this.out))
-    raise Diverged(this.trouble)
+    trouble = "\n".join([this.trouble, *this.lost])
+    failed = replace(result, status="failed", error=trouble, diverged=True)
+    this.leave(this.out / FILE, lambda _: failed.write(this.out))
+    raise Diverged(trouble)
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def mishaps(this: "Run", state: TrainState, loaders: tuple[Loader, Loader]) -> I
         told = _told(this, state, loaders, error)
         if told is None:
             raise
-        raise DataError(f"{told}\n{_traceback(this)}") from error
+        raise DataError(f"{told}\n{this.traceback()}".rstrip()) from error
 
 
 @contextmanager
@@ -139,13 +139,7 @@ def _loading(this: "Run", split: str) -> Iterator[None]:
         if (reason := failure(error)) is None:
             raise
         told = _death(reason, f"the {split} set's first batches")
-        raise DataError(f"{told}\n{_traceback(this)}") from error
-
-
-def _traceback(this: "Run") -> str:
-    path = this.out / "error.txt"
-    path.write_text(traceback.format_exc())
-    return f"The traceback is in {near(path)}."
+        raise DataError(f"{told}\n{this.traceback()}".rstrip()) from error
 
 
 def _told(

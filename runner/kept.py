@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from runner.data.loading import Loader
 from runner.data.samples import of_step
 from runner.errors import ConfigError
+from runner.files import write_text
 from runner.secrets import hide
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Kept:
         micro_batches: indices in the training set.
         loss_scale: in force then, None without one.
         seed, data: of the run; with others the indices mean other samples.
+        begun: the step from which its run went; None where samples, not numbers, are at fault.
+        names: of the run's model, data and precision.
     """
 
     steps: tuple[int, int]
@@ -36,19 +39,29 @@ class Kept:
     loss_scale: float | None
     seed: int
     data: str
+    begun: int | None
+    names: Mapping[str, str]
 
 
 def keep(
-    this: "Run", loader: Loader, step: int, why: str, scale: float | None = None, count: int = 1
+    this: "Run",
+    loader: Loader,
+    step: int,
+    why: str,
+    scale: float | None = None,
+    count: int = 1,
+    begun: int | None = None,
 ) -> str:
     """Save the samples of `count` steps in the run's folder and with its artifacts.
+
+    Args:
+        begun: see Kept.
 
     Returns:
         Where they are, and the command that replays them.
     """
     every = [of_step(loader, this.spec.train.accumulate, n) for n in range(step, step + count)]
     path = this.out / FOLDER / f"batch-{step:06d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     command = replay_command(this, path)
     content = {
         "why": why,
@@ -56,6 +69,7 @@ def keep(
         "epoch": every[0].epoch,
         "micro_batches": [micro for samples in every for micro in samples.micro_batches],
         "loss_scale": scale,
+        "begun": begun,
         "precision": this.precision.name,
         "model": this.origin.chosen("model", this.spec.model),
         "data": this.origin.chosen("data", this.spec.data),
@@ -65,14 +79,14 @@ def keep(
     }
     text = json.dumps(content, indent=1)
     text = re.sub(r"\[[\d,\s]+\]", lambda found: "".join(found[0].split()), text)
-    path.write_text(hide(text) + "\n")
-    this.tracker.artifact(path, FOLDER)
+    if not this.leave(path, lambda path: write_text(path, hide(text) + "\n"), FOLDER):
+        return f"The samples are {content['micro_batches']} of the training set."
     return f"The samples are in {near(path)}; to see where it begins:\n{command}"
 
 
 def replay_command(this: "Run", path: Path) -> str:
     """The run's own command, replaying instead of training."""
-    dropped = ("debug=", "batch=", "sweep=", "mode=")
+    dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
     words = [w for w in this.origin.command if not w.lstrip("+~").startswith(dropped)]
     return shlex.join([*words, "debug=replay", f"batch={near(path)}"])
 
@@ -93,8 +107,9 @@ def read(path: Path) -> Kept:
     try:
         content: Mapping[str, Any] = json.loads(path.read_text())
         first, last = content["steps"]
+        names = {key: content[key] for key in ("model", "data", "precision")}
         return Kept((first, last), content["micro_batches"], content["loss_scale"],
-                    content["seed"], content["data"])  # fmt: skip
+                    content["seed"], content["data"], content.get("begun"), names)  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"batch={path} is no batch that a guard saved ({type(error).__name__}: {error}). "

@@ -1,14 +1,18 @@
 """What a run leaves beside its metrics: data sets, dtypes, the loss scale's picture, the model."""
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
 from runner import artifacts
 from runner.data import fingerprint
 from runner.data.base import Splits
 from runner.data.loading import Loader
+from runner.errors import CheckpointError
 from runner.export import export, line
+from runner.kept import near
 from runner.observers.tally import Tally
 from runner.precision.probe import DtypeProbe
+from runner.result import FILE, RunResult, show
 from runner.state import TrainState
 
 if TYPE_CHECKING:
@@ -28,26 +32,39 @@ def leave_dtypes(this: "Run", probe: DtypeProbe) -> None:
     rows = probe.table()
     if fates:
         rows = [{**row, "conversion": fates.get(row["module"], "")} for row in rows]
-    path = artifacts.write_table(this.out / "dtypes.json", rows)
-    this.tracker.artifact(path)
-    this.tracker.tags(artifacts.tables_tag(path.name))
+    if this.leave(this.out / "dtypes.json", lambda path: artifacts.write_table(path, rows)):
+        this.tracker.tags(artifacts.tables_tag("dtypes.json"))
 
 
 def leave_loss_scale(this: "Run", tally: Tally, steps: int) -> None:
     """The picture of the loss scale, where there is one."""
     if tally.scales:
-        path = this.out / "loss_scale.png"
-        artifacts.draw_loss_scale(path, tally.scales, tally.overflows, steps)
-        this.tracker.artifact(path)
+        seen = tally.scales, tally.overflows, steps
+        this.leave(this.out / "loss_scale.png", lambda path: artifacts.draw_loss_scale(path, *seen))
 
 
 def leave_weights(this: "Run", state: TrainState) -> None:
     """The weights alone, in the format that other tools read; packed ones as they are packed."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_model
 
     path = this.out / "model.safetensors"
-    save_model(state.plain_model, str(path), {"precision": this.precision.name})
-    this.tracker.artifact(path)
+    try:
+        save_model(state.plain_model, str(path), {"precision": this.precision.name})
+    except SafetensorError as error:
+        this.lost.append(f"{near(path)} was not written: {str(error).rpartition(': ')[2]}.")
+    else:
+        this.tracker.artifact(path)
+
+
+def unsaved(this: "Run", result: RunResult) -> NoReturn:
+    """End a run whose weights could not be written: what it reached is told and kept."""
+    error = CheckpointError("\n".join(this.lost))
+    failed = replace(result, status="failed", error=str(error))
+    this.leave(this.out / FILE, lambda _: failed.write(this.out))
+    show(this.console, failed)
+    error.finished = True
+    raise error
 
 
 def leave_model(this: "Run", state: TrainState, loader: Loader) -> None:

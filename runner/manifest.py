@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from runner.errors import ConfigError
+from runner.files import write_text
 from runner.secrets import hide
 
 FILE = "sweep.json"
@@ -50,8 +51,5 @@ class Manifest:
         return manifest
 
     def write(self, folder: Path) -> None:
-        """Whole or not at all, without passwords."""
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / f"{FILE}.partial"
-        aside.write_text(hide(json.dumps(asdict(self), indent=2)) + "\n")
-        aside.replace(folder / FILE)
+        """Whole or not at all, without passwords. Raises OSError."""
+        write_text(folder / FILE, hide(json.dumps(asdict(self), indent=2)) + "\n")

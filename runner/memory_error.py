@@ -1,6 +1,5 @@
-"""Out of memory, as a message: in which step, what held it, what to type."""
+"""Out of memory, as a message: in which step, what held it, which settings would fit."""
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ import torch
 from runner.accelerator import MIB
 from runner.errors import RunnerError
 from runner.precision.memory import stored_bytes, tensor_bytes
+from runner.room import USABLE, Need, batches, limit, need
 from runner.state import TrainState
 
 if TYPE_CHECKING:
@@ -43,18 +43,19 @@ def memory_told(this: "Run") -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        (this.out / "error.txt").write_text(traceback.format_exc())
+        this.traceback()
         raise OutOfMemory(message(this, error)) from error
 
 
 def message(this: "Run", error: BaseException) -> str:
-    """What happened, the memory's table, and the settings that need less."""
+    """What happened, the memory's table, and settings that would fit by an estimate; without one,
+    settings that need less."""
     # PyTorch's CPU allocator begins with the place in its own source.
     said = str(error).strip().partition("\n")[0].rpartition("err == 0. ")[2]
     said = said or type(error).__name__
     lines = [f"Out of memory {_when(this.state)} on {this.accelerator.name}: {said}"]
     lines += [f"  {name:<16}{size / MIB:>10.1f} MiB" for name, size in _table(this)]
-    lines.append(f"To need less, type {', or '.join(remedies(this))}.")
+    lines += fitting(this, error) or [f"To need less, type {', or '.join(remedies(this))}."]
     return "\n".join(lines)
 
 
@@ -74,6 +75,54 @@ def _table(this: "Run") -> Iterator[tuple[str, float]]:
     yield "peak", this.accelerator.peak_memory_mib() * MIB
     if this.device.type == "cuda":
         yield "device", torch.cuda.get_device_properties(this.device).total_memory
+
+
+def fitting(this: "Run", error: BaseException) -> list[str]:
+    """Lines with settings that would fit, or that none does; nothing where no estimate explains
+    why memory ran out."""
+    if this.state is None or this.loader is None:
+        return []
+    taken, (_, whole) = need(this, error, this.loader), limit(this.device)
+    size, usable = this.spec.train.batch_size, this.other + USABLE * (whole - this.other)
+    if taken is None or taken.of(size) <= usable:
+        return []
+    found: dict[int, tuple[str, float]] = {}  # by batch size: more of it, or it is not worth more
+    for words, after in _changes(this, taken):
+        fits = [n for n in batches(size) if after.of(n) <= usable]
+        for n in fits[: 1 if words else 2]:
+            found.setdefault(n, (_batch(this, n) + words, after.of(n)))
+    if not found:
+        words, least = list(_changes(this, taken))[-1]
+        text = f"train.batch_size=1{words} takes {_share(least.of(1), whole)} by an estimate"
+        return [f"No setting fits: {text}. Type model.<size>=<smaller>."]
+    told = (f" {words} ({_share(size, whole)})" for words, size in found.values())
+    return ["By an estimate these fit; type", *told]
+
+
+def _changes(this: "Run", taken: Need) -> Iterator[tuple[str, Need]]:
+    """Overrides beside the batch size, and what a step takes with them."""
+    yield "", taken
+    name, optimizer = this.precision.name, this.origin.choices.get("optimizer", "")
+    if smaller := _SMALLER_STATE.get(optimizer):
+        yield f" optimizer={smaller}", taken.smaller_state()
+    if narrower := _NARROWER.get(name):
+        yield f" precision={narrower}", taken.narrower("mixed" in name)
+    if smaller and narrower:
+        both = taken.narrower("mixed" in name).smaller_state()
+        yield f" precision={narrower} optimizer={smaller}", both
+
+
+def _batch(this: "Run", examples: int) -> str:
+    """For the same step; nothing where the batch stays whole."""
+    train = this.spec.train
+    if examples == train.batch_size:
+        return ""
+    accumulate = train.accumulate * train.batch_size // examples
+    return f" train.batch_size={examples} train.accumulate={accumulate}"
+
+
+def _share(size: float, whole: float) -> str:
+    return f"about {size / 2**30:.1f} of {whole / 2**30:.1f} GiB"
 
 
 def remedies(this: "Run") -> Iterator[str]:

@@ -4,13 +4,20 @@ the Markdown in which no text of a user's is markup."""
 import html
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from runner.result import RunResult, number, rows
 
 if TYPE_CHECKING:
     from runner.precision.base import ConversionReport
+
+
+def resumed(step: int, changes: Mapping[str, str]) -> str:
+    """Where a run was gone on with, and what was changed there: follows its note."""
+    with_what = ", ".join(f"{key}: {change}" for key, change in changes.items())
+    told = f"Resumed at step {step}; changed: {with_what or 'nothing'}."
+    return f"\n\n{md(told)}"
 
 
 def begun(command: Sequence[str]) -> str:

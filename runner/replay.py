@@ -1,19 +1,24 @@
 """mode=replay: forward and backward on a saved batch, to see where its numbers stop being finite.
 
-Nothing is trained, evaluated or tracked. The weights are those of init.weights=, else fresh ones.
+The weights are those of init.weights=, else those before the step, to which the run is trained once
+more; fresh ones where its config is gone. Nothing is tracked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from runner import kept
 from runner.accelerator import MIB, Accelerator
+from runner.again import before, own_spec
 from runner.build import build_loaders, build_splits
+from runner.checkpoint import Saved, contents
 from runner.data.loading import Batch
 from runner.errors import ConfigError
 from runner.isolation import seed_all
@@ -21,8 +26,10 @@ from runner.kept import Kept
 from runner.model import build_model, start
 from runner.precision import support
 from runner.precision.base import Precision
+from runner.precision.memory import float32_bytes
 from runner.precision.trace import Seen, Trace, begins, seen
 from runner.result import RunResult, number
+from runner.resume import rng_state, set_rng_state
 from runner.spec import Origin, RunSpec
 from runner.state import TrainState
 from runner.step import examples_in, loss_of
@@ -53,15 +60,29 @@ def replay(
     """Replay the batch that spec.batch names and print where it begins."""
     assert spec.batch is not None
     saved = kept.read(Path(spec.batch))
-    batches = _batches(spec, saved, accelerator.device, console, origin)
-    own = precision.scale(accelerator.device).value
-    scale = 1.0 if own is None else saved.loss_scale or own.item()
-    ours = _through(spec, precision, task, accelerator.device, batches, scale)
-    runs = {precision.name: ours}
-    if precision.name not in ("32-true", "64-true") and ours.weights_mib <= CHEAP_MIB:
-        plain = support.load("32-true")
-        runs[plain.name] = _through(spec, plain, task, accelerator.device, batches, scale)
-    _show(console, spec, saved, runs)
+    device, own = accelerator.device, own_spec(Path(spec.batch))
+    value = precision.scale(device).value
+    scale = 1.0 if value is None else saved.loss_scale or value.item()
+    runs: dict[str, Replayed] = {}
+    begin, rng = start(spec), None
+    weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
+    if own is None or saved.begun is None or spec.init.weights != own.init.weights:
+        batches = _batches(spec, saved, device, console, origin)
+    else:
+        with before(replace(own, batch=spec.batch), saved, device, console) as reached:
+            state, batches, weights = reached
+            begin, rng = Saved(Path(spec.batch), contents(state, own)), rng_state(device)
+            for line in _lost_weights(state.plain_model):
+                console.print(line)
+            if all(getattr(own, key) == getattr(spec, key) for key in ("model", "precision")):
+                runs[precision.name] = _traced(state, batches, scale)
+    if not runs:
+        runs[precision.name] = _through(spec, precision, task, device, batches, scale, begin, rng)
+    plain = support.load("32-true")
+    small = runs[precision.name].weights_mib <= CHEAP_MIB
+    if precision.name not in (plain.name, "64-true") and small:
+        runs[plain.name] = _through(spec, plain, task, device, batches, scale, begin, rng)
+    _show(console, saved, runs, weights)
     return RunResult(precision.name, origin.label(spec), str(out), device=accelerator.name)
 
 
@@ -91,34 +112,49 @@ def _through(
     device: torch.device,
     batches: Sequence[Batch],
     scale: float,
+    begin: Saved | None,
+    rng: Mapping[str, Any] | None,
 ) -> Replayed:
-    """Forward and backward of each micro-batch as in a step, without the step; in every precision
-    with one loss scale, so that their gradients can be compared."""
+    """What a model made anew with these weights does with the batch; in every precision with one
+    loss scale, so that their gradients can be compared."""
     seed_all(spec.seed)
-    built = build_model(spec, precision, device, start=start(spec))
+    built = build_model(spec, precision, device, start=begin)
     state = TrainState(built.model, precision, task, precision.scale(device), [], device)
-    rows: list[Seen] = []
-    total, examples = 0.0, 0
+    if rng is not None:
+        set_rng_state(rng, device)
     with precision.session(built.model, device):
         built.model.train()
-        for inputs, target in batches:
-            built.model.zero_grad(set_to_none=True)
-            with Trace(built.model) as trace:
-                trace.note("forward", "(inputs)", "", "inputs", inputs)
-                loss = loss_of(state, inputs, target)
-                trace.rows.append(seen("forward", "(loss)", type(task).__name__, "loss", loss))
-                (loss * scale).backward()
-            count = examples_in((inputs, target))
-            total, examples = total + loss.item() * count, examples + count
-            if not any(row.lost for row in rows):
-                rows = trace.rows
-    return Replayed(total / examples, rows, built.plain_bytes / MIB)
+        return _traced(state, batches, scale)
 
 
-def _show(console: Console, spec: RunSpec, saved: Kept, runs: Mapping[str, Replayed]) -> None:
+def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replayed:
+    """Forward and backward of each micro-batch as in a step, without the step."""
+    rows: list[Seen] = []
+    total, examples, task = 0.0, 0, type(state.task).__name__
+    for inputs, target in batches:
+        state.model.zero_grad(set_to_none=True)
+        with Trace(state.model) as trace:
+            trace.note("forward", "(inputs)", "", "inputs", inputs)
+            loss = loss_of(state, inputs, target)
+            trace.rows.append(seen("forward", "(loss)", task, "loss", loss))
+            (loss * scale).backward()
+        count = examples_in((inputs, target))
+        total, examples = total + loss.item() * count, examples + count
+        if not any(row.lost for row in rows):
+            rows = trace.rows
+    return Replayed(total / examples, rows, float32_bytes(state.model) / MIB)
+
+
+def _lost_weights(model: nn.Module) -> Iterator[str]:
+    """Which weights are not finite before the step."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not parameter.isfinite().all():
+            yield f"warning: {name} is not finite before the step: an earlier update broke it."
+
+
+def _show(console: Console, saved: Kept, runs: Mapping[str, Replayed], weights: str) -> None:
     (name, ours), *others = runs.items()
     step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
-    weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
     samples = sum(map(len, saved.micro_batches))
     console.print(f"replay of step {step}: {samples} samples, weights: {weights}")
     for label, run in runs.items():

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from runner.files import write_text
 from runner.secrets import hide
 from runner.tracking.uri import resolve_experiment, resolve_uri
 
@@ -101,10 +102,7 @@ class RunResult:
     def write(self, folder: Path) -> Path:
         """Writes `result.json` into the folder, which is created; returns its path. Who reads it
         meanwhile finds the whole of it or what was there before."""
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = (folder / FILE).with_suffix(".partial")
-        aside.write_text(hide(json.dumps(asdict(self), indent=2)) + "\n")
-        return aside.replace(folder / FILE)
+        return write_text(folder / FILE, hide(json.dumps(asdict(self), indent=2)) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult":

@@ -7,18 +7,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from runner import artifacts, checkpoint, notes, resume
+from runner import artifacts, checkpoint, kept, notes, resume
 from runner.accelerator import choose
+from runner.again import as_its_run
 from runner.alone import alone
 from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten
-from runner.errors import ConfigError, RunnerError, TrackingError
+from runner.errors import CheckpointError, ConfigError, RunnerError, TrackingError
+from runner.files import why
 from runner.isolation import Stopped, StopSignals, process_state
+from runner.kept import near
 from runner.memory_error import memory_told
 from runner.plan import plan
 from runner.precision.base import Precision
 from runner.replay import replay
-from runner.result import RunResult, plain_console, show
+from runner.result import FILE, RunResult, plain_console, show
 from runner.spec import Origin, RunSpec
 from runner.tasks.base import Task
 from runner.tracking import journal
@@ -52,8 +55,7 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     with alone(out), process_state(), StopSignals() as signals:
         accelerator = choose(spec.accelerator)
-        if spec.mode == "evaluate":
-            spec, origin = _with_checkpoint(spec, origin)
+        spec, origin = _completed(spec, origin)
         precision: Precision = build_group("precision", spec.precision)
         precision.require(accelerator.device)
         task: Task = build_group("task", spec.task)
@@ -69,22 +71,23 @@ def run(
         with _tracked(this), memory_told(this):
             result = (train if spec.mode == "train" else evaluate_checkpoint)(this)
             signals.check()
-            tracker.artifact(result.write(out))
-            tracker.note(notes.ended(origin.command, result, this.report))
+            with suppress(OSError):  # it is written once more when the record of the end has room
+                tracker.artifact(result.write(out))
+            this.note(notes.ended(origin.command, result, this.report))
     result = replace(
         result, run_id=tracker.run_id, experiment_id=tracker.experiment_id,
         dashboard=tracker.dashboard,
     )  # fmt: skip
-    result.write(out)
     show(console, result)
-    _afterwards(this)
+    _afterwards(this, result)
     return result
 
 
-def _afterwards(this: Run) -> None:
-    """A stop that came while the end of the run waited for its store ends the command, and a record
-    that was refused is no success; a sweep sees to its own."""
+def _afterwards(this: Run, result: RunResult) -> None:
+    """A stop that came while the end of the run waited for its store ends the command, and a result
+    or a record that was refused is no success; a sweep sees to its own records."""
     try:
+        _write_result(this, result)
         this.signals.check()
         if this.origin.sweep is None:
             this.tracker.check()
@@ -93,18 +96,43 @@ def _afterwards(this: Run) -> None:
         raise
 
 
+def _write_result(this: Run, result: RunResult) -> None:
+    try:
+        result.write(this.out)
+    except OSError as error:
+        text = f"{near(this.out / FILE)} was not written: {why(error)}. The result is above."
+        raise CheckpointError(text) from error
+
+
+def _begin_folder(this: Run) -> None:
+    """What the run is, before anything is computed or recorded.
+
+    Raises:
+        ConfigError: the folder takes no files.
+    """
+    environment = artifacts.environment(this.origin)
+    try:
+        artifacts.write_config(this.out, this.spec)
+        artifacts.write_json(this.out / artifacts.ENVIRONMENT, environment)
+    except OSError as error:
+        raise ConfigError(
+            f"{near(this.out)} takes no files: {why(error)}. Make room, or type "
+            "hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
+        ) from error
+
+
 @contextmanager
 def _tracked(this: Run) -> Iterator[None]:
     """The run in the tracking store, whose status says what really happened."""
     tracker = this.tracker
     if this.origin.sweep is None:
         tracker.check_sweep()
+    _begin_folder(this)
     tracker.open(_info(this))
     try:
-        tracker.note(notes.begun(this.origin.command))
-        tracker.artifact(artifacts.write_config(this.out, this.spec))
-        environment = artifacts.environment(this.origin)
-        tracker.artifact(artifacts.write_json(this.out / "environment.json", environment))
+        this.note(notes.begun(this.origin.command))
+        tracker.artifact(this.out / artifacts.CONFIG)
+        tracker.artifact(this.out / artifacts.ENVIRONMENT)
         yield
     except (Stopped, KeyboardInterrupt) as error:
         _close(this, "KILLED", str(error) or "Interrupted.")
@@ -117,7 +145,7 @@ def _tracked(this: Run) -> Iterator[None]:
 
 def _close(this: Run, status: Status, error: str) -> None:
     with suppress(TrackingError):  # what ended the run must not be hidden by its record
-        this.tracker.note(notes.broken(this.origin.command, status, error))
+        this.note(notes.broken(this.origin.command, status, error))
     this.tracker.close(status, error, this.signals.requested)
 
 
@@ -143,6 +171,15 @@ def _info(this: Run) -> RunInfo:
         info, continues=before, step=saved.content["step"],
         changes=resume.changes(spec, saved),
     )  # fmt: skip
+
+
+def _completed(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
+    """With what a mode takes from an earlier run."""
+    if spec.mode == "evaluate":
+        return _with_checkpoint(spec, origin)
+    if spec.mode == "replay":
+        return as_its_run(spec, origin, kept.read(Path(spec.batch or "")))
+    return spec, origin
 
 
 def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:

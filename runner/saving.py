@@ -12,6 +12,7 @@ from torch import Tensor
 
 from runner import checkpoint
 from runner.errors import CheckpointError
+from runner.files import why
 
 Key = tuple[str | int, ...]
 Pair = tuple[Tensor, Tensor]
@@ -97,17 +98,16 @@ class Saver:
             self._error = None
 
     def _trouble(self, error: Exception) -> str:
-        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         whole = sorted(self.folder.glob("step-*.pt"))
         last = f"the last whole one is {whole[-1]}" if whole else "there is no earlier one"
-        return f"A checkpoint could not be written ({why or type(error).__name__}): {last}."
+        return f"A checkpoint could not be written ({why(error)}): {last}."
 
     def _write(self, content: Mapping[str, Any], best: bool = False) -> None:
         try:
             path = checkpoint.save(self.folder, content, self.keep)
             if best:
                 checkpoint.keep_best(path)
-        except Exception as error:  # a full disk comes as torch's RuntimeError, too
+        except Exception as error:
             self._error = error
 
     def _copied(

@@ -2,7 +2,9 @@
 
 import math
 import shlex
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -11,23 +13,34 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from runner import artifacts, checkpoint
+from runner import artifacts, checkpoint, notes, resume
 from runner.accelerator import MIB, Accelerator
 from runner.build import build_driven, build_loaders, build_splits
 from runner.course import Course
 from runner.data.loading import Loader
 from runner.describe import describe
+from runner.errors import CheckpointError
+from runner.files import why, write_text
 from runner.guards import check_data, diverged, mishaps, try_batch
 from runner.isolation import StopSignals, make_deterministic, seed_all
-from runner.leave import leave_dtypes, leave_loss_scale, leave_model, leave_weights, tell_inputs
+from runner.kept import near
+from runner.leave import (
+    leave_dtypes,
+    leave_loss_scale,
+    leave_model,
+    leave_weights,
+    tell_inputs,
+    unsaved,
+)
 from runner.loop import evaluate, fit, total_steps
 from runner.model import build_model, restore_model, start
 from runner.observers.base import tell
 from runner.observers.tally import Tally
 from runner.precision.base import ConversionReport, Precision
-from runner.precision.memory import tensor_bytes
+from runner.precision.memory import stored_bytes, tensor_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
+from runner.room import limit
 from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 from runner.state import TrainState
@@ -53,7 +66,10 @@ class Run:
     report: ConversionReport = field(default_factory=ConversionReport)
     resumed: checkpoint.Saved | None = None
     trouble: str = ""  # what a guard stopped it for
+    lost: list[str] = field(default_factory=list)  # weights that could not be written
     state: TrainState | None = None
+    loader: Loader | None = None
+    other: float = 0.0  # bytes taken before the first step, beside the weights
 
     @property
     def device(self) -> torch.device:
@@ -65,6 +81,37 @@ class Run:
 
     def say(self, message: str) -> None:
         self.console.print(message, markup=False)
+
+    def note(self, markdown: str) -> None:
+        """What the run's page in the store says in words."""
+        if saved := self.resumed:
+            step, changes = saved.content["step"], resume.changes(self.spec, saved)
+            markdown += notes.resumed(step, changes)
+        self.tracker.note(markdown)
+
+    def write(self, path: Path, write: Callable[[Path], object]) -> bool:
+        """Have a file written; one that cannot be is told, and costs the run nothing else."""
+        try:
+            write(path)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            self.say(f"warning: {near(path)} was not written: {why(error)}.")
+            return False
+        return True
+
+    def leave(self, path: Path, write: Callable[[Path], object], folder: str = "") -> bool:
+        """The same of one that becomes an artifact, in a folder of the store's."""
+        if written := self.write(path, write):
+            self.tracker.artifact(path, folder)
+        return written
+
+    def traceback(self) -> str:
+        """Keeps that of the error that is being handled; a sentence that says where."""
+        text = traceback.format_exc()
+        path = self.out / "error.txt"
+        kept = self.write(path, lambda path: write_text(path, text))
+        return f"The traceback is in {near(path)}." if kept else ""
 
 
 def train(this: Run) -> RunResult:
@@ -88,7 +135,8 @@ def train(this: Run) -> RunResult:
             build_driven(spec, built.model, this.precision, steps), this.device,
             spec.train.clip_norm,
         )  # fmt: skip
-        this.state = state
+        this.state, this.loader = state, loaders[0]
+        this.other = limit(this.device)[0] - stored_bytes(state.model)
         try_batch(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
         sizes["peak_memory_mib"] = this.accelerator.peak_memory_mib()  # the export has its own
@@ -98,6 +146,8 @@ def train(this: Run) -> RunResult:
     result = _result(this, sizes | tally.summary(), perf_counter() - started)
     if this.trouble:
         diverged(this, result)
+    if this.lost:
+        unsaved(this, result)
     return result
 
 
@@ -131,7 +181,7 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
     finally:
         course.close()
     if spec.checkpoint.final or this.signals.requested():
-        path = course.save_last()
+        path = _save_last(this, course)
         if this.signals.requested() and path:
             this.say(f"checkpoint: {path}")
             if this.origin.sweep is None:  # a sweep goes on as a whole
@@ -142,6 +192,15 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
     leave_dtypes(this, probe)
     leave_loss_scale(this, course.tally, state.step)
     return course.tally
+
+
+def _save_last(this: Run, course: Course) -> Path | None:
+    """The last checkpoint; None where there is none, and this.lost says why it was not written."""
+    try:
+        return course.save_last()
+    except CheckpointError as error:
+        this.lost.append(str(error))
+        return None
 
 
 def _shape(spec: RunSpec, state: TrainState) -> None:

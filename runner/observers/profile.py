@@ -1,5 +1,6 @@
 """debug=profile: torch.profiler over the first steps, as a table and a Chrome trace."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.profiler import profile
@@ -12,10 +13,17 @@ class Profile(Observer):
     """Profiles from its making until a block passes `until` steps, or the run ends.
 
     Files: `profile.txt` (operators by CPU time) and `profile.json` (chrome://tracing).
+
+    Args:
+        folder: where they go.
+        until: a step.
+        write: calls a function that writes a file, with its path.
     """
 
-    def __init__(self, folder: Path, until: int) -> None:
-        self.folder, self.until = folder, until
+    def __init__(
+        self, folder: Path, until: int, write: Callable[[Path, Callable[[Path], object]], object]
+    ) -> None:
+        self.folder, self.until, self.write = folder, until, write
         self._profile: profile | None = profile(acc_events=True)
         self._profile.start()
 
@@ -28,6 +36,7 @@ class Profile(Observer):
             return
         self._profile.stop()
         table = self._profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
-        (self.folder / "profile.txt").write_text(table)
-        self._profile.export_chrome_trace(str(self.folder / "profile.json"))
-        self._profile = None
+        made, self._profile = self._profile, None
+        self.write(self.folder / "profile.txt", lambda path: path.write_text(table))
+        trace = self.folder / "profile.json"
+        self.write(trace, lambda path: made.export_chrome_trace(str(path)))

@@ -11,6 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.files import why
 from runner.tracking import journal as journals
 
 FILE = "history.npz"
@@ -44,10 +45,20 @@ def of_folder(folder: Path) -> dict[str, Curve]:
 
 
 def write(path: Path, curves: Mapping[str, Curve]) -> Path:
-    """A compressed archive of plain arrays, whole or not at all; returns the path."""
+    """A compressed archive of plain arrays, whole or not at all; returns the path.
+
+    Raises:
+        RefusedError: it cannot be written, which waiting does not change.
+    """
     aside = path.with_suffix(".partial")
-    with aside.open("wb") as file:
-        np.savez_compressed(file, **curves)  # type: ignore[arg-type]
+    try:
+        with aside.open("wb") as file:
+            np.savez_compressed(file, **curves)  # type: ignore[arg-type]
+    except OSError as error:
+        from runner.tracking.answers import RefusedError  # imports mlflow
+
+        aside.unlink(missing_ok=True)
+        raise RefusedError(f"{path} was not written: {why(error)}") from error
     return aside.replace(path)
 
 

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from runner.tracking.base import Record
+from runner.tracking.progress import SIZE
 
 log = logging.getLogger(__name__)
 
 MEMORY_MIB = 64
 """What is kept in memory of records that a full disk does not take."""
 SPARE = 16 * 1024
-"""Bytes of disk that are held back for the record of the run's end."""
+"""Bytes of disk that are held back for the record of the run's end; the writer's progress, of a
+fixed size, has its room beside the journal from the beginning, too."""
 _RETRY_SECONDS = 0.25
 
 # default=float takes what is not a plain number but converts to one (numpy.float32).
@@ -56,6 +58,7 @@ class Journal:
         self._spare = self.path.with_suffix(".spare")
         with suppress(OSError):
             self._spare.write_bytes(bytes(SPARE))
+            self.path.with_suffix(".state").write_bytes(b" " * SIZE)
 
     def append(self, kind: str, **content: Any) -> None:
         """Writes one record of any kind."""

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_SIZE = 4096
+SIZE = 4096
 _FIELDS = ("run_id", "experiment_id", "offset", "tried", "done", "refused", "uri", "experiment")
 
 
@@ -50,7 +50,7 @@ class Progress:
         except OSError:  # a file system without locks
             pass
         self._file = file
-        self._load(os.pread(file, _SIZE, 0))
+        self._load(os.pread(file, SIZE, 0))
         return True
 
     def peek(self) -> bool:
@@ -60,7 +60,7 @@ class Progress:
         except FileNotFoundError:
             return False
         try:
-            self._load(os.pread(file, _SIZE, 0))
+            self._load(os.pread(file, SIZE, 0))
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -75,7 +75,7 @@ class Progress:
         a disk that is full has the room already."""
         for name, value in changes.items():
             setattr(self, name, value)
-        os.pwrite(self._file, json.dumps(self.fields()).ljust(_SIZE - 1).encode() + b"\n", 0)
+        os.pwrite(self._file, json.dumps(self.fields()).ljust(SIZE - 1).encode() + b"\n", 0)
 
     def fields(self) -> dict[str, Any]:
         """What is kept."""

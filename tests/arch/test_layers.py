@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (
-    {"errors", "quiet", "records", "secrets", "spec", "argv", "alone", "manifest"},
+    {"errors", "files", "quiet", "records", "secrets", "spec", "argv", "alone", "manifest"},
     {"config", "explain", "usage"},
     {
         "precision",
@@ -28,6 +28,8 @@ LAYERS = (
     {"resume", "rng"},
     {
         "describe",
+        "room",
+        "again",
         "kept",
         "guards",
         "course",

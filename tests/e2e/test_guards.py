@@ -2,11 +2,17 @@
 
 import json
 import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from runner import kept
+from runner.again import before, own_spec
+from runner.checkpoint import contents
 from runner.data.loading import Loader
 from runner.data.samples import of_step
 
@@ -26,7 +32,8 @@ class Times(nn.Module):
 
     def __init__(self, factor: float, at: int) -> None:
         super().__init__()
-        self.factor, self.at, self.calls = factor, at, 0
+        self.factor, self.at = factor, at
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
         self.calls += self.training
@@ -151,12 +158,49 @@ def test_the_saved_batch_leads_to_the_planted_module(faulty, faults):
     done = faulty(*NAN, "model.at=1", "debug=replay", f"batch={kept}", "precision=bf16-mixed",
                   "hydra.run.dir=again")  # fmt: skip
     assert done.rc == 0, done.stderr
-    assert "replay of step 6: 8 samples, weights: fresh ones (seed 0)" in done.stdout
+    assert "replay of step 6: 8 samples, weights: those before the step" in done.stdout
     assert "It begins in the forward, at the output of body.2 (bfloat16), in 32-true as well" in (
         done.stdout
     )
     assert re.search(r"body\.2 +│ Times +│ output +│ bfloat16 +│ 0 +│ 100\.0%", done.stdout)
     assert not list((faults / "again").glob("checkpoints/*"))
+
+
+def test_a_replay_has_the_weights_of_the_step(faults, cli):
+    told = cli(*OWN, *NAN, "checkpoint.every_steps=2").stderr
+    out, own = folder(faults), ["--config-dir", "lab/conf", "hydra.run.dir=again"]
+    again = shlex.split(next(t for t in told.splitlines() if "debug=replay" in t))[6:]
+    for words in (again, ["debug=replay", again[-1]]):
+        done = cli(*own, *words)
+        assert done.rc == 0, done.stderr
+        assert "trains 1 steps again, from /" in done.stdout
+        assert "checkpoints/step-00000004.pt" in done.stdout
+        assert "It begins in the forward, at the output of body.2 (float32)" in done.stdout
+    next(out.glob("checkpoints/*")).unlink()
+    done = cli(*own, "debug=replay", again[-1])
+    assert "trains 5 steps again, from the beginning" in done.stdout
+    assert "It begins in the forward, at the output of body.2 (float32)" in done.stdout
+
+
+def test_a_replay_trains_to_the_very_bits(faulty, faults):
+    faulty(*NAN, "checkpoint.every_steps=5", "checkpoint.keep=9", "precision=16-mixed",
+           "guard.overflow_steps=1")  # fmt: skip
+    out = folder(faults)
+    batch = next((out / "guard").iterdir())
+    path = out / "checkpoints" / "step-00000005.pt"
+    wanted = torch.load(path, weights_only=True)
+    path.unlink()
+    spec = replace(own_spec(batch), batch=str(batch))
+    with before(spec, kept.read(batch), torch.device("cpu"), Console(quiet=True)) as reached:
+        state, micros, _ = reached
+        found = contents(state, spec)
+        assert len(micros[0][0]) == 8
+    assert found["step"] == 5
+    for name, tensor in wanted["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+    moments = [o["optimizers"][0]["state"][0]["exp_avg"] for o in (found, wanted)]
+    assert torch.equal(*moments)
+    assert found["loss_scale"] == wanted["loss_scale"]
 
 
 def test_a_replay_tells_what_the_precision_alone_breaks(faulty, faults):

@@ -48,6 +48,9 @@ def test_a_run_goes_on_by_its_id_as_the_same_run(main, tmp_path):
     assert run.data.params["optimizer.lr"] == "0.001"
     assert run.data.tags["resumed_at_step"] == "2"
     assert "optimizer.lr: 0.001 -> 0.0001 (from step 2)" in run.data.tags["changes"]
+    assert "tracking" not in run.data.tags["changes"]
+    note = run.data.tags["mlflow.note.content"]
+    assert "Resumed at step 2; changed: train.max_steps: 6 -&gt; 8, optimizer.lr: 0.001 " in note
     losses = client.get_metric_history(run_id, "train/loss")
     assert sorted(point.step for point in losses) == list(range(1, 9))
     rates = {p.step: p.value for p in client.get_metric_history(run_id, "train/lr")}

@@ -6,13 +6,17 @@ import torch
 from runner.observers.profile import Profile
 
 
+def call(path, write):
+    write(path)
+
+
 @pytest.fixture
 def work():
     return lambda: torch.ones(8, 8) @ torch.ones(8, 8)
 
 
 def test_the_first_steps_are_profiled(tmp_path, step, work):
-    observer = Profile(tmp_path, until=3)
+    observer = Profile(tmp_path, until=3, write=call)
     work()
     observer.steps((step(1), step(2)))
     assert list(tmp_path.iterdir()) == []
@@ -26,7 +30,7 @@ def test_the_first_steps_are_profiled(tmp_path, step, work):
 
 
 def test_a_run_that_ends_early_leaves_what_there_is(tmp_path, work):
-    observer = Profile(tmp_path, until=100)
+    observer = Profile(tmp_path, until=100, write=call)
     work()
     observer.close()
     assert "aten::mm" in (tmp_path / "profile.txt").read_text()

@@ -1,0 +1,74 @@
+"""Writing files where the disk may be full."""
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Writes aside and renames, so that what was there stays whole, in a folder that is made if
+    need be; returns the path.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is left.
+    """
+    aside = path.with_suffix(".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        aside.write_text(text)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    return aside.replace(path)
+
+
+class _Taking(io.RawIOBase):
+    """Takes everything and keeps the first error of the file behind it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        try:
+            if self.error is None:
+                self.file.write(data)
+        except OSError as error:
+            self.error = error
+        return memoryview(data).nbytes
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return offset  # torch.export rewinds what it has written
+
+
+@contextmanager
+def written_by_torch(path: Path) -> Iterator[IO[bytes]]:
+    """A new file, synced at the end. An error that is raised under torch's zip writer can abort
+    the process, when the writer is freed; here it is raised once torch is done.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("wb") as file:
+        taking = _Taking(file)
+        yield cast("IO[bytes]", taking)
+        if taking.error is not None:
+            raise taking.error
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def why(error: BaseException) -> str:
+    """In one line, of the operating system in its own words."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).partition("\n")[0] or type(error).__name__

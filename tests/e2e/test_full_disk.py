@@ -1,0 +1,137 @@
+"""A real disk that fills up: before a run, while it trains, and right before its end."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+FILLS = '''
+import os
+
+from lab.nets import Net
+
+
+class Fills(Net):
+    """Fills the disk in a training step, but for a few bytes."""
+
+    def __init__(self, at: int, left: int, **sizes) -> None:
+        super().__init__(**sizes)
+        self.at, self.left = at, left
+
+    def forward(self, x):
+        if self.training and self.calls + 1 == self.at:
+            room = os.statvfs(".")
+            with open("fill", "wb") as file:
+                file.write(bytes(room.f_bavail * room.f_bsize - self.left))
+        return super().forward(x)
+'''
+YAML = "# Mine\n_target_: lab.fills.Fills\nclasses: ${data.meta.classes}\nat: 0\nleft: 0\n"
+RUN = ("--config-dir", "lab/conf", "model=fills", "data=mine", "train.batch_size=8",
+       "train.log_every=2", "train.max_steps=12", "precision=16-mixed")  # fmt: skip
+FULL = "No space left on device"
+
+
+@pytest.fixture
+def small(tmp_path, lab_writer):
+    """A folder of a user's on a file system of 2 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    if mount is None or os.geteuid() or subprocess.run(command, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    (lab_writer(folder) / "lab" / "fills.py").write_text(FILLS)
+    (folder / "lab" / "conf" / "model" / "fills.yaml").write_text(YAML)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def filling(small, cli):
+    """The run that fills the disk, on it."""
+    return lambda *args: cli(*RUN, "tracking=none", *args, cwd=small)
+
+
+def folder(small):
+    (found,) = small.glob("outputs/runs/*")
+    return found
+
+
+def quiet(done):
+    """No traceback, and no abort."""
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "terminate called" not in done.stderr
+
+
+@pytest.mark.parametrize("left", [0, 20_000])
+def test_on_a_full_disk_nothing_is_begun(filling, small, left):
+    (small / "fill").write_bytes(
+        bytes(2**21 - sum(f.stat().st_blocks * 512 for f in small.rglob("*")) - left)
+    )
+    done = filling()
+    assert done.rc == 2
+    quiet(done)
+    (line,) = done.stderr.splitlines()
+    assert FULL in line
+    assert "hydra.run.dir=<folder>" in line
+    assert "train/loss" not in done.stdout
+
+
+def test_in_a_folder_that_may_not_be_written_nothing_is_begun(filling, small):
+    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+    done = filling()
+    assert done.rc == 2
+    (line,) = done.stderr.splitlines()
+    assert "Read-only file system. Run in a folder that takes files" in line
+
+
+@pytest.mark.parametrize("at", [3, 12], ids=["mid-run", "at the end"])
+def test_a_run_that_can_save_nothing_tells_its_result(filling, small, at):
+    done = filling(f"model.at={at}", "checkpoint.every_steps=5", "checkpoint.safetensors=true")
+    assert done.rc == 1
+    quiet(done)
+    for name in ("dtypes.json", "loss_scale.png", "result.json"):
+        assert f"{name} was not written: {FULL}." in done.stdout
+    assert re.search(r"│ val/accuracy +│ 0\.", done.stdout)
+    saved = sorted(path.name for path in small.rglob("step-*.pt"))
+    assert saved == ([] if at == 3 else ["step-00000010.pt"])
+    last = "there is no earlier one" if at == 3 else "step-00000010.pt."
+    assert f"error: A checkpoint could not be written ({FULL}): " in done.stderr
+    assert last in done.stderr
+    assert f"model.safetensors was not written: {FULL} (os error 28)." in done.stderr
+    assert not list(small.rglob("*.partial"))
+
+
+def test_a_picture_that_is_lost_costs_a_warning(filling, small):
+    done = filling("model.at=12", "model.left=12288", "checkpoint.final=false")
+    assert done.rc == 0, done.stderr
+    assert (
+        f"warning: outputs/runs/{folder(small).name}/loss_scale.png was not written: {FULL}."
+        in (done.stdout)
+    )
+    assert json.loads((folder(small) / "result.json").read_text())["status"] == "finished"
+
+
+def test_a_result_that_is_lost_is_no_success(filling):
+    done = filling("model.at=12", "checkpoint.final=false")
+    assert done.rc == 1
+    assert f"result.json was not written: {FULL}. The result is above." in done.stderr
+    assert re.search(r"│ val/accuracy +│ 0\.", done.stdout)
+
+
+def test_the_store_knows_how_it_ended(small, cli, store, reader):
+    done = cli(*RUN, f"tracking.uri={store}", "tracking.experiment=full", "model.at=12",
+               cwd=small)  # fmt: skip
+    assert done.rc == 1
+    quiet(done)
+    assert f"The model is not in MLflow, its checkpoint has the weights: {FULL}." in done.stdout
+    client = reader()
+    (run,) = client.search_runs([client.get_experiment_by_name("full").experiment_id])
+    assert run.info.status == "FAILED"
+    assert f"A checkpoint could not be written ({FULL})" in run.data.tags["error"]
+    assert run.data.metrics["train/loss"] > 0
