@@ -28,10 +28,10 @@ PRESETS = ("experiment", "debug", "sweep")
 
 
 class Resumption(NamedTuple):
-    """A run to go on with: its folder, its checkpoint, and what to run now."""
+    """A run to go on with: its folder, its checkpoint (None where it begins), and what to run."""
 
     folder: Path
-    saved: Saved
+    saved: Saved | None
     spec: RunSpec
     origin: Origin
 
@@ -42,7 +42,7 @@ def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpt
     Args:
         spec: as composed.
         origin: what was typed.
-        out: this run's own folder; `last` looks beside it.
+        out: this run's own folder, where `auto` looks; `last` looks beside it.
         console: told of what was passed over.
 
     Raises:
@@ -50,8 +50,13 @@ def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpt
     """
     where = spec.checkpoint.resume
     assert where is not None
+    if where == "auto" and not any(out.glob("checkpoints/step-*.pt")):
+        console.print(f"{out} holds no checkpoint: the run begins.", markup=False)
+        return Resumption(out, None, spec, origin)
     told: list[str] = []
-    path = _newest_run(out, told) if where == "last" else Path(where)
+    path = out if where == "auto" else Path(where)
+    if where == "last":
+        path = _newest_run(out, told)
     saved = checkpoint.newest(str(path), spec.tracking.get("uri"), "checkpoint.resume", told)
     if "position" not in saved.content:
         raise ConfigError(

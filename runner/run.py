@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -12,13 +13,14 @@ from runner.accelerator import choose
 from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten
 from runner.errors import ConfigError, RunnerError, TrackingError
-from runner.isolation import Stopped, StopSignals, process_state
+from runner.isolation import process_state
 from runner.memory_error import memory_told
 from runner.plan import plan
 from runner.precision.base import Precision
 from runner.replay import replay
 from runner.result import RunResult, plain_console, show
 from runner.spec import Origin, RunSpec
+from runner.stop import Stopped, StopSignals
 from runner.tasks.base import Task
 from runner.tracking import journal
 from runner.tracking.base import RunInfo, Status, Tracker
@@ -49,18 +51,18 @@ def run(
         raise ConfigError(*problems)
     out.mkdir(parents=True, exist_ok=True)
     with process_state(), StopSignals() as signals:
-        accelerator = choose(spec.accelerator)
-        if spec.mode == "evaluate":
-            spec, origin = _with_checkpoint(spec, origin)
-        precision: Precision = build_group("precision", spec.precision)
-        precision.require(accelerator.device)
-        task: Task = build_group("task", spec.task)
-        check_arguments(spec)
-        if spec.mode in ("plan", "replay"):
-            parts = spec, out, origin, precision, accelerator
-            result = plan(*parts, console) if spec.mode == "plan" else replay(*parts, task, console)
-            result.write(out)
-            return result
+        with signals.at_once():
+            accelerator = choose(spec.accelerator)
+            if spec.mode == "evaluate":
+                spec, origin = _with_checkpoint(spec, origin)
+            precision: Precision = build_group("precision", spec.precision)
+            precision.require(accelerator.device)
+            task: Task = build_group("task", spec.task)
+            check_arguments(spec)
+            if spec.mode in ("plan", "replay"):
+                parts = spec, out, origin, precision, accelerator
+                work = plan if spec.mode == "plan" else partial(replay, task=task)
+                return _untracked(work(*parts, console=console), out)
         tracker: Tracker = build_group("tracking", spec.tracking)
         this = Run(spec, origin, out, console, accelerator, precision, task, tracker, signals,
                    resumed=resumed)  # fmt: skip
@@ -76,6 +78,11 @@ def run(
     result.write(out)
     show(console, result)
     _afterwards(this)
+    return result
+
+
+def _untracked(result: RunResult, out: Path) -> RunResult:
+    result.write(out)
     return result
 
 
@@ -96,7 +103,8 @@ def _tracked(this: Run) -> Iterator[None]:
     """The run in the tracking store, whose status says what really happened."""
     tracker = this.tracker
     if this.origin.sweep is None:
-        tracker.check_sweep()
+        with this.signals.at_once():
+            tracker.check_sweep()
     tracker.open(_info(this))
     try:
         tracker.note(notes.begun(this.origin.command))

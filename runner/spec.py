@@ -60,7 +60,8 @@ class CheckpointSpec:
 
     Attributes:
         path: what mode=evaluate loads: a file, a run's folder, or an MLflow run id.
-        resume: a run to go on with: `last` (the newest that was cut), or one of the same.
+        resume: a run to go on with: `last` (the newest that was cut), `auto` (this run's
+            own folder if it holds a checkpoint, else it begins), or one of the same.
         every_steps: optimizer steps between checkpoints; null saves only at the end.
         keep: newest checkpoints that are kept.
         best: keep the one of the best evaluation, too, as `best.pt`.

@@ -2,7 +2,8 @@
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +19,7 @@ from runner.course import Course
 from runner.data.loading import Loader
 from runner.describe import describe
 from runner.guards import check_data, diverged, mishaps, try_batch
-from runner.isolation import StopSignals, make_deterministic, seed_all
+from runner.isolation import make_deterministic, seed_all
 from runner.leave import leave_dtypes, leave_loss_scale, leave_model, leave_weights, tell_inputs
 from runner.loop import evaluate, fit, total_steps
 from runner.model import build_model, restore_model, start
@@ -31,6 +32,7 @@ from runner.result import RunResult
 from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 from runner.state import TrainState
+from runner.stop import StopSignals
 from runner.tasks.base import Task
 from runner.tracking.base import Tracker
 
@@ -70,26 +72,23 @@ class Run:
 def train(this: Run) -> RunResult:
     """Data, model, optimizer, then the loop. Raises ConfigError where they do not fit together."""
     spec, started = this.spec, perf_counter()
-    _prepare(this)
-    splits = build_splits(spec)
-    loaders = build_loaders(spec, splits, this.device)
-    tell_inputs(this, splits)
-    check_data(this, loaders)
-    seed_all(spec.seed)
-    built = build_model(
-        spec, this.precision, this.device, start=this.resumed or start(spec),
-        whole=this.resumed is not None,
-    )  # fmt: skip
-    with this.precision.session(built.model, this.device):
-        sizes = describe(this, built)
-        steps = total_steps(spec.train, loaders[0])
-        state = TrainState(
-            built.model, this.precision, this.task, this.precision.scale(this.device),
-            build_driven(spec, built.model, this.precision, steps), this.device,
-            spec.train.clip_norm,
+    with this.signals.at_once():
+        loaders = _loaders(this)
+        built = build_model(
+            spec, this.precision, this.device, start=this.resumed or start(spec),
+            whole=this.resumed is not None,
         )  # fmt: skip
-        this.state = state
-        try_batch(this, state, loaders[1])
+    with this.precision.session(built.model, this.device):
+        with this.signals.at_once():
+            sizes = describe(this, built)
+            steps = total_steps(spec.train, loaders[0])
+            state = TrainState(
+                built.model, this.precision, this.task, this.precision.scale(this.device),
+                build_driven(spec, built.model, this.precision, steps), this.device,
+                spec.train.clip_norm,
+            )  # fmt: skip
+            this.state = state
+            try_batch(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
         sizes["peak_memory_mib"] = this.accelerator.peak_memory_mib()  # the export has its own
         if not this.trouble:
@@ -99,6 +98,19 @@ def train(this: Run) -> RunResult:
     if this.trouble:
         diverged(this, result)
     return result
+
+
+def _loaders(this: Run) -> tuple[Loader, Loader]:
+    """Training and validation batches; told, looked at, and the seed set for the model."""
+    _prepare(this)
+    splits = build_splits(this.spec)
+    loaders = build_loaders(this.spec, splits, this.device)
+    for loader in loaders:
+        loader.waiting = this.signals.at_once
+    tell_inputs(this, splits)
+    check_data(this, loaders)
+    seed_all(this.spec.seed)
+    return loaders
 
 
 def _prepare(this: Run) -> None:
@@ -119,7 +131,7 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
         this.say(f"resumed at step {state.step} of {steps}: {this.resumed.path}")
     probe = DtypeProbe(state.model)
     records = fit(
-        state, *loaders, spec.train, first=probe,
+        state, *loaders, spec.train, first=_first(this, probe),
         flush_every=spec.checkpoint.every_steps, stopped=this.signals.requested,
     )  # fmt: skip
     try:
@@ -143,6 +155,13 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
     return course.tally
 
 
+@contextmanager
+def _first(this: Run, probe: DtypeProbe) -> Iterator[None]:
+    """Context around the first step, which may compile for minutes and has nothing to save."""
+    with this.signals.at_once(), probe:
+        yield
+
+
 def _shape(spec: RunSpec, state: TrainState) -> None:
     """Memory format and compilation, as the loop runs the model."""
     model = state.model
@@ -154,6 +173,11 @@ def _shape(spec: RunSpec, state: TrainState) -> None:
 
 def evaluate_checkpoint(this: Run) -> RunResult:
     """The task's metrics of a checkpoint's weights, in this run's precision."""
+    with this.signals.at_once():
+        return _evaluated(this)
+
+
+def _evaluated(this: Run) -> RunResult:
     spec, started = this.spec, perf_counter()
     _prepare(this)
     path = Path(spec.checkpoint.path or "")
@@ -173,11 +197,7 @@ def evaluate_checkpoint(this: Run) -> RunResult:
         with DtypeProbe(built.model) as probe:
             try_batch(this, state, validation)
         leave_dtypes(this, probe)
-        began = perf_counter()
-        metrics = evaluate(state, validation)
-        seconds = perf_counter() - began
-    # Shorter evaluations measure the machine's moods.
-    rate = validation.examples / seconds if seconds >= LEAST_SECONDS else None
+        metrics, rate = _measured(this, state, validation)
     values = {**metrics, "memory/peak_mib": this.accelerator.peak_memory_mib()}
     if rate is not None:
         values["perf/examples_per_second"] = rate
@@ -193,6 +213,18 @@ def evaluate_checkpoint(this: Run) -> RunResult:
         **_as_trained(this, content),
     }
     return _result(this, sizes | summary, perf_counter() - started)
+
+
+def _measured(
+    this: Run, state: TrainState, validation: Loader
+) -> tuple[dict[str, float], float | None]:
+    """An evaluation, and its examples in a second; shorter ones measure the machine's moods."""
+    began = perf_counter()
+    metrics = evaluate(state, validation, this.signals.requested)
+    this.signals.check()
+    assert metrics is not None
+    seconds = perf_counter() - began
+    return metrics, validation.examples / seconds if seconds >= LEAST_SECONDS else None
 
 
 def _as_trained(this: Run, content: Mapping[str, Any]) -> dict[str, Any]:

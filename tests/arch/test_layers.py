@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (
-    {"errors", "quiet", "records", "secrets", "spec", "argv"},
+    {"errors", "quiet", "records", "secrets", "spec", "argv", "stop"},
     {"config", "explain", "usage"},
     {
         "precision",
