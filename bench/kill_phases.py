@@ -158,6 +158,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
+    # A shell that runs this behind itself has it ignore SIGINT, and the runs would do so, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     home = Path(tempfile.mkdtemp())
     (home / "store" / "outputs").mkdir(parents=True)
     longest = whole(home, args.at_once)

@@ -102,7 +102,7 @@ class IsolatedLauncher(Launcher):
                     done[number] = self._end(number, stop)
             stop.new()
         for followed in self._open_ends:
-            shared_writer().wait(followed, _STORE_SECONDS)
+            shared_writer().wait(followed, _STORE_SECONDS, lambda: bool(stop.came))
         if stop.came:
             raise SystemExit(128 + stop.came[0])
         return [done[number] for number in sorted(done)]
