@@ -3,9 +3,9 @@
     python bench/kill_phases.py [--moments 40] [--at-once 2] [--dry]
 
 A float16 run with evaluations, checkpoints and an exported model is sent SIGTERM, and another one
-SIGINT, at evenly spread moments from 0.2 seconds after its process begins to its end (before, there
-is nothing but Python). Counts how they ended, by what they had done when the signal came. Writes
-bench/results/kill_phases.md; --dry prints only.
+SIGINT, at evenly spread moments from half a second after its process begins to its end (before,
+there is nothing but Python). Counts how they ended, by what they had done when the signal came.
+Writes bench/results/kill_phases.md; --dry prints only.
 """
 
 import argparse
@@ -164,7 +164,7 @@ def main() -> None:
     (home / "store" / "outputs").mkdir(parents=True)
     longest = whole(home, args.at_once)
     clear(home / "store")
-    moments = [0.2 + longest * i / args.moments for i in range(args.moments)]
+    moments = [0.5 + longest * i / args.moments for i in range(args.moments)]
     todo = [(number, moment) for moment in moments for number in SIGNALS]
     with ThreadPoolExecutor(args.at_once) as pool:
         ends = [*pool.map(lambda one: stopped(*one, home), todo)]

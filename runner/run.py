@@ -50,7 +50,7 @@ def run(
     if problems := [*spec.problems(), *check_targets(spec)]:
         raise ConfigError(*problems)
     out.mkdir(parents=True, exist_ok=True)
-    with process_state(), StopSignals() as signals:
+    with StopSignals() as signals, process_state():
         with signals.at_once():
             accelerator = choose(spec.accelerator)
             if spec.mode == "evaluate":

@@ -72,7 +72,7 @@ class Heeding:
                     signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -129,7 +129,8 @@ class StopSignals(Heeding):
     def __init__(self) -> None:
         super().__init__()
         self.number: int | None = None
-        self._cuts, self._since, self._urgent = False, 0.0, 0
+        self._cuts = self._cut = False
+        self._since, self._urgent = 0.0, 0
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -140,12 +141,21 @@ class StopSignals(Heeding):
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._previous:
             signal.set_wakeup_fd(self._other)
             os.write(self._wake, b"\0")
             os.close(self._wake)
         super().__exit__()
+        if isinstance(raised[1], Exception):
+            self._explain()
+
+    def _explain(self) -> None:
+        """What fails after a cut, for example because of a module that was imported in part."""
+        if self._urgent:
+            raise KeyboardInterrupt
+        if self._cut:
+            self.check()
 
     def take(self, number: int) -> None:
         """Notes the signal; raises KeyboardInterrupt where it interrupts."""
@@ -156,7 +166,7 @@ class StopSignals(Heeding):
             self._urgent += 1
             raise KeyboardInterrupt
         if self._cuts:
-            self._cuts = False
+            self._cuts, self._cut = False, True
             raise KeyboardInterrupt
 
     def requested(self) -> bool:
@@ -176,9 +186,8 @@ class StopSignals(Heeding):
         try:
             self.check()
             yield
-        except KeyboardInterrupt:
-            if not self._urgent:
-                self.check()
+        except BaseException:
+            self._explain()
             raise
         finally:
             self._cuts = outer

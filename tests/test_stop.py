@@ -103,6 +103,23 @@ def test_a_cut_that_something_swallows_is_not_lost():
         send(signal.SIGTERM)
 
 
+def test_what_fails_after_a_cut_is_the_cut():
+    """A module that was imported in part, say."""
+
+    def fails():
+        try:
+            send(signal.SIGTERM)
+        finally:
+            raise AttributeError
+
+    with StopSignals() as signals, pytest.raises(Stopped), signals.at_once():
+        fails()
+    with pytest.raises(Stopped), StopSignals() as signals:  # noqa: PT012
+        with suppress(Stopped), signals.at_once():
+            fails()
+        raise AttributeError
+
+
 def test_a_second_ctrl_c_is_no_cut(apart):
     with StopSignals() as signals:
         send(signal.SIGTERM)

@@ -22,7 +22,7 @@ class StopRequests(Heeding):
         self._since: float | None = None
         self._urgent_since: float | None = None
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         super().__exit__()
         os.close(self._read)
         os.close(self._write)
