@@ -161,7 +161,7 @@ def test_a_stop_ends_an_evaluation_as_if_it_had_not_begun(monkeypatch):
 
     records = list(fit(state, loader(), batches, TrainSpec(epochs=5, log_every=2), stopped=stopped))
     assert [len(block) for block in records] == [2, 1]
-    assert (state.step, state.evaluated, len(asked)) == (3, 0, 6)
+    assert (state.step, state.evaluated, len(asked)) == (3, 0, 5)
     assert torch.equal(torch.get_rng_state(), asked[2])
 
 
@@ -213,7 +213,7 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
         now[0] += 0.001
         return now[0]
 
-    def slow(state, validation):
+    def slow(state, validation, stopped):
         now[0] += 100.0
         return {}
 
