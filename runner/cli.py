@@ -25,6 +25,7 @@ from runner.explain import explain
 from runner.manifest import Manifest
 from runner.secrets import hide
 from runner.spec import AUTO, Origin
+from runner.stop import CommandSignals, Interrupted
 from runner.usage import COMMAND_HELP, usage
 
 if TYPE_CHECKING:
@@ -33,6 +34,14 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. See docs/commands.md."""
+    try:
+        with CommandSignals(_sweeping):
+            return _main(argv)
+    except KeyboardInterrupt as error:
+        return _status(error)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))  # a console script lacks it; `python -m runner` has it
@@ -82,14 +91,25 @@ def _hydra(argv: Sequence[str]) -> int:
     except RunnerError as error:
         _print_error(error)
         status = error.exit_status
-    except KeyboardInterrupt:
-        status = 130
+    except KeyboardInterrupt as error:
+        status = _status(error)
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
         sys.argv = previous
         status = _finish_sweep(status)
     return status
+
+
+def _status(error: KeyboardInterrupt) -> int:
+    """The exit status of what Ctrl-C or another signal has ended."""
+    return error.exit_status if isinstance(error, Interrupted) else 130
+
+
+def _sweeping() -> bool:
+    """Whether this process has a sweep to end."""
+    sweep = sys.modules.get("runner.sweep")
+    return sweep is not None and sweep.Sweep.current is not None
 
 
 def _finish_sweep(status: int) -> int:
@@ -116,8 +136,8 @@ def job(config: DictConfig) -> float | None:
         message, status, finished = str(error), error.exit_status, error.finished
         if status > 128:
             kind = "stopped"
-    except KeyboardInterrupt:
-        kind, message, status = "stopped", "Interrupted.", 130
+    except KeyboardInterrupt as error:
+        kind, message, status = "stopped", str(error) or "Interrupted.", _status(error)
     except Exception as error:
         text = traceback.format_exc()
         print(text, file=sys.stderr)
@@ -134,15 +154,16 @@ def job(config: DictConfig) -> float | None:
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     if sweeping:
         print(f"\njob {HydraConfig.get().job.num}: {hide(' '.join(_overrides()))}", flush=True)
-        if HydraConfig.get().callbacks["sweep"].resume:
-            from runner.unfinished import done
+    again = sweeping and HydraConfig.get().callbacks["sweep"].resume
+    if again and config.mode == "train":
+        with read_write(config):
+            config.checkpoint.resume = AUTO
+    if again or config.checkpoint.resume == AUTO:
+        from runner.unfinished import done
 
-            if (result := done(folder, _overrides())) is not None:
-                print(f"{result.outcome} before", flush=True)
-                return result
-            if config.mode == "train":
-                with read_write(config):
-                    config.checkpoint.resume = AUTO
+        if (result := done(folder, _overrides())) is not None:
+            print(f"{result.outcome} before", flush=True)
+            return result
     spec = resolve(config)
     from runner.run import run
 

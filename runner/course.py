@@ -19,7 +19,7 @@ from runner.saving import Saver
 from runner.state import TrainState
 
 if TYPE_CHECKING:
-    from runner.train import Run
+    from runner.context import Run
 
 
 class Course:

@@ -9,7 +9,7 @@ from runner.precision.memory import elements, stored_bytes
 from runner.result import percent
 
 if TYPE_CHECKING:
-    from runner.train import Run
+    from runner.context import Run
 
 
 def describe(this: "Run", built: Built) -> dict[str, Any]:

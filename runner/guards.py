@@ -24,7 +24,7 @@ from runner.state import TrainState
 from runner.step import loss_of
 
 if TYPE_CHECKING:
-    from runner.train import Run
+    from runner.context import Run
 
 _LABEL = re.compile(r"Target -?\d+ is out of bounds")
 _INDEX = "index out of range in self"

@@ -3,17 +3,12 @@ what the one before it set."""
 
 import os
 import random
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
-
-from runner.errors import RunnerError
 
 
 @contextmanager
@@ -27,7 +22,7 @@ def process_state() -> Iterator[None]:
     flags = cudnn.benchmark, cudnn.deterministic
     anomaly, grad = torch.is_anomaly_enabled(), torch.is_grad_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    drawn = streams()
     try:
         yield
     finally:
@@ -40,9 +35,19 @@ def process_state() -> Iterator[None]:
         torch.set_anomaly_enabled(anomaly)
         torch.set_grad_enabled(grad)
         _restore_env("CUBLAS_WORKSPACE_CONFIG", workspace)
-        torch.set_rng_state(streams[0])
-        random.setstate(streams[1])
-        np.random.set_state(streams[2])
+        set_streams(drawn)
+
+
+def streams() -> tuple[Any, ...]:
+    """The states of the host's generators: torch's, Python's, NumPy's."""
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_streams(states: tuple[Any, ...]) -> None:
+    """Take back what `streams` gave."""
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
 
 
 def _restore_env(key: str, value: str | None) -> None:
@@ -65,43 +70,3 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
-
-
-class Stopped(RunnerError):
-    """The run was stopped by a signal after a checkpoint. Exit status 130 or 143."""
-
-    def __init__(self, number: int) -> None:
-        self.exit_status = 128 + number
-        super().__init__(f"Stopped by {signal.Signals(number).name}.")
-
-
-class StopSignals:
-    """Context that turns the first SIGINT or SIGTERM into a request that the loop sees between
-    steps; a second SIGINT interrupts at once. Outside the main thread it changes nothing."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.number = number
-
-    def requested(self) -> bool:
-        return self.number is not None
-
-    def check(self) -> None:
-        """Raise Stopped if a signal came."""
-        if self.number is not None:
-            raise Stopped(self.number)

@@ -16,7 +16,7 @@ from runner.files import write_text
 from runner.secrets import hide
 
 if TYPE_CHECKING:
-    from runner.train import Run
+    from runner.context import Run
 
 FOLDER = "guard"
 

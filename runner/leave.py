@@ -16,7 +16,7 @@ from runner.result import FILE, RunResult, show
 from runner.state import TrainState
 
 if TYPE_CHECKING:
-    from runner.train import Run
+    from runner.context import Run
 
 
 def tell_inputs(this: "Run", splits: Splits) -> None:
@@ -71,10 +71,12 @@ def leave_model(this: "Run", state: TrainState, loader: Loader) -> None:
     """The trained model for MLflow. One that cannot be exported costs no run its end."""
     if not this.tracker.takes_models or this.signals.requested():
         return
-    try:
-        inputs, _ = next(loader.epoch(0))
-        made = export(state.plain_model, this.precision, inputs, this.out / "model")
-    except Exception as error:
-        this.say(f"The model is not in MLflow, its checkpoint has the weights: {line(error)}.")
-        return
+    with this.signals.at_once():
+        try:
+            inputs, _ = next(loader.epoch(0))
+            made = export(state.plain_model, this.precision, inputs, this.out / "model")
+        except Exception as error:
+            this.signals.check()
+            this.say(f"The model is not in MLflow, its checkpoint has the weights: {line(error)}.")
+            return
     this.tracker.model(made.path.parent, {**made.facts, "step": state.step})

@@ -4,18 +4,22 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 from time import perf_counter, time
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from runner.blocks import Blocks
 from runner.data.loading import Batch, Loader
+from runner.isolation import set_streams, streams
 from runner.precision.cast import cast_nest
 from runner.records import EvalRecord, Record
 from runner.spec import TrainSpec
 from runner.state import TrainState
 from runner.step import train_step
+from runner.stop import Stopped
 
+T = TypeVar("T")
 _UNWATCHED = nullcontext()
 
 
@@ -67,7 +71,8 @@ def fit(
         validation: batches for the evaluations.
         train: lengths and intervals.
         flush_every: an interval at which every record must have arrived (checkpoints).
-        stopped: asked after each step; True ends the loop after a last block.
+        stopped: asked after each step and between the batches of an evaluation; True ends the
+            loop after a last block.
         first: context around the first step (the dtype probe).
     """
     blocks = Blocks(state)
@@ -92,13 +97,12 @@ def _steps(
     last = total_steps(train, loader)
     watching = first or _UNWATCHED
     state.model.train()
-
     if state.step and state.evaluated < state.step and evaluates(train, loader, state.step):
-        yield _evaluation(state, validation)  # the run was stopped before it
+        yield from _evaluation(state, validation, stopped)  # the run was stopped before it
         blocks.started = perf_counter()
     if state.step >= last:
         return
-    for micros in groups(state, loader, train.accumulate):
+    for micros in _uncut(groups(state, loader, train.accumulate)):
         step = state.step + 1
         at_eval = evaluates(train, loader, step)
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
@@ -115,35 +119,55 @@ def _steps(
         if stop:
             return
         if at_eval:
-            yield _evaluation(state, validation)
+            yield from _evaluation(state, validation, stopped)
             blocks.started = perf_counter()
-        if step >= last:
+        if step >= last or stopped():
             return
+    yield from blocks.drained()
 
 
-def _evaluation(state: TrainState, validation: Loader) -> EvalRecord:
-    metrics = evaluate(state, validation)
+def _uncut(batches: Iterator[T]) -> Iterator[T]:
+    """Ends where the wait for a batch is cut."""
+    with suppress(Stopped):
+        yield from batches
+
+
+def _evaluation(
+    state: TrainState, validation: Loader, stopped: Callable[[], bool]
+) -> Iterator[EvalRecord]:
+    """One record; none where it is stopped, as if it had not begun: the resumed run evaluates."""
+    drawn = streams()
+    metrics = evaluate(state, validation, stopped)
+    if metrics is None:
+        set_streams(drawn)
+        return
     state.evaluated = state.step
-    return EvalRecord(state.step, int(time() * 1000), state.epoch, metrics, state.stagnant)
+    yield EvalRecord(state.step, int(time() * 1000), state.epoch, metrics, state.stagnant)
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, validation: Loader) -> dict[str, float]:
-    """The task's metrics over a whole data set, in the run's precision."""
+def evaluate(
+    state: TrainState, validation: Loader, stopped: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
+    """The task's metrics over a whole data set, in the run's precision; None where `stopped`,
+    asked before each batch, says so."""
     precision, task = state.precision, state.task
     for d in state.driven:
         d.settle()
     state.model.eval()
     totals: Tensor | None = None
     with precision.evaluating(state.plain_model):
-        for inputs, target in validation.epoch(0):
+        for inputs, target in _uncut(validation.epoch(0)):
+            if stopped():
+                return None
             with precision.forward(state.device):
                 output = state.model(precision.cast(inputs))
             dtype = precision.loss_dtype
             found = task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
             totals = found if totals is None else totals + found
     state.model.train()
-    assert totals is not None
+    if stopped() or totals is None:
+        return None
     return task.summarise(totals.tolist())
 
 

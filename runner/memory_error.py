@@ -13,7 +13,7 @@ from runner.room import USABLE, Need, batches, limit, need
 from runner.state import TrainState
 
 if TYPE_CHECKING:
-    from runner.train import Run
+    from runner.context import Run
 
 # What the allocators say that raise a plain RuntimeError.
 _SAID = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -66,6 +66,8 @@ def _own(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpti
     the very same job, for a search may ask for another one."""
     checkpoints, told = out / "checkpoints", list[str]()
     if not any(checkpoints.glob("step-*.pt")):
+        if origin.sweep is None:
+            console.print(f"{out} holds no checkpoint: the run begins.", markup=False)
         return None
     try:
         found = _found(spec, origin, str(out), told)

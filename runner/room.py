@@ -20,7 +20,7 @@ from runner.state import TrainState
 from runner.step import loss_of
 
 if TYPE_CHECKING:
-    from runner.train import Run
+    from runner.context import Run
 
 USABLE = 0.8
 """Share that an estimate may take of what a run finds: allocators leave gaps, libraries load

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -13,9 +14,11 @@ from runner.again import as_its_run
 from runner.alone import alone
 from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten
+from runner.context import Run
 from runner.errors import CheckpointError, ConfigError, RunnerError, TrackingError
+from runner.evaluate import evaluate_checkpoint
 from runner.files import why
-from runner.isolation import Stopped, StopSignals, process_state
+from runner.isolation import process_state
 from runner.kept import near
 from runner.memory_error import memory_told
 from runner.plan import plan
@@ -23,11 +26,12 @@ from runner.precision.base import Precision
 from runner.replay import replay
 from runner.result import FILE, RunResult, plain_console, show
 from runner.spec import Origin, RunSpec
+from runner.stop import Stopped, StopSignals
 from runner.tasks.base import Task
 from runner.tracking import journal
 from runner.tracking.base import RunInfo, Status, Tracker
 from runner.tracking.progress import run_of
-from runner.train import Run, evaluate_checkpoint, train
+from runner.train import train
 
 
 def run(
@@ -53,18 +57,18 @@ def run(
     if problems := [*spec.problems(), *check_targets(spec)]:
         raise ConfigError(*problems)
     out.mkdir(parents=True, exist_ok=True)
-    with alone(out), process_state(), StopSignals() as signals:
-        accelerator = choose(spec.accelerator)
-        spec, origin = _completed(spec, origin)
-        precision: Precision = build_group("precision", spec.precision)
-        precision.require(accelerator.device)
-        task: Task = build_group("task", spec.task)
-        check_arguments(spec)
-        if spec.mode in ("plan", "replay"):
-            parts = spec, out, origin, precision, accelerator
-            result = plan(*parts, console) if spec.mode == "plan" else replay(*parts, task, console)
-            result.write(out)
-            return result
+    with StopSignals() as signals, alone(out), process_state():
+        with signals.at_once():
+            accelerator = choose(spec.accelerator)
+            spec, origin = _completed(spec, origin)
+            precision: Precision = build_group("precision", spec.precision)
+            precision.require(accelerator.device)
+            task: Task = build_group("task", spec.task)
+            check_arguments(spec)
+            if spec.mode in ("plan", "replay"):
+                parts = spec, out, origin, precision, accelerator
+                work = plan if spec.mode == "plan" else partial(replay, task=task)
+                return _untracked(work(*parts, console=console), out)
         tracker: Tracker = build_group("tracking", spec.tracking)
         this = Run(spec, origin, out, console, accelerator, precision, task, tracker, signals,
                    resumed=resumed)  # fmt: skip
@@ -80,6 +84,11 @@ def run(
     )  # fmt: skip
     show(console, result)
     _afterwards(this, result)
+    return result
+
+
+def _untracked(result: RunResult, out: Path) -> RunResult:
+    result.write(out)
     return result
 
 
@@ -126,7 +135,8 @@ def _tracked(this: Run) -> Iterator[None]:
     """The run in the tracking store, whose status says what really happened."""
     tracker = this.tracker
     if this.origin.sweep is None:
-        tracker.check_sweep()
+        with this.signals.at_once():
+            tracker.check_sweep()
     _begin_folder(this)
     tracker.open(_info(this))
     try:

@@ -1,6 +1,7 @@
 """`runner ui`: MLflow's pages on the store that runs log to."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -9,8 +10,11 @@ import webbrowser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from runner.errors import ConfigError, RunnerError
 from runner.secrets import hide
+from runner.stop import Stopped, StopSignals
 from runner.tracking.left import settle_behind
 from runner.tracking.uri import resolve_experiment, resolve_uri
 
@@ -56,16 +60,21 @@ def _serve(uri: str, port: int, first: str) -> int:
     # By the environment: a password in a URI would show among the processes' arguments.
     env = {**os.environ, "MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_DISABLE_TELEMETRY": "true"}
     print("Ctrl-C ends it.", flush=True)
-    server = subprocess.Popen(command, env=env)
-    try:
-        while server.poll() is None and not _answers(port):
-            time.sleep(0.2)
-        if server.poll() is None:
-            _browse(first)
-        return server.wait()
-    except KeyboardInterrupt:
-        server.wait()
-        return 0
+    with StopSignals() as signals:
+        server = subprocess.Popen(command, env=env)
+        try:
+            with signals.at_once():
+                while server.poll() is None and not _answers(port):
+                    time.sleep(0.2)
+                if server.poll() is None:
+                    _browse(first)
+                return server.wait()
+        except Stopped as error:
+            for process in psutil.Process(server.pid).children(recursive=True):
+                process.terminate()
+            server.terminate()
+            server.wait()
+            return 0 if signals.number == signal.SIGINT else error.exit_status
 
 
 def _answers(port: int) -> bool:

@@ -1,13 +1,11 @@
 import os
 import random
-import signal
-import threading
 
 import numpy as np
 import pytest
 import torch
 
-from runner.isolation import Stopped, StopSignals, make_deterministic, process_state, seed_all
+from runner.isolation import make_deterministic, process_state, seed_all
 
 
 def everything():
@@ -93,47 +91,3 @@ def test_operations_that_can_differ_are_refused():
         assert torch.backends.cudnn.deterministic
         assert not torch.backends.cudnn.benchmark
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
-
-
-@pytest.mark.parametrize(
-    ("number", "status", "name"), [(signal.SIGINT, 130, "SIGINT"), (signal.SIGTERM, 143, "SIGTERM")]
-)
-def test_a_signal_is_a_request(number, status, name):
-    handler = signal.getsignal(number)
-    with StopSignals() as signals:
-        assert not signals.requested()
-        signals.check()
-        os.kill(os.getpid(), number)
-        assert signals.requested()
-        with pytest.raises(Stopped, match=f"Stopped by {name}") as caught:
-            signals.check()
-        assert caught.value.exit_status == status
-    assert signal.getsignal(number) is handler
-
-
-def test_a_second_ctrl_c_interrupts_at_once():
-    with StopSignals():
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_second_sigterm_stays_a_request():
-    with StopSignals() as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.number == signal.SIGTERM
-
-
-def test_in_another_thread_the_handlers_stay():
-    """Only the main thread may set one; a run in a worker thread must still start."""
-    handler, seen = signal.getsignal(signal.SIGTERM), []
-
-    def work():
-        with StopSignals() as signals:
-            seen.append((signal.getsignal(signal.SIGTERM), signals.requested()))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [(handler, False)]

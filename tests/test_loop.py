@@ -1,3 +1,5 @@
+import signal
+from itertools import islice
 from time import perf_counter, sleep
 
 import pytest
@@ -15,6 +17,7 @@ from runner.records import EvalRecord
 from runner.spec import TrainSpec
 from runner.state import Driven, TrainState
 from runner.step import train_step
+from runner.stop import Stopped
 from runner.tasks.classification import Classification
 
 torch.set_num_threads(1)
@@ -134,12 +137,46 @@ def test_a_block_ends_at_the_states_step():
 
 
 def test_a_stop_ends_after_a_last_block():
-    asked = []
-    records, course = run(
-        epochs=5, log_every=100, stopped=lambda: asked.append(1) or len(asked) == 5
-    )
+    state = made()
+    records, course = run(state, epochs=5, log_every=100, stopped=lambda: state.step == 5)
     assert course == [3, "E", 2]
     assert steps(records)[-1].step == 5
+
+
+def test_a_stop_ends_an_evaluation_as_if_it_had_not_begun(monkeypatch):
+    """Between its batches; what it has drawn at random is put back for the resumed run."""
+    state, batches = made(), loader(5)
+
+    def drawing(epoch):
+        for batch in Loader.epoch(batches, epoch):
+            torch.rand(1)
+            yield batch
+
+    monkeypatch.setattr(batches, "epoch", drawing)
+    asked = []
+
+    def stopped():
+        asked.append(torch.get_rng_state())
+        return len(asked) > 4  # three steps, and the first batch of the evaluation
+
+    records = list(fit(state, loader(), batches, TrainSpec(epochs=5, log_every=2), stopped=stopped))
+    assert [len(block) for block in records] == [2, 1]
+    assert (state.step, state.evaluated, len(asked)) == (3, 0, 5)
+    assert torch.equal(torch.get_rng_state(), asked[2])
+
+
+def test_a_wait_for_a_batch_that_is_cut_ends_after_a_last_block():
+    """The state is that of the step before."""
+    state, batches = made(), loader()
+
+    def cut(epoch, start=0):
+        yield from islice(Loader.epoch(batches, epoch, start), 2)
+        raise Stopped(signal.SIGTERM)
+
+    batches.epoch = cut
+    _, course = run(state, batches, epochs=5, log_every=100)
+    assert course == [2]
+    assert (state.step, state.position) == (2, 2)
 
 
 def test_breaking_off_leaves_a_usable_state():
@@ -176,7 +213,7 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
         now[0] += 0.001
         return now[0]
 
-    def slow(state, validation):
+    def slow(state, validation, stopped):
         now[0] += 100.0
         return {}
 

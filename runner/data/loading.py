@@ -1,7 +1,8 @@
 """Batches of a map-style dataset, in an order that the seed and the epoch alone decide."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from runner.data.workers import awaited, live_on
 from runner.errors import ConfigError
 
 Batch = tuple[Any, Any]
@@ -31,6 +33,9 @@ class Loader:
 
     Raises:
         ConfigError: the dataset is empty.
+
+    Attributes:
+        waiting: context around each wait for a loading process, which a signal may cut.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Loader:
     ) -> None:
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.device, self.workers = device, workers
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         self.examples = len(dataset)  # type: ignore[arg-type]
         if not self.examples:
             raise ConfigError(
@@ -85,10 +91,11 @@ class Loader:
         if hasattr(dataset, "batch"):
             return (dataset.batch(i) for i in chosen)  # type: ignore[attr-defined]
         batches = [indices.tolist() for indices in chosen]
-        if self.workers:
-            dataset = _Seeded(dataset, self.seed * 1_000_003 + epoch)
-            batches = [[number, *batch] for number, batch in enumerate(batches, start)]
-        return iter(self._dataloader(dataset, batches))
+        if not self.workers:
+            return iter(self._dataloader(dataset, batches))
+        dataset = _Seeded(dataset, self.seed * 1_000_003 + epoch)
+        batches = [[number, *batch] for number, batch in enumerate(batches, start)]
+        return awaited(iter(self._dataloader(dataset, batches)), self.waiting)
 
     def _dataloader(self, dataset: Any, batches: list[list[int]]) -> DataLoader[Any]:
         return DataLoader(
@@ -98,6 +105,7 @@ class Loader:
             pin_memory=self.device.type == "cuda",
             # Seeds the workers; without it each epoch draws from the stream that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
+            worker_init_fn=live_on,
         )
 
     def _move(self, batch: Batch) -> Batch:

@@ -1,13 +1,46 @@
-"""What torch's DataLoader raises when one of its processes raises or dies, in one sentence."""
+"""torch's loading processes: how they and the wait for them end, and what torch raises when one
+raises or dies, in one sentence."""
 
 import re
+import signal
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from time import sleep
+from typing import Any
+
+from torch.utils.data import _utils
+
+from runner.stop import Stopped, ignore
 
 PREFETCH = 2  # batches that each process loads ahead
 _RAISED = re.compile(r"in DataLoader worker process \d+")
 _DIED = re.compile(r"DataLoader worker \(pid")
 _LATE = 2.0  # seconds that the death of a process may be told after its connection broke
+
+
+def live_on(worker: int) -> None:
+    """In a loading process: a signal to every process must not take the run's next batch from it.
+    A second SIGTERM, torch's own, ends one that hangs."""
+    signal.set_wakeup_fd(-1)  # the run's
+    ignore()
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def awaited(
+    batches: Iterator[Any], waiting: Callable[[], AbstractContextManager[object]]
+) -> Iterator[Any]:
+    """The batches, with a context around each wait for one."""
+    while True:
+        try:
+            with waiting():
+                batch = next(batches, None)
+        except Stopped:
+            _utils.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds that torch waits for each that hangs
+            raise
+        if batch is None:
+            return
+        yield batch
 
 
 def raised(error: BaseException) -> bool:

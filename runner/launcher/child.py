@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from runner.launcher.nursery import LIFE
 from runner.launcher.order import Order, Surroundings
+from runner.stop import CommandSignals, Interrupted
 from runner.tracking import process
 from runner.tracking.lent import BorrowedWriter
 
@@ -26,10 +27,13 @@ def live(order: int, tracking: int, life: int, out: int, err: int) -> NoReturn:
     status with which the job was stopped; nothing where it failed beyond what the job can tell."""
     status = 1
     try:
-        _settle(life, out, err)
-        process.use(BorrowedWriter(socket.socket(fileno=tracking)))
-        status = _work(Connection(order))
-        atexit._run_exitfuncs()
+        with CommandSignals(lambda: True):
+            _settle(life, out, err)
+            process.use(BorrowedWriter(socket.socket(fileno=tracking)))
+            status = _work(Connection(order))
+            atexit._run_exitfuncs()
+    except Interrupted as error:
+        status = error.exit_status
     except BaseException:
         traceback.print_exc()
     finally:

@@ -99,7 +99,7 @@ class IsolatedLauncher(Launcher):
         todo = deque(enumerate(job_overrides, initial_job_idx))
         done: dict[int, JobReturn] = {}
         with DefaultSelector() as selector, StopRequests() as stop, self._none_left():
-            selector.register(stop, EVENT_READ, lambda: self._forward(stop.take()))
+            selector.register(stop, EVENT_READ, lambda: self._forward(stop.new()))
             while self._running or (todo and not stop.came):
                 while todo and len(self._running) < self._n_jobs and not stop.came:
                     self._start(*todo.popleft(), selector)
@@ -109,9 +109,9 @@ class IsolatedLauncher(Launcher):
                     self._forward([signal.SIGKILL])
                 for number in [n for n, (job, _) in self._running.items() if job.ended]:
                     done[number] = self._end(number, stop)
-            stop.take()
+            stop.new()
         for followed in self._open_ends:
-            shared_writer().wait(followed, _STORE_SECONDS)
+            shared_writer().wait(followed, _STORE_SECONDS, lambda: bool(stop.came))
         if stop.came:
             raise SystemExit(128 + stop.came[0])
         return [done[number] for number in sorted(done)]

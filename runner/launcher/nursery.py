@@ -8,8 +8,12 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
+from typing import Any
+
+from runner.stop import SIGNALS, ignore
 
 FDS = 5
 """What comes with each request: the job's order, its line to the tracking writer, the pipe that
@@ -22,28 +26,32 @@ PRELOAD = (
     if sys.platform == "linux"
     else ()  # Apple's frameworks break in a forked process
 )  # fmt: skip
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(line: int) -> None:
     """Runs until the sweep's process closes its end of the socket `line`, or is gone."""
-    for number in _IGNORED:  # a batch system may signal every process; the sweep's tells its jobs
-        signal.signal(number, signal.SIG_IGN)
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    ignore()  # the sweep's process tells its jobs
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA that was asked here fails in forks
     for name in PRELOAD:
         with suppress(ImportError):  # the job that needs it will say so
             import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a job would copy every page that it touches
-    Nursery(socket.socket(fileno=line)).run()
+    Nursery(socket.socket(fileno=line), handlers).run()
     os._exit(0)  # taking the imports down takes longer than all else
 
 
 class Nursery:
-    """Takes requests, forks, and tells how each job's process ended."""
+    """Takes requests, forks, and tells how each job's process ended.
 
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
+    Args:
+        line: where requests come from.
+        handlers: of signals in the jobs.
+    """
+
+    def __init__(self, line: socket.socket, handlers: Mapping[int, Any]) -> None:
+        self._line, self._handlers = line, handlers
         self._lives: dict[int, int] = {}
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -77,11 +85,10 @@ class Nursery:
             os.close(fd)
 
     def _forget(self) -> None:
-        """In a new job's process: the signals as Python sets them, none of our files."""
+        """In a new job's process: the signals as they were, none of our files."""
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in {**self._handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
+            signal.signal(number, handler)
         self._line.close()
         for fd in (self._woken, self._wake, *self._lives.values()):
             os.close(fd)

@@ -18,6 +18,7 @@ from hydra.core.utils import JobReturn
 from runner.launcher.nursery import LIFE
 from runner.launcher.order import Surroundings
 from runner.launcher.output import Stream, oom_kills, reason
+from runner.stop import held
 from runner.tracking.lent import Lent
 
 Source = Connection | socket.socket | io.FileIO
@@ -32,7 +33,7 @@ class Nursery:
     def __init__(self) -> None:
         self._line, theirs = socket.socketpair()
         root = str(Path(__file__).resolve().parents[2])
-        with theirs:
+        with theirs, held():
             # A session of its own keeps Ctrl-C away from it, -P a user's files from its imports.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _COMMAND, root, str(theirs.fileno())],

@@ -1,52 +1,51 @@
-"""SIGINT and SIGTERM to the process of a sweep."""
+"""Signals to the process of a sweep."""
 
 import os
-import signal
-import threading
 import time
 from select import select
-from types import FrameType
-from typing import Any
+
+from runner.stop import TOGETHER, Heeding
 
 
-class StopRequests:
-    """Context that turns SIGINT and SIGTERM into something to read, so that none interrupts what a
-    launcher does. Outside the main thread it changes nothing.
+class StopRequests(Heeding):
+    """Context that turns signals into something to read, so that none interrupts what a launcher
+    does.
 
     Attributes:
         came: their numbers, in order.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.came: list[int] = []
         self._read, self._write = os.pipe()
-        self._previous: dict[int, Any] = {}
+        self._since: float | None = None
         self._urgent_since: float | None = None
 
-    def __enter__(self) -> "StopRequests":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__()
         os.close(self._read)
         os.close(self._write)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def take(self, number: int) -> None:
+        """Notes it for `new`."""
         os.write(self._write, bytes([number]))
 
     def fileno(self) -> int:
         return self._read
 
-    def take(self) -> list[int]:
-        """Those that are new."""
+    def new(self) -> list[int]:
+        """Those that came since; what comes together is one."""
         new = [*os.read(self._read, 64)] if select([self], [], [], 0)[0] else []
+        now = time.monotonic()
+        if new and self._since is None:
+            self._since = now
+            del new[1:]
+        elif self._since is not None and now - self._since < TOGETHER:
+            return []
+        elif new and self._urgent_since is None:
+            self._urgent_since = now
         self.came += new
-        if len(self.came) > 1 and self._urgent_since is None:
-            self._urgent_since = time.monotonic()
         return new
 
     def waited(self) -> float:

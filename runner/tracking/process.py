@@ -35,7 +35,7 @@ class WriterProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self._followed: dict[str, Followed] = {}
         self._lives = 0
-        self._finishing = self._in_vain = False
+        self._finishing = self._in_vain = self._hurried = False
         self._lock = threading.Lock()
 
     def follow(
@@ -79,6 +79,7 @@ class WriterProcess:
         while not followed.closed.wait(0.05):
             now = time.monotonic()
             if stopped():
+                self._hurried = True
                 hurry = min(hurry, now + min(patience, _HURRY_SECONDS))
             longest = patience * (_PER_FILE if followed.sending else 1)
             if now > hurry or now > followed.heard + longest:
@@ -99,10 +100,12 @@ class WriterProcess:
                 self.process.stdin.close()
 
     def reap(self) -> None:
-        """At exit: waits for an idle writer; one that is still busy outlives this process."""
+        """At exit: waits for an idle writer; one that is still busy, and any of a run that was told
+        to stop, outlives this process."""
         self.finish()
         idle = all(followed.complete for followed in self._followed.values())
-        if os.getpid() == self.owner and idle and (process := self.process):
+        wait = idle and not self._hurried and os.getpid() == self.owner
+        if wait and (process := self.process):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
 

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from runner.stop import held
+
 _COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); from runner.tracking.writer import main; "
 _COMMAND += "main(int(sys.argv[2]))"
 
@@ -25,7 +27,7 @@ def spawn(folder: Path, events: int, keep: Sequence[int] = ()) -> subprocess.Pop
         keep: file descriptors that it inherits.
     """
     root = str(Path(__file__).resolve().parents[2])
-    with _log(folder / "tracking.log") as log_file:
+    with _log(folder / "tracking.log") as log_file, held():
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _COMMAND, root, str(os.getpid())],
             stdin=subprocess.PIPE,

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import select
-import signal
 import sys
 import time
 import traceback
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.stop import ignore
 from runner.tracking import left
 
 NAP_SECONDS = 0.25
@@ -30,8 +30,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
 
 def main(parent: int) -> None:
     """Runs until the trainer (process `parent`) is gone and all it left is stored."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a batch system may signal every process
+    ignore()
     events = os.dup(1)
     os.dup2(2, 1)  # what MLflow prints goes to the log
     os.nice(10)  # the trainer's own threads come first

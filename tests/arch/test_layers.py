@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (
-    {"errors", "files", "quiet", "records", "secrets", "spec", "argv", "alone", "manifest"},
+    {"errors", "files", "quiet", "records", "secrets", "spec", "argv", "alone", "manifest", "stop"},
     {"config", "explain", "usage"},
     {
         "precision",
@@ -27,7 +27,9 @@ LAYERS = (
     {"observers"},
     {"resume", "rng"},
     {
+        "context",
         "describe",
+        "evaluate",
         "room",
         "again",
         "kept",

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from runner.stop import TOGETHER
+
 DEADLY = '''
 import ctypes
 import os
@@ -66,7 +68,7 @@ class Deadly(Net):
 
 class Slow(Net):
     """Fifty steps in a second at most; says which process it is, and of which. Hangs where asked
-    to."""
+    to, or blocks all signals."""
 
     def __init__(self, how: str, **sizes) -> None:
         super().__init__(**sizes)
@@ -77,6 +79,10 @@ class Slow(Net):
             for pid in (os.getpid(), os.getppid()):
                 Path(f"pid-{pid}").touch()
             time.sleep(600 if self.how == "hangs" else 0)
+            if self.how == "blocks":  # with Python's lock held: only SIGKILL ends it
+                lock = ctypes.create_string_buffer(64)
+                for _ in range(2):
+                    ctypes.PyDLL(None).pthread_mutex_lock(lock)
         time.sleep(0.02)
         return super().forward(x)
 '''
@@ -225,15 +231,17 @@ def test_signals_to_a_sweep(sweep, store, reader):
     stored = (f"tracking.uri={store}", "tracking.experiment=signals")
     cases = {"SIGINT": (130, *stored), "SIGTERM": (143, *stored),
              "twice": (130, "tracking=none", "model.how=hangs"),
+             "blocks": (143, "tracking=none", "model.how=blocks"),
              "SIGKILL": (-9, "tracking=none")}  # fmt: skip
     running = {name: sweep(name, *args) for name, (_, *args) in cases.items()}  # side by side
     for name, (process, folder) in running.items():
         wait_for(lambda folder=folder: pids(folder))
-        stops(process, {"twice": signal.SIGINT}.get(name) or signal.Signals[name])
-        if name == "twice":
-            time.sleep(0.5)
+        number = {"twice": signal.SIGINT, "blocks": signal.SIGTERM}.get(name)
+        stops(process, number or signal.Signals[name])
+        if number:
+            time.sleep(TOGETHER + 0.1)
             assert process.poll() is None
-            stops(process, signal.SIGINT)
+            stops(process, number)
     for name, (process, folder) in running.items():
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == cases[name][0], stderr
@@ -242,7 +250,8 @@ def test_signals_to_a_sweep(sweep, store, reader):
         if name != "SIGKILL":
             (result,) = results(folder)  # the second job has not begun
             assert result["status"] == "stopped"
-            assert result["error"] == ("Interrupted." if name == "twice" else f"Stopped by {name}.")
+            said = {"twice": "Interrupted.", "blocks": "Its process was ended by SIGKILL"}
+            assert result["error"].startswith(said.get(name, f"Stopped by {name}."))
             assert "Traceback" not in stderr
     for name in ("SIGINT", "SIGTERM"):
         assert list(running[name][1].glob("outputs/sweeps/*/0/checkpoints/step-*.pt"))

@@ -88,6 +88,24 @@ def test_what_cannot_be_resumed(main, tmp_path):
     assert (done.rc, "resumed at step 6 of 7" in done.stdout) == (0, True)
 
 
+def test_auto_begins_or_goes_on(main, tmp_path):
+    """The same command each time, as a job script has it."""
+    typed = (*QUICK, "tracking=none", "hydra.run.dir=outputs/runs/7", "checkpoint.resume=auto")
+    folder = tmp_path / "outputs/runs/7"
+    done = main(*typed)
+    assert (done.rc, "7 holds no checkpoint: the run begins." in done.stdout) == (0, True)
+    cut(folder, 4)
+    done = main(*typed)
+    assert (done.rc, "resumed at step 4 of 6" in done.stdout) == (0, True)
+    cut(folder, 6)
+    (damaged,) = folder.glob("checkpoints/*.pt")
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    done = main(*typed)
+    assert (done.rc, "starts over: " in done.stdout) == (0, True)
+    assert damaged.with_suffix(".superseded").exists()
+    assert "finished before" in main(*typed).stdout
+
+
 def test_the_best_and_the_bare_weights_are_kept(main, tmp_path):
     from safetensors.torch import load_file
 

@@ -5,33 +5,98 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 
+PHASES = '''
+"""Code that tells where it is, and stays there."""
 
-def wait_for(condition, seconds=90):
+import ctypes
+import time
+from pathlib import Path
+
+import torch
+from lab.data import Rows
+from lab.nets import Net
+
+
+def stay(seconds=60):
+    Path("here").touch()
+    time.sleep(seconds)
+
+
+def slow_to_read(count):
+    stay()
+
+
+class Hung(Rows):
+    """Its loading process never brings the fourth batch."""
+
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info() and Path("first").exists() and index > 8:
+            stay()
+        return super().__getitem__(index)
+
+
+def hung(count):
+    return Hung(count), Rows(20)
+
+
+class Slow(Net):
+    """Stays in the constructor, the evaluation, the export, or a call of one step."""
+
+    def __init__(self, where: str, **sizes) -> None:
+        super().__init__(**sizes)
+        self.where = where
+        if where == "constructor":
+            stay()
+
+    def forward(self, x):
+        if self.where == "export" and torch.compiler.is_exporting():
+            stay()
+        if self.where == "evaluation" and self.calls and not self.training:
+            stay(1)  # a batch; fifty of them
+        if self.where == "step" and self.training and self.calls == 5:
+            Path("here").touch()
+            lock = ctypes.create_string_buffer(64)
+            for _ in range(2):  # a deadlock: no handler of Python's runs any more
+                ctypes.CDLL(None).pthread_mutex_lock(lock)
+        if self.training:
+            Path("first").touch()
+            time.sleep(0.01)
+        return super().forward(x)
+'''
+SHORT = ("train.max_steps=8", "train.eval_every=4", "train.log_every=1", "train.batch_size=4")
+ENDLESS = ("train.max_steps=10000000", "train.log_every=1", "train.eval_every=100000")
+
+
+def wait_for(condition, process=None, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.05)
 
 
 @pytest.fixture
-def start(tmp_path, root, store, lab_writer):
-    """Starts an endless run in a folder of its own; returns its process and the folder."""
+def start(tmp_path, root, lab_writer):
+    """Starts a run in a folder and a process group of its own; returns its process and the
+    folder."""
     started = []
 
-    def run(name):
+    def run(name, *typed, model="lab.phases.Slow", where="nowhere"):
         folder = lab_writer(tmp_path / name)
+        (folder / "lab" / "phases.py").write_text(PHASES)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
         process = subprocess.Popen(
-            [sys.executable, "-m", "runner", "--config-dir", "lab/conf", "model=net",
-             "model._target_=lab.nets.Slow", "train.max_steps=10000000", "train.log_every=1",
-             "train.eval_every=100000", f"tracking.uri={store}", f"tracking.run_name={name}",
-             "precision=16-mixed"],
+            [sys.executable, "-m", "runner", "--config-dir", "lab/conf", "model=net", "data=mine",
+             f"model._target_={model}", f"+model.where={where}",
+             "hydra.run.dir=outputs/runs/it", *typed],
             cwd=folder, env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         started.append(process)
         return process, folder
@@ -39,32 +104,124 @@ def start(tmp_path, root, store, lab_writer):
     yield run
     for process in started:
         if process.poll() is None:
-            process.kill()
-            process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def stopped(process, number, within=10):
+    """Its last line, once it has ended as it should."""
+    _, stderr = process.communicate(timeout=within)
+    assert process.returncode == 128 + number, stderr
+    assert "Traceback" not in stderr
+    assert "Exception ignored" not in stderr
+    return stderr.splitlines()[-1]
+
+
+def saved(folder):
+    """The step of its only checkpoint; None without one."""
+    found = [*folder.glob("outputs/runs/it/checkpoints/step-*.pt")]
+    return torch.load(found[0], weights_only=True)["step"] if found else None
+
+
+def killed(store, run_named, name):
+    """Whether it is so in the store, which a process that the run leaves may still make."""
+
+    def look():
+        if Path(store.removeprefix("sqlite:///")).exists():
+            with suppress(ValueError, AttributeError):  # no experiment, no run
+                return run_named(name).info.status == "KILLED"
+        return False
+
+    return look
 
 
 def steps_taken(folder):
-    return any(
-        path.read_text().count('"train/loss"') > 5
-        for path in folder.glob("outputs/runs/*/journal.jsonl")
-    )
+    path = folder / "outputs/runs/it/journal.jsonl"
+    return path.exists() and path.read_text().count('"train/loss"') > 5
 
 
 @pytest.mark.slow
-def test_a_signal_leaves_a_checkpoint_and_a_killed_run(start, reader, run_named):
-    cases = [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "SIGINT")]
-    running = [start(name) for *_, name in cases]  # side by side: starting takes seconds
-    for (number, status, name), (process, folder) in zip(cases, running, strict=True):
-        wait_for(lambda folder=folder: steps_taken(folder))
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=90)
-        assert process.returncode == status
-        assert stderr.splitlines()[-1] == f"error: Stopped by {name}."
-        assert "Traceback" not in stderr
-        (checkpoint,) = folder.glob("outputs/runs/*/checkpoints/step-*.pt")
-        content = torch.load(checkpoint, weights_only=True)
-        wait_for(lambda name=name: run_named(name).info.status == "KILLED")  # it may come later
-        run = run_named(name)
-        assert run.data.tags["error"] == f"Stopped by {name}."
+def test_a_signal_leaves_a_checkpoint_and_a_killed_run(start, store, reader, run_named):
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    stored = (f"tracking.uri={store}", "precision=16-mixed")
+    running = [
+        start(n.name, *ENDLESS, *stored, f"tracking.run_name={n.name}") for n in numbers
+    ]  # side by side
+    for number, (process, folder) in zip(numbers, running, strict=True):
+        wait_for(lambda folder=folder: steps_taken(folder), process)
+        os.killpg(process.pid, number)  # as a terminal and a batch system do it
+        assert stopped(process, number) == f"error: Stopped by {number.name}."
+        step = saved(folder)
+        wait_for(killed(store, run_named, number.name))
+        run = run_named(number.name)
+        assert run.data.tags["error"] == f"Stopped by {number.name}."
         last = max(p.step for p in reader().get_metric_history(run.info.run_id, "train/loss"))
-        assert content["step"] == last > 5
+        assert step == last > 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_signal_in_every_phase(start, store, run_named):
+    """Each is waited for by what the process itself shows, never by the clock."""
+
+    def stored(name):
+        return f"tracking.uri={store}", f"tracking.run_name={name}"
+
+    away = ("tracking.uri=http://127.0.0.1:1", "tracking.log_model=false")
+    phases = {
+        "imports": start("imports", *SHORT, "tracking=none"),
+        "reading": start("reading", *SHORT, "data._target_=lab.phases.slow_to_read",
+                         "tracking=none"),
+        "building": start("building", *SHORT, *stored("building"), where="constructor"),
+        "evaluation": start("evaluation", *SHORT, *stored("evaluation"), "+data.val=200",
+                            where="evaluation"),
+        "loading": start("loading", *SHORT, "data._target_=lab.phases.hung", "train.num_workers=2",
+                         "data.shuffle=false", "tracking=none"),
+        "export": start("export", *SHORT, *stored("export"), where="export"),
+        "store": start("store", *SHORT, *away),
+    }  # fmt: skip
+    reached = {name: (folder / "here").exists for name, (_, folder) in phases.items()}
+    imports = Path(f"/proc/{phases['imports'][0].pid}/maps")
+    reached["imports"] = lambda: "libtorch_cpu" in imports.read_text()
+    reached["store"] = (phases["store"][1] / "outputs/runs/it/checkpoints/step-00000008.pt").exists
+    for number, (name, (process, _)) in enumerate(phases.items()):
+        wait_for(reached[name], process)
+        sent = (signal.SIGINT, signal.SIGTERM)[number % 2]
+        os.killpg(process.pid, sent)
+        assert stopped(process, sent) == f"error: Stopped by {sent.name}.", name
+    steps = {name: saved(folder) for name, (_, folder) in phases.items()}
+    assert steps.pop("loading") > 0
+    assert steps == {"imports": None, "reading": None, "building": None, "evaluation": 4,
+                     "export": 8, "store": 8}  # fmt: skip
+    for name in ("building", "evaluation", "export"):
+        wait_for(killed(store, run_named, name))
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_step_that_does_not(start):
+    process, folder = start("step", *ENDLESS, "tracking=none", where="step")
+    wait_for((folder / "here").exists, process)
+    os.killpg(process.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert stopped(process, signal.SIGINT, within=5) == "error: Stopped by SIGINT."
+
+
+@pytest.mark.slow
+def test_a_command_that_is_typed_again_goes_on(start):
+    """As a job script does it that Slurm starts anew."""
+    typed = (*ENDLESS, "tracking=none", "checkpoint.resume=auto")
+    process, folder = start("again", *typed)
+    wait_for((folder / "first").exists, process)
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGUSR1)
+    assert stopped(process, signal.SIGUSR1).endswith("SIGUSR1.")
+    step = saved(folder)
+    (folder / "first").unlink()
+    process, _ = start("again", *typed)
+    wait_for((folder / "first").exists, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, _ = process.communicate(timeout=10)
+    assert f"resumed at step {step} of" in out
+    assert saved(folder) > step

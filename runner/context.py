@@ -1,0 +1,122 @@
+"""What the parts of a run share."""
+
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from runner import checkpoint, notes, resume
+from runner.accelerator import Accelerator
+from runner.data.loading import Loader
+from runner.files import why, write_text
+from runner.isolation import make_deterministic, seed_all
+from runner.kept import near
+from runner.precision.base import ConversionReport, Precision
+from runner.result import RunResult
+from runner.secrets import hide
+from runner.spec import Origin, RunSpec
+from runner.state import TrainState
+from runner.stop import StopSignals
+from runner.tasks.base import Task
+from runner.tracking.base import Tracker
+
+
+@dataclass
+class Run:
+    """What the parts of a run share."""
+
+    spec: RunSpec
+    origin: Origin
+    out: Path
+    console: Console
+    accelerator: Accelerator
+    precision: Precision
+    task: Task
+    tracker: Tracker
+    signals: StopSignals
+    report: ConversionReport = field(default_factory=ConversionReport)
+    resumed: checkpoint.Saved | None = None
+    trouble: str = ""  # what a guard stopped it for
+    lost: list[str] = field(default_factory=list)  # weights that could not be written
+    state: TrainState | None = None
+    loader: Loader | None = None
+    other: float = 0.0  # bytes taken before the first step, beside the weights
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def label(self) -> str:
+        return self.origin.label(self.spec)
+
+    def say(self, message: str) -> None:
+        self.console.print(message, markup=False)
+
+    def note(self, markdown: str) -> None:
+        """What the run's page in the store says in words."""
+        if saved := self.resumed:
+            step, changes = saved.content["step"], resume.changes(self.spec, saved)
+            markdown += notes.resumed(step, changes)
+        self.tracker.note(markdown)
+
+    def write(self, path: Path, write: Callable[[Path], object]) -> bool:
+        """Have a file written; one that cannot be is told, and costs the run nothing else."""
+        try:
+            write(path)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            self.say(f"warning: {near(path)} was not written: {why(error)}.")
+            return False
+        return True
+
+    def leave(self, path: Path, write: Callable[[Path], object], folder: str = "") -> bool:
+        """The same of one that becomes an artifact, in a folder of the store's."""
+        if written := self.write(path, write):
+            self.tracker.artifact(path, folder)
+        return written
+
+    def traceback(self) -> str:
+        """Keeps that of the error that is being handled; a sentence that says where."""
+        text = traceback.format_exc()
+        path = self.out / "error.txt"
+        kept = self.write(path, lambda path: write_text(path, text))
+        return f"The traceback is in {near(path)}." if kept else ""
+
+
+def prepare(this: Run) -> None:
+    """Seeds and switches, before anything is built."""
+    this.accelerator.reset_peak_memory()
+    seed_all(this.spec.seed)
+    if this.spec.deterministic:
+        make_deterministic()
+    torch.set_anomaly_enabled(this.spec.debug.anomaly)
+
+
+def result_of(this: Run, summary: dict[str, Any], seconds: float) -> RunResult:
+    """What the run came to."""
+    spec, origin = this.spec, this.origin
+    return RunResult(
+        precision=this.precision.name,
+        label=this.label,
+        folder=str(this.out),
+        group=origin.group(spec),
+        seed=spec.seed,
+        overrides=origin.overrides,
+        model=origin.chosen("model", spec.model),
+        data=origin.chosen("data", spec.data),
+        device=this.accelerator.name,
+        quality=this.task.quality,
+        direction=this.task.direction,
+        kernels=this.precision.kernels(),
+        seconds=seconds,
+        tracking_uri=hide(getattr(this.tracker, "uri", "")) or None,
+        experiment=getattr(this.tracker, "experiment", ""),
+        **summary,
+    )

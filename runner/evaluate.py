@@ -1,0 +1,94 @@
+"""The body of mode=evaluate, between the tracker's open and close."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from runner import artifacts, checkpoint
+from runner.build import build_loaders, build_splits
+from runner.context import Run, prepare, result_of
+from runner.data.loading import Loader
+from runner.describe import describe
+from runner.guards import check_data, try_batch
+from runner.isolation import seed_all
+from runner.leave import (
+    leave_dtypes,
+    tell_inputs,
+)
+from runner.loop import evaluate
+from runner.model import restore_model
+from runner.precision.probe import DtypeProbe
+from runner.result import RunResult
+from runner.state import TrainState
+
+LEAST_SECONDS = 0.5  # of an evaluation whose speed is told
+
+
+def evaluate_checkpoint(this: Run) -> RunResult:
+    """The task's metrics of a checkpoint's weights, in this run's precision."""
+    with this.signals.at_once():
+        return _evaluated(this)
+
+
+def _evaluated(this: Run) -> RunResult:
+    spec, started = this.spec, perf_counter()
+    prepare(this)
+    path = Path(spec.checkpoint.path or "")
+    content = checkpoint.load(path)
+    splits = build_splits(spec)
+    _, validation = build_loaders(spec, splits, this.device)
+    tell_inputs(this, splits)
+    check_data(this, (None, validation))
+    seed_all(spec.seed)
+    saved = checkpoint.Saved(path, content)
+    built = restore_model(spec, this.precision, this.device, saved)
+    with this.precision.session(built.model, this.device):
+        sizes = describe(this, built)
+        state = TrainState(built.model, this.precision, this.task,
+                           this.precision.scale(this.device), [], this.device)  # fmt: skip
+        this.state = state
+        with DtypeProbe(built.model) as probe:
+            try_batch(this, state, validation)
+        leave_dtypes(this, probe)
+        metrics, rate = _measured(this, state, validation)
+    values = {**metrics, "memory/peak_mib": this.accelerator.peak_memory_mib()}
+    if rate is not None:
+        values["perf/examples_per_second"] = rate
+    this.tracker.metrics(content["step"], artifacts.now_ms(), values)
+    for name in (key for key, value in metrics.items() if not math.isfinite(value)):
+        this.say(f"warning: {name} is {metrics[name]}: the weights, or this precision, diverge.")
+    summary = {
+        "metrics": metrics,
+        "best": metrics[this.task.quality],
+        "steps": content["step"],
+        "peak_memory_mib": values["memory/peak_mib"],
+        "examples_per_second": rate,
+        **_as_trained(this, content),
+    }
+    return result_of(this, sizes | summary, perf_counter() - started)
+
+
+def _measured(
+    this: Run, state: TrainState, validation: Loader
+) -> tuple[dict[str, float], float | None]:
+    """An evaluation, and its examples in a second; shorter ones measure the machine's moods."""
+    began = perf_counter()
+    metrics = evaluate(state, validation, this.signals.requested)
+    this.signals.check()
+    assert metrics is not None
+    seconds = perf_counter() - began
+    return metrics, validation.examples / seconds if seconds >= LEAST_SECONDS else None
+
+
+def _as_trained(this: Run, content: Mapping[str, Any]) -> dict[str, Any]:
+    """What the checkpoint reached in its own precision, where it was on the same data."""
+    known = {"trained_in": content["precision"]}
+    metrics, saved = content.get("metrics", {}), content["spec"]
+    same = saved["data"] == this.spec.data
+    if not same or saved["debug"]["overfit"] != this.spec.debug.overfit:
+        return known
+    if not metrics:
+        this.say("The checkpoint holds no evaluation of its own to compare with.")
+    return {**known, "as_trained": metrics}
