@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from runner.config import to_dict
-from runner.secrets import hide
+from runner.config import stored
+from runner.secrets import masked
 from runner.spec import Origin, RunSpec
 
 PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy")
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy"
 
 def write_json(path: Path, content: Any) -> Path:
     """Indented, for people too; returns the path."""
-    path.write_text(hide(json.dumps(content, indent=2)) + "\n")
+    path.write_text(json.dumps(masked(content), indent=2) + "\n")
     return path
 
 
@@ -41,7 +41,7 @@ def tables_tag(*names: str) -> dict[str, str]:
 def write_config(folder: Path, spec: RunSpec) -> Path:
     """The resolved config, complete."""
     path = folder / "config.yaml"
-    path.write_text(hide(OmegaConf.to_yaml(OmegaConf.create(to_dict(spec)))))
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(stored(spec))))
     return path
 
 

@@ -21,6 +21,7 @@ from runner.memory_error import is_out_of_memory
 from runner.observers.guard import Guard
 from runner.records import StepRecord
 from runner.result import RunResult
+from runner.secrets import hide
 from runner.state import TrainState
 from runner.step import loss_of
 
@@ -74,7 +75,7 @@ def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        (this.out / "error.txt").write_text(traceback.format_exc())
+        (this.out / "error.txt").write_text(hide(traceback.format_exc()))
         shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
         names = {
             key: this.origin.chosen(key, getattr(this.spec, key))
@@ -144,7 +145,7 @@ def _loading(this: "Run", split: str) -> Iterator[None]:
 
 def _traceback(this: "Run") -> str:
     path = this.out / "error.txt"
-    path.write_text(traceback.format_exc())
+    path.write_text(hide(traceback.format_exc()))
     return f"The traceback is in {near(path)}."
 
 

@@ -1,7 +1,6 @@
 """A sweep: its parent run, and its jobs' results in one table and one report at the end."""
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from runner import notes
 from runner.artifacts import now_ms
 from runner.build import build_group
+from runner.console import plain_console
 from runner.errors import RunnerError
 from runner.report.command import joined, store_report
 from runner.report.compare import compare
@@ -20,8 +20,9 @@ from runner.report.conclusion import conclusion, names
 from runner.report.data import SweepData
 from runner.report.gather import JOBS, MANIFEST, from_folder, write_jobs
 from runner.report.pages import summary_markdown, write_report
-from runner.result import RunResult, page, plain_console, sweep_table, ui_command
-from runner.secrets import hide
+from runner.result import RunResult, page, sweep_table, ui_command
+from runner.secrets import hide, hide_override, masked
+from runner.shown import complain, typed
 from runner.tracking.base import RunInfo, Status, Tracker
 
 
@@ -37,9 +38,9 @@ class Sweep:
         begun = tracking.get("sweep")
         self.id = str(begun or uuid4().hex[:12])
         folder.mkdir(parents=True, exist_ok=True)
-        self.command = ["python", "-m", "runner", *sys.argv[1:]]
+        self.command = ["python", "-m", "runner", *map(hide_override, sys.argv[1:])]
         manifest = {"id": self.id, "overrides": list(overrides), "command": self.command}
-        (folder / MANIFEST).write_text(hide(json.dumps(manifest, indent=2)) + "\n")
+        (folder / MANIFEST).write_text(json.dumps(masked(manifest), indent=2) + "\n")
         self.tracker: Tracker = build_group("tracking", tracking)
         self.joins = begun is not None and self.tracker.takes_runs
         if self.joins:
@@ -48,8 +49,8 @@ class Sweep:
             self._open(overrides)
 
     def _open(self, overrides: Sequence[str]) -> None:
-        name = hide(f"sweep {' '.join(overrides)}")[:250]
-        command = shlex.join(self.command)
+        name = f"sweep {' '.join(map(hide_override, overrides))}"[:250]
+        command = typed(self.command)
         tags = {"sweep_id": self.id, "output_dir": str(self.folder), "command": command}
         self.tracker.open(RunInfo(self.folder, {}, tags, name=name, sweep=self.id, role="sweep"))
         self.tracker.note(notes.begun(self.command))
@@ -93,7 +94,7 @@ class Sweep:
         try:
             self.tracker.check()
         except RunnerError as error:
-            print(f"error: {error}", file=sys.stderr)
+            complain(str(error))
             return True
         return False
 

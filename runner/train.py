@@ -1,7 +1,6 @@
 """The body of a training run and of an evaluation, between the tracker's open and close."""
 
 import math
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from runner.precision.memory import tensor_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
 from runner.secrets import hide
+from runner.shown import typed
 from runner.spec import Origin, RunSpec
 from runner.state import TrainState
 from runner.tasks.base import Task
@@ -134,7 +134,7 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
         path = course.save_last()
         if this.signals.requested() and path:
             this.say(f"checkpoint: {path}")
-            this.say(f"to go on: {shlex.join(this.origin.resuming(this.out))}")
+            this.say(f"to go on: {typed(this.origin.resuming(this.out))}")
     if spec.checkpoint.safetensors and course.sound():
         leave_weights(this, state)
     this.trouble = course.trouble

@@ -2,16 +2,17 @@
 
 import json
 import re
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from runner.errors import ConfigError
 from runner.report.data import Job, SweepData
 from runner.result import FILE, RunResult, read_results
-from runner.secrets import hide
+from runner.secrets import hide, masked
+from runner.shown import typed
 from runner.spec import short
 from runner.tracking import history
 from runner.tracking.history import Curve
@@ -30,10 +31,28 @@ _STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
 
 def from_folder(folder: Path, stopped: bool = False) -> SweepData:
     """A sweep whose jobs ran here."""
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = read_manifest(folder)
     # A result names the folder where its job ran, from which the sweep's may have been moved.
     jobs = [Job(r, history.of_folder(folder / Path(r.folder).name)) for r in read_results(folder)]
-    return SweepData(jobs, [shlex.join(manifest["command"])], manifest["id"], stopped)
+    return SweepData(jobs, [typed(manifest["command"])], manifest["id"], stopped)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a sweep noted when it began.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = folder / MANIFEST
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        manifest = json.loads(path.read_text()) if path.is_file() else None
+        if isinstance(manifest, dict) and _texts([manifest.get("id"), *manifest["command"]]):
+            return manifest
+    raise ConfigError(f"{path} is damaged: it does not say what the sweep was.")
+
+
+def _texts(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
@@ -45,7 +64,7 @@ def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
         "stopped": data.stopped,
         "results": [asdict(job.result) for job in data.jobs],
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(masked(content), indent=2) + "\n")
     return path
 
 
@@ -96,10 +115,16 @@ def _told(reader: "Reader", parent: "StoredRun") -> tuple[list[RunResult], list[
     """What the processes that ran the jobs left with the parent run when they ended."""
     results, commands, stopped = [], [], parent.status == "KILLED"
     for path in sorted(reader.artifacts(parent.run_id, JOBS)):
-        content = json.loads(reader.artifact(parent.run_id, path) or b"{}")
-        results += [RunResult.of(values) for values in content.get("results", ())]
-        commands += content.get("commands", ())
-        stopped |= content.get("stopped", False)
+        content = None
+        with suppress(ValueError):
+            content = json.loads(reader.artifact(parent.run_id, path) or b"{}")
+        if not isinstance(content, dict):
+            continue
+        for values in content.get("results", ()):
+            with suppress(ValueError):
+                results.append(RunResult.of(values))
+        commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
+        stopped |= bool(content.get("stopped"))
     return results, commands, stopped
 
 
@@ -110,8 +135,9 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
         "experiment_id": run.experiment_id,
         "tracking_uri": hide(reader.uri),
     }
-    if data := reader.artifact(run.run_id, FILE):
-        return replace(RunResult.of(json.loads(data)), **where)
+    with suppress(ValueError):  # damaged
+        if data := reader.artifact(run.run_id, FILE):
+            return replace(RunResult.of(json.loads(data)), **where)
     values: dict[str, Any] = {
         "metrics": {k: v for k, v in run.metrics.items() if k.startswith("val/")},
         "quality": next((k for k in ("val/accuracy", "val/loss") if k in run.metrics), ""),
