@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (
-    {"errors", "quiet", "records", "secrets", "spec", "argv"},
+    {"errors", "quiet", "records", "secrets", "shown", "spec", "argv"},
     {"config", "explain", "usage"},
     {
         "precision",
@@ -19,10 +19,11 @@ LAYERS = (
         "accelerator",
         "isolation",
         "result",
+        "console",
         "optimizers",
         "adapter",
     },
-    {"state", "build", "checkpoint", "saving", "model", "artifacts", "export", "notes"},
+    {"state", "build", "checkpoint", "saving", "model", "artifacts", "export", "notes", "trust"},
     {"step", "blocks", "loop"},
     {"observers"},
     {"resume"},
