@@ -10,11 +10,11 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from runner import checkpoint, resume
+from runner import checkpoint, resume, trust
 from runner.artifacts import CONFIG
 from runner.build import build_driven, build_group, build_loaders, build_splits
 from runner.checkpoint import Saved
-from runner.config import resolve
+from runner.config import resolve, to_dict
 from runner.data.loading import Batch
 from runner.errors import ConfigError
 from runner.isolation import make_deterministic, seed_all
@@ -31,9 +31,17 @@ OWN = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "i
 
 
 def own_spec(batch: Path) -> RunSpec | None:
-    """Of the run whose guard saved a batch; None where its config is gone."""
+    """Of the run whose guard saved a batch; None where its config is gone.
+
+    Raises:
+        ConfigError: it is none that a run leaves.
+    """
     path = batch.absolute().parent.parent / CONFIG
-    return resolve(OmegaConf.load(path)) if path.exists() else None  # type: ignore[arg-type]
+    if not path.is_file():
+        return None
+    if "${" in (text := path.read_text()):
+        raise ConfigError(f"{path} holds an interpolation, which would be resolved here.")
+    return resolve(OmegaConf.create(text))  # type: ignore[arg-type]
 
 
 def as_its_run(spec: RunSpec, origin: Origin, saved: Kept) -> tuple[RunSpec, Origin]:
@@ -41,6 +49,7 @@ def as_its_run(spec: RunSpec, origin: Origin, saved: Kept) -> tuple[RunSpec, Ori
     if (own := own_spec(Path(spec.batch or ""))) is None:
         return spec, origin
     untyped = [key for key in OWN if not origin.touches(key)]
+    trust.check(to_dict(own), untyped, to_dict(spec), spec.batch, "batch")
     choices = {key: name for key, name in saved.names.items() if key in untyped}
     nodes = {key: getattr(own, key) for key in untyped}
     return replace(spec, **nodes), replace(origin, choices={**origin.choices, **choices})

@@ -51,7 +51,8 @@ def _option(text: str) -> str:
     return f"{match['plus']}{match['group']}={match['call'] or ''}{quoted}{match['end'] or ''}"
 
 
-_PATHS = {"checkpoint": "checkpoint.path", "batch": "batch"}
+_PATHS = {"checkpoint": "checkpoint.path", "checkpoint.resume": "checkpoint.resume",
+          "init.weights": "init.weights", "batch": "batch"}  # fmt: skip
 
 
 def _path(text: str) -> str:
@@ -59,9 +60,23 @@ def _path(text: str) -> str:
     key, _, value = text.partition("=")
     if key not in _PATHS or not value:
         return text
-    if "'" not in value and Path(value).exists():  # it may hold what Hydra's grammar does not take
-        value = f"'{value}'"
+    if _exists(value):  # it may hold what Hydra's grammar does not take
+        value = f"'{_BEFORE_QUOTE.sub(_escaped, value)}'"
     return f"{_PATHS[key]}={value}"
+
+
+_BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[1] * 2 + ("\\'" if found[2] else "")
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # too long for a name
+        return False
 
 
 def _tag(text: str) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from runner.config import to_dict
+from runner.config import stored
 from runner.files import write_text
-from runner.secrets import hide
+from runner.secrets import masked
 from runner.spec import Origin, RunSpec
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy"
 
 def write_json(path: Path, content: Any) -> Path:
     """Indented, for people too; returns the path."""
-    return write_text(path, hide(json.dumps(content, indent=2)) + "\n")
+    return write_text(path, json.dumps(masked(content), indent=2) + "\n")
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, str]]) -> Path:
@@ -41,8 +41,7 @@ def tables_tag(*names: str) -> dict[str, str]:
 
 def write_config(folder: Path, spec: RunSpec) -> Path:
     """The resolved config, complete."""
-    text = OmegaConf.to_yaml(OmegaConf.create(to_dict(spec)))
-    return write_text(folder / CONFIG, hide(text))
+    return write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(stored(spec))))
 
 
 def environment(origin: Origin) -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """Checkpoints: one file each, loadable without unpickling anything but tensors and containers."""
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from torch import nn
 
-from runner.config import to_dict
+from runner.config import stored
 from runner.errors import ConfigError
 from runner.files import written_by_torch
 from runner.precision.convert import is_converted
@@ -17,6 +18,13 @@ from runner.spec import RunSpec
 from runner.state import TrainState
 
 FORMAT = 1
+_KINDS = {
+    "spec": dict, "choices": dict, "precision": str, "layout": str, "precision_state": dict,
+    "metrics": dict, "step": int, "epoch": int, "skipped_steps": int, "model": dict,
+    "optimizers": list, "schedulers": list, "loss_scale": dict,
+}  # fmt: skip
+_PARTS = ("model", "data", "task", "precision", "optimizer", "scheduler", "adapter", "debug")
+"""Mappings in a spec."""
 
 
 def contents(
@@ -41,7 +49,7 @@ def contents(
     return {
         **course,
         "format": FORMAT,
-        "spec": {**to_dict(spec), "tracking": {}},  # the store's URI may hold a password
+        "spec": {**stored(spec), "tracking": {}},
         "choices": dict(choices),
         "precision": state.precision.name,
         "layout": state.precision.layout,
@@ -143,10 +151,13 @@ def newest(where: str, tracking_uri: str | None, key: str, told: list[str]) -> "
 def _found(where: str, tracking_uri: str | None, key: str) -> list[Path]:
     """Newest first."""
     path = Path(where)
-    if path.is_file():
-        return [path]
-    if not path.exists() and "/" not in where and "\\" not in where:
-        path = folder_of_run(where, tracking_uri, key)
+    try:
+        if path.is_file():
+            return [path]
+        if not path.exists() and "/" not in where and "\\" not in where:
+            path = folder_of_run(where, tracking_uri, key)
+    except OSError as error:  # too long for a name, a loop of links
+        raise ConfigError(f"{key}={where}: {error.strerror}. Type a file or folder.") from error
     found = sorted(path.glob("checkpoints/step-*.pt")) or sorted(path.glob("step-*.pt"))
     if not found:
         raise ConfigError(
@@ -185,11 +196,15 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not one of ours, or damaged.
     """
+    if not path.is_file():
+        raise ConfigError(f"checkpoint={path} is no file. Give a step-*.pt file of a run.")
     try:
         with ZipFile(path) as file:  # torch does not compare the checksums that it writes
+            if any(member.compress_type != ZIP_STORED for member in file.infolist()):
+                raise BadZipFile  # torch compresses none, and one may unfold to anything
             if (damaged := file.testzip()) is not None:
                 raise ConfigError(f"checkpoint={path} is damaged: {damaged} has changed on disk.")
-    except BadZipFile as error:
+    except (BadZipFile, OSError, EOFError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"checkpoint={path} is no checkpoint of this runner, or it is cut short. "
             "Give a step-*.pt file of a run."
@@ -200,7 +215,26 @@ def load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"checkpoint={path} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(f"checkpoint={path} was not written by this runner (format {FORMAT}).")
+    if problem := next(_misfits(content), None):
+        raise ConfigError(f"checkpoint={path} was not written by this runner: {problem}.")
     return content
+
+
+def _misfits(content: Mapping[str, Any]) -> Iterator[str]:
+    """What is not as `contents` makes it: a file from elsewhere may hold anything."""
+    for key, kind in _KINDS.items():
+        if not isinstance(content.get(key), kind):
+            yield f"its {key} is no {kind.__name__}"
+    for key in _PARTS:
+        if not isinstance(content["spec"].get(key, {}), dict):
+            yield f"its spec.{key} is no dict"
+    try:
+        spec = json.dumps(content["spec"])
+    except (TypeError, ValueError):
+        yield "its spec holds what no config does"
+    else:
+        if "${" in spec:
+            yield "its spec holds an interpolation, which would be resolved here"
 
 
 class Saved(NamedTuple):

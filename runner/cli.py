@@ -2,11 +2,13 @@
 that --help, --cfg and tab completion answer at once."""
 
 import gc
+import logging
 import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,8 @@ from runner.config import register_schema, resolve
 from runner.errors import RunnerError, Unavailable
 from runner.explain import explain
 from runner.manifest import Manifest
-from runner.secrets import hide
+from runner.secrets import hide, hide_override
+from runner.shown import PlainFormatter, complain, is_text, one_line, plain
 from runner.spec import AUTO, Origin
 from runner.stop import CommandSignals, Interrupted
 from runner.usage import COMMAND_HELP, usage
@@ -43,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    if odd := next((text for text in argv if not is_text(text)), None):
+        complain(f"{odd} is not UTF-8. Type names that are.")
+        return 2
+    if logging.lastResort:  # writes warnings to stderr
+        logging.lastResort.setFormatter(PlainFormatter())
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))  # a console script lacks it; `python -m runner` has it
     if argv and argv[0] in COMMANDS:
@@ -53,17 +61,17 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         argv = rewrite(_whole(argv))
     except RunnerError as error:
-        _print_error(error)
+        complain(str(error))
         return error.exit_status
     if {"--help", "-h"} & set(argv):
         print(usage(argv), flush=True)
         argv = [*(text for text in argv if text not in ("--help", "-h")), "--cfg", "job"]
     if (folder := config_dir(argv)) and not folder.is_dir():
         text = f"{folder} is no folder in {Path.cwd()}. Type --config-dir <folder of your configs>."
-        print(f"error: --config-dir={text}", file=sys.stderr)
+        complain(f"--config-dir={text}")
         return 2
     for warning in shadowed(folder) if folder else ():
-        print(warning, file=sys.stderr)
+        print(plain(warning), file=sys.stderr)
     return _hydra(argv)
 
 
@@ -85,11 +93,11 @@ def _hydra(argv: Sequence[str]) -> int:
     status = 0
     try:
         hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(job)()
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-        print(f"error: {explain(error, argv)}", file=sys.stderr)
+    except (HydraException, OmegaConfBaseException, ValueError, OSError, TypeError) as error:
+        complain(explain(error, argv))
         status = 2
     except RunnerError as error:
-        _print_error(error)
+        complain(str(error))
         status = error.exit_status
     except KeyboardInterrupt as error:
         status = _status(error)
@@ -131,7 +139,7 @@ def job(config: DictConfig) -> float | None:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
-        _print_error(error)
+        complain(str(error))
         kind = "unavailable" if isinstance(error, Unavailable) else "failed"
         message, status, finished = str(error), error.exit_status, error.finished
         if status > 128:
@@ -139,10 +147,11 @@ def job(config: DictConfig) -> float | None:
     except KeyboardInterrupt as error:
         kind, message, status = "stopped", str(error) or "Interrupted.", _status(error)
     except Exception as error:
-        text = traceback.format_exc()
-        print(text, file=sys.stderr)
-        (folder / "error.txt").write_text(text)
-        kind, message, status = "failed", f"{type(error).__name__}: {error}", 1
+        text = hide(traceback.format_exc())
+        print(plain(text), file=sys.stderr)
+        with suppress(OSError):  # a full disk
+            (folder / "error.txt").write_text(text)
+        kind, message, status = "failed", hide(f"{type(error).__name__}: {error}"), 1
     if sweeping and not finished:
         record(config, folder, kind, message)
     gc.collect()
@@ -153,7 +162,7 @@ def job(config: DictConfig) -> float | None:
 
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     if sweeping:
-        print(f"\njob {HydraConfig.get().job.num}: {hide(' '.join(_overrides()))}", flush=True)
+        print(f"\njob {HydraConfig.get().job.num}: {one_line(' '.join(_overrides()))}", flush=True)
     again = sweeping and HydraConfig.get().callbacks["sweep"].resume
     if again and config.mode == "train":
         with read_write(config):
@@ -171,7 +180,8 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
 
 
 def _overrides() -> tuple[str, ...]:
-    return tuple(str(text) for text in HydraConfig.get().overrides.task)
+    """Without secrets: they are labels, and stored."""
+    return tuple(hide_override(str(text)) for text in HydraConfig.get().overrides.task)
 
 
 def origin(sweeping: bool) -> Origin:
@@ -203,11 +213,6 @@ def record(config: DictConfig, folder: Path, status: str, message: str) -> None:
         precision, " ".join([precision, *others]), str(folder), status, message, _overrides(),  # type: ignore[arg-type]
         " ".join([precision, *unseeded]), config.get("seed"),
     ).write(folder)  # fmt: skip
-
-
-def _print_error(error: RunnerError) -> None:
-    for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
 
 
 def _doctor(argv: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.errors import ConfigError
 from runner.explain import explain
+from runner.secrets import masked
 from runner.spec import RunSpec
 
 # What the runner itself passes first to the target of each group.
@@ -89,7 +90,7 @@ def flatten(spec: RunSpec) -> dict[str, str]:
         else:
             yield prefix, str(value)
 
-    return dict(walk("", to_dict(spec)))
+    return dict(walk("", stored(spec)))
 
 
 def to_dict(spec: RunSpec) -> dict[str, Any]:
@@ -97,6 +98,11 @@ def to_dict(spec: RunSpec) -> dict[str, Any]:
     container = OmegaConf.to_container(OmegaConf.structured(spec))
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
+
+
+def stored(spec: RunSpec) -> dict[str, Any]:
+    """The same as it is kept anywhere: without secrets, see runner.secrets."""
+    return masked(to_dict(spec))
 
 
 def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,16 +215,16 @@ def _wrong_types(key: str, given: Mapping[str, Any], target: Any) -> Iterator[st
         return
     for name, value in given.items():
         filled = key == "scheduler" and value is None  # by the runner: the run's length
-        if name in hints and not filled and not _fits(value, hints[name]):
+        if name in hints and not filled and not fits(value, hints[name]):
             is_text = " is text" if isinstance(value, str) else " does not fit"
             yield f"{key}.{name}={_typed(value)}{is_text}. Allowed: {_words(hints[name])}."
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
     """Whether a value of YAML fits an annotation; one that is not understood is fit by all."""
     kind = get_origin(hint) or hint
     if kind in (Union, UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
+        return any(fits(value, option) for option in get_args(hint))
     if kind is Literal:
         texts = all(isinstance(option, str) for option in get_args(hint))
         return not texts or isinstance(value, str)  # which text: the target says
@@ -236,8 +242,30 @@ def _fits(value: Any, hint: Any) -> bool:
         # A module may be called 0, which YAML reads as a number.
         item = next((a for a in get_args(hint) if a is not Ellipsis), Any)
         of = str | int if item is str else item
-        return isinstance(value, list | tuple) and all(_fits(part, of) for part in value)
+        return isinstance(value, list | tuple) and all(fits(part, of) for part in value)
     return True
+
+
+def known(kind: type, values: object) -> dict[str, Any]:
+    """The fields of a dataclass among what was read from a file.
+
+    Raises:
+        ValueError: a value is not what its annotation says (mappings hold numbers), or is missing.
+    """
+    hints = get_type_hints(kind)
+    if not isinstance(values, Mapping):
+        raise ValueError(f"no {kind.__name__}")
+    found = {key: value for key, value in values.items() if key in hints}
+    for key, value in found.items():
+        words = get_args(hints[key]) if get_origin(hints[key]) is Literal else (value,)
+        numbers = value.values() if isinstance(value, Mapping) else ()
+        if not (
+            fits(value, hints[key]) and value in words and all(fits(n, float) for n in numbers)
+        ):
+            raise ValueError(f"{key} is no {kind.__name__}'s")
+    if lacking := {f.name for f in fields(kind) if f.default is f.default_factory} - set(found):
+        raise ValueError(f"no {kind.__name__}: it lacks {', '.join(sorted(lacking))}")
+    return found
 
 
 def _typed(value: Any) -> str:

@@ -84,7 +84,7 @@ class Run:
 
     def traceback(self) -> str:
         """Keeps that of the error that is being handled; a sentence that says where."""
-        text = traceback.format_exc()
+        text = hide(traceback.format_exc())
         path = self.out / "error.txt"
         kept = self.write(path, lambda path: write_text(path, text))
         return f"The traceback is in {near(path)}." if kept else ""

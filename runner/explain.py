@@ -40,6 +40,8 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
             f"{error.filename or Path.cwd()}: {error.strerror}. Run in a folder that takes files, "
             "or type hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
         )
+    if isinstance(error, TypeError):  # Hydra's, of a group=[[x]]
+        return f"The overrides do not compose ({error}). A group takes a name, as in model=mlp."
     return str(error).strip()
 
 

@@ -1,7 +1,6 @@
 """The Hydra callback that opens a sweep's parent run."""
 
 import logging
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from runner.config import ISOLATED
 from runner.errors import ConfigError, RunnerError
 from runner.quiet import quiet
-from runner.secrets import hide
+from runner.secrets import masked
+from runner.shown import complain
 
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
@@ -52,15 +52,17 @@ class SweepCallback(Callback):
                 prepare_search(config)
             Sweep.begin(folder, overrides, tracking, self._resume)  # type: ignore[arg-type]
         except RunnerError as error:  # Hydra turns a callback's Exception into a warning
-            print(f"error: {error}", file=sys.stderr)
+            complain(str(error))
             raise SystemExit(error.exit_status) from error
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        """Hydra has written the command and the config; passwords in URIs have no place there."""
+        """Hydra has written the command and the config; secrets have no place there."""
         kept = [*Path(config.hydra.runtime.output_dir, str(config.hydra.output_subdir)).glob("*")]
         for path in [*kept, Path(config.hydra.sweep.dir, "multirun.yaml")]:
-            if path.is_file() and (text := path.read_text()) != hide(text):
-                path.write_text(hide(text))
+            if path.is_file():
+                content = OmegaConf.to_container(OmegaConf.load(path))
+                if (hidden := masked(content)) != content:
+                    path.write_text(OmegaConf.to_yaml(OmegaConf.create(hidden)))
 
 
 def prepare_search(config: DictConfig) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from runner.data.loading import Loader
 from runner.data.samples import of_step
 from runner.errors import ConfigError
 from runner.files import write_text
-from runner.secrets import hide
+from runner.secrets import masked
+from runner.shown import typed
 
 if TYPE_CHECKING:
     from runner.context import Run
@@ -77,9 +77,9 @@ def keep(
         "config": str(this.out / "config.yaml"),
         "replay": command,
     }
-    text = json.dumps(content, indent=1)
+    text = json.dumps(masked(content), indent=1)
     text = re.sub(r"\[[\d,\s]+\]", lambda found: "".join(found[0].split()), text)
-    if not this.leave(path, lambda path: write_text(path, hide(text) + "\n"), FOLDER):
+    if not this.leave(path, lambda path: write_text(path, text + "\n"), FOLDER):
         return f"The samples are {content['micro_batches']} of the training set."
     return f"The samples are in {near(path)}; to see where it begins:\n{command}"
 
@@ -88,7 +88,7 @@ def replay_command(this: "Run", path: Path) -> str:
     """The run's own command, replaying instead of training."""
     dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
     words = [w for w in this.origin.command if not w.lstrip("+~").startswith(dropped)]
-    return shlex.join([*words, "debug=replay", f"batch={near(path)}"])
+    return typed([*words, "debug=replay", f"batch={near(path)}"])
 
 
 def near(path: Path) -> str:
@@ -105,13 +105,25 @@ def read(path: Path) -> Kept:
         ConfigError: it is not there, or is none.
     """
     try:
+        if not path.is_file():
+            raise OSError("no such file")
         content: Mapping[str, Any] = json.loads(path.read_text())
-        first, last = content["steps"]
-        names = {key: content[key] for key in ("model", "data", "precision")}
-        return Kept((first, last), content["micro_batches"], content["loss_scale"],
+        first, last = map(int, content["steps"])
+        micro_batches = [[_index(i) for i in micro] for micro in content["micro_batches"]]
+        if not (micro_batches and all(micro_batches)):
+            raise ValueError("it holds no samples")
+        scale = content["loss_scale"]
+        names = {key: str(content[key]) for key in ("model", "data", "precision")}
+        return Kept((first, last), micro_batches, None if scale is None else float(scale),
                     content["seed"], content["data"], content.get("begun"), names)  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"batch={path} is no batch that a guard saved ({type(error).__name__}: {error}). "
             f"Type batch=outputs/runs/<time>/{FOLDER}/batch-<step>.json."
         ) from error
+
+
+def _index(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"{value} is no sample's index")
+    return value

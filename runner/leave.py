@@ -13,6 +13,7 @@ from runner.kept import near
 from runner.observers.tally import Tally
 from runner.precision.probe import DtypeProbe
 from runner.result import FILE, RunResult, show
+from runner.secrets import masked
 from runner.state import TrainState
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def tell_inputs(this: "Run", splits: Splits) -> None:
     """The data sets that the run reads."""
     if this.tracker.takes_runs:
         name = this.origin.chosen("data", this.spec.data)
-        this.tracker.inputs(fingerprint.describe(name, this.spec.data, splits))
+        this.tracker.inputs(fingerprint.describe(name, masked(this.spec.data), splits))
 
 
 def leave_dtypes(this: "Run", probe: DtypeProbe) -> None:

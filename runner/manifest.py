@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runner.errors import ConfigError
 from runner.files import write_text
-from runner.secrets import hide
+from runner.secrets import masked
 
 FILE = "sweep.json"
 
@@ -51,5 +51,5 @@ class Manifest:
         return manifest
 
     def write(self, folder: Path) -> None:
-        """Whole or not at all, without passwords. Raises OSError."""
-        write_text(folder / FILE, hide(json.dumps(asdict(self), indent=2)) + "\n")
+        """Whole or not at all, without secrets. Raises OSError."""
+        write_text(folder / FILE, json.dumps(masked(asdict(self)), indent=2) + "\n")

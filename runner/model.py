@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from runner import adapter, checkpoint
+from runner import adapter, checkpoint, trust
 from runner.build import build_group
 from runner.checkpoint import Saved, load_weights
+from runner.config import to_dict
 from runner.errors import ConfigError
 from runner.precision.base import ConversionReport, Precision
 from runner.precision.cast import default_dtype
@@ -59,7 +60,7 @@ def build_model(
     model = _make(spec, precision, device, made_on)
     exact = start is not None and (whole or _same_packing(spec, precision, start))
     if start is not None and not exact:
-        _load(model, precision, start)
+        _load(spec, model, precision, start)
     size = float32_bytes(model)
     model, report = precision.convert(model, device)
     if (addition := adapter.make(spec.adapter)) is not None:
@@ -93,7 +94,7 @@ def restore_model(spec: RunSpec, precision: Precision, device: torch.device, sav
     return built
 
 
-def _load(model: nn.Module, precision: Precision, saved: Saved) -> None:
+def _load(spec: RunSpec, model: nn.Module, precision: Precision, saved: Saved) -> None:
     """A checkpoint's function in a plain model: its adapter is merged into the weights."""
     layout = saved.content.get("layout", "")
     if layout and precision.layout:
@@ -103,7 +104,9 @@ def _load(model: nn.Module, precision: Precision, saved: Saved) -> None:
             f"precision={saved.content['precision']} with the adapter that it was trained with, or "
             "a precision that packs nothing, for example precision=bf16-mixed."
         )
-    addition = adapter.make(saved.content["spec"].get("adapter") or {})
+    theirs = saved.content["spec"]
+    trust.check(theirs, ["adapter"], to_dict(spec), saved.path, "checkpoint")
+    addition = adapter.make(theirs.get("adapter") or {})
     if addition is None:
         load_weights(model, saved)
         return

@@ -3,10 +3,10 @@ the Markdown in which no text of a user's is markup."""
 
 import html
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from runner import shown
 from runner.result import RunResult, number, rows
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def converted(report: "ConversionReport") -> list[str]:
 def typed(command: Sequence[str]) -> str:
     """A command to copy, as inline code: a block of code that does not wrap would push the rest of
     MLflow's page aside."""
-    return code(shlex.join(command))
+    return code(shown.typed(command))
 
 
 def md(text: str) -> str:
@@ -64,7 +64,7 @@ def md(text: str) -> str:
 
 def code(text: str) -> str:
     """As inline code, fenced by more backticks than it holds. A pipe stays: not for tables."""
-    flat = " ".join(text.split())
+    flat = " ".join(text.splitlines())
     fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
     gap = " " if len(fence) > 1 else ""
     return f"{fence}{gap}{flat}{gap}{fence}"

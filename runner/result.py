@@ -3,18 +3,18 @@
 import json
 import math
 import os
-import shlex
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from runner.config import known
 from runner.files import write_text
-from runner.secrets import hide
+from runner.secrets import hide, masked
+from runner.shown import typed
 from runner.tracking.uri import resolve_experiment, resolve_uri
 
 FILE = "result.json"
@@ -102,23 +102,23 @@ class RunResult:
     def write(self, folder: Path) -> Path:
         """Writes `result.json` into the folder, which is created; returns its path. Who reads it
         meanwhile finds the whole of it or what was there before."""
-        return write_text(folder / FILE, hide(json.dumps(asdict(self), indent=2)) + "\n")
+        return write_text(folder / FILE, json.dumps(masked(asdict(self)), indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult":
+        """Raises ValueError: the file is damaged."""
+        if not (folder / FILE).is_file():
+            raise ValueError(f"{folder / FILE} is no file")
         return cls.of(json.loads((folder / FILE).read_text()))
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "RunResult":
-        """From what was written, by this version of the runner or by another."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in values.items() if key in known})
+    def of(cls, values: object) -> "RunResult":
+        """From what was written, by this version of the runner or by another.
 
-
-def plain_console() -> Console:
-    """Where a run speaks: as wide as the terminal, 160 columns elsewhere. No markup: rich would
-    swallow the `[head]` of precision.keep_fp32=[head]."""
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
+        Raises:
+            ValueError: it is no result of a run.
+        """
+        return cls(**known(cls, values))
 
 
 def show(console: Console, result: RunResult) -> None:
@@ -187,7 +187,7 @@ def ui_command(uri: str | None, experiment: str) -> str:
         words.append(f"tracking.uri={uri}")
     if experiment and experiment != resolve_experiment(None, os.environ):
         words.append(f"tracking.experiment={experiment}")
-    return shlex.join(words)
+    return typed(words)
 
 
 def number(value: float | None) -> str:
@@ -285,14 +285,14 @@ def sweep_table(results: Sequence[RunResult]) -> Table:
 def read_results(folder: Path) -> list[RunResult]:
     """The results of a sweep's jobs in order; a job that left none is a failed one."""
     jobs = sorted(
-        (p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()), key=lambda p: int(p.name)
+        (p for p in folder.iterdir() if p.is_dir() and p.name.isdecimal()),
+        key=lambda p: int(p.name),
     )
     found = []
     for job in jobs:
-        if (job / FILE).exists():
+        try:
             found.append(RunResult.read(job))
-        else:
-            found.append(
-                RunResult("", f"job {job.name}", str(job), "failed", "died without a result")
-            )
+        except (OSError, ValueError):
+            why = f"its {FILE} is damaged" if (job / FILE).exists() else "died without a result"
+            found.append(RunResult("", f"job {job.name}", str(job), "failed", why))
     return found

@@ -1,16 +1,18 @@
 """Going on where a run was cut: what a checkpoint keeps beside the weights, and taking it back."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner import checkpoint
+from runner import checkpoint, trust
 from runner.alone import at_work
 from runner.build import LENGTHS
 from runner.checkpoint import Saved
@@ -18,13 +20,16 @@ from runner.config import flatten, resolve, to_dict
 from runner.errors import ConfigError
 from runner.manifest import FILE as MANIFEST
 from runner.observers.base import Observer
-from runner.result import FILE, RunResult
+from runner.result import RunResult
 from runner.rng import rng_state, set_rng_state
 from runner.spec import AUTO, Origin, RunSpec
 from runner.state import TrainState
 
 PRESETS = ("experiment", "debug", "sweep")
 """Groups that set keys anywhere."""
+GROUPS = ("precision", "model", "adapter", "data", "task", "optimizer", "scheduler")
+"""Groups whose targets a checkpoint names."""
+_MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
 
 class Resumption(NamedTuple):
@@ -148,7 +153,9 @@ def _behind(spec: RunSpec, saved: Saved) -> str:
 
 
 def _finished(run: Path) -> bool:
-    return (run / FILE).exists() and RunResult.read(run).status == "finished"
+    with suppress(ValueError, OSError):  # none, or damaged
+        return RunResult.read(run).status == "finished"
+    return False
 
 
 def _kept(choices: Mapping[str, str], origin: Origin) -> dict[str, str]:
@@ -174,7 +181,11 @@ def _merged(spec: RunSpec, saved: Saved, origin: Origin) -> RunSpec:
     merged["checkpoint"] = {**ours["checkpoint"], **theirs.get("checkpoint", {}), "path": None}
     for key in [key for key in typed if key.startswith("checkpoint.")]:
         _copy(ours, merged, key.split("."))
-    return resolve(OmegaConf.create(merged))
+    trust.check(merged, GROUPS, ours, saved.path, "checkpoint.resume")
+    try:
+        return resolve(OmegaConf.create(merged))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"checkpoint.resume={saved.path}: {error}") from error
 
 
 def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:
@@ -206,16 +217,36 @@ def restore(state: TrainState, saved: Saved, spec: RunSpec, observers: Sequence[
     Raises:
         ConfigError: the checkpoint's optimizers or loss scale are not this run's.
     """
-    content = saved.content
-    state.precision.load_state_dict(state.plain_model, content["precision_state"])
     _restore_optimizers(state, saved, spec)
+    try:
+        _restore_rest(state, saved.content, observers)
+    except _MISFITS as error:
+        raise ConfigError(
+            f"checkpoint.resume={saved.path} was not written by this runner: "
+            f"{type(error).__name__}: {error}. Type init.weights=<it> to start a new run from its "
+            "weights."
+        ) from error
+
+
+def _restore_rest(
+    state: TrainState, content: Mapping[str, Any], observers: Sequence[Observer]
+) -> None:
+    state.precision.load_state_dict(state.plain_model, content["precision_state"])
     state.scale.load_state_dict(content["loss_scale"])
     state.step, state.epoch = content["step"], content["epoch"]
     state.position, state.skipped = content["position"], content["skipped_steps"]
     state.evaluated, state.stagnant = content["evaluated"], content["stagnant"]
     for observer in observers:
-        observer.load_state_dict(content["observers"].get(type(observer).__name__, {}))
+        theirs, ours = content["observers"].get(type(observer).__name__, {}), observer.state_dict()
+        if odd := [key for key in theirs if not _alike(theirs[key], ours.get(key))]:
+            raise TypeError(f"{type(observer).__name__}.{odd[0]} is of another kind")
+        observer.load_state_dict(theirs)
     set_rng_state(content["rng"], state.device)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    kinds = {type(one), type(other)}
+    return len(kinds) == 1 or type(None) in kinds or kinds == {int, float}
 
 
 def _restore_optimizers(state: TrainState, saved: Saved, spec: RunSpec) -> None:
@@ -236,7 +267,7 @@ def _restore_optimizers(state: TrainState, saved: Saved, spec: RunSpec) -> None:
                 driven.scheduler.load_state_dict(scheduler)
                 vars(driven.scheduler).update(lengths)
             _change(driven.optimizer, driven.scheduler, changed)
-    except (ValueError, KeyError) as error:
+    except _MISFITS as error:
         raise ConfigError(
             f"checkpoint.resume={saved.path}: its optimizer state does not fit: {error}. Resume "
             "with the optimizer that it was trained with, or type init.weights=<it> to start a new "

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from runner import artifacts, checkpoint, kept, notes, resume
+from runner import artifacts, checkpoint, kept, notes, resume, trust
 from runner.accelerator import choose
 from runner.again import as_its_run
 from runner.alone import alone
 from runner.build import build_group, check_arguments
-from runner.config import check_targets, flatten
+from runner.config import check_targets, flatten, to_dict
+from runner.console import plain_console
 from runner.context import Run
 from runner.errors import CheckpointError, ConfigError, RunnerError, TrackingError
 from runner.evaluate import evaluate_checkpoint
@@ -24,7 +25,8 @@ from runner.memory_error import memory_told
 from runner.plan import plan
 from runner.precision.base import Precision
 from runner.replay import replay
-from runner.result import FILE, RunResult, plain_console, show
+from runner.result import FILE, RunResult, show
+from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 from runner.stop import Stopped, StopSignals
 from runner.tasks.base import Task
@@ -148,7 +150,7 @@ def _tracked(this: Run) -> Iterator[None]:
         _close(this, "KILLED", str(error) or "Interrupted.")
         raise
     except BaseException as error:
-        _close(this, "FAILED", f"{type(error).__name__}: {error}")
+        _close(this, "FAILED", hide(f"{type(error).__name__}: {error}"))
         raise
     tracker.close("FINISHED", stopped=this.signals.requested)
 
@@ -206,6 +208,9 @@ def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
     groups = ("model", "adapter", "data", "task", "precision")
     own = [key for key in groups if not origin.touches(key)]
     choices = {**origin.choices, **{key: saved["choices"].get(key, "") for key in own}}
+    trust.check(saved["spec"], own, to_dict(spec), path, "checkpoint")
     nodes = {key: saved["spec"].get(key, {}) for key in own}
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)
+    if problems := check_targets(spec):
+        raise ConfigError(*problems)
     return spec, replace(origin, choices=choices)

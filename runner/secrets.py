@@ -1,6 +1,12 @@
-"""Credentials in the URI of a store are shown and stored nowhere."""
+"""Credentials are shown and stored nowhere: those in URIs, the values of keys and of environment
+variables that are named like secrets."""
 
+import os
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 # Quotes end a URI in JSON, YAML and a shell, but a ' where more of the URI follows is part of it;
 # within quotes, a shell writes it as '"'"'. Hydra writes \: and \= in the overrides of a job.
@@ -16,16 +22,83 @@ _USER = re.compile(
 )
 # MLflow's own viewStateShareKey is none. Behind \= there are no quotes: the value ends as Hydra's.
 _SECRET = re.compile(
-    r"([?&][\w.-]*(?:password|passwd|pwd|token|secret|(?<!share)key)\\*=)"
+    r"([?&](?:[\w.-]*(?:password|passwd|pwd|token|secret|signature|credential|(?<!share)key(?:id)?)"
+    r"|sig)\\*=)"
     r"(?:(?<=\\=)(?:\\+.|[^\\&,)\]}])+|(?<!\\=)[^&]+)",
     re.IGNORECASE,
 )
 
 
+# A key of a config: api_key, hf_token, db.password; not num_tokens, pad_token, key.
+_KEY = (
+    r"(?:[\w./@-]*[._@/-])?(?:password|passwd|passphrase|secret|credentials?|(?:api|access|secret"
+    r"|private)_?key|(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!cls_)(?<!sep_)(?<!mask_)token)"
+)
+_NAMED = re.compile(_KEY, re.IGNORECASE)
+_TYPED = re.compile(
+    rf"""((?<![?&\w./@-]){_KEY}=)(?!\*\*\*|<value>)('[^']*'|"[^"]*"|[^\s'",)\]}}]+)""",
+    re.IGNORECASE,
+)
+_INNER = re.compile(rf"([{{,]\s*['\"]?{_KEY}['\"]?\s*:\s*)('[^']*'|[^,}}]+)", re.IGNORECASE)
+_OVERRIDE = re.compile(r"[+~]{0,2}([\w./@-]+)=")
+_VARIABLE = re.compile(
+    r".*(_TOKEN|_PASSWORD|_PASSWD|_SECRET\w*|_KEY|_KEY_ID|_CREDENTIALS?)|SECRET\w*|TOKEN|PASSWORD"
+)
+_LEAST = 8
+"""Characters of an environment variable's value that is hidden wherever it turns up."""
+
+
 def hide(text: str) -> str:
     """The text without the credentials of the URIs in it: `http://user:secret@host` becomes
-    `http://host`; a database's user and password become ***, as does a secret in a query."""
+    `http://host`; a database's user and password become ***, as does a secret in a query, the
+    value of `<key>=` where the key is named like a secret, and what the environment holds under
+    such a name."""
+    for value in _of_environment(os.environ):
+        text = text.replace(value, "***")
+    text = _TYPED.sub(r"\1***", text)
     if "://" not in text:
         return text
     text = _USER.sub(r"\1***@", _WEB_USER.sub(r"\1", text))
     return _URI.sub(lambda uri: _SECRET.sub(r"\1***", uri[0]), text)
+
+
+def hide_override(text: str) -> str:
+    """One override, whose value may hold anything; any other text as hide does it."""
+    key = _OVERRIDE.match(text)
+    if key is None:
+        return hide(text)
+    if _NAMED.fullmatch(key[1]):
+        return f"{key[0]}***"
+    return hide(_INNER.sub(r"\1***", text))
+
+
+def masked(value: Any, key: str = "") -> Any:
+    """Plain containers without credentials; texts in a list may be overrides.
+
+    Args:
+        value: a container, text, number or None.
+        key: that holds it.
+    """
+    if isinstance(value, Mapping):
+        return {name: masked(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(item, key) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    return "***" if _NAMED.fullmatch(key) else hide_override(value)
+
+
+def _of_environment(environ: Mapping[str, str]) -> list[str]:
+    """Secrets of the environment, the longest first, also as a URI writes them. Short words,
+    numbers and paths are none, and would be found where they mean something else."""
+    values = {
+        value
+        for name, value in environ.items()
+        if len(value) >= _LEAST and _VARIABLE.fullmatch(name) and not _is_harmless(name, value)
+    }
+    return sorted(values | {quote(value, safe="") for value in values}, key=len, reverse=True)
+
+
+def _is_harmless(name: str, value: str) -> bool:
+    word = value.isalpha() and name.endswith("_KEY")
+    return word or value.isdecimal() or (value[0] in "/~." and Path(value).exists())

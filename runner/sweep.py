@@ -1,6 +1,5 @@
 """A sweep: its parent run, and its jobs' results in one table and one report at the end."""
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from runner import notes
 from runner.alone import alone
 from runner.artifacts import now_ms
 from runner.build import build_group
+from runner.console import plain_console
 from runner.errors import RunnerError
 from runner.manifest import Manifest
 from runner.report.command import joined, store_report
@@ -23,8 +23,9 @@ from runner.report.conclusion import conclusion, names
 from runner.report.data import SweepData
 from runner.report.gather import JOBS, from_folder, write_jobs
 from runner.report.pages import summary_markdown, write_report
-from runner.result import RunResult, page, plain_console, sweep_table, ui_command
-from runner.secrets import hide
+from runner.result import RunResult, page, sweep_table, ui_command
+from runner.secrets import hide, hide_override
+from runner.shown import complain, typed
 from runner.tracking.base import RunInfo, Status, Tracker
 from runner.tracking.journal import newest
 from runner.unfinished import resuming
@@ -59,8 +60,8 @@ class Sweep:
 
     def _open(self, resume: bool) -> None:
         command = self.manifest.command
-        name = hide(f"sweep {' '.join(self.manifest.overrides)}")[:250]
-        tags = {"sweep_id": self.id, "output_dir": str(self.folder), "command": shlex.join(command)}
+        name = f"sweep {' '.join(map(hide_override, self.manifest.overrides))}"[:250]
+        tags = {"sweep_id": self.id, "output_dir": str(self.folder), "command": typed(command)}
         before = newest(self.folder) if resume else None
         self.tracker.open(
             RunInfo(self.folder, {}, tags, name, sweep=self.id, role="sweep", continues=before)
@@ -120,7 +121,7 @@ class Sweep:
         try:
             self.tracker.check()
         except RunnerError as error:
-            print(f"error: {error}", file=sys.stderr)
+            complain(str(error))
             return True
         return False
 
@@ -169,7 +170,7 @@ class Sweep:
             console.print(f"dashboard: {page(uri, path)}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
         if not self.manifest.finished:
-            console.print(f"to go on: {shlex.join(resuming(self.folder))}", soft_wrap=True)
+            console.print(f"to go on: {typed(resuming(self.folder))}", soft_wrap=True)
 
 
 def _asked(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:

@@ -1,7 +1,6 @@
 """`runner sync`: sends what runs recorded and their store does not have."""
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from runner.errors import ConfigError
 from runner.secrets import hide
+from runner.shown import complain
 from runner.tracking import journal as journals
 from runner.tracking import left
 from runner.tracking.followed import Followed
@@ -36,7 +36,7 @@ def sync(argv: Sequence[str]) -> int:
     try:
         folders, uri, experiment = _arguments(argv)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(str(error))
         return 2
     found = {path: left.state_of(path) for folder in folders for path in left.journals(folder)}
     counts = Counter(found.values())

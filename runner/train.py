@@ -1,6 +1,5 @@
 """The body of a training run, between the tracker's open and close."""
 
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +32,7 @@ from runner.precision.memory import stored_bytes, tensor_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
 from runner.room import limit
+from runner.shown import typed
 from runner.spec import RunSpec
 from runner.state import TrainState
 
@@ -110,7 +110,7 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
         if this.signals.requested() and path:
             this.say(f"checkpoint: {path}")
             if this.origin.sweep is None:  # a sweep goes on as a whole
-                this.say(f"to go on: {shlex.join(this.origin.resuming(this.out))}")
+                this.say(f"to go on: {typed(this.origin.resuming(this.out))}")
     if spec.checkpoint.safetensors and course.sound():
         leave_weights(this, state)
     this.trouble = course.trouble

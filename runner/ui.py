@@ -14,6 +14,7 @@ import psutil
 
 from runner.errors import ConfigError, RunnerError
 from runner.secrets import hide
+from runner.shown import complain
 from runner.stop import Stopped, StopSignals
 from runner.tracking.left import settle_behind
 from runner.tracking.uri import resolve_experiment, resolve_uri
@@ -33,7 +34,7 @@ def ui(argv: Sequence[str]) -> int:
         uri = resolve_uri(given.get("tracking.uri"), os.environ, Path.cwd())
         port = _port(given.get("port"))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(str(error))
         return 2
     name = resolve_experiment(given.get("tracking.experiment"), os.environ)
     base = hide(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
@@ -42,7 +43,7 @@ def ui(argv: Sequence[str]) -> int:
     try:
         found = dict(pages(uri, base, name, make="tracking.uri" not in given))
     except RunnerError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(str(error))
         return error.exit_status
     for what, url in found.items():
         print(f"{what}: {url}", flush=True)

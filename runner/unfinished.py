@@ -24,17 +24,23 @@ def expand(argv: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: there is no such sweep here, or the command asks for something else as well.
     """
-    asked = [text for text in argv if text.partition("=")[0] == KEY]
+    asked = [text for text in argv if key_of(text) == KEY]
     beside = [text for text in argv if text not in (*asked, "-m", "--multirun")]
-    if alien := [text for text in beside if not text.startswith(_FREE)]:
-        raise ConfigError(
-            f"{KEY} goes on with a sweep as it was asked for. Leave {alien[0]} out; beside it, "
-            "only tracking.* may change. Other settings are a new sweep."
-        )
     where = asked[-1].partition("=")[2].strip("'\"")
     uri = next((t.partition("=")[2] for t in beside if t.startswith("tracking.uri=")), None)
     folder = _last() if where == "last" else _folder(where, uri)
     manifest = Manifest.read(folder)
+    secret = {key_of(word) for word in manifest.command if "***" in word}
+    if alien := [t for t in beside if not t.startswith(_FREE) and key_of(t) not in secret]:
+        raise ConfigError(
+            f"{KEY} goes on with a sweep as it was asked for. Leave {alien[0]} out; beside it, "
+            "only tracking.* may change. Other settings are a new sweep."
+        )
+    if lacking := sorted(secret - {key_of(text) for text in beside}):
+        raise ConfigError(
+            f"{KEY}={where}: the sweep's command held secrets, which are kept nowhere. Type them "
+            f"again: {' '.join(f'{key}=<value>' for key in lacking)}"
+        )
     if (typed_in := Path(manifest.cwd).absolute()) != Path.cwd() and typed_in.is_dir():
         raise ConfigError(
             f"{KEY}={where}: its command was typed in another folder, which its files are relative "
@@ -46,7 +52,13 @@ def expand(argv: Sequence[str]) -> list[str]:
         "hydra.callbacks.sweep.resume=true",
         "hydra.mode=MULTIRUN",
     ]
-    return [*manifest.command[3:], *beside, *here]
+    command = [word for word in manifest.command[3:] if "***" not in word]
+    return [*command, *beside, *here]
+
+
+def key_of(override: str) -> str:
+    """Without marks and value."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def resuming(folder: Path) -> list[str]:

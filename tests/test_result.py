@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from runner.console import plain_console
 from runner.result import (
     FILE,
     RunResult,
     number,
-    plain_console,
     read_results,
     show,
     sweep_table,

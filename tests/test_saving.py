@@ -16,7 +16,9 @@ from runner.saving import Saver
 
 def content(step, size=1000):
     tensor = torch.full((size,), float(step))
-    return {"format": checkpoint.FORMAT, "step": step, "model": {"a": tensor, "tied": tensor}}
+    blank = {key: kind() for key, kind in checkpoint._KINDS.items()}
+    own = {"format": checkpoint.FORMAT, "step": step, "model": {"a": tensor, "tied": tensor}}
+    return {**blank, **own}
 
 
 @pytest.fixture

@@ -1,5 +1,13 @@
 """The pages that `runner ui` and `runner report` find, on real SQLite stores."""
 
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
@@ -47,3 +55,30 @@ def test_a_report_of_a_store_that_is_not_there_makes_none(main, tmp_path):
     assert done.rc == 2
     assert "nothing was logged to sqlite:///" in done.stderr
     assert not list(tmp_path.rglob("*.db"))
+
+
+@pytest.mark.slow
+def test_only_this_machine_can_reach_it(tmp_path, clean):
+    """As the kernel tells it of the server and its workers."""
+    ui = subprocess.Popen(
+        [sys.executable, "-m", "runner", "ui"], cwd=tmp_path, env=clean, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert ui.stdout is not None
+        port = next(int(found[1]) for line in ui.stdout if (found := re.search(r":(\d+)", line)))
+        end, heard = time.monotonic() + 90, []
+        while not heard:
+            assert ui.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.3)
+            ours = {
+                ui.pid,
+                *(child.pid for child in psutil.Process(ui.pid).children(recursive=True)),
+            }
+            heard = [c.laddr for c in psutil.net_connections("inet")
+                     if c.pid in ours and c.status == psutil.CONN_LISTEN]  # fmt: skip
+        assert {(address.ip, address.port) for address in heard} == {("127.0.0.1", port)}
+    finally:
+        os.killpg(ui.pid, signal.SIGKILL)
+        ui.communicate()

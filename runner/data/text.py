@@ -1,5 +1,6 @@
 """Text as bytes: the documentation that ships with Python, or any file."""
 
+import errno
 from pathlib import Path
 
 import torch
@@ -78,6 +79,8 @@ def _too_short(path: str | None, length: int, context: int, needed: int) -> str:
 
 def _read(path: Path) -> Tensor:
     try:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "it is no file")  # a pipe would never end
         content = path.read_bytes()
     except OSError as problem:
         raise ConfigError(

@@ -26,6 +26,7 @@ from runner.errors import ConfigError
 from runner.launcher.order import Order, Surroundings
 from runner.launcher.parent import JobProcess, Nursery
 from runner.launcher.stop import StopRequests
+from runner.shown import complain
 from runner.tracking.process import Followed, shared_writer
 
 GRACE_SECONDS = 10.0
@@ -163,7 +164,7 @@ class IsolatedLauncher(Launcher):
         from runner.cli import origin, record
 
         reason = job.reason()
-        print(f"error: job {number}: {reason}", file=sys.stderr, flush=True)
+        complain(f"job {number}: {reason}")
         with _as_job(config):
             record(config, _folder(config), "stopped" if stopped else "failed", reason)
             command = origin(sweeping=True).command

@@ -1,7 +1,6 @@
 """`runner report`: a sweep's report made again, from its folder or from MLflow alone."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from runner.report.data import SweepData
 from runner.report.gather import JOBS, from_folder, from_store
 from runner.report.pages import summary_markdown, write_report
 from runner.secrets import hide
+from runner.shown import complain, plain
 from runner.tracking.left import settle_behind
 from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
@@ -34,9 +34,9 @@ def rebuild(argv: Sequence[str]) -> int:
         else:
             paths = _from_store(where, uri, experiment)
     except RunnerError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(str(error))
         return error.exit_status
-    print(paths[0].read_text())
+    print(plain(paths[0].read_text()))
     print("\n".join(str(path) for path in paths))
     return 0
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from runner.manifest import Manifest
 from runner.report.data import Job, SweepData
 from runner.result import FILE, RunResult, read_results
-from runner.secrets import hide
+from runner.secrets import hide, masked
+from runner.shown import typed
 from runner.spec import short
 from runner.tracking import history
 from runner.tracking.history import Curve
@@ -33,7 +33,7 @@ def from_folder(folder: Path, stopped: bool = False) -> SweepData:
     manifest = Manifest.read(folder)
     # A result names the folder where its job ran, from which the sweep's may have been moved.
     jobs = [Job(r, history.of_folder(folder / Path(r.folder).name)) for r in read_results(folder)]
-    return SweepData(jobs, [shlex.join(manifest.command)], manifest.id, stopped, manifest.jobs)
+    return SweepData(jobs, [typed(manifest.command)], manifest.id, stopped, manifest.jobs)
 
 
 def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
@@ -46,7 +46,7 @@ def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
         "asked": data.asked,
         "results": [asdict(job.result) for job in data.jobs],
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(masked(content), indent=2) + "\n")
     return path
 
 
@@ -97,11 +97,17 @@ def _told(reader: "Reader", parent: "StoredRun") -> tuple[list[RunResult], list[
     """What the processes that ran the jobs left with the parent run when they ended."""
     results, commands, stopped, asked = [], [], parent.status == "KILLED", 0
     for path in sorted(reader.artifacts(parent.run_id, JOBS)):
-        content = json.loads(reader.artifact(parent.run_id, path) or b"{}")
-        results += [RunResult.of(values) for values in content.get("results", ())]
-        commands += content.get("commands", ())
-        stopped |= content.get("stopped", False)
-        asked += content.get("asked", 0)
+        content = None
+        with suppress(ValueError):
+            content = json.loads(reader.artifact(parent.run_id, path) or b"{}")
+        if not isinstance(content, dict):
+            continue
+        for values in content.get("results", ()):
+            with suppress(ValueError):
+                results.append(RunResult.of(values))
+        commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
+        stopped |= bool(content.get("stopped"))
+        asked += number if isinstance(number := content.get("asked"), int) else 0
     return results, commands, stopped, asked
 
 
@@ -112,8 +118,9 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
         "experiment_id": run.experiment_id,
         "tracking_uri": hide(reader.uri),
     }
-    if data := reader.artifact(run.run_id, FILE):
-        return replace(RunResult.of(json.loads(data)), **where)
+    with suppress(ValueError):  # damaged
+        if data := reader.artifact(run.run_id, FILE):
+            return replace(RunResult.of(json.loads(data)), **where)
     values: dict[str, Any] = {
         "metrics": {k: v for k, v in run.metrics.items() if k.startswith("val/")},
         "quality": next((k for k in ("val/accuracy", "val/loss") if k in run.metrics), ""),

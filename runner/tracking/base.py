@@ -61,7 +61,8 @@ class Tracker(ABC):
 
     @abstractmethod
     def artifact(self, path: Path, folder: str = "") -> None:
-        """Stores a file or folder that must stay in place until close returns."""
+        """Stores a file or folder of the run's folder, which must stay in place until close
+        returns."""
 
     @abstractmethod
     def note(self, markdown: str) -> None:

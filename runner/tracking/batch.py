@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.tracking import journal as journals
+from runner.tracking.answers import RefusedError
 from runner.tracking.store import MAX_POINTS, Point
 
 
@@ -44,3 +45,15 @@ def next_batch(path: Path, offset: int, known: Mapping[str, int] = {}) -> Batch 
         batch.points += [(name, value, time_ms, step) for name, value in values.items()]
         batch.end = end
     return batch
+
+
+def file_of(journal: Path, name: str) -> Path:
+    """A file or folder that a journal names: of its run's folder, whatever else it says.
+
+    Raises:
+        RefusedError: it lies elsewhere, or leads there.
+    """
+    path, own = Path(name), journal.parent.resolve()
+    if not all(one.resolve().is_relative_to(own) for one in (path, *path.rglob("*"))):
+        raise RefusedError(f"{path} is not in the run's folder, {own}")
+    return path

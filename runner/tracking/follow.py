@@ -12,7 +12,7 @@ from runner.secrets import hide
 from runner.tracking import history
 from runner.tracking import journal as journals
 from runner.tracking.answers import RefusedError, UnreachableError
-from runner.tracking.batch import Batch, next_batch
+from runner.tracking.batch import Batch, file_of, next_batch
 from runner.tracking.progress import Progress
 from runner.tracking.store import JOURNAL_TAG, Store
 from runner.tracking.stores import Stores
@@ -117,12 +117,12 @@ class Follower:
         elif kind == "tags":
             self._run_store().log_tags(self._run_id(), record["values"])
         elif kind == "artifact":
-            self._send_file(Path(record["path"]), record["folder"])
+            self._send_file(file_of(self.journal, record["path"]), record["folder"])
         elif kind == "inputs":
             self._run_store().log_inputs(self._run_id(), record["datasets"])
         elif kind == "model":
             self._emit("sending")
-            folder = Path(record["folder"])
+            folder = file_of(self.journal, record["folder"])
             self._run_store().log_model(self._run_id(), folder, record["facts"], record["register"])
         elif kind == "end":
             self._end(record)
@@ -149,7 +149,7 @@ class Follower:
     def _open(self, start: dict[str, Any]) -> None:
         """Makes the run, or finds the one that an earlier try may have made."""
         self._store = store = self._stores.get(start["uri"])
-        if start.get("continues") and self._continue(start):
+        if (before := journals.earlier(self.journal, start)) and self._continue(before, start):
             self._opened(start)
             return
         experiment = store.experiment(start["experiment"], start.get("experiment_id"))
@@ -164,10 +164,10 @@ class Follower:
         self.progress.save(run_id=run_id, experiment_id=experiment, refused=False)
         self._opened(start)
 
-    def _continue(self, start: dict[str, Any]) -> bool:
+    def _continue(self, before: Path, start: dict[str, Any]) -> bool:
         """Goes on with the run of an earlier journal, once that is stored to its end; False where
         it never became one."""
-        earlier = Follower(Path(start["continues"]), self._stores, lambda *_, **__: None)
+        earlier = Follower(before, self._stores, lambda *_, **__: None)
         try:
             earlier.finish()
         finally:

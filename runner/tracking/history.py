@@ -1,12 +1,11 @@
 """A run's metrics as arrays: read from its journal, kept as `history.npz`."""
 
 import io
-import zlib
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from zipfile import BadZipFile
+from zipfile import ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,8 @@ from runner.files import why
 from runner.tracking import journal as journals
 
 FILE = "history.npz"
+MOST = 2**30
+"""Bytes that an archive may unfold to."""
 Curve = NDArray[np.float64]
 """Shape [3, points]: optimizer steps, Unix times in milliseconds, values as they were (NaN and
 infinity, too), in order of time."""
@@ -38,7 +39,7 @@ def from_journal(path: Path) -> dict[str, Curve]:
 def of_folder(folder: Path) -> dict[str, Curve]:
     """The metrics of the last run in a folder; none where nothing was recorded."""
     newest, kept = journals.newest(folder), folder / FILE
-    if kept.exists() and not (newest and newest.stat().st_mtime > kept.stat().st_mtime):
+    if kept.is_file() and not (newest and newest.stat().st_mtime > kept.stat().st_mtime):
         with suppress(ValueError):
             return read(kept)
     return from_journal(newest) if newest else {}
@@ -70,7 +71,13 @@ def read(data: Path | bytes) -> dict[str, Curve]:
     """
     source = io.BytesIO(data if isinstance(data, bytes) else data.read_bytes())
     try:
+        with ZipFile(source) as packed:
+            if sum(member.file_size for member in packed.infolist()) > MOST:
+                raise ValueError("it unfolds to more than a run records")
         with np.load(source, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (BadZipFile, EOFError, ValueError, zlib.error) as error:
+            curves = {name: np.asarray(archive[name], dtype=np.float64) for name in archive.files}
+            if any(curve.ndim != 2 or len(curve) != 3 for curve in curves.values()):
+                raise ValueError("it holds no curves")
+            return curves
+    except Exception as error:  # whatever zipfile and NumPy make of it
         raise ValueError(f"{FILE} is damaged: {error}") from error

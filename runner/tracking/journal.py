@@ -170,18 +170,23 @@ def read(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
 
 def newest(folder: Path) -> Path | None:
     """The journal of the last run in a folder."""
-    found = folder.glob("journal*.jsonl")
+    found = (p for p in folder.glob("journal*.jsonl") if p.is_file() and not p.is_symlink())
     return max(found, key=lambda path: (len(path.name), path.name), default=None)
 
 
 def chain(path: Path) -> list[Path]:
     """The journals of one run, the first one first: it may have been cut and resumed."""
     found = [path]
-    while earlier := next(read(found[0]), ({}, 0))[0].get("continues"):
-        if not Path(earlier).exists():
-            break
-        found.insert(0, Path(earlier))
+    while (before := earlier(found[0], next(read(found[0]), ({}, 0))[0])) and before not in found:
+        found.insert(0, before)
     return found
+
+
+def earlier(path: Path, start: Mapping[str, Any]) -> Path | None:
+    """The journal beside it that a start record goes on with: a run stays in its folder."""
+    name = start.get("continues")
+    before = path.with_name(Path(name).name) if isinstance(name, str) and name else path
+    return before if before != path and before.is_file() and not before.is_symlink() else None
 
 
 def last_steps(paths: Iterable[Path]) -> dict[str, int]:
@@ -207,4 +212,16 @@ def _decode(line: bytes) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError:
         record = None
-    return record if isinstance(record, dict) and "kind" in record else {"kind": "damaged"}
+    return record if isinstance(record, dict) and _is_whole(record) else {"kind": "damaged"}
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    if record.get("kind") != "metrics":
+        return isinstance(record.get("kind"), str)
+    values = record.get("values")
+    times = isinstance(record.get("step"), int) and isinstance(record.get("time"), int | float)
+    return (
+        times
+        and isinstance(values, dict)
+        and all(isinstance(v, int | float) for v in values.values())
+    )

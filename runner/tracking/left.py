@@ -6,6 +6,7 @@ is settled by the next command that meets it, which does not wait for that, or b
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ FOLDERS = 2_000
 """How many folders a search in the background looks into, the newest first."""
 JOURNALS = 100
 """How many journals one process sends."""
+_NAME = re.compile(r"journal.*\.jsonl")
 _NO_RUNS = {"mlartifacts", "mlruns", "checkpoints", "model", ".hydra"}
 
 
@@ -31,8 +33,8 @@ def journals(folder: Path, most: float = float("inf")) -> Iterator[Path]:
             for entry in sorted(os.scandir(todo.pop()), key=lambda entry: entry.name):
                 if entry.is_dir(follow_symlinks=False):
                     todo += [Path(entry.path)] if entry.name not in _NO_RUNS else []
-                elif entry.name.startswith("journal") and entry.name.endswith(".jsonl"):
-                    yield Path(entry.path)
+                elif entry.is_file(follow_symlinks=False) and _NAME.fullmatch(entry.name):
+                    yield Path(entry.path)  # no pipe, which would never end
 
 
 State = Literal["stored", "training", "sending", "refused", "left"]

@@ -6,7 +6,6 @@ This module does not import mlflow; only the writer process does.
 import getpass
 import logging
 import os
-import shlex
 import sys
 import time
 import uuid
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any, final
 
 from runner.errors import ConfigError, TrackingError
-from runner.secrets import hide
+from runner.secrets import hide, masked
+from runner.shown import typed
 from runner.tracking import dashboard
 from runner.tracking.base import Record, RunInfo, Status, Stopped, Tracker
 from runner.tracking.dashboard import NOTE_TAG
@@ -78,7 +78,7 @@ class MlflowTracker(Tracker):
         self.uri = resolve_uri(uri, os.environ, Path.cwd())
         self.experiment = resolve_experiment(experiment, os.environ)
         self.experiment_of_env = resolve_experiment_id(experiment, uri, os.environ, Path.cwd())
-        self.run_name, self.extra_tags, self.sweep = run_name, dict(tags or {}), sweep
+        self.run_name, self.extra_tags, self.sweep = run_name, masked(tags or {}), sweep
         self.log_model, self.register = log_model, register
         self.system_metrics, self.patience = system_metrics, patience
         self._journal: Journal | None = None
@@ -207,7 +207,7 @@ class MlflowTracker(Tracker):
             "uri": self.uri,
             "experiment": self.experiment,
             "experiment_id": self.experiment_of_env,
-            "name": self.run_name or info.name,
+            "name": hide(self.run_name or info.name or "") or None,
             "params": _texts(info.params),
             "tags": _texts({**_source(info.tags), **self.extra_tags, **info.tags, **sweep}),
             "sweep": sweep_id,
@@ -279,4 +279,4 @@ def _now() -> int:
 def _relative(folder: Path) -> str:
     """The shortest name of a folder here, as a shell takes it."""
     here = Path.cwd()
-    return shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))
+    return typed([str(folder.relative_to(here) if folder.is_relative_to(here) else folder)])

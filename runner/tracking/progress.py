@@ -56,8 +56,8 @@ class Progress:
     def peek(self) -> bool:
         """Reads what there is without the lock; whether another process holds it."""
         try:
-            file = os.open(self._path, os.O_RDONLY)
-        except FileNotFoundError:
+            file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
             return False
         try:
             self._load(os.pread(file, SIZE, 0))
@@ -99,8 +99,9 @@ class Progress:
         except ValueError:  # new, or torn by a power cut: start over, points are not doubled
             self.tried = bool(data.strip(b"\0 \n"))
             return
-        for name, value in fields.items():
-            setattr(self, name, value)
+        for name in _FIELDS:
+            if isinstance(fields, dict) and name in fields:
+                setattr(self, name, fields[name])
 
 
 def run_of(journal: Path) -> str | None:

@@ -9,7 +9,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (
-    {"errors", "files", "quiet", "records", "secrets", "spec", "argv", "alone", "manifest", "stop"},
+    {
+        "errors",
+        "files",
+        "quiet",
+        "records",
+        "secrets",
+        "shown",
+        "spec",
+        "argv",
+        "alone",
+        "manifest",
+        "stop",
+    },
     {"config", "explain", "usage"},
     {
         "precision",
@@ -19,10 +31,11 @@ LAYERS = (
         "accelerator",
         "isolation",
         "result",
+        "console",
         "optimizers",
         "adapter",
     },
-    {"state", "build", "checkpoint", "saving", "model", "artifacts", "export", "notes"},
+    {"state", "build", "checkpoint", "saving", "model", "artifacts", "export", "notes", "trust"},
     {"step", "blocks", "loop"},
     {"observers"},
     {"resume", "rng"},

@@ -65,8 +65,8 @@ def test_a_run_that_opens_before_its_server_is_stored_completely(
     tracker.metrics_many(
         (step, time_ms, {"train/loss": value}) for step, time_ms, value in expected
     )
-    (tmp_path / "note.txt").write_text("kept by the server")
-    tracker.artifact(tmp_path / "note.txt")
+    (tmp_path / "run" / "note.txt").write_text("kept by the server")
+    tracker.artifact(tmp_path / "run" / "note.txt")
     start()
     until(lambda: tracker.run_id is not None, seconds=120)
     tracker.close("FINISHED")
@@ -120,7 +120,7 @@ def test_what_a_run_leaves_arrives_when_the_server_comes_back(
     tracker.inputs(
         describe("digits", {"_target_": "d"}, Splits(*2 * [TensorDataset(torch.ones(3))]))
     )
-    tracker.model(*model_folder(tmp_path / "model"))
+    tracker.model(*model_folder(tmp_path / "run" / "model"))
     tracker.note("came later")
     closing = threading.Thread(target=tracker.close, args=["FINISHED"])
     closing.start()

@@ -52,8 +52,8 @@ def test_a_finished_run_holds_everything(begin, store, tmp_path):
     tracker = begin("whole", params=params, tags={"precision": "32-true", "git_commit": "abc"})
     tracker.metrics_many(block(1, 900))
     tracker.tags({"converted": "53/54"})
-    (tmp_path / "plot.txt").write_text("a plot")
-    tracker.artifact(tmp_path / "plot.txt", "plots")
+    (tmp_path / "whole" / "plot.txt").write_text("a plot")
+    tracker.artifact(tmp_path / "whole" / "plot.txt", "plots")
     tracker.close("FINISHED")
     tracker.check()
 
@@ -215,13 +215,29 @@ def test_a_deleted_experiment_that_was_asked_for_by_its_id_is_refused(
 
 def test_a_missing_artifact_is_told_and_the_run_goes_on(begin, store, tmp_path, caplog):
     tracker = begin("gap")
-    tracker.artifact(tmp_path / "no such file")
+    tracker.artifact(tmp_path / "gap" / "no such file")
     tracker.metrics(1, 1, {"a": 1.0})
     with caplog.at_level(logging.WARNING, "runner.tracking"):
         tracker.close("FINISHED")
     assert "no such file" in caplog.text
     assert store.points(tracker.run_id, "a") == [(1, 1, 1.0)]
     assert store.run(tracker.run_id).info.status == "FINISHED"
+
+
+def test_a_file_outside_the_runs_folder_is_not_sent(begin, store, tmp_path, caplog):
+    """A journal may come from anywhere, and be sent to anywhere."""
+    tracker = begin("trap")
+    (tmp_path / "private").write_text("key")
+    (tmp_path / "trap" / "link").symlink_to(tmp_path / "private")
+    (tmp_path / "trap" / "inside").mkdir()
+    (tmp_path / "trap" / "inside" / "link").symlink_to(tmp_path)
+    for name in ("private", "trap/../private", "trap/link", "trap/inside"):
+        tracker.artifact(tmp_path / name)
+    with caplog.at_level(logging.WARNING, "runner.tracking"):
+        tracker.close("FINISHED")
+    assert "private is not in the run's folder" in caplog.text
+    names = [file.path for file in store.client.list_artifacts(tracker.run_id)]
+    assert names in ([], ["history.npz"])
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

@@ -1,0 +1,95 @@
+"""Names that are HTML, in a real sweep's report, in a browser: they are shown, and nothing runs."""
+
+import json
+import subprocess
+
+import pytest
+
+pytestmark = pytest.mark.slow
+EVIL = "<script>window.__pwned=1</script><img src=http://127.0.0.1:9/x onerror=window.__pwned=1>"
+NAMES = (
+    f"{EVIL}\"'><svg onload=window.__pwned=1>",
+    "]]></style><style>*{display:none}</style><base href=//x>\x1b[31m\u202e😀 [red] ../../.. \n# h",
+    "$(touch pwned)`touch pwned`; touch pwned & " + "y" * 400,
+)
+
+
+def quoted(value):
+    """As Hydra's grammar takes it."""
+    return "'" + value.replace("'", "\\'") + "'"
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory, inside):
+    """(the sweep's folder, what it printed)."""
+    home = tmp_path_factory.mktemp("evil")
+    with inside(home) as main:
+        done = main(
+            "-m", "precision=32-true,bf16-true", "tracking=none", "accelerator=cpu", "model=mlp",
+            "model.hidden=[4]", "train.max_steps=20", "hydra/launcher=basic",
+            "+data.meta.note=" + ",".join(map(quoted, NAMES)),
+            "hydra.sweep.dir=" + quoted(f"out/{EVIL[:60]}"),
+        )  # fmt: skip
+    assert done.rc == 0, done.stderr
+    (manifest,) = home.rglob("sweep.json")
+    return manifest.parent, done.stdout + done.stderr
+
+
+@pytest.fixture
+def opened(swept, page):
+    """The page, and what it asked for or said."""
+    asked = []
+    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((swept[0] / "report.html").as_uri())
+    page.wait_for_load_state("networkidle")
+    return page, asked
+
+
+def test_nothing_runs_and_nothing_is_asked_for(opened):
+    page, asked = opened
+    assert page.evaluate("window.__pwned") is None
+    assert len(asked) == 1, asked
+    assert page.locator("script, img, iframe, base, object, [onload], [onerror]").count() == 0
+    assert page.locator("style").count() == 1
+
+
+def test_the_names_are_shown(opened):
+    page, _ = opened
+    text = page.locator("body").inner_text()
+    assert EVIL in text
+    assert "]]></style><style>*{display:none}</style><base href=//x>" in text
+    assert "😀 [red] ../../.." in text
+    assert "$(touch pwned)`touch pwned`; touch pwned & yyy" in text
+    assert page.locator("table").first.is_visible()
+
+
+def test_a_script_that_got_in_would_not_run(swept, page, tmp_path):
+    """The policy of the page itself."""
+    html = (swept[0] / "report.html").read_text()
+    path = tmp_path / "more.html"
+    path.write_text(html.replace("</main>", f"{EVIL}</main>"))
+    page.goto(path.as_uri())
+    assert page.locator("main script").count() == 1
+    assert page.evaluate("window.__pwned") is None
+
+
+def test_the_terminal_and_the_files(swept):
+    folder, printed = swept
+    assert not set(printed) & set("\x1b\u202e\r")
+    assert "[red]" in printed
+    results = [json.loads(p.read_text()) for p in sorted(folder.glob("*/result.json"))]
+    assert len(results) == 6
+    for name in NAMES:
+        assert sum(any(name[:40] in text for text in r["overrides"]) for r in results) == 2
+    assert not [p for p in folder.parents[2].rglob("*") if p.name == "pwned"]
+
+
+def test_the_command_that_is_copied_is_what_was_run(opened, swept, tmp_path):
+    page, _ = opened
+    line = page.locator("pre").first.inner_text()
+    done = subprocess.run(["bash", "-c", rf"printf '%s\0' {line}"], cwd=tmp_path, check=True,
+                          capture_output=True, env={"LC_ALL": "C.UTF-8"})  # fmt: skip
+    words = json.loads((swept[0] / "sweep.json").read_text())["command"]
+    assert done.stdout.decode().split("\0")[:-1] == words
+    assert not list(tmp_path.iterdir())

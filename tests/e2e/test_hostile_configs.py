@@ -1,0 +1,79 @@
+"""Configs that nobody means well: each ends with a message or a run, never with a traceback, a hang
+or anything outside the run's folder."""
+
+from pathlib import Path
+
+import pytest
+from hostile import cases, ended_well
+from hypothesis import given
+from hypothesis import strategies as st
+
+QUICK = ("model=mlp", "model.hidden=[4]", "train.max_steps=1", "train.log_every=1",
+         "tracking=none", "checkpoint.final=false", "accelerator=cpu")  # fmt: skip
+KEYS = (
+    "mode", "seed", "deterministic", "train.max_steps", "train.batch_size",
+    "train.accumulate", "train.clip_norm", "train.eval_every", "train.log_every",
+    "train.early_stop", "init.weights", "guard.spike_factor", "guard.data", "data.shuffle",
+    "data.val_fraction", "data.meta.classes", "data.meta.input", "checkpoint.keep",
+    "checkpoint.every_steps", "checkpoint.resume", "checkpoint", "model.hidden", "model.classes",
+    "optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay", "precision",
+    "precision.keep_fp32", "precision.name", "model", "data", "task", "scheduler", "adapter",
+    "accelerator.index", "accelerator.name", "debug.overfit", "batch", "+nosuch", "+model.nosuch",
+    "+train.nosuch", "hydra/launcher", "debug", "experiment",
+)  # fmt: skip
+ODD = (
+    "", "null", "nan", "inf", "-inf", "-1", "0", "1e308", "1e-320", "99999999999999999999", "true",
+    "[]", "{}", "[[1]]", "{a:1}", "[nan]", "'x'", "'\x1b[31m'", "'\n'", "'<script>'", "../../x",
+    "/dev/null", "${nowhere}", "${oc.env:NOT_SET_ANYWHERE}", "${oc.env:HOME}", "${seed}", "${.x}",
+    "${oc.decode:'['}", "???", "'" + "y" * 5000 + "'", "[" * 50 + "]" * 50, "\u202e", "=", ",",
+    "😀", "a b", "\\", "'", '"',
+)  # fmt: skip
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+ANY = st.one_of(st.sampled_from(ODD), st.integers().map(str), st.floats().map(str), TEXTS)
+
+
+TARGETS = (
+    "os.system", "subprocess.run", "builtins.eval", "builtins.exec", "builtins.print", "os.getcwd",
+    "torch.nn.Linear", "torch.nn", "antigravity", "no.such", "", "os", ".", "a..b", "torch.nn.",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def main(inside, tmp_path_factory):
+    with inside(tmp_path_factory.mktemp("hostile")) as run:
+        yield run
+
+
+def folder_is_clean():
+    return [path.name for path in Path.cwd().iterdir()] in ([], ["outputs"])
+
+
+@cases(50)
+@given(key=st.sampled_from(KEYS), value=ANY)
+def test_any_value_of_any_key(main, key, value):
+    ended_well(main(*QUICK, f"{key}={value}"))
+    assert folder_is_clean()
+
+
+@cases(20)
+@given(overrides=st.lists(st.tuples(st.sampled_from(KEYS), ANY), min_size=2, max_size=4))
+def test_several_at_once(main, overrides):
+    ended_well(main(*QUICK, *(f"{key}={value}" for key, value in overrides)))
+    assert folder_is_clean()
+
+
+@cases(12)
+@given(group=st.sampled_from(("model", "data", "task", "optimizer", "scheduler", "precision")),
+       target=st.sampled_from(TARGETS))  # fmt: skip
+def test_a_target_that_is_none(main, group, target):
+    """What is typed is called: it is one's own. What comes of it is told."""
+    done = main(*QUICK, f"{group}._target_={target}")
+    ended_well(done)
+    assert done.rc
+    assert folder_is_clean()
+
+
+def test_bytes_that_are_no_text(main):
+    done = main(*QUICK, "tracking.run_name=a\udcffb")
+    assert done.rc == 2
+    assert done.stderr == "error: tracking.run_name=a\\udcffb is not UTF-8. Type names that are.\n"

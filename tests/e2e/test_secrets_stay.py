@@ -1,0 +1,142 @@
+"""Secrets that a run is given: it has them, and nothing that it leaves holds them."""
+
+import gzip
+import io
+import json
+import zipfile
+
+import pytest
+import torch
+
+ENVIRONMENT = {
+    "SOME_TOKEN": "canary-env-token-1",
+    "SOME_PASSWORD": "canaryenvpassword",
+    "SOME_SECRET_THING": "canary/env secret+2",
+    "SOME_API_KEY": "canary-env-key-3",
+    "AWS_SECRET_ACCESS_KEY": "canary/aws+secret4",
+    "AWS_SESSION_TOKEN": "canary-aws-session-5",
+}
+CODE = """
+import os
+import torch
+from torch.utils.data import TensorDataset
+
+def rows(count, api_key, db, user, note, hub):
+    assert api_key == "canary key,6" and hub["hf_token"] == "canary-hub-7", (api_key, hub)
+    assert user == os.environ["SOME_TOKEN"] and "canary-db-8" in db and "canary-sig-9" in note
+    if os.environ.get("FAIL"):
+        raise ArithmeticError(f"{user} {db} {note}")
+    x = torch.randn(count, 1, 2, 2)
+    data = TensorDataset(x, (x.sum((1, 2, 3)) > 0).long())
+    return data, data
+"""
+CONFIG = """# Mine
+defaults:
+  - override /task@_global_.task: classification
+_target_: mine.rows
+count: 20
+user: ${oc.env:SOME_TOKEN}
+api_key: ???
+note: https://h/x?sv=1&sig=canary-sig-9&se=2
+db: postgresql://ann:canary-db-8@h/db
+hub: {hf_token: canary-hub-7}
+meta: {input: [1, 2, 2], classes: 2}
+"""
+OWN = ("--config-dir", "conf", "data=mine", "data.api_key='canary key,6'", "model=mlp",
+       "model.hidden=[4]", "train.max_steps=2", "train.log_every=1", "accelerator=cpu",
+       "checkpoint.safetensors=true")  # fmt: skip
+
+
+def unpacked(data):
+    """What is inside archives, too."""
+    yield data
+    if data[:2] == b"\x1f\x8b":
+        yield from unpacked(gzip.decompress(data))
+    if data[:2] == b"PK":
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for name in archive.namelist():
+                yield from unpacked(archive.read(name))
+
+
+def holders(home):
+    """Files that were left and hold a canary, in archives, too."""
+    return {
+        str(path.relative_to(home))
+        for path in (home / "outputs").rglob("*")
+        if path.is_file() and any(b"canary" in part for part in unpacked(path.read_bytes()))
+    }
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "mine.py").write_text(CODE)
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    (tmp_path / "conf" / "data" / "mine.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def told(done):
+    return "canary" in done.stdout + done.stderr
+
+
+def test_a_run_and_its_record(cli, home):
+    uri = r"sqlite:///outputs/mlflow.db?password\=canary-uri-10"
+    done = cli(*OWN, f"tracking.uri={uri}", "tracking.tags.hf_token=canary-tag-11",
+               "tracking.run_name='u http://ann:canary-12@h x'", env=ENVIRONMENT)  # fmt: skip
+    assert done.rc == 0, done.stderr
+    assert not told(done)
+    # Only from the journal can the writer know how to open the store; it is for its owner alone.
+    (run,) = home.glob("outputs/runs/*")
+    assert holders(home) <= {str((run / "journal.jsonl").relative_to(home))}
+    start = json.loads((run / "journal.jsonl").read_text().splitlines()[0])
+    assert "canary" in start.pop("uri")
+    assert "canary" not in json.dumps(start["params"])
+    assert (run / "journal.jsonl").stat().st_mode & 0o077 == 0
+
+
+def test_a_run_that_fails_and_one_that_is_resumed(cli, home):
+    done = cli(*OWN, "tracking=none", env={**ENVIRONMENT, "FAIL": "1"})
+    assert done.rc == 1
+    assert "ArithmeticError" in done.stderr
+    assert not told(done)
+    assert cli(*OWN, "tracking=none", env=ENVIRONMENT).rc == 0
+    (path,) = home.glob("outputs/runs/*/checkpoints/*.pt")
+    assert torch.load(path, weights_only=True)["spec"]["data"]["api_key"] == "***"
+    assert holders(home) == set()
+    again = (
+        "--config-dir",
+        "conf",
+        f"checkpoint.resume={path}",
+        "train.max_steps=4",
+        "tracking=none",
+    )
+    done = cli(*again, env=ENVIRONMENT)
+    assert done.rc == 2
+    assert "does not hold the secret data.api_key. Type data.api_key=<value>" in done.stderr
+    done = cli(*again, "data=mine", "data.api_key='canary key,6'", env=ENVIRONMENT)
+    assert done.rc == 0, done.stderr
+    assert "resumed at step 2 of 4" in done.stdout
+    assert not told(done)
+    assert holders(home) == set()
+
+
+@pytest.mark.slow
+def test_a_sweep(cli, home):
+    done = cli(*OWN, "-m", "seed=0,1", "tracking=none", "hydra.launcher.n_jobs=2", env=ENVIRONMENT)
+    assert done.rc == 0, done.stderr
+    assert not told(done)
+    assert holders(home) == set()
+    (folder,) = home.glob("outputs/sweeps/*")
+    names = {path.name for path in folder.rglob("*")}
+    assert {"sweep.json", "multirun.yaml", "overrides.yaml", "hydra.yaml", "report.html"} <= names
+    assert "data.api_key=***" in (folder / "sweep.json").read_text()
+
+
+def test_what_is_typed_wrongly(cli, home):
+    for typed in ("data.hf_token=canary-13", "+nosuch.password=canary-14",
+                  "seed=canary-env-token-1", "data.api_key=canary,15", "tracking.uri=foo://ann:canary-16@h",
+                  "+data.api_key='canary 17'"):  # fmt: skip
+        done = cli(*OWN, "tracking=none", typed, env=ENVIRONMENT)
+        assert done.rc, typed
+        assert not told(done), done
+    assert holders(home) == set()
