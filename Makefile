@@ -10,7 +10,7 @@ run: .venv/installed
 	$(BIN)/python -m runner $(ARGS)
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/installed
 	$(BIN)/ruff check .

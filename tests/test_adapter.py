@@ -168,7 +168,7 @@ def test_the_rest_of_a_chosen_models_layers_is_frozen_too():
         (["*.0", "norm"], {"layers.0.base_layer.weight", "layers.0.base_layer.bias",
                            "norm.weight", "norm.bias"}),
     ],
-    ids=str,
+    ids=["norm", "head", "both"],
 )  # fmt: skip
 def test_named_modules_train_in_full_besides(patterns, more):
     model = Net()
