@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from runner import checkpoint, resume, trust
+from runner import checkpoint, restore, trust
 from runner.artifacts import CONFIG
 from runner.build import build_driven, build_group, build_loaders, build_splits
 from runner.checkpoint import Saved
@@ -109,7 +109,7 @@ def before(
         state = TrainState(built.model, precision, task, precision.scale(device), driven, device,
                            spec.train.clip_norm)  # fmt: skip
         if begin is not None:
-            resume.restore(state, begin, spec, ())
+            restore.restore(state, begin, spec, ())
         state.model.train()
         for micros in groups(state, loader, spec.train.accumulate):
             if state.step == last:

@@ -41,7 +41,7 @@ def contents(
         spec: of the run.
         choices: option chosen in each config group, for the labels of evaluations.
         metrics: of an evaluation of these very weights, where there was one.
-        course: what going on needs beside it, see resume.capture.
+        course: what going on needs beside it, see restore.capture.
     """
     model = state.plain_model
     for driven in state.driven:

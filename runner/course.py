@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner import checkpoint, resume
+from runner import checkpoint, restore
 from runner.data.loading import Loader
 from runner.guards import finite, last_good, make_guard
 from runner.loop import evaluates, total_steps
@@ -68,7 +68,7 @@ class Course:
 
     def restore(self, saved: checkpoint.Saved) -> None:
         """Go on from a checkpoint whose weights are in the model."""
-        resume.restore(self.state, saved, self.this.spec, self.observers)
+        restore.restore(self.state, saved, self.this.spec, self.observers)
         checkpoint.set_aside(self.saver.folder, self.state.step)
 
     def sound(self) -> bool:
@@ -77,7 +77,7 @@ class Course:
 
     def _content(self) -> dict[str, Any]:
         found = self.tally.metrics if self.tally.evaluated == self.state.step else {}
-        rest = resume.capture(self.state, self.observers)
+        rest = restore.capture(self.state, self.observers)
         choices = self.this.origin.choices
         return checkpoint.contents(self.state, self.this.spec, choices, found, rest)
 

@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from runner.config import known
 from runner.errors import ConfigError
 from runner.files import write_text
 from runner.secrets import masked
 
 FILE = "sweep.json"
+_WORDS = ("command", "overrides")
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,14 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """Raises ConfigError where there is none, or a damaged one."""
         path = folder / FILE
+        if not path.is_file():
+            raise ConfigError(f"{folder} is not a sweep: it holds no {FILE}.")
         try:
-            values = json.loads(path.read_text())
-            manifest = cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-        except FileNotFoundError:
-            raise ConfigError(f"{folder} is not a sweep: it holds no {FILE}.") from None
-        except (OSError, ValueError, TypeError) as error:
+            values = known(cls, json.loads(path.read_text()))
+            values |= {key: [str(word) for word in values.get(key, ())] for key in _WORDS}
+            return cls(**values)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from error
-        words = [manifest.id, manifest.cwd, *manifest.command, *manifest.overrides]
-        if not all(isinstance(word, str) for word in words):
-            raise ConfigError(f"{path} is damaged: {FILE} holds something else than words.")
-        return manifest
 
     def write(self, folder: Path) -> None:
         """Whole or not at all, without secrets. Raises OSError."""

@@ -28,8 +28,8 @@ from runner.precision import support
 from runner.precision.base import Precision
 from runner.precision.memory import float32_bytes
 from runner.precision.trace import Seen, Trace, begins, seen
+from runner.restore import rng_state, set_rng_state
 from runner.result import RunResult, number
-from runner.resume import rng_state, set_rng_state
 from runner.spec import Origin, RunSpec
 from runner.state import TrainState
 from runner.step import examples_in, loss_of

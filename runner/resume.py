@@ -1,4 +1,4 @@
-"""Going on where a run was cut: what a checkpoint keeps beside the weights, and taking it back."""
+"""Going on where a run was cut: which checkpoint, and with which spec."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -9,27 +9,20 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from torch import Tensor
-from torch.optim import Optimizer
 
 from runner import checkpoint, trust
 from runner.alone import at_work
-from runner.build import LENGTHS
 from runner.checkpoint import Saved
 from runner.config import flatten, resolve, to_dict
 from runner.errors import ConfigError
 from runner.manifest import FILE as MANIFEST
-from runner.observers.base import Observer
 from runner.result import RunResult
-from runner.rng import rng_state, set_rng_state
 from runner.spec import AUTO, Origin, RunSpec
-from runner.state import TrainState
 
 PRESETS = ("experiment", "debug", "sweep")
 """Groups that set keys anywhere."""
 GROUPS = ("precision", "model", "adapter", "data", "task", "optimizer", "scheduler")
 """Groups whose targets a checkpoint names."""
-_MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
 
 class Resumption(NamedTuple):
@@ -198,107 +191,6 @@ def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]
         _copy(source[head], target[head], rest)
     else:
         target[head] = source[head]
-
-
-def capture(state: TrainState, observers: Sequence[Observer]) -> dict[str, Any]:
-    """What a checkpoint keeps so that the run goes on as if it had not been cut."""
-    return {
-        "position": state.position,
-        "evaluated": state.evaluated,
-        "stagnant": state.stagnant,
-        "rng": rng_state(state.device),
-        "observers": {type(o).__name__: o.state_dict() for o in observers},
-    }
-
-
-def restore(state: TrainState, saved: Saved, spec: RunSpec, observers: Sequence[Observer]) -> None:
-    """Put everything but the weights back.
-
-    Raises:
-        ConfigError: the checkpoint's optimizers or loss scale are not this run's.
-    """
-    _restore_optimizers(state, saved, spec)
-    try:
-        _restore_rest(state, saved.content, observers)
-    except _MISFITS as error:
-        raise ConfigError(
-            f"checkpoint.resume={saved.path} was not written by this runner: "
-            f"{type(error).__name__}: {error}. Type init.weights=<it> to start a new run from its "
-            "weights."
-        ) from error
-
-
-def _restore_rest(
-    state: TrainState, content: Mapping[str, Any], observers: Sequence[Observer]
-) -> None:
-    state.precision.load_state_dict(state.plain_model, content["precision_state"])
-    state.scale.load_state_dict(content["loss_scale"])
-    state.step, state.epoch = content["step"], content["epoch"]
-    state.position, state.skipped = content["position"], content["skipped_steps"]
-    state.evaluated, state.stagnant = content["evaluated"], content["stagnant"]
-    for observer in observers:
-        theirs, ours = content["observers"].get(type(observer).__name__, {}), observer.state_dict()
-        if odd := [key for key in theirs if not _alike(theirs[key], ours.get(key))]:
-            raise TypeError(f"{type(observer).__name__}.{odd[0]} is of another kind")
-        observer.load_state_dict(theirs)
-    set_rng_state(content["rng"], state.device)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    kinds = {type(one), type(other)}
-    return len(kinds) == 1 or type(None) in kinds or kinds == {int, float}
-
-
-def _restore_optimizers(state: TrainState, saved: Saved, spec: RunSpec) -> None:
-    theirs = saved.content["spec"]
-    changed = {
-        key: (theirs["optimizer"].get(key), value)
-        for key, value in spec.optimizer.items()
-        if theirs["optimizer"].get(key) != value
-    }
-    try:
-        pairs = zip(state.driven, saved.content["optimizers"], saved.content["schedulers"],
-                    strict=True)  # fmt: skip
-        for driven, optimizer, scheduler in pairs:
-            lengths = {k: getattr(driven.scheduler, k) for k in LENGTHS
-                       if hasattr(driven.scheduler, k)}  # fmt: skip
-            _load_optimizer(driven.optimizer, optimizer)
-            if driven.scheduler is not None and theirs["scheduler"] == spec.scheduler:
-                driven.scheduler.load_state_dict(scheduler)
-                vars(driven.scheduler).update(lengths)
-            _change(driven.optimizer, driven.scheduler, changed)
-    except _MISFITS as error:
-        raise ConfigError(
-            f"checkpoint.resume={saved.path}: its optimizer state does not fit: {error}. Resume "
-            "with the optimizer that it was trained with, or type init.weights=<it> to start a new "
-            "run from its weights."
-        ) from error
-
-
-def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """torch casts the state to the parameters' dtype; here each tensor stays what it was."""
-    optimizer.load_state_dict(dict(saved))
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, values in saved["state"].items():
-        loaded = optimizer.state[params[index]]
-        for key, value in values.items():
-            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
-                loaded[key] = value.clone().to(loaded[key].device)
-
-
-def _change(optimizer: Optimizer, scheduler: Any, changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Hyperparameters that were typed anew; a schedule goes on from a new learning rate as from
-    the old one."""
-    for group in optimizer.param_groups:
-        for key, (old, new) in changed.items():
-            if key == "lr" and isinstance(old, float) and old:
-                group["lr"] *= new / old
-                if "initial_lr" in group:
-                    group["initial_lr"] *= new / old
-            elif key in group:
-                group[key] = new
-    if scheduler is not None and "lr" in changed and hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
 
 
 def changes(spec: RunSpec, saved: Saved) -> dict[str, str]:

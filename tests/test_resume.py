@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from runner import checkpoint, train
 from runner.observers.base import tell
 from runner.records import EvalRecord
-from runner.rng import rng_state, set_rng_state
+from runner.restore import rng_state, set_rng_state
 
 CPU = torch.device("cpu")
 QUICK = ("train.max_steps=12", "train.eval_every=5", "train.log_every=3", "train.batch_size=8",

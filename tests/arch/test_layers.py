@@ -19,10 +19,9 @@ LAYERS = (
         "spec",
         "argv",
         "alone",
-        "manifest",
         "stop",
     },
-    {"config", "explain", "usage"},
+    {"config", "explain", "manifest", "usage"},
     {
         "precision",
         "tasks",
@@ -38,7 +37,7 @@ LAYERS = (
     {"state", "build", "checkpoint", "saving", "model", "artifacts", "export", "notes", "trust"},
     {"step", "blocks", "loop"},
     {"observers"},
-    {"resume", "rng"},
+    {"resume", "restore"},
     {
         "context",
         "describe",
