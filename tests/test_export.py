@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -293,7 +294,7 @@ def test_a_loader_that_breaks_costs_no_run_its_end():
             raise OSError("the data are gone")
 
     tracker = SimpleNamespace(takes_models=True)
-    signals = SimpleNamespace(requested=lambda: False)
+    signals = SimpleNamespace(requested=lambda: False, at_once=nullcontext, check=lambda: None)
     leave_model(SimpleNamespace(tracker=tracker, signals=signals, say=told.append), None, Loader())
     assert told == [
         "The model is not in MLflow, its checkpoint has the weights: OSError: the data are gone."

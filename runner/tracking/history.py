@@ -4,13 +4,14 @@ import io
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from zipfile import ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.files import why
 from runner.tracking import journal as journals
 
 FILE = "history.npz"
@@ -46,21 +47,37 @@ def of_folder(folder: Path) -> dict[str, Curve]:
 
 
 def write(path: Path, curves: Mapping[str, Curve]) -> Path:
-    """A compressed archive of plain arrays, whole or not at all; returns the path.
+    """A compressed archive of plain arrays, whole or not at all; returns its path, which is in a
+    temporary folder where the disk of the run takes nothing.
 
     Raises:
         RefusedError: it cannot be written, which waiting does not change.
     """
+    try:
+        return _archive(path, curves)
+    except OSError:
+        with suppress(OSError):
+            return _archive(Path(mkdtemp(dir=_elsewhere().name)) / path.name, curves)
+        from runner.tracking.answers import RefusedError  # imports mlflow
+
+        raise RefusedError(f"{path} was not written: the disk is full") from None
+
+
+def _archive(path: Path, curves: Mapping[str, Curve]) -> Path:
     aside = path.with_suffix(".partial")
     try:
         with aside.open("wb") as file:
             np.savez_compressed(file, **curves)  # type: ignore[arg-type]
-    except OSError as error:
-        from runner.tracking.answers import RefusedError  # imports mlflow
-
+    except OSError:
         aside.unlink(missing_ok=True)
-        raise RefusedError(f"{path} was not written: {why(error)}") from error
+        raise
     return aside.replace(path)
+
+
+@cache
+def _elsewhere() -> TemporaryDirectory[str]:
+    """Removed when the process ends."""
+    return TemporaryDirectory(prefix="runner-")
 
 
 def read(data: Path | bytes) -> dict[str, Curve]:
