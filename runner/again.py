@@ -92,7 +92,7 @@ def before(
     begin = source(Path(spec.batch or "").absolute().parent.parent, saved)
     origin = f"{begin.path}" if begin else "the beginning"
     first, last = begin.content["step"] if begin else 0, saved.steps[0] - 1
-    console.print(f"trains {last - first} steps again, from {origin}", soft_wrap=True)
+    console.print(f"trains {last - first} steps again, from {origin}", markup=False, soft_wrap=True)
     precision: Precision = build_group("precision", spec.precision)
     task: Task = build_group("task", spec.task)
     if spec.deterministic:

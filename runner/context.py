@@ -56,7 +56,7 @@ class Run:
         return self.origin.label(self.spec)
 
     def say(self, message: str) -> None:
-        self.console.print(message, soft_wrap=True)
+        self.console.print(message, markup=False, soft_wrap=True)
 
     def note(self, markdown: str) -> None:
         """What the run's page in the store says in words."""

@@ -55,7 +55,7 @@ def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpt
     path = str(_newest_run(out, told)) if where == "last" else where
     found = _found(spec, origin, path, told)
     for line in told:
-        console.print(line, soft_wrap=True)
+        console.print(line, markup=False, soft_wrap=True)
     return found
 
 
@@ -65,7 +65,9 @@ def _own(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpti
     checkpoints, told = out / "checkpoints", list[str]()
     if not any(checkpoints.glob("step-*.pt")):
         if origin.sweep is None:
-            console.print(f"{out} holds no checkpoint: the run begins.", soft_wrap=True)
+            console.print(
+                f"{out} holds no checkpoint: the run begins.", markup=False, soft_wrap=True
+            )
         return None
     try:
         found = _found(spec, origin, str(out), told)
@@ -80,7 +82,7 @@ def _own(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpti
         told.append(f"starts over: {reason}")
         checkpoint.set_aside(checkpoints, -1)
     for line in told:
-        console.print(line, soft_wrap=True)
+        console.print(line, markup=False, soft_wrap=True)
     return found
 
 
