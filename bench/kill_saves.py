@@ -29,7 +29,9 @@ Save = Callable[[int], None]
 
 
 def contents(step: int, tensor: torch.Tensor) -> dict[str, object]:
-    return {"format": checkpoint.FORMAT, "step": step, "model": {"w": tensor.fill_(step)}}
+    rest = {key: kind() for key, kind in checkpoint._KINDS.items()}
+    model = {"w": tensor.fill_(step)}
+    return {**rest, "format": checkpoint.FORMAT, "step": step, "model": model}
 
 
 def ours(folder: Path, tensor: torch.Tensor, told: int) -> None:

@@ -13,6 +13,7 @@ from runner.result import RunResult
 from runner.secrets import hide
 
 KEY = "sweep.resume"
+COMMAND = ["python", "-m", "runner"]
 _FREE = "tracking."
 """What may change: where jobs are recorded, not what they compute nor how many at once, which their
 speed depends on."""
@@ -30,6 +31,8 @@ def expand(argv: Sequence[str]) -> list[str]:
     uri = next((t.partition("=")[2] for t in beside if t.startswith("tracking.uri=")), None)
     folder = _last() if where == "last" else _folder(where, uri)
     manifest = Manifest.read(folder)
+    if [*manifest.command[:3]] != COMMAND:
+        raise ConfigError(f"{folder / FILE} is damaged: its command is none of the runner's.")
     secret = {key_of(word) for word in manifest.command if "***" in word}
     if alien := [t for t in beside if not t.startswith(_FREE) and key_of(t) not in secret]:
         raise ConfigError(
@@ -63,7 +66,7 @@ def key_of(override: str) -> str:
 
 def resuming(folder: Path) -> list[str]:
     """Words of the command that goes on with the sweep in a folder."""
-    return ["python", "-m", "runner", f"{KEY}={os.path.relpath(folder)}"]
+    return [*COMMAND, f"{KEY}={os.path.relpath(folder)}"]
 
 
 def done(folder: Path, overrides: Sequence[str]) -> RunResult | None:
