@@ -197,7 +197,9 @@ def origin(sweeping: bool) -> Origin:
     # By key: the text of a value changes when Hydra quotes it again for a job.
     typed = OverridesParser.create().parse_overrides([*sweep.overrides])
     fixed = {override.key_or_group for override in typed if not override.is_sweep_override()}
-    swept = (text for text in overrides if text.lstrip("+~").partition("=")[0] not in fixed)
+    keyed = ((text.lstrip("+~").partition("=")[0], text) for text in overrides)
+    # Where a run is recorded names no job; sweep.resume takes it beside the sweep's own overrides.
+    swept = (t for key, t in keyed if key not in fixed and not key.startswith("tracking."))
     return Origin(choices, overrides, tuple(swept), sweep.id, mine)
 
 

@@ -96,13 +96,14 @@ def test_a_stopped_sweep_ends_as_an_uncut_one(cut, main, lab, tmp_path_factory):
     assert f"to go on: python -m runner sweep.resume=outputs/sweeps/{folder.name}" in out
     before = (folder / "0" / "result.json").read_bytes()
     ids = [json.loads((folder / str(n) / "journal.state").read_text())["run_id"] for n in (0, 1)]
-    done = main("sweep.resume=last", uri)
+    done = main("sweep.resume=last", uri, "tracking.patience=30")
     assert done.rc == 0, done.stderr
     assert "finished before" in done.stdout
     assert "resumed at step 6 of 12" in done.stdout
     assert (folder / "0" / "result.json").read_bytes() == before
     results = [json.loads((folder / str(n) / "result.json").read_text()) for n in range(3)]
     assert [r["status"] for r in results] == ["finished"] * 3
+    assert [r["label"] for r in results] == [f"16-mixed seed={n}" for n in range(3)]
     assert [r["run_id"] for r in results[:2]] == ids
     resumed = final(folder)
     shutil.rmtree(folder)

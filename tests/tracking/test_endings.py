@@ -105,5 +105,5 @@ def test_nothing_of_mlflow_reaches_the_trainers_output(ended):
 def test_the_working_directory_stays_clean(ended, settled, tmp_path_factory):
     for ending in EXPECTED:
         settled(ending)
-    (folder,) = tmp_path_factory.getbasetemp().glob("endings*")
+    (folder,) = tmp_path_factory.getbasetemp().glob("endings[0-9]*")
     assert not list(folder.rglob("mlruns"))
