@@ -72,7 +72,9 @@ def _own(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpti
     try:
         found = _found(spec, origin, str(out), told)
     except ConfigError as error:
-        if not told:  # none of them is damaged: what was typed is wrong
+        if len(told) < len(
+            [*checkpoints.glob("step-*.pt")]
+        ):  # one is whole: what was typed is wrong
             raise
         found, reason = None, str(error)
     else:

@@ -59,9 +59,14 @@ class Saver:
         self._copying = copied = Event()
 
         def work() -> None:
-            for kept, value in later:
-                kept.copy_(value)
-            copied.set()
+            try:
+                for kept, value in later:
+                    kept.copy_(value)
+            except Exception as error:
+                self._error = error
+                return
+            finally:
+                copied.set()  # else the loop would wait for ever
             if device is not None:
                 device.synchronize()
             self._write(copy, best)

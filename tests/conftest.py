@@ -3,6 +3,7 @@
 import gc
 import io
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -137,3 +138,16 @@ def _same_process():
     before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     yield
     assert (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A file system of 2 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    if mount is None or os.geteuid() or subprocess.run(command, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

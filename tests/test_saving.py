@@ -1,8 +1,5 @@
 """Checkpoints beside the loop, on real disks."""
 
-import os
-import shutil
-import subprocess
 import time
 from threading import current_thread
 
@@ -19,19 +16,6 @@ def content(step, size=1000):
     blank = {key: kind() for key, kind in checkpoint._KINDS.items()}
     own = {"format": checkpoint.FORMAT, "step": step, "model": {"a": tensor, "tied": tensor}}
     return {**blank, **own}
-
-
-@pytest.fixture
-def small(tmp_path):
-    """A file system of 2 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    command = [mount or "mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
-    if mount is None or os.geteuid() or subprocess.run(command, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_what_is_written_is_the_state_at_the_call(tmp_path):
@@ -98,6 +82,20 @@ def test_without_memory_for_a_copy_the_loop_waits_for_the_file(tmp_path, monkeyp
     saver.save(content(1))
     assert saver._thread is None
     assert checkpoint.path_of(tmp_path, 1).exists()
+
+
+def test_a_copy_that_breaks_is_told_and_holds_nothing_up(tmp_path, monkeypatch):
+    def breaks(kept, value, **more):
+        raise RuntimeError("no copy")
+
+    said, state = [], content(1)
+    saver = Saver(tmp_path, 9, said.append)
+    monkeypatch.setattr(torch.Tensor, "copy_", breaks)
+    saver.save(state, late=[state["model"]["a"]])
+    saver.settle()
+    saver.finish()
+    assert "no copy" in said[0]
+    assert not list(tmp_path.glob("*.pt"))
 
 
 def test_what_a_killed_process_left_half_written_goes(tmp_path):

@@ -41,7 +41,7 @@ class SweepData:
         for another reason than its numbers."""
         redo = any(j.result.status in ("failed", "stopped") and not j.result.diverged
                    for j in self.jobs)  # fmt: skip
-        return self.stopped or redo
+        return self.stopped or bool(self.missing) or redo
 
     @property
     def missing(self) -> str:
