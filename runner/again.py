@@ -111,7 +111,7 @@ def before(
         if begin is not None:
             restore.restore(state, begin, spec, ())
         state.model.train()
-        for micros in groups(state, loader, spec.train.accumulate):
+        for micros, _ in groups(state, loader, spec.train.accumulate):
             if state.step == last:
                 yield state, micros, f"those before the step, trained from {origin}"
                 return

@@ -11,6 +11,7 @@ from torch import Tensor
 from runner.records import StepRecord, Steps
 from runner.state import TrainState
 from runner.step import Pending
+from runner.strategy.base import Single, Strategy
 
 
 class Blocks:
@@ -29,7 +30,7 @@ class Blocks:
     def send(self) -> None:
         """Ends the block in the making and has it copied."""
         gauges = self.state.precision.gauges(self.state.plain_model)
-        self._under_way.append(Transfer(self._pending, self.started, gauges))
+        self._under_way.append(Transfer(self._pending, self.started, gauges, self.state.strategy))
         self.started, self._pending = self._pending[-1].ended, []
 
     def arrived(self) -> Iterator[Steps]:
@@ -60,14 +61,19 @@ class Transfer:
         pending: steps in order.
         started: perf_counter() when the first of them began.
         gauges: what the precision shows at the last of them, scalars on the device.
+        strategy: of the processes that the steps were taken by.
     """
 
     def __init__(
-        self, pending: Sequence[Pending], started: float, gauges: Mapping[str, Tensor] = {}
+        self,
+        pending: Sequence[Pending],
+        started: float,
+        gauges: Mapping[str, Tensor] = {},
+        strategy: Strategy | None = None,
     ) -> None:
         self.pending, self.started, self.gauges = [*pending], started, [*gauges]
         self._event: torch.cuda.Event | None = None
-        self._values, self._shown = _columns(pending), torch.empty(0)
+        self._values, self._shown = _columns(pending, strategy or Single()), torch.empty(0)
         if gauges:
             self._shown = torch.stack([g.detach().float() for g in gauges.values()])
         if self._values.device.type == "cuda":
@@ -113,7 +119,7 @@ def _pinned(values: Tensor) -> Tensor:
     return copy.copy_(values, non_blocking=True)
 
 
-def _columns(pending: Sequence[Pending]) -> Tensor:
+def _columns(pending: Sequence[Pending], strategy: Strategy) -> Tensor:
     """Loss, gradient norm and, where there is one, scale and found-inf: [2 or 4, len(pending)],
     wide enough to alter none of them, on the device."""
     losses = torch.stack([p.loss for p in pending])
@@ -121,9 +127,11 @@ def _columns(pending: Sequence[Pending]) -> Tensor:
         norms = torch.linalg.vector_norm(torch.stack([p.norms for p in pending]), dim=1)
     else:
         norms = torch.stack([torch.linalg.vector_norm(p.norms) for p in pending])
-    columns = [losses, norms]
+    wide = torch.float32 if losses.device.type == "mps" else torch.float64
+    if strategy.place.world > 1:
+        losses = strategy.sum(losses.to(wide)) / strategy.place.world
+    columns = [losses, strategy.norms(norms)]
     if pending[0].scale is not None:
         columns.append(torch.stack([p.scale for p in pending if p.scale is not None]))
         columns.append(torch.stack([p.found_inf for p in pending if p.found_inf is not None]))
-    wide = torch.float32 if losses.device.type == "mps" else torch.float64
     return torch.stack([column.to(wide) for column in columns])

@@ -17,6 +17,7 @@ from runner.precision.base import Precision
 from runner.precision.patterns import matches
 from runner.spec import RunSpec
 from runner.state import Driven
+from runner.torchrun import ALONE, Place
 
 # Keywords of schedulers that say how long a run is; null means the run's own length.
 LENGTHS = ("T_max", "total_steps", "total_iters")
@@ -88,8 +89,11 @@ def _first_input(dataset: Any) -> Any:
     return first[0]
 
 
-def build_loaders(spec: RunSpec, splits: Splits, device: torch.device) -> tuple[Loader, Loader]:
-    """Training batches in an order of their own per epoch, validation batches in the set's.
+def build_loaders(
+    spec: RunSpec, splits: Splits, device: torch.device, place: Place = ALONE
+) -> tuple[Loader, Loader]:
+    """Training batches in an order of their own per epoch, validation batches in the set's; of each
+    the part of one process.
 
     Raises:
         ConfigError: a set is empty.
@@ -99,7 +103,8 @@ def build_loaders(spec: RunSpec, splits: Splits, device: torch.device) -> tuple[
             *(f"data: the {name} set is empty: it yields no example to work on." for name in empty)
         )
     size, workers = spec.train.batch_size, spec.train.num_workers
-    common = {"batch_size": size, "seed": spec.seed, "device": device, "workers": workers}
+    common = {"batch_size": size, "seed": spec.seed, "device": device, "workers": workers,
+              "place": place}  # fmt: skip
     shuffle = bool(spec.data.get("shuffle", True))
     train = Loader(splits.train, shuffle=shuffle, **common)
     return train, Loader(splits.val, shuffle=False, **common)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import torch
 from torch import nn
 
+from runner import shards
 from runner.config import stored
 from runner.errors import ConfigError
 from runner.files import written_by_torch
@@ -67,7 +69,7 @@ def contents(
 
 def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
     """Write `step-<n>.pt` aside, sync and rename it, then drop all but the newest `keep`. What
-    was there stays whole whatever happens meanwhile.
+    was there stays whole whatever happens meanwhile. Its parts, if any, are there already.
 
     Raises:
         OSError: the file cannot be written.
@@ -84,8 +86,19 @@ def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
     aside.replace(path)
     _sync(folder)  # the rename, too
     for old in sorted(folder.glob("step-*.pt"))[:-keep]:
-        old.unlink()
+        drop(old)
     return path
+
+
+def drop(path: Path) -> None:
+    """Remove a checkpoint, with its parts."""
+    path.unlink()
+    shutil.rmtree(parts_of(path), ignore_errors=True)
+
+
+def parts_of(path: Path) -> Path:
+    """Where the parts of a checkpoint lie that several processes wrote."""
+    return path.with_suffix(shards.SUFFIX)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -95,10 +108,14 @@ def path_of(folder: Path, step: int) -> Path:
 
 def keep_best(path: Path) -> Path:
     """Keeps a checkpoint as `best.pt`, too, whatever becomes of it under its own name."""
-    aside = path.with_name("best.partial")
+    best = path.with_name("best.pt")
+    if (parts := parts_of(path)).is_dir():
+        shutil.rmtree(parts_of(best), ignore_errors=True)
+        shutil.copytree(parts, parts_of(best), copy_function=os.link)
+    aside = best.with_suffix(".partial")
     aside.unlink(missing_ok=True)
     os.link(path, aside)
-    return aside.replace(path.with_name("best.pt"))
+    return aside.replace(best)
 
 
 def set_aside(folder: Path, step: int) -> None:
@@ -217,6 +234,9 @@ def load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"checkpoint={path} was not written by this runner (format {FORMAT}).")
     if problem := next(_misfits(content), None):
         raise ConfigError(f"checkpoint={path} was not written by this runner: {problem}.")
+    if sums := content.get("parts"):
+        shards.check(parts_of(path), sums)
+        content["model"] = shards.whole(content["model"], parts_of(path))
     return content
 
 

@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from runner import torchrun
 from runner.argv import config_dir, rewrite, shadowed
 from runner.config import register_schema, resolve
 from runner.errors import RunnerError, Unavailable
@@ -59,7 +60,7 @@ def _main(argv: Sequence[str] | None) -> int:
             return 0
         return COMMANDS[argv[0]](argv[1:])
     try:
-        argv = rewrite(_whole(argv))
+        argv = torchrun.join(rewrite(_whole(argv)))
     except RunnerError as error:
         complain(str(error))
         return error.exit_status
@@ -174,6 +175,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
             print(f"{result.outcome} before", flush=True)
             return result
     spec = resolve(config)
+    torchrun.begun(folder)
     from runner.run import run
 
     return run(spec, folder, origin(sweeping))

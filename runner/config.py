@@ -19,7 +19,7 @@ from runner.spec import RunSpec
 # What the runner itself passes first to the target of each group.
 LEADING = {"optimizer": 1, "scheduler": 1}
 # Groups that every run needs; a scheduler may be none.
-NEEDED = ("precision", "model", "data", "task", "optimizer", "tracking")
+NEEDED = ("strategy", "precision", "model", "data", "task", "optimizer", "tracking")
 # Keys of a group that describe it to the runner and are not passed to its target.
 RESERVED = {"_target_", "meta", "match", "shuffle"}
 # The name that runner.launcher.isolated.IsolatedLauncher has for Hydra.

@@ -22,7 +22,9 @@ from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 from runner.state import TrainState
 from runner.stop import StopSignals
+from runner.strategy.base import Single, Strategy
 from runner.tasks.base import Task
+from runner.torchrun import Place
 from runner.tracking.base import Tracker
 
 
@@ -39,6 +41,7 @@ class Run:
     task: Task
     tracker: Tracker
     signals: StopSignals
+    strategy: Strategy = field(default_factory=Single)
     report: ConversionReport = field(default_factory=ConversionReport)
     resumed: checkpoint.Saved | None = None
     trouble: str = ""  # what a guard stopped it for
@@ -50,6 +53,19 @@ class Run:
     @property
     def device(self) -> torch.device:
         return self.accelerator.device
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints; `out` is one of this process's own."""
+        return home(self.out, self.strategy.place) / "checkpoints"
+
+    def stopping(self) -> bool:
+        """Whether any process got a signal; all give the same answer, of the call before."""
+        if self.strategy.place.world == 1:
+            return self.signals.requested()
+        number = self.strategy.agree(self.signals.number or 0)
+        self.signals.adopt(number)
+        return number > 0
 
     @property
     def label(self) -> str:
@@ -88,6 +104,16 @@ class Run:
         path = self.out / "error.txt"
         kept = self.write(path, lambda path: write_text(path, text))
         return f"The traceback is in {near(path)}." if kept else ""
+
+
+def folder_of(out: Path, place: Place) -> Path:
+    """A process's own folder in a run's, which is that of the first one."""
+    return out if place.first else out / "ranks" / str(place.rank)
+
+
+def home(folder: Path, place: Place) -> Path:
+    """The run's folder of a process's own."""
+    return folder if place.first else folder.parents[1]
 
 
 def prepare(this: Run) -> None:

@@ -16,10 +16,18 @@ from runner.observers.progress import progress
 from runner.observers.recorder import Recorder
 from runner.observers.tally import Tally
 from runner.saving import Saver
+from runner.saving_parts import PartSaver
 from runner.state import TrainState
 
 if TYPE_CHECKING:
     from runner.context import Run
+
+
+def _saver(this: "Run") -> Saver | PartSaver:
+    folder, keep, strategy = this.checkpoints, this.spec.checkpoint.keep, this.strategy
+    if strategy.shards or not strategy.place.first:
+        return PartSaver(folder, keep, this.say, strategy)
+    return Saver(folder, keep, this.say)
 
 
 class Course:
@@ -27,7 +35,7 @@ class Course:
 
     def __init__(self, this: "Run", state: TrainState, loader: Loader) -> None:
         self.this, self.state = this, state
-        self.saver = Saver(this.out / "checkpoints", this.spec.checkpoint.keep, this.say)
+        self.saver = _saver(this)
         state.before_update = self.saver.settle
         self.tally = Tally(this.task.quality, this.task.direction)
         self.guard = make_guard(this, loader)
@@ -64,16 +72,18 @@ class Course:
     @property
     def trouble(self) -> str:
         """What a guard stopped it for."""
-        return self.guard.message and f"{self.guard.message}{last_good(self.saver.folder)}"
+        return self.guard.message and f"{self.guard.message}{last_good(self.this.checkpoints)}"
 
     def restore(self, saved: checkpoint.Saved) -> None:
         """Go on from a checkpoint whose weights are in the model."""
         restore.restore(self.state, saved, self.this.spec, self.observers)
-        checkpoint.set_aside(self.saver.folder, self.state.step)
+        if self.this.strategy.place.first:
+            checkpoint.set_aside(self.this.checkpoints, self.state.step)
 
     def sound(self) -> bool:
         """Whether the weights are worth keeping."""
-        return self.guard.sound and finite(self.this, self.state)
+        good = self.guard.sound and finite(self.this, self.state)
+        return not self.this.strategy.agreed(not good)
 
     def _content(self) -> dict[str, Any]:
         found = self.tally.metrics if self.tally.evaluated == self.state.step else {}

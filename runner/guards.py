@@ -61,6 +61,19 @@ def check_data(this: "Run", loaders: tuple[Loader | None, Loader]) -> None:
         this.say(f"warning: {problem}")
 
 
+def alone_only(state: TrainState) -> None:
+    """Raise ConfigError for what one process can do only."""
+    if state.strategy.place.world > 1 and state.takes_closure:
+        raise ConfigError(
+            "optimizer=lbfgs searches along a line by itself, in one process only. Type another "
+            "optimizer, or leave torchrun and strategy= out."
+        )
+    if state.strategy.shards and state.complex:
+        raise ConfigError(
+            f"strategy={state.strategy.name} cannot part complex weights. Type strategy=ddp."
+        )
+
+
 def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:
     """One forward and loss in evaluation mode, which changes nothing, so that a model that does
     not fit its data or task is told from a run that fails."""
@@ -88,7 +101,8 @@ def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:
 
 def finite(this: "Run", state: TrainState) -> bool:
     """Whether the weights may be saved; those that are not finite must not replace good ones."""
-    params = [p.detach() for p in state.plain_model.parameters()]  # a mask may hold infinities
+    every = [p.detach() for p in state.plain_model.parameters()]  # a mask may hold infinities
+    params = state.strategy.local(every)
     floats = [p for p in params if p.itemsize > 1 and (p.is_floating_point() or p.is_complex())]
     if not floats or bool(torch.stack([t.isfinite().all().cpu() for t in floats]).all()):
         return True

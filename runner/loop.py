@@ -35,15 +35,16 @@ def evaluates(train: TrainSpec, loader: Loader, step: int) -> bool:
     return step % every == 0 or step == total_steps(train, loader)
 
 
-def groups(state: TrainState, loader: Loader, size: int) -> Iterator[list[Batch]]:
-    """Micro-batches of each step, epoch after epoch, without end, from state.position on."""
+def groups(state: TrainState, loader: Loader, size: int) -> Iterator[tuple[list[Batch], list[int]]]:
+    """Micro-batches of each step and their examples in all processes, epoch after epoch, without
+    end, from state.position on."""
     while True:
         if state.position == 0:
             state.epoch += 1
         batches = loader.epoch(state.epoch, state.position)
         while group := list(islice(batches, size)):
-            state.position += len(group)
-            yield group
+            first, state.position = state.position, state.position + len(group)
+            yield group, [loader.examples_in(i) for i in range(first, state.position)]
         state.position = 0
 
 
@@ -79,8 +80,9 @@ def fit(
     try:
         yield from _steps(state, blocks, loader, validation, train, flush_every, stopped, first)
     except (Exception, KeyboardInterrupt):
-        with suppress(Exception):  # what ended the loop must not be hidden by its last records
-            yield from blocks.drained()
+        if state.strategy.place.world == 1:  # else the others would have to take part
+            with suppress(Exception):  # what ended the loop must not be hidden by its last records
+                yield from blocks.drained()
         raise
 
 
@@ -102,12 +104,12 @@ def _steps(
         blocks.started = perf_counter()
     if state.step >= last:
         return
-    for micros in _uncut(groups(state, loader, train.accumulate)):
+    for micros, sizes in _uncut(groups(state, loader, train.accumulate)):
         step = state.step + 1
         at_eval = evaluates(train, loader, step)
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
         with watching:
-            blocks.add(train_step(state, micros))
+            blocks.add(train_step(state, micros, sizes))
         watching = _UNWATCHED
         state.stagnant = None if watch is None else watch.share()
         stop = stopped()
@@ -151,24 +153,27 @@ def evaluate(
 ) -> dict[str, float] | None:
     """The task's metrics over a whole data set, in the run's precision; None where `stopped`,
     asked before each batch, says so."""
-    precision, task = state.precision, state.task
+    precision, task, strategy = state.precision, state.task, state.strategy
     for d in state.driven:
         d.settle()
+    strategy.settle(state.plain_model)
     state.model.eval()
     totals: Tensor | None = None
     with precision.evaluating(state.plain_model):
-        for inputs, target in _uncut(validation.epoch(0)):
+        for i, (inputs, target) in enumerate(_uncut(validation.epoch(0))):
             if stopped():
                 return None
             with precision.forward(state.device):
                 output = state.model(precision.cast(inputs))
             dtype = precision.loss_dtype
             found = task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
+            if not strategy.place.examples(validation.examples_in(i)):
+                found = torch.zeros_like(found)  # it was lent an example
             totals = found if totals is None else totals + found
     state.model.train()
     if stopped() or totals is None:
         return None
-    return task.summarise(totals.tolist())
+    return task.summarise(strategy.sum(totals).tolist())
 
 
 class Stagnation:
@@ -176,21 +181,27 @@ class Stagnation:
     the update is under half a unit in the last place. Made before a step, read after it."""
 
     def __init__(self, state: TrainState) -> None:
+        self.strategy = state.strategy
         self.params = [p for p in state.trainable if p.dtype.itemsize == 2]
-        self.before = [p.detach().clone() for p in self.params]
+        self.before = [p.clone() for p in self._held(self.params)]
         self.pulled: dict[int, Tensor] = {}
         self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]
 
     def _note(self, param: Tensor) -> None:
         assert param.grad is not None
-        self.pulled[id(param)] = param.grad != 0
+        self.pulled[id(param)] = self._held([param.grad])[0] != 0
+
+    def _held(self, tensors: list[Tensor]) -> list[Tensor]:
+        return self.strategy.local([t.detach() for t in tensors])
 
     def share(self) -> float:
         """Share of the half-precision elements with a gradient that did not move, 0 to 1."""
         for handle in self._handles:
             handle.remove()
-        pairs = [(p, b, self.pulled[id(p)]) for p, b in zip(self.params, self.before, strict=True)
-                 if id(p) in self.pulled]  # fmt: skip
+        rows = zip(self.params, self._held(self.params), self.before, strict=True)
+        pairs = [(now, b, self.pulled[id(p)]) for p, now, b in rows if id(p) in self.pulled]
         pulled = sum(int(mask.sum()) for _, _, mask in pairs)
         still = sum(int(((p == b) & mask).sum()) for p, b, mask in pairs)
+        if self.strategy.shards:
+            still, pulled = self.strategy.sum(torch.tensor([still, pulled])).tolist()
         return still / pulled if pulled else 0.0

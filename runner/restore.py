@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from runner import shards
 from runner.build import LENGTHS
-from runner.checkpoint import Saved
+from runner.checkpoint import Saved, parts_of
 from runner.errors import ConfigError
 from runner.observers.base import Observer
 from runner.spec import RunSpec
@@ -25,7 +26,7 @@ def capture(state: TrainState, observers: Sequence[Observer]) -> dict[str, Any]:
         "position": state.position,
         "evaluated": state.evaluated,
         "stagnant": state.stagnant,
-        "rng": rng_state(state.device),
+        "rng": state.strategy.gather(rng_state(state.device)),
         "observers": {type(o).__name__: o.state_dict() for o in observers},
     }
 
@@ -60,7 +61,14 @@ def _restore_rest(
         if odd := [key for key in theirs if not _alike(theirs[key], ours.get(key))]:
             raise TypeError(f"{type(observer).__name__}.{odd[0]} is of another kind")
         observer.load_state_dict(theirs)
-    set_rng_state(content["rng"], state.device)
+    streams, rank = _streams(content["rng"]), state.strategy.place.rank
+    if rank < len(streams):  # more processes than before go on with seeds of their own
+        set_rng_state(streams[rank], state.device)
+
+
+def _streams(saved: Any) -> list[Mapping[str, Any]]:
+    """Of each process; checkpoints of one process used to hold no list."""
+    return saved if isinstance(saved, list) else [saved]
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -81,6 +89,12 @@ def _restore_optimizers(state: TrainState, saved: Saved, spec: RunSpec) -> None:
         for driven, optimizer, scheduler in pairs:
             lengths = {k: getattr(driven.scheduler, k) for k in LENGTHS
                        if hasattr(driven.scheduler, k)}  # fmt: skip
+            parts = parts_of(saved.path)
+            if state.strategy.shards:
+                held = shards.parted(optimizer["state"], driven.params, parts)
+                optimizer = {**optimizer, "state": held}
+            else:
+                optimizer = shards.whole(optimizer, parts)
             _load_optimizer(driven.optimizer, optimizer)
             if driven.scheduler is not None and theirs["scheduler"] == spec.scheduler:
                 driven.scheduler.load_state_dict(scheduler)

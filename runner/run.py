@@ -1,5 +1,6 @@
 """run(spec, out): the only orchestration, readable top to bottom."""
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -8,14 +9,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from runner import artifacts, checkpoint, kept, notes, resume, trust
-from runner.accelerator import choose
+from runner import artifacts, checkpoint, kept, notes, resume, torchrun, trust
+from runner.accelerator import Accelerator, choose
 from runner.again import as_its_run
 from runner.alone import alone
 from runner.build import build_group, check_arguments
 from runner.config import check_targets, flatten, to_dict
 from runner.console import plain_console
-from runner.context import Run
+from runner.context import Run, folder_of
 from runner.errors import CheckpointError, ConfigError, RunnerError, TrackingError
 from runner.evaluate import evaluate_checkpoint
 from runner.files import why
@@ -29,9 +30,12 @@ from runner.result import FILE, RunResult, show
 from runner.secrets import hide
 from runner.spec import Origin, RunSpec
 from runner.stop import Stopped, StopSignals
+from runner.strategy.base import Strategy
 from runner.tasks.base import Task
+from runner.torchrun import Place
 from runner.tracking import journal
 from runner.tracking.base import RunInfo, Status, Tracker
+from runner.tracking.process_journal import ProcessJournal
 from runner.tracking.progress import run_of
 from runner.train import train
 
@@ -52,28 +56,43 @@ def run(
         Unavailable: this machine lacks what the precision or accelerator needs.
         Stopped: by a signal, after a checkpoint.
     """
-    origin, console = origin or Origin(), console or plain_console()
-    resumed = None
-    if was := resume.begin(spec, origin, out, console):
+    strategy: Strategy = build_group("strategy", spec.strategy)
+    with strategy.session():
+        return _run(spec, out, origin or Origin(), console or plain_console(), strategy)
+
+
+def _run(
+    spec: RunSpec, out: Path, origin: Origin, console: Console, strategy: Strategy
+) -> RunResult:
+    resumed, place = None, strategy.place
+    if not place.first:
+        console = Console(file=io.StringIO())
+    if was := _begin(spec, origin, out, console, strategy):
         out, resumed, spec, origin = was
     if problems := [*spec.problems(), *check_targets(spec)]:
         raise ConfigError(*problems)
+    torchrun.lies_in(out)
+    out = folder_of(out, place)
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, alone(out), process_state():
         with signals.at_once():
-            accelerator = choose(spec.accelerator)
+            accelerator = Accelerator(strategy.device(choose(spec.accelerator).device))
             spec, origin = _completed(spec, origin)
             precision: Precision = build_group("precision", spec.precision)
             precision.require(accelerator.device)
+            precision.require_strategy(strategy)
             task: Task = build_group("task", spec.task)
             check_arguments(spec)
             if spec.mode in ("plan", "replay"):
+                _needs_one(spec, place)
                 parts = spec, out, origin, precision, accelerator
                 work = plan if spec.mode == "plan" else partial(replay, task=task)
                 return _untracked(work(*parts, console=console), out)
         tracker: Tracker = build_group("tracking", spec.tracking)
+        if not place.first:
+            tracker = ProcessJournal()
         this = Run(spec, origin, out, console, accelerator, precision, task, tracker, signals,
-                   resumed=resumed)  # fmt: skip
+                   strategy, resumed=resumed)  # fmt: skip
         with _tracked(this), memory_told(this):
             result = (train if spec.mode == "train" else evaluate_checkpoint)(this)
             signals.check()
@@ -87,6 +106,29 @@ def run(
     show(console, result)
     _afterwards(this, result)
     return result
+
+
+def _begin(
+    spec: RunSpec, origin: Origin, out: Path, console: Console, strategy: Strategy
+) -> resume.Resumption | None:
+    """What there is to go on with, as the first process finds it."""
+    if strategy.place.world == 1:
+        return resume.begin(spec, origin, out, console)
+    was = resume.begin(spec, origin, out, console) if strategy.place.first else None
+    path = strategy.told(was and str(was.saved.path))
+    if strategy.place.first or path is None:
+        return was
+    return resume.begin(
+        replace(spec, checkpoint=replace(spec.checkpoint, resume=path)), origin, out, console
+    )
+
+
+def _needs_one(spec: RunSpec, place: Place) -> None:
+    if place.world > 1:
+        raise ConfigError(
+            f"mode={spec.mode} works in one process, and torchrun started {place.world}. Leave "
+            "torchrun and strategy= out."
+        )
 
 
 def _untracked(result: RunResult, out: Path) -> RunResult:
@@ -172,6 +214,11 @@ def _info(this: Run) -> RunInfo:
         "device_name": this.accelerator.name,
         "output_dir": str(this.out.absolute()),
         "mode": spec.mode,
+        **(
+            {"strategy": this.strategy.name, "processes": str(this.strategy.place.world)}
+            if this.strategy.place.world > 1
+            else {}
+        ),
         **artifacts.git_tags(Path.cwd()),
     }
     info = RunInfo(this.out, flatten(spec), tags, name=this.label, sweep=origin.sweep)

@@ -15,7 +15,7 @@ class TrainSpec:
     Attributes:
         epochs: passes over the training data; ignored where max_steps is set.
         max_steps: optimizer steps in all (attempted, skipped ones included).
-        batch_size: examples in a micro-batch.
+        batch_size: examples in a micro-batch, over all processes.
         accumulate: micro-batches per optimizer step.
         clip_norm: largest 2-norm of the unscaled gradients; null does not clip.
         eval_every: optimizer steps between evaluations; null evaluates at each epoch's end.
@@ -148,6 +148,7 @@ class RunSpec:
     init: InitSpec = field(default_factory=InitSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     accelerator: AcceleratorSpec = field(default_factory=AcceleratorSpec)
+    strategy: dict[str, Any] = field(default_factory=dict)
     debug: DebugSpec = field(default_factory=DebugSpec)
     guard: GuardSpec = field(default_factory=GuardSpec)
     batch: str | None = None

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from runner.precision.base import Precision
 from runner.precision.scale import HostFlag, Scale
+from runner.strategy.base import Single, Strategy
 from runner.tasks.base import Task
 
 
@@ -62,6 +64,7 @@ class TrainState:
     driven: list[Driven]
     device: torch.device
     clip_norm: float | None = None
+    strategy: Strategy = field(default_factory=Single)
     step: int = 0
     epoch: int = 0
     position: int = 0
@@ -72,8 +75,9 @@ class TrainState:
 
     @property
     def plain_model(self) -> nn.Module:
-        """The module inside torch.compile's wrapper, whose names carry no prefix."""
-        return getattr(self.model, "_orig_mod", self.model)
+        """The module inside the wrappers of torch.compile and DDP, whose names carry no prefix."""
+        model = getattr(self.model, "_orig_mod", self.model)
+        return model.module if isinstance(model, DistributedDataParallel) else model
 
     @cached_property
     def trainable(self) -> list[Tensor]:

@@ -47,17 +47,28 @@ def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
     return task.loss(cast_nest(output, dtype), cast_nest(target, dtype))
 
 
-def train_step(state: TrainState, micros: Sequence[Batch]) -> Pending:
-    """Train on the micro-batches of one step; gradients add up to those of one large batch."""
+def train_step(
+    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int] | None = None
+) -> Pending:
+    """Train on the micro-batches of one step; gradients add up to those of one large batch.
+
+    Args:
+        state: changed in place.
+        micros: this process's part of each.
+        sizes: their examples in all processes; None where there is one.
+    """
     state.step += 1
-    counts = [examples_in(micro) for micro in micros]
+    strategy = state.strategy
+    sizes = sizes or [examples_in(micro) for micro in micros]
     if state.takes_closure:
         lr = state.driven[0].lr
-        loss, norms, scale, found = _closure_step(state, micros, counts)
+        loss, norms, scale, found = _closure_step(state, micros, sizes)
     else:
         scale = state.scale.value
-        loss = _backward(state, micros, counts)
-        founds = [state.scale.unscale(_grads(d)) for d in state.driven]
+        loss = _backward(state, micros, sizes)
+        founds = [
+            strategy.found(state.scale.unscale(strategy.local(_grads(d)))) for d in state.driven
+        ]
         norms = _clip(state)
         for d in state.driven:
             d.settle()
@@ -69,19 +80,23 @@ def train_step(state: TrainState, micros: Sequence[Batch]) -> Pending:
     for p in state.trainable:
         p.grad = None
     return Pending(
-        state.step, int(time() * 1000), state.epoch, lr, perf_counter(), sum(counts),
+        state.step, int(time() * 1000), state.epoch, lr, perf_counter(), sum(sizes),
         loss, norms, scale, found,
     )  # fmt: skip
 
 
-def _backward(state: TrainState, micros: Sequence[Batch], counts: Sequence[int]) -> Tensor:
-    """Accumulate the gradients of the mean over all examples; returns that mean, detached."""
+def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
+    """Accumulate the gradients of the mean over all examples. Returns that mean, detached; of
+    several processes each has a number of its own, and theirs is the mean."""
+    place, examples = state.strategy.place, sum(sizes)
     total: Tensor | None = None
-    for micro, count in zip(micros, counts, strict=True):
-        loss = loss_of(state, *micro)
-        if len(micros) > 1:
-            loss = loss * (count / sum(counts))
-        state.scale.multiply(loss).backward()
+    for i, (micro, size) in enumerate(zip(micros, sizes, strict=True), 1):
+        with state.strategy.accumulating(last=i == len(micros)):
+            loss = loss_of(state, *micro)
+            # Gradients are averaged over processes, whose parts may differ by an example.
+            if (share := place.examples(size) * place.world / examples) != 1:
+                loss = loss * share
+            state.scale.multiply(loss).backward()
         total = loss.detach() if total is None else total + loss.detach()
     for p in state.complex:  # autograd leaves lazy conjugates, which optimizers cannot read
         p.grad = None if p.grad is None else p.grad.resolve_conj()
@@ -94,12 +109,14 @@ def _grads(driven: Driven) -> list[Tensor]:
 
 
 def _clip(state: TrainState) -> Tensor:
-    """Norm of each gradient before clipping; an overflow makes it infinite and never raises."""
-    grads = [p.grad for p in state.trainable if p.grad is not None]
+    """Norm of each gradient before clipping, of what this process holds of it; an overflow makes
+    it infinite and never raises."""
+    grads = state.strategy.local([p.grad for p in state.trainable if p.grad is not None])
     norms = grad_norms(grads)
     if state.clip_norm is not None:
         # What overflowed is skipped, and must not scale another optimizer's gradients to nought.
         total = torch.linalg.vector_norm(norms.nan_to_num(nan=0.0, posinf=0.0))
+        total = state.strategy.norms(total)
         factor = (state.clip_norm / (total + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, factor)
     return norms
@@ -142,7 +159,7 @@ def _any(founds: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _closure_step(
-    state: TrainState, micros: Sequence[Batch], counts: Sequence[int]
+    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor, None, None]:
     """A step of an optimizer that evaluates by itself; recorded is its first evaluation."""
     driven = state.driven[0]
@@ -151,7 +168,7 @@ def _closure_step(
     def closure() -> Tensor:
         for p in driven.params:
             p.grad = None
-        loss = _backward(state, micros, counts)
+        loss = _backward(state, micros, sizes)
         if not first:
             first.append((loss, grad_norms(_grads(driven))))
         return loss

@@ -169,6 +169,11 @@ class StopSignals(Heeding):
             self._cuts, self._cut = False, True
             raise KeyboardInterrupt
 
+    def adopt(self, number: int) -> None:
+        """Another process of the run got this signal."""
+        if number and self.number is None:
+            self.number, self._since = number, time.monotonic()
+
     def requested(self) -> bool:
         """Whether a signal came."""
         return self.number is not None

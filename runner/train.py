@@ -14,7 +14,7 @@ from runner.course import Course
 from runner.data.loading import Loader
 from runner.describe import describe
 from runner.errors import CheckpointError
-from runner.guards import check_data, diverged, mishaps, try_batch
+from runner.guards import alone_only, check_data, diverged, mishaps, try_batch
 from runner.isolation import seed_all
 from runner.leave import (
     leave_dtypes,
@@ -39,7 +39,7 @@ from runner.state import TrainState
 
 def train(this: Run) -> RunResult:
     """Data, model, optimizer, then the loop. Raises ConfigError where they do not fit together."""
-    spec, started = this.spec, perf_counter()
+    spec, strategy, started = this.spec, this.strategy, perf_counter()
     with this.signals.at_once():
         loaders = _loaders(this)
         built = build_model(
@@ -50,11 +50,14 @@ def train(this: Run) -> RunResult:
         with this.signals.at_once():
             sizes = describe(this, built)
             steps = total_steps(spec.train, loaders[0])
+            model = strategy.wrap(built.model, this.device)
             state = TrainState(
-                built.model, this.precision, this.task, this.precision.scale(this.device),
+                model, this.precision, this.task, this.precision.scale(this.device),
                 build_driven(spec, built.model, this.precision, steps), this.device,
-                spec.train.clip_norm,
+                spec.train.clip_norm, strategy,
             )  # fmt: skip
+            alone_only(state)
+            _part_streams(this)
             this.state, this.loader = state, loaders[0]
             this.other = limit(this.device)[0] - stored_bytes(state.model)
             try_batch(this, state, loaders[1])
@@ -75,9 +78,11 @@ def _loaders(this: Run) -> tuple[Loader, Loader]:
     """Training and validation batches; told, looked at, and the seed set for the model."""
     prepare(this)
     splits = build_splits(this.spec)
-    loaders = build_loaders(this.spec, splits, this.device)
-    for loader in loaders:
-        loader.waiting = this.signals.at_once
+    place = this.strategy.place
+    loaders = build_loaders(this.spec, splits, this.device, place)
+    if place.world == 1:  # else the others would not know that a wait was cut
+        for loader in loaders:
+            loader.waiting = this.signals.at_once
     tell_inputs(this, splits)
     check_data(this, loaders)
     seed_all(this.spec.seed)
@@ -95,7 +100,7 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
     probe = DtypeProbe(state.model)
     records = fit(
         state, *loaders, spec.train, first=_first(this, probe),
-        flush_every=spec.checkpoint.every_steps, stopped=this.signals.requested,
+        flush_every=spec.checkpoint.every_steps, stopped=this.stopping,
     )  # fmt: skip
     try:
         with mishaps(this, state, loaders):
@@ -105,6 +110,7 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
                     break
     finally:
         course.close()
+    this.signals.adopt(this.strategy.agreed(this.signals.number or 0))
     if spec.checkpoint.final or this.signals.requested():
         path = _save_last(this, course)
         if this.signals.requested() and path:
@@ -126,6 +132,12 @@ def _save_last(this: Run, course: Course) -> Path | None:
     except CheckpointError as error:
         this.lost.append(str(error))
         return None
+
+
+def _part_streams(this: Run) -> None:
+    """What the processes draw at random from here on differs; their weights are alike."""
+    if not this.strategy.place.first:
+        seed_all(this.spec.seed + this.strategy.place.rank * 2**40)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from runner.data.workers import awaited, live_on
 from runner.errors import ConfigError
+from runner.torchrun import ALONE, Place
 
 Batch = tuple[Any, Any]
 
@@ -30,6 +31,8 @@ class Loader:
         seed: decides the orders, together with the epoch's number.
         device: where batches go.
         workers: loading processes, for data that is not in memory.
+        place: this process, which loads its part of each batch; of one with fewer examples than
+            processes those that get none are lent the first.
 
     Raises:
         ConfigError: the dataset is empty.
@@ -47,9 +50,10 @@ class Loader:
         seed: int,
         device: torch.device,
         workers: int = 0,
+        place: Place = ALONE,
     ) -> None:
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
-        self.device, self.workers = device, workers
+        self.device, self.workers, self.place = device, workers, place
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         self.examples = len(dataset)  # type: ignore[arg-type]
         if not self.examples:
@@ -67,9 +71,17 @@ class Loader:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         return torch.randperm(self.examples, generator=generator)
 
+    def examples_in(self, number: int) -> int:
+        """Examples of an epoch's batch in all processes."""
+        return min(self.batch_size, self.examples - number * self.batch_size)
+
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch, from a batch's number on."""
-        return self.batches(self.order(epoch).split(self.batch_size)[start:], epoch, start)
+        """The batches of one epoch, from a batch's number on: this process's part of each."""
+        whole = self.order(epoch).split(self.batch_size)[start:]
+        if self.place.world > 1:
+            whole = [indices[self.place.part(len(indices))] if self.place.examples(len(indices))
+                     else indices[:1] for indices in whole]  # fmt: skip
+        return self.batches(whole, epoch, start)
 
     def batches(self, chosen: Sequence[Tensor], epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """A batch of each of these sets of indices.
@@ -93,7 +105,8 @@ class Loader:
         batches = [indices.tolist() for indices in chosen]
         if not self.workers:
             return iter(self._dataloader(dataset, batches))
-        dataset = _Seeded(dataset, self.seed * 1_000_003 + epoch)
+        seed = self.seed * 1_000_003 + epoch
+        dataset = _Seeded(dataset, seed + self.place.rank * 2**40)
         batches = [[number, *batch] for number, batch in enumerate(batches, start)]
         return awaited(iter(self._dataloader(dataset, batches)), self.waiting)
 

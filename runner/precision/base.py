@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.errors import Unavailable
 from runner.precision.cast import cast_floats
 from runner.precision.islands import make_islands
 from runner.precision.scale import NoScale, Scale
+from runner.strategy.base import Strategy
 
 CPU = torch.device("cpu")
 
@@ -69,6 +71,7 @@ class Precision(ABC):
         layout: what a converted model's state dict holds in place of plain weights; empty where
             it can be loaded into the model that was never converted.
         freezes: converted weights do not train.
+        whole: why its weights cannot be parted among processes; empty where they can.
     """
 
     name: str
@@ -78,9 +81,18 @@ class Precision(ABC):
     autocast_loss: bool = False
     layout: str = ""
     freezes: bool = False
+    whole: str = ""
 
     def require(self, device: torch.device) -> None:
         """Raise Unavailable, with what is missing and the remedy, where it cannot run."""
+
+    def require_strategy(self, strategy: Strategy) -> None:
+        """Raise Unavailable where its layers cannot be trained by several processes in this way."""
+        if strategy.shards and self.whole:
+            raise Unavailable(
+                f"precision={self.name} with strategy={strategy.name}: {self.whole}.",
+                "Type strategy=ddp, where every process has the whole model.",
+            )
 
     def session(self, model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
         """Context around the whole run: the process-wide switches it needs, restored after."""

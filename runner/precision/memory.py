@@ -55,8 +55,9 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         return
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _parts(getattr(tensor, name))
+        for inner in (getattr(tensor, name) for name in names):
+            if isinstance(inner, Tensor):  # a DTensor names its mesh, too
+                yield from _parts(inner)
         return
     yield tensor
     state = getattr(tensor, "quant_state", None)  # Params4bit, once quantized

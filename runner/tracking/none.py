@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from runner.tracking.base import Record, RunInfo, Status, Stopped, Tracker
 
 
-@final
 class NoTracker(Tracker):
     """Accepts everything and stores nothing, so that callers need no branch."""
 

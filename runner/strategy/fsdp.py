@@ -1,0 +1,112 @@
+"""strategy=fsdp: every process has a part of each weight, gradient and optimizer state.
+
+Source: Zhao et al., PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard (FSDP2).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from runner.precision.patterns import select
+from runner.strategy.group import Grouped
+
+
+@final
+class FSDP(Grouped):
+    """torch's fully_shard. Weights are gathered in the dtype that they are stored in, so that a
+    precision does what it does in one process; gradients are added in float32.
+
+    Args:
+        units: patterns of modules whose weights are gathered together, each such module for
+            itself; None: the repeated blocks of the model. What is left is one unit, too.
+        reshard_after_forward: drop gathered weights after the forward and gather them again for
+            the backward.
+        timeout: seconds after which a process that waits for another one gives up.
+    """
+
+    name = "fsdp"
+    shards = True
+
+    def __init__(
+        self,
+        units: Sequence[str] | None = None,
+        reshard_after_forward: bool = True,
+        timeout: float = 1800.0,
+    ) -> None:
+        super().__init__(timeout)
+        self.units, self.reshard_after_forward = units, reshard_after_forward
+        self._model: FSDPModule | None = None
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        mesh = init_device_mesh(device.type, (self.place.world,))
+        policy = MixedPrecisionPolicy(reduce_dtype=_reduction(model), cast_forward_inputs=False)
+        for unit in [*self._units(model), model]:
+            fully_shard(
+                unit, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy
+            )
+        assert isinstance(model, FSDPModule)
+        self._model = model
+        return model
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        """Inner ones first; what is of another dtype than the most is a unit of its own."""
+        if self.units is None:
+            units = repeated(model)
+        else:
+            found = select("strategy.units", self.units, [n for n, _ in model.named_modules()])
+            outer = [name for name in found if name.rpartition(".")[0] not in found]
+            units = [model.get_submodule(name) for name in sorted(outer) if name]
+        return [*_odd(model), *units]
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        if self._model is not None:
+            self._model.set_requires_gradient_sync(last)
+        yield
+
+    def local(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+    def found(self, flag: Tensor | None) -> Tensor | None:
+        if flag is not None:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return flag
+
+    def norms(self, norms: Tensor) -> Tensor:
+        return self.sum(norms.double().square()).sqrt()
+
+
+def _reduction(model: nn.Module) -> torch.dtype | None:
+    """float32 for gradients that are narrower."""
+    narrow = any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters())
+    return torch.float32 if narrow else None
+
+
+def _odd(model: nn.Module) -> list[nn.Module]:
+    """Modules with weights of another dtype than most of them: a unit has one."""
+    dtypes = Counter(p.dtype for p in model.parameters())
+    usual = dtypes.most_common(1)[0][0]
+    return [
+        m for m in model.modules() if any(p.dtype != usual for p in m.parameters(recurse=False))
+    ]
+
+
+def repeated(model: nn.Module) -> list[nn.Module]:
+    """Members of a ModuleList or Sequential that are of one class and have weights: the blocks of
+    a transformer, the stages' blocks of a ResNet."""
+    found: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            members = [m for m in module if next(m.parameters(), None) is not None]
+            kinds = [type(m) for m in members]
+            found += [m for m in members if kinds.count(type(m)) > 1]
+    inner = {m for unit in found for m in unit.modules() if m is not unit}
+    return [m for m in found if m not in inner]
