@@ -17,6 +17,7 @@ from runner.precision.base import Precision
 from runner.precision.patterns import matches
 from runner.spec import RunSpec
 from runner.state import Driven
+from runner.strategy.base import is_parted
 from runner.torchrun import ALONE, Place
 
 # Keywords of schedulers that say how long a run is; null means the run's own length.
@@ -223,6 +224,8 @@ def build_optimizer(
     target = locate(node["_target_"])
     real = all(p.is_floating_point() for p in params)
     takes_fused = real and "fused" in signature(target).parameters
+    if any(map(is_parted, params)):  # torch parts these fused kernels only
+        takes_fused = target in (torch.optim.Adam, torch.optim.AdamW)
     if takes_fused and arguments(node).get("fused") is None:
         try:
             return target(params, **{**arguments(node), "fused": True})

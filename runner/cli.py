@@ -140,7 +140,8 @@ def job(config: DictConfig) -> float | None:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
-        complain(str(error))
+        if torchrun.speaks(str(error)):
+            complain(str(error))
         kind = "unavailable" if isinstance(error, Unavailable) else "failed"
         message, status, finished = str(error), error.exit_status, error.finished
         if status > 128:

@@ -55,6 +55,12 @@ class Run:
         return self.accelerator.device
 
     @property
+    def device_name(self) -> str:
+        """The device's, and of how many processes each has one."""
+        world, name = self.strategy.place.world, self.accelerator.name
+        return f"{world} x {name}" if world > 1 else name
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints; `out` is one of this process's own."""
         return home(self.out, self.strategy.place) / "checkpoints"
@@ -137,7 +143,7 @@ def result_of(this: Run, summary: dict[str, Any], seconds: float) -> RunResult:
         overrides=origin.overrides,
         model=origin.chosen("model", spec.model),
         data=origin.chosen("data", spec.data),
-        device=this.accelerator.name,
+        device=this.device_name,
         quality=this.task.quality,
         direction=this.task.direction,
         kernels=this.precision.kernels(),

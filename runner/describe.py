@@ -22,7 +22,7 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
     size = f"{weights:.1f} MiB"
     if weights * MIB < built.plain_bytes:
         size += f" (in float32 {built.plain_bytes / MIB:.1f})"
-    this.say(f"{this.label} on {this.accelerator.name}: {every:,} parameters, {size}")
+    this.say(f"{this.label} on {this.device_name}: {every:,} parameters, {size}")
     for line in report.lines():
         this.say(line)
     tags = {"converted": str(report)} if report.modules else {}

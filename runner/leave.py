@@ -1,7 +1,9 @@
 """What a run leaves beside its metrics: data sets, dtypes, the loss scale's picture, the model."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from platform import node
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from runner import artifacts
 from runner.data import fingerprint
@@ -12,7 +14,7 @@ from runner.export import export, line
 from runner.kept import near
 from runner.observers.tally import Tally
 from runner.precision.probe import DtypeProbe
-from runner.result import FILE, RunResult, show
+from runner.result import FILE, RunResult, number, show
 from runner.secrets import masked
 from runner.state import TrainState
 
@@ -35,6 +37,20 @@ def leave_dtypes(this: "Run", probe: DtypeProbe) -> None:
         rows = [{**row, "conversion": fates.get(row["module"], "")} for row in rows]
     if this.leave(this.out / "dtypes.json", lambda path: artifacts.write_table(path, rows)):
         this.tracker.tags(artifacts.tables_tag("dtypes.json"))
+
+
+def leave_processes(this: "Run", summary: Mapping[str, Any]) -> float:
+    """What each process took, a table on MLflow's page; the greatest peak of memory, in MiB."""
+    peak, milliseconds = this.accelerator.peak_memory_mib(), summary["step_ms"]
+    place = this.strategy.place
+    mine = {"process": str(place.rank), "host": node(), "device": this.accelerator.name,
+            "ms per step": number(milliseconds), "peak MiB": number(peak)}  # fmt: skip
+    found = this.strategy.gather((peak, mine))
+    if place.world > 1 and place.first:
+        rows = [row for _, row in found]
+        if this.leave(this.out / "processes.json", lambda path: artifacts.write_table(path, rows)):
+            this.tracker.tags(artifacts.tables_tag("dtypes.json", "processes.json"))
+    return max((peak for peak, _ in found), default=peak)
 
 
 def leave_loss_scale(this: "Run", tally: Tally, steps: int) -> None:

@@ -211,7 +211,7 @@ def _info(this: Run) -> RunInfo:
         "model": model,
         "data": data,
         "accelerator": this.device.type,
-        "device_name": this.accelerator.name,
+        "device_name": this.device_name,
         "output_dir": str(this.out.absolute()),
         "mode": spec.mode,
         **(

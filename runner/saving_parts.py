@@ -4,15 +4,17 @@ the first one everything else."""
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from runner import checkpoint, shards
 from runner.errors import CheckpointError
 from runner.files import why
 from runner.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class PartSaver:
@@ -54,7 +56,7 @@ class PartSaver:
 
     def _write(self, content: Mapping[str, Any], best: bool = False) -> str | None:
         """Why it failed in any process."""
-        place, parts, sums = self.strategy.place, dict[str, DTensor](), shards.Sums()
+        place, parts, sums = self.strategy.place, dict[str, "DTensor"](), shards.Sums()
         path = checkpoint.path_of(self.folder, content["step"])
         aside = checkpoint.parts_of(path).with_suffix(".partial")
         rest, reason = shards.part(dict(content), parts), None

@@ -8,16 +8,18 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runner.errors import ConfigError
+from runner.strategy.base import is_parted
 from runner.torchrun import place
+
+if TYPE_CHECKING:  # else every run would pay for the import
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.tensor import DTensor
 
 SUFFIX = ".shards"
 _MARK = "sharded"
@@ -28,9 +30,9 @@ Sums = dict[str, list[int]]
 """Size and checksum (CRC-32) of files by name."""
 
 
-def part(value: Any, parts: dict[str, DTensor], name: str = "") -> Any:
+def part(value: Any, parts: "dict[str, DTensor]", name: str = "") -> Any:
     """A copy of plain containers in which marks stand for sharded tensors, which go to `parts`."""
-    if isinstance(value, DTensor):
+    if is_parted(value):
         known = next((key for key, other in parts.items() if _same(other, value)), name)
         parts.setdefault(known, value)
         return {_MARK: known, "shape": [*value.shape], "dtype": str(value.dtype)}
@@ -41,22 +43,23 @@ def part(value: Any, parts: dict[str, DTensor], name: str = "") -> Any:
     return value
 
 
-def _same(one: DTensor, other: DTensor) -> bool:
+def _same(one: "DTensor", other: "DTensor") -> bool:
     """Whether they are one tensor under two names, in a process that has nothing of it, too."""
     storages = (t.to_local().untyped_storage()._cdata for t in (one, other))
     return len({*storages}) == 1
 
 
-def write(folder: Path, parts: Mapping[str, DTensor]) -> Sums:
+def write(folder: Path, parts: "Mapping[str, DTensor]") -> Sums:
     """Write this process's parts and wait until they are on the disk; called by all.
 
     Raises:
         OSError: a file cannot be written.
     """
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(
-            {**parts}, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        )
+        dcp.save({**parts}, storage_writer=writer)
     except dcp.api.CheckpointException as error:
         raise OSError(_reason(error)) from error
     return {p.name: _sum(p) for p in folder.glob(f"shard-{place().rank + 1:05d}-*")}
@@ -103,10 +106,12 @@ def parted(state: Mapping[Any, Mapping[str, Any]], params: Sequence[Tensor], fol
         params: the parameters.
         folder: of the parts.
     """
+    from torch.distributed.tensor import distribute_tensor
+
     wanted: dict[str, Tensor] = {}
 
     def like(param: Tensor, value: Any) -> Any:
-        assert isinstance(param, DTensor)
+        assert is_parted(param)
         if isinstance(value, Mapping) and _MARK in value:
             empty = torch.empty_like(param, dtype=_dtype(value), requires_grad=False)
             return wanted.setdefault(value[_MARK], empty)
@@ -127,7 +132,9 @@ def _read(folder: Path, wanted: dict[str, Tensor]) -> None:
     """Fill tensors in place; of a sharded one this process's part."""
     if not wanted:
         return
-    reader = HuggingFaceStorageReader(str(folder))
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.HuggingFaceStorageReader(str(folder))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is one process
@@ -146,7 +153,7 @@ def _filled(value: Any, fill: Any) -> Any:
     return value
 
 
-def _reason(error: dcp.api.CheckpointException) -> str:
+def _reason(error: "CheckpointException") -> str:
     """The first process's, on one line."""
     return " ".join(str(next(iter(error.failures.values()))[0]).split())
 

@@ -2,6 +2,7 @@
 knows its config: in which folder it lies, and where it goes on after a restart."""
 
 import os
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -77,13 +78,13 @@ def join(argv: Sequence[str]) -> Sequence[str]:
             f"torchrun started {here.world} processes, and a sweep starts its own. Leave torchrun "
             "out, or leave -m out and type one torchrun command for each job."
         )
-    store = _store(here)
+    shared = store(here)
     extra = {}
-    if here.restart and store.check([_OUT]):
-        extra = {"hydra.run.dir": store.get(_OUT).decode(), "checkpoint.resume": "auto"}
+    if here.restart and shared.check([_OUT]):
+        extra = {"hydra.run.dir": shared.get(_OUT).decode(), "checkpoint.resume": "auto"}
     if not here.first:
         if not extra:
-            extra["hydra.run.dir"] = store.get(_BEGUN).decode()  # waits for it
+            extra["hydra.run.dir"] = shared.get(_BEGUN).decode()  # waits for it
         extra["hydra.output_subdir"] = "null"
     kept = [text for text in argv if text.lstrip("+~").partition("=")[0] not in extra]
     return [*kept, *(f"{key}={_quoted(value)}" for key, value in extra.items())]
@@ -99,13 +100,21 @@ def lies_in(folder: Path) -> None:
     _tell(_OUT, folder)
 
 
+def speaks(text: str) -> bool:
+    """Whether this process is the first to say it: an error of them all is told once."""
+    here = place()
+    if here.world == 1:
+        return True
+    return store(here).add(f"runner/{here.restart}/{zlib.crc32(text.encode())}", 1) == 1
+
+
 def _tell(key: str, folder: Path) -> None:
     here = place()
     if started() and here.first:
-        _store(here).set(key, str(folder.absolute()))
+        store(here).set(key, str(folder.absolute()))
 
 
-def _store(here: Place) -> "TCPStore":
+def store(here: Place) -> "TCPStore":
     """The store that torchrun keeps, which outlives a process."""
     from torch.distributed import TCPStore
 

@@ -20,6 +20,7 @@ from runner.leave import (
     leave_dtypes,
     leave_loss_scale,
     leave_model,
+    leave_processes,
     leave_weights,
     tell_inputs,
     unsaved,
@@ -62,7 +63,7 @@ def train(this: Run) -> RunResult:
             this.other = limit(this.device)[0] - stored_bytes(state.model)
             try_batch(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
-        sizes["peak_memory_mib"] = this.accelerator.peak_memory_mib()  # the export has its own
+        sizes["peak_memory_mib"] = leave_processes(this, tally.summary())  # the export has its own
         if not this.trouble:
             leave_model(this, state, loaders[1])
         sizes["optimizer_mib"] = tensor_bytes(*state.state_tensors()) / MIB

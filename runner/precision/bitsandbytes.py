@@ -65,6 +65,7 @@ class BitsandbytesPrecision(Precision):
         self.cpu_float16: Choice = cpu_float16
         self.freezes = mode != "int8-training"
         self.layout = f"bnb-{mode}" if self.freezes else ""
+        self.whole = "packed weights cannot be parted from their scales" if self.freezes else ""
         self._kernels = ""
         self._spill = Spill()
 

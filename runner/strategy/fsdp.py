@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from runner.precision.patterns import select
+from runner.strategy.base import is_parted
 from runner.strategy.group import Grouped
 
 
@@ -73,7 +73,7 @@ class FSDP(Grouped):
         yield
 
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return [t.to_local() if is_parted(t) else t for t in tensors]
 
     def found(self, flag: Tensor | None) -> Tensor | None:
         if flag is not None:

@@ -1,5 +1,7 @@
 """Processes that are connected by torch.distributed: gloo between hosts, NCCL between GPUs."""
 
+import itertools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,9 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.errors import ConfigError
+from runner import torchrun
+from runner.errors import ConfigError, RunnerError
 from runner.strategy.base import Strategy
-from runner.torchrun import started
+
+_sessions = itertools.count()
+_LOST = re.compile(r"onnection (closed|reset)|Broken pipe|gloo.*(timed out|Timed out)", re.I)
+
+
+class PeerLost(RunnerError):
+    """Another process of the run has ended. Exit status 1."""
+
+    exit_status = 1
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"process {rank}: the connection to another process of the run broke. It was killed or "
+            "has failed: see what it said, and ranks/<number>/error.txt."
+        )
 
 
 class Grouped(Strategy):
@@ -31,7 +48,7 @@ class Grouped(Strategy):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        if not started():
+        if not torchrun.started():
             raise ConfigError(
                 f"strategy={self.name} needs processes, which torchrun starts: torchrun "
                 "--standalone --nproc-per-node <GPUs or processes> -m runner "
@@ -40,7 +57,12 @@ class Grouped(Strategy):
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(self.place.local % torch.cuda.device_count())
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=self.timeout)
+        here = self.place
+        keys = f"runner/{here.restart}/{next(_sessions)}"  # of its own: what was there stays
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=self.timeout, rank=here.rank,
+            world_size=here.world, store=dist.PrefixStore(keys, torchrun.store(here)),
+        )  # fmt: skip
         try:
             group = dist.new_group(backend="gloo", timeout=self.timeout)
             assert isinstance(group, dist.ProcessGroup)
@@ -49,6 +71,10 @@ class Grouped(Strategy):
             if self._asked and self._asked[1]:
                 self._asked[1].wait()
             dist.barrier(self._control)
+        except RuntimeError as error:
+            if _LOST.search(str(error)) or isinstance(error, dist.DistError):
+                raise PeerLost(self.place.rank) from error
+            raise
         finally:
             self._asked = self._control = None
             dist.destroy_process_group()

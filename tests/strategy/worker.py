@@ -1,0 +1,38 @@
+"""One of several processes: runs the jobs of a file, one after the other, {folder: overrides}."""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_module
+
+from runner import torchrun
+from runner.argv import rewrite
+from runner.config import register_schema, resolve
+from runner.errors import RunnerError
+from runner.run import run
+
+torch.set_num_threads(1)
+OWN = "tracking._target_=runner.tracking.process_journal.ProcessJournal"
+
+
+def job(folder, overrides):
+    with initialize_config_module(version_base="1.3", config_module="runner.conf"):
+        spec = resolve(compose("config", rewrite(["tracking=none", OWN, *overrides])))
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = torchrun.place().rank
+    try:
+        run(spec, folder)
+    except RunnerError as error:
+        (folder / f"refused-{rank}.txt").write_text(str(error))
+    except Exception:
+        (folder / f"failed-{rank}.txt").write_text(traceback.format_exc())
+        raise
+
+
+if __name__ == "__main__":
+    register_schema()
+    for name, typed in json.loads(Path(sys.argv[1]).read_text()).items():
+        job(Path(name), typed)
