@@ -6,7 +6,7 @@ import torch
 
 NET = (
     "model=mlp", "model.hidden=[16,16]", "train.batch_size=30", "train.max_steps=6",
-    "train.eval_every=3", "train.log_every=2", "optimizer.lr=0.01",
+    "train.eval_every=3", "train.log_every=2", "optimizer=sgd", "optimizer.lr=0.1",
 )  # fmt: skip
 
 

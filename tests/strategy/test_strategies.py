@@ -11,21 +11,22 @@ PRECISIONS = {
     "16-mixed": {"rtol": 2e-3, "atol": 1e-3},
     "bf16-true": {"rtol": 5e-2, "atol": 3e-2},
 }
-"""By how much losses may differ: a product's rounding depends on the rows of its batch."""
+"""By how much losses may differ: a product is rounded once, whatever rows it sums over."""
+SPIKE = (
+    "precision=16-mixed", "data._target_=spike.made", "data.shuffle=false", "data.meta.input=[16]",
+    "data.meta.classes=4",
+    "train.batch_size=10", "train.max_steps=4", "train.eval_every=4",
+)  # fmt: skip
 
 
 def jobs(strategy):
-    made = {
-        f"{strategy}-{name}": [
-            *NET,
-            f"strategy={strategy}",
-            f"precision={name}",
-            "train.clip_norm=1",
-        ]
-        for name in PRECISIONS
+    own = [*NET, f"strategy={strategy}"]
+    made = {name: [f"precision={name}", "train.clip_norm=1"] for name in PRECISIONS} | {
+        "accumulated": ["train.accumulate=3", "train.batch_size=10"],
+        "uneven": ["debug.overfit=67", "train.batch_size=33", "train.eval_every=null"],
+        "spike": SPIKE,
     }
-    accumulated = [*NET, f"strategy={strategy}", "train.accumulate=3", "train.batch_size=10"]
-    return {**made, f"{strategy}-accumulated": accumulated}
+    return {f"{strategy}-{name}": [*own, *typed] for name, typed in made.items()}
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +47,30 @@ def test_several_processes_train_as_one(alone, several, strategy):
         one, many = alone[f"single-{name}"], several[f"{strategy}-{name}"]
         for key in ("train/loss", "train/grad_norm", "val/loss"):
             close(one.values(key), many.values(key), **within)
-        assert many.values("train/loss") == many.values("train/loss", rank=1)
+        for key in ("train/loss", "train/grad_norm", "val/accuracy"):
+            assert many.values(key) == many.values(key, rank=1)
         close(one.values("train/lr"), many.values("train/lr"), rtol=0, atol=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_accumulated_gradients_are_those_of_one_process(alone, several, strategy):
-    one, many = alone["single-accumulated"], several[f"{strategy}-accumulated"]
-    within = PRECISIONS["32-true"]
-    close(one.values("train/loss"), many.values("train/loss"), **within)
-    close(one.weights(), many.weights(), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("kind", ["accumulated", "uneven"])
+def test_every_example_weighs_the_same(alone, several, strategy, kind):
+    """In steps of several micro-batches, and in batches that do not divide: of 67 examples one is
+    left for the last batch of an epoch, which all but one process are lent."""
+    one, many = alone[f"single-{kind}"], several[f"{strategy}-{kind}"]
+    for key in ("train/loss", "train/grad_norm", "val/loss", "val/accuracy"):
+        close(one.values(key), many.values(key), **PRECISIONS["32-true"])
+    close(one.weights(), many.weights(), rtol=1e-4, atol=1e-5)
     assert {t.dtype for t in many.weights().values()} == {torch.float32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_overflow_in_one_process_skips_the_step_in_all(alone, several, strategy):
+    one, many = alone["single-spike"], several[f"{strategy}-spike"]
+    assert many.values("loss_scale/overflow") == {1: 0, 2: 0, 3: 1, 4: 0}
+    for key in ("overflow", "value", "skipped_steps"):
+        assert many.values(f"loss_scale/{key}") == one.values(f"loss_scale/{key}")
+        assert many.values(f"loss_scale/{key}", rank=1) == one.values(f"loss_scale/{key}")
+    close(one.weights(), many.weights(), rtol=2e-3, atol=1e-3)

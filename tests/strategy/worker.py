@@ -13,6 +13,7 @@ from runner.argv import rewrite
 from runner.config import register_schema, resolve
 from runner.errors import RunnerError
 from runner.run import run
+from runner.spec import Origin
 
 torch.set_num_threads(1)
 OWN = "tracking._target_=runner.tracking.process_journal.ProcessJournal"
@@ -24,7 +25,7 @@ def job(folder, overrides):
     folder.mkdir(parents=True, exist_ok=True)
     rank = torchrun.place().rank
     try:
-        run(spec, folder)
+        run(spec, folder, Origin(overrides=tuple(overrides)))
     except RunnerError as error:
         (folder / f"refused-{rank}.txt").write_text(str(error))
     except Exception:

@@ -1,0 +1,47 @@
+"""Networks of a user's own."""
+
+import os
+import signal
+
+import torch
+from torch import nn
+
+
+class Drops(nn.Module):
+    """Draws at random in each step, so that every process's stream matters."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.head, self.rate = nn.Linear(16, 10), rate
+
+    def forward(self, x):
+        return self.head(nn.functional.dropout(self.body(x), self.rate, self.training))
+
+
+class Dies(Drops):
+    """In the second process, in its eighth step, unless it was started anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += self.training
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if self.steps == 8 and first and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+class Stays(nn.Module):
+    """Nothing of it depends on how many processes there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU())
+        self.head = nn.Linear(16, 10)
+        self.scale = nn.Parameter(torch.ones(3))  # fewer rows than some have processes
+
+    def forward(self, x):
+        return self.head(self.body(x)) * self.scale.mean()
