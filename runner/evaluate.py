@@ -38,7 +38,7 @@ def _evaluated(this: Run) -> RunResult:
     path = Path(spec.checkpoint.path or "")
     content = checkpoint.load(path)
     splits = build_splits(spec)
-    _, validation = build_loaders(spec, splits, this.device)
+    _, validation = build_loaders(spec, splits, this.device, this.strategy.place)
     tell_inputs(this, splits)
     check_data(this, (None, validation))
     seed_all(spec.seed)
@@ -47,7 +47,8 @@ def _evaluated(this: Run) -> RunResult:
     with this.precision.session(built.model, this.device):
         sizes = describe(this, built)
         state = TrainState(built.model, this.precision, this.task,
-                           this.precision.scale(this.device), [], this.device)  # fmt: skip
+                           this.precision.scale(this.device), [], this.device,
+                           strategy=this.strategy)  # fmt: skip
         this.state = state
         with DtypeProbe(built.model) as probe:
             try_batch(this, state, validation)
@@ -75,7 +76,7 @@ def _measured(
 ) -> tuple[dict[str, float], float | None]:
     """An evaluation, and its examples in a second; shorter ones measure the machine's moods."""
     began = perf_counter()
-    metrics = evaluate(state, validation, this.signals.requested)
+    metrics = evaluate(state, validation, this.stopping)
     this.signals.check()
     assert metrics is not None
     seconds = perf_counter() - began

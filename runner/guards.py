@@ -68,10 +68,15 @@ def alone_only(state: TrainState) -> None:
             "optimizer=lbfgs searches along a line by itself, in one process only. Type another "
             "optimizer, or leave torchrun and strategy= out."
         )
-    if state.strategy.shards and state.complex:
-        raise ConfigError(
-            f"strategy={state.strategy.name} cannot part complex weights. Type strategy=ddp."
-        )
+    if not state.strategy.shards:
+        return
+    what = "complex weights" if state.complex else ""
+    for driven in state.driven:
+        if hasattr(driven.optimizer, "wide_embeddings"):
+            what = f"the low-bit state of {type(driven.optimizer).__name__}"
+    if what:
+        name = state.strategy.name
+        raise ConfigError(f"strategy={name} cannot part {what}. Type strategy=ddp.")
 
 
 def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:

@@ -61,13 +61,18 @@ def leave_loss_scale(this: "Run", tally: Tally, steps: int) -> None:
 
 
 def leave_weights(this: "Run", state: TrainState) -> None:
-    """The weights alone, in the format that other tools read; packed ones as they are packed."""
+    """The weights alone, in the format that other tools read; packed ones as they are packed.
+    Called by all processes."""
     from safetensors import SafetensorError
-    from safetensors.torch import save_model
+    from safetensors.torch import save_file, save_model
 
-    path = this.out / "model.safetensors"
+    path, facts = this.out / "model.safetensors", {"precision": this.precision.name}
+    model, strategy = state.plain_model, state.strategy
+    whole = strategy.whole(model) if strategy.shards else {}
+    if not strategy.place.first:
+        return
     try:
-        save_model(state.plain_model, str(path), {"precision": this.precision.name})
+        save_file(whole, path, facts) if whole else save_model(model, str(path), facts)
     except SafetensorError as error:
         this.lost.append(f"{near(path)} was not written: {str(error).rpartition(': ')[2]}.")
     else:

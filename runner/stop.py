@@ -43,8 +43,9 @@ class Interrupted(KeyboardInterrupt):
 
 def end(number: int) -> NoReturn:
     """Leave this process at once, with the status of a signal."""
-    with suppress(OSError):
-        os.write(2, f"error: {Stopped(number)}\n".encode())
+    if os.environ.get("RANK", "0") == "0":  # of several processes one says so
+        with suppress(OSError):
+            os.write(2, f"error: {Stopped(number)}\n".encode())
     _leave(128 + number)
 
 

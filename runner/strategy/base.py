@@ -97,6 +97,10 @@ class Strategy(ABC):
         """The first process's value."""
         return value
 
+    def whole(self, model: nn.Module) -> dict[str, Tensor]:
+        """Parameters and buffers, whole, each once, on the host of the first process."""
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
     def settle(self, model: nn.Module) -> None:
         """Has every process hold the first one's buffers (running statistics)."""
 

@@ -80,6 +80,14 @@ class FSDP(Grouped):
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return flag
 
+    def whole(self, model: nn.Module) -> dict[str, Tensor]:
+        found = {}
+        for name, value in super().whole(model).items():
+            full = value.full_tensor() if is_parted(value) else value
+            if self.place.first:
+                found[name] = full.detach().cpu().contiguous()
+        return found
+
     def norms(self, norms: Tensor) -> Tensor:
         return self.sum(norms.double().square()).sqrt()
 

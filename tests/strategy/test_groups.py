@@ -1,0 +1,130 @@
+"""A group of one process: what is reduced, how often, and in which dtype."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from runner.errors import ConfigError, Unavailable
+from runner.precision.support import load
+from runner.state import Driven, TrainState
+from runner.step import train_step
+from runner.strategy.ddp import DDP
+from runner.strategy.fsdp import FSDP, repeated
+from runner.tasks.classification import Classification
+from runner.torchrun import Place, join, place
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """torchrun's variables, without torchrun: this process keeps the store."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for key, value in found.items():
+        monkeypatch.setenv(key, str(value))
+
+
+def state_of(strategy, name="32-true"):
+    torch.manual_seed(0)
+    precision = load(name)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    net, _ = precision.convert(net)
+    model = strategy.wrap(net, CPU)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return TrainState(model, precision, Classification(), precision.scale(CPU),
+                      [Driven(optimizer)], CPU, strategy=strategy)  # fmt: skip
+
+
+def micros(count):
+    return [(torch.randn(4, 8), torch.randint(8, (4,))) for _ in range(count)]
+
+
+def test_ddp_reduces_once_per_step_in_float32(alone, monkeypatch):
+    reduced = []
+
+    sums = dist.all_reduce
+
+    def watch(tensor, *how, **named):
+        reduced.append(tensor.dtype)
+        return sums(tensor, *how, **named)
+
+    monkeypatch.setattr(dist, "all_reduce", watch)
+    for name in ("32-true", "bf16-true"):
+        strategy = DDP()
+        with strategy.session():
+            state = state_of(strategy, name)
+            reduced.clear()
+            train_step(state, micros(3))
+            assert reduced == [torch.float32]
+    strategy = DDP()
+    with strategy.session():
+        state = state_of(strategy, "64-true")
+        reduced.clear()
+        train_step(state, micros(1))
+        assert reduced == [torch.float64]
+
+
+def test_fsdp_reduces_each_unit_once_per_step(alone):
+    strategy = FSDP()
+    with strategy.session():
+        state = state_of(strategy)
+        counted = []
+        for count in (1, 3):
+            with CommDebugMode() as comm:
+                train_step(state, micros(count))
+            found = {str(op): n for op, n in comm.get_comm_counts().items()}
+            counted.append(sum(n for op, n in found.items() if "reduce_scatter" in op))
+        assert counted[0] == counted[1] == 3  # two blocks and the rest
+
+
+def test_the_blocks_of_a_model_are_its_units():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Block(), Block()])
+    model.stages = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Conv1d(2, 2, 1))
+    assert repeated(model) == [*model.blocks]
+
+
+def test_units_that_name_no_module_are_refused(alone):
+    strategy = FSDP(units=["block"])
+    with strategy.session(), pytest.raises(ConfigError, match="matches no module"):
+        state_of(strategy)
+
+
+def test_a_part_is_every_processes_and_none_is_left_out():
+    for world in (1, 2, 3, 8):
+        for size in (1, 2, 7, 8, 64):
+            parts = [Place(rank, world).part(size) for rank in range(world)]
+            taken = [i for part in parts for i in range(size)[part]]
+            assert taken == list(range(size))
+            lengths = [Place(rank, world).examples(size) for rank in range(world)]
+            assert lengths == [part.stop - part.start for part in parts]
+            assert max(lengths) - min(lengths) <= 1
+            assert lengths[0] > 0
+
+
+def test_packed_weights_are_whole():
+    packed = load("bnb-nf4")
+    packed.require_strategy(DDP())
+    with pytest.raises(Unavailable, match="strategy=ddp"):
+        packed.require_strategy(FSDP())
+
+
+def test_a_sweep_starts_its_own_processes(monkeypatch):
+    for key, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(key, str(value))
+    assert place() == Place(0, 2)
+    with pytest.raises(ConfigError, match="a sweep starts its own"):
+        join(["-m", "seed=0,1"])
+    assert join(["--help"]) == ["--help"]
