@@ -32,7 +32,6 @@ from runner.spec import Origin, RunSpec
 from runner.stop import Stopped, StopSignals
 from runner.strategy.base import Strategy
 from runner.tasks.base import Task
-from runner.torchrun import Place
 from runner.tracking import journal
 from runner.tracking.base import RunInfo, Status, Tracker
 from runner.tracking.process_journal import ProcessJournal
@@ -76,29 +75,17 @@ def _run(
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, alone(out), process_state():
         with signals.at_once():
-            accelerator = Accelerator(strategy.device(choose(spec.accelerator).device))
-            spec, origin = _completed(spec, origin)
-            precision: Precision = build_group("precision", spec.precision)
-            precision.require(accelerator.device)
-            precision.require_strategy(strategy)
-            task: Task = build_group("task", spec.task)
-            check_arguments(spec)
-            if spec.mode in ("plan", "replay"):
-                _needs_one(spec, place)
-                parts = spec, out, origin, precision, accelerator
-                work = plan if spec.mode == "plan" else partial(replay, task=task)
-                return _untracked(work(*parts, console=console), out)
-        tracker: Tracker = build_group("tracking", spec.tracking)
-        if not place.first:
-            tracker = ProcessJournal()
-        this = Run(spec, origin, out, console, accelerator, precision, task, tracker, signals,
-                   strategy, resumed=resumed)  # fmt: skip
+            this = _made(spec, out, origin, console, strategy, signals)
+            this.resumed = resumed
+            if this.spec.mode in ("plan", "replay"):
+                return _untracked(this)
         with _tracked(this), memory_told(this):
             result = (train if spec.mode == "train" else evaluate_checkpoint)(this)
             signals.check()
             with suppress(OSError):  # it is written once more when the record of the end has room
-                tracker.artifact(result.write(out))
+                this.tracker.artifact(result.write(out))
             this.note(notes.ended(origin.command, result, this.report))
+    tracker = this.tracker
     result = replace(
         result, run_id=tracker.run_id, experiment_id=tracker.experiment_id,
         dashboard=tracker.dashboard,
@@ -106,6 +93,32 @@ def _run(
     show(console, result)
     _afterwards(this, result)
     return result
+
+
+def _made(
+    spec: RunSpec,
+    out: Path,
+    origin: Origin,
+    console: Console,
+    strategy: Strategy,
+    signals: StopSignals,
+) -> Run:
+    """The parts of a run, before any of its data or its model.
+
+    Raises:
+        ConfigError, Unavailable: as `run`.
+    """
+    accelerator = Accelerator(strategy.device(choose(spec.accelerator).device))
+    spec, origin = _completed(spec, origin)
+    precision: Precision = build_group("precision", spec.precision)
+    precision.require(accelerator.device)
+    precision.require_strategy(strategy)
+    task: Task = build_group("task", spec.task)
+    check_arguments(spec)
+    tracker: Tracker = build_group("tracking", spec.tracking)
+    if not strategy.place.first:
+        tracker = ProcessJournal()
+    return Run(spec, origin, out, console, accelerator, precision, task, tracker, signals, strategy)
 
 
 def _begin(
@@ -123,16 +136,18 @@ def _begin(
     )
 
 
-def _needs_one(spec: RunSpec, place: Place) -> None:
-    if place.world > 1:
+def _untracked(this: Run) -> RunResult:
+    """mode=plan and mode=replay, which record nothing in the store."""
+    spec, world = this.spec, this.strategy.place.world
+    if world > 1:
         raise ConfigError(
-            f"mode={spec.mode} works in one process, and torchrun started {place.world}. Leave "
-            "torchrun and strategy= out."
+            f"mode={spec.mode} works in one process, and torchrun started {world}. Leave torchrun "
+            "and strategy= out."
         )
-
-
-def _untracked(result: RunResult, out: Path) -> RunResult:
-    result.write(out)
+    work = plan if spec.mode == "plan" else partial(replay, task=this.task)
+    parts = spec, this.out, this.origin, this.precision, this.accelerator
+    result = work(*parts, console=this.console)
+    result.write(this.out)
     return result
 
 

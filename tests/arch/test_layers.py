@@ -150,7 +150,9 @@ def test_the_command_line_imports_little_at_its_top(name):
 
 @pytest.mark.parametrize("path", [p for p in FILES if LEVEL.get(unit(p)) == 0], ids=str)
 def test_the_lowest_layer_needs_nothing(path):
-    assert tops(imports(path)) <= {"runner"}
+    late = {"torch"} if path.name == "torchrun.py" else set()  # in the processes that it started
+    assert tops(imports(path)) <= {"runner"} | late
+    assert tops(imports(path, top_only=True)) <= {"runner"}
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if LEVEL.get(unit(p)) == 1], ids=str)

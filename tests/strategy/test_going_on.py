@@ -38,13 +38,26 @@ def runs(together, tmp_path_factory):
             f"rest-{name}": typed(kind, model, 12, f"checkpoint.resume={folder / name}")
             for name, (kind, model) in chosen.items()
         }
+        if processes == 2:
+            saved = f"checkpoint.path={folder / 'ddp-Stays-whole'}"
+            rest["evaluated"] = ["strategy=ddp", "mode=evaluate", saved]
         together(processes, rest, folder)
         found.update({name: Outcome(folder / name) for name in chosen})
 
     on(2, **{f"{kind}-Drops-cut": (kind, "Drops") for kind in KINDS})
     on(4, **{f"{kind}-Stays-4": (kind, "Stays") for kind in KINDS})
     on(1, **{f"{kind}-Stays-1": ("single", "Stays") for kind in KINDS})
+    found["evaluated"] = Outcome(folder / "evaluated")
     return found
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_shared(runs):
+    """Its sums are those of all examples, and no example counts twice."""
+    trained, evaluated = runs["ddp-Stays-whole"], runs["evaluated"]
+    for key in ("val/loss", "val/accuracy"):
+        assert evaluated.values(key)[12] == pytest.approx(trained.values(key)[12], rel=1e-6)
+    assert evaluated.values("val/loss", rank=1) == evaluated.values("val/loss")
 
 
 @pytest.mark.slow

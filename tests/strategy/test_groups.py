@@ -71,6 +71,7 @@ def test_ddp_reduces_once_per_step_in_float32(alone, monkeypatch):
         assert reduced == [torch.float64]
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a net that is nothing but blocks
 def test_fsdp_reduces_each_unit_once_per_step(alone):
     strategy = FSDP()
     with strategy.session():
