@@ -28,6 +28,7 @@ LAYERS = (
         "data",
         "tracking",
         "accelerator",
+        "tpu",
         "isolation",
         "result",
         "console",
