@@ -127,27 +127,21 @@ def choose(spec: AcceleratorSpec) -> Accelerator:
 
 def rng_state(device: torch.device) -> Tensor | None:
     """The state of the device's own generator; None for a CPU, whose generator is torch's."""
-    if device.type == "cpu":
-        return None
-    if device.type == "xla":
+    if tpu.is_tpu(device):
         return tpu.rng_state(device)
     if device.type == "mps":
         return torch.mps.get_rng_state()
-    return _generator(device).get_state()
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def set_rng_state(state: Tensor, device: torch.device) -> None:
     """Take back what rng_state gave of a device of the same kind."""
-    if device.type == "xla":
+    if tpu.is_tpu(device):
         tpu.set_rng_state(state, device)
     elif device.type == "mps":
         torch.mps.set_rng_state(state)
-    elif device.type != "cpu":
-        _generator(device).set_state(state)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.get_device_module(device).default_generators[device.index or 0]
+    elif device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
 
 
 def cpu_name() -> str:

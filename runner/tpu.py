@@ -125,8 +125,10 @@ def seed(value: int) -> None:
 
 
 def rng_state(device: torch.device) -> Tensor:
-    """The state of torch_xla's generator: 64 bits, as uint8 [8]. Every launch moves it on from
-    where the last one left it, whatever was drawn between: hence one before it is read."""
+    """The state of the device's generator, uint8. Every launch moves torch_xla's on from where the
+    last one left it, whatever was drawn between: hence one before it is read."""
+    if device.type == "tpu":
+        return _generator(device).get_state()
     launch(device)
     state: int = _xla(".core.xla_model").get_rng_state(str(device))
     return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8)
@@ -134,4 +136,13 @@ def rng_state(device: torch.device) -> Tensor:
 
 def set_rng_state(state: Tensor, device: torch.device) -> None:
     """Take back what rng_state gave."""
-    _xla(".core.xla_model").set_rng_state(int.from_bytes(bytes(state.tolist()), "little"), str(device))
+    if device.type == "tpu":
+        _generator(device).set_state(state)
+        return
+    value = int.from_bytes(bytes(state.tolist()), "little")
+    _xla(".core.xla_model").set_rng_state(value, str(device))
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """torch_tpu keeps get_rng_state() to PyTorch itself from torch 2.13 on."""
+    return torch.get_device_module(device).default_generators[device.index or 0]

@@ -84,8 +84,8 @@ class MixedPrecision(Precision):
                 "Type precision=bf16-mixed, or precision.allow_substitute=true to have that run "
                 "in its place.",
             )
-        text = f"precision={self.name} runs as bf16-mixed, and is recorded so: a TPU has no float16."
-        warnings.warn(text, stacklevel=3)
+        text = "runs as bf16-mixed, and is recorded so: a TPU has no float16."
+        warnings.warn(f"precision={self.name} {text}", stacklevel=3)
         self.name, self.compute, self.loss_scale = "bf16-mixed", torch.bfloat16, None
 
     @contextmanager
