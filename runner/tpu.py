@@ -21,6 +21,7 @@ def kind(device: torch.device) -> str:
 
 
 def is_tpu(device: torch.device) -> bool:
+    """Whether it is a TPU, or what torch_xla has in its place."""
     return kind(device) == "tpu"
 
 
