@@ -143,16 +143,12 @@ def test_torch_tpu_without_a_tpu_says_so(with_tpu, typed):
     assert done.returncode == 2
     assert "torch_tpu 0.2.0 finds no TPU. Type accelerator=cpu." in done.stderr
     assert "Traceback" not in done.stderr
-    done = typed(with_tpu, "accelerator=cpu", "model=mlp", "train.max_steps=2", "tracking=none")
-    assert done.returncode == 0, done.stderr
 
 
 def test_doctor_lists_what_a_tpu_has(with_xla, typed):
     done = typed(with_xla, "doctor", PJRT_DEVICE="CPU", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     table = done.stdout.partition("accelerator=tpu: CPU, not a TPU (torch_xla 2.9.0)")[2]
-    table = table.partition("accelerator=cpu")[0].replace("│", " ")
-    found = {line.split()[0]: line.split()[1] for line in table.splitlines() if "-" in line[:12]}
-    assert [name for name, runs in found.items() if runs == "yes"] == [
-        "32-true", "bf16-mixed", "bf16-true",
-    ]  # fmt: skip
+    cells = [line.split() for line in table.partition("accelerator=cpu:")[0].splitlines()]
+    runs = [words[1] for words in cells if words[3:4] == ["yes"]]
+    assert runs == ["32-true", "bf16-mixed", "bf16-true"]
