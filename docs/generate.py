@@ -41,14 +41,16 @@ def precisions() -> str:
 
 
 def needs(name: str) -> str:
-    """The hardware that require() asks for where there is only a CPU, or an Apple GPU."""
-    for kind in ("cpu", "mps"):
+    """The hardware that require() asks for where there is only a CPU, an Apple GPU or a TPU."""
+    lacking = []
+    for kind, called in (("cpu", "a CPU"), ("mps", "an Apple GPU"), ("xla", "a TPU")):
         try:
             load(name).require(torch.device(kind))
         except Unavailable as error:
-            found = error.what.partition("needs ")[2].partition(";")[0].removeprefix("an ")
-            return found or "any device but an Apple GPU"
-    return "any device"
+            if found := error.what.partition("needs ")[2].partition(";")[0].removeprefix("an "):
+                return found
+            lacking.append(called)
+    return f"any device but {' or '.join(lacking)}" if lacking else "any device"
 
 
 def measured() -> str:

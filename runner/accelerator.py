@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from runner import tpu
 from runner.errors import ConfigError, Unavailable
 from runner.spec import AcceleratorSpec
 
-KINDS = ("auto", "cpu", "cuda", "mps")
+KINDS = ("auto", "cpu", "cuda", "mps", "tpu")
 MIB = 2**20
+_COUNTED = ("cuda", "tpu")  # whose allocator keeps a peak
 
 
 def available() -> list[str]:
@@ -24,6 +27,8 @@ def available() -> list[str]:
         kinds.append("cuda")
     if torch.backends.mps.is_available():
         kinds.append("mps")
+    if tpu.found():
+        kinds.append("tpu")
     return [*kinds, "cpu"]
 
 
@@ -34,34 +39,43 @@ class Accelerator:
     device: torch.device
 
     @property
+    def kind(self) -> str:
+        """What `accelerator=` calls it."""
+        return tpu.kind(self.device)
+
+    @property
     def name(self) -> str:
         """The device's own name, for example `NVIDIA H200` or the processor's model."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
+        if tpu.is_tpu(self.device):
+            return tpu.name(self.device)
         return cpu_name() if self.device.type == "cpu" else "Apple GPU"
 
     def synchronize(self) -> None:
         """Wait for the device's queue; at a run's borders, never in a step."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
+        if self.device.type == "xla":
+            tpu.launch(self.device, wait=True)
+        elif self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def reset_peak_memory(self) -> None:
         """Forget what earlier runs of the process took, so that each run reports its own."""
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if self.device.type in _COUNTED:
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats(self.device)
         elif self.device.type == "cpu" and sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak_memory_mib(self) -> float:
         """Peak since the reset, in MiB: allocated device memory, or on a CPU the resident set of
-        the whole process, libraries included."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / MIB
+        the whole process, libraries included. torch_xla's is that since the process began."""
+        if self.device.type in _COUNTED:
+            return torch.accelerator.max_memory_allocated(self.device) / MIB
+        if self.device.type == "xla" and (peak := tpu.peak_bytes(self.device)) is not None:
+            return peak / MIB
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory() / MIB
         return resident_peak_mib()
@@ -92,19 +106,42 @@ def choose(spec: AcceleratorSpec) -> Accelerator:
         )
     here = available()
     kind = here[0] if spec.name == "auto" else spec.name
-    if kind not in here:
+    if kind == "tpu":
+        tpu.package()
+    elif kind not in here:
         raise Unavailable(
             f"accelerator={kind} is not on this machine (torch {torch.__version__} finds: "
             f"{', '.join(here)}).",
             f"Type accelerator={here[0]}.",
         )
-    count = torch.cuda.device_count() if kind == "cuda" else 1
+    count = {"cuda": torch.cuda.device_count, "tpu": tpu.count}.get(kind, lambda: 1)()
     if not 0 <= spec.index < count:
         raise Unavailable(
             f"accelerator.index={spec.index}: this machine has {count} {kind} device(s).",
             "Count from 0.",
         )
+    if kind == "tpu":
+        return Accelerator(tpu.use(spec.index))
     return Accelerator(torch.device(kind, spec.index) if kind == "cuda" else torch.device(kind))
+
+
+def rng_state(device: torch.device) -> Tensor | None:
+    """The state of the device's own generator; None for a CPU, whose generator is torch's."""
+    if tpu.is_tpu(device):
+        return tpu.rng_state(device)
+    if device.type == "mps":
+        return torch.mps.get_rng_state()
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_rng_state(state: Tensor, device: torch.device) -> None:
+    """Take back what rng_state gave of a device of the same kind."""
+    if tpu.is_tpu(device):
+        tpu.set_rng_state(state, device)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(state)
+    elif device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
 
 
 def cpu_name() -> str:

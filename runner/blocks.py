@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runner.precision.cast import widest
 from runner.records import StepRecord, Steps
 from runner.state import TrainState
 from runner.step import Pending
@@ -127,7 +128,7 @@ def _columns(pending: Sequence[Pending], strategy: Strategy) -> Tensor:
         norms = torch.linalg.vector_norm(torch.stack([p.norms for p in pending]), dim=1)
     else:
         norms = torch.stack([torch.linalg.vector_norm(p.norms) for p in pending])
-    wide = torch.float32 if losses.device.type == "mps" else torch.float64
+    wide = widest(losses.device)
     if strategy.place.world > 1:
         losses = strategy.sum(losses.to(wide)) / strategy.place.world
     columns = [losses, strategy.norms(norms)]

@@ -212,7 +212,8 @@ def build_optimizer(
     wide: Collection[nn.Parameter] = (),
 ) -> Optimizer:
     """One optimizer, fused where torch has a fused kernel for these parameters and the config
-    does not say otherwise. torch refuses fused complex parameters only at the first step.
+    does not say otherwise. torch refuses fused complex parameters, and those of torch_xla, only at
+    the first step.
 
     Args:
         key: of its node, for messages.
@@ -222,10 +223,10 @@ def build_optimizer(
             group of their own.
     """
     target = locate(node["_target_"])
-    real = all(p.is_floating_point() for p in params)
-    takes_fused = real and "fused" in signature(target).parameters
+    fusible = all(p.is_floating_point() and p.device.type != "xla" for p in params)
+    takes_fused = fusible and "fused" in signature(target).parameters
     if any(map(is_parted, params)):  # torch parts these fused kernels only
-        takes_fused = target in (torch.optim.Adam, torch.optim.AdamW)
+        takes_fused = fusible and target in (torch.optim.Adam, torch.optim.AdamW)
     if takes_fused and arguments(node).get("fused") is None:
         try:
             return target(params, **{**arguments(node), "fused": True})

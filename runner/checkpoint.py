@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from runner import shards
 from runner.config import stored
@@ -18,6 +19,7 @@ from runner.files import written_by_torch
 from runner.precision.convert import is_converted
 from runner.spec import RunSpec
 from runner.state import TrainState
+from runner.tpu import is_tpu
 
 FORMAT = 1
 _KINDS = {
@@ -79,7 +81,7 @@ def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
     aside = path.with_suffix(".partial")
     try:
         with written_by_torch(aside) as file:
-            torch.save(dict(content), file)
+            torch.save(tree_map_only(Tensor, _portable, dict(content)), file)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
@@ -99,6 +101,11 @@ def drop(path: Path) -> None:
 def parts_of(path: Path) -> Path:
     """Where the parts of a checkpoint lie that several processes wrote."""
     return path.with_suffix(shards.SUFFIX)
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    """torch_xla's tensors go back to their device whatever map_location says, so as on the host."""
+    return tensor.cpu() if is_tpu(tensor.device) else tensor
 
 
 def path_of(folder: Path, step: int) -> Path:

@@ -12,7 +12,7 @@ from runner.accelerator import available, choose
 from runner.precision.support import header, support
 from runner.spec import AcceleratorSpec
 
-LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft")
+LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu", "torch_xla")
 
 
 def _found(library: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from runner import tpu
+
 
 @contextmanager
 def process_state() -> Iterator[None]:
@@ -62,6 +64,7 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    tpu.seed(seed)
 
 
 def make_deterministic() -> None:

@@ -11,12 +11,14 @@ from runner.errors import RunnerError
 from runner.precision.memory import stored_bytes, tensor_bytes
 from runner.room import USABLE, Need, batches, limit, need
 from runner.state import TrainState
+from runner.tpu import is_tpu
 
 if TYPE_CHECKING:
     from runner.context import Run
 
 # What the allocators say that raise a plain RuntimeError.
-_SAID = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_SAID = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+         "RESOURCE_EXHAUSTED")  # fmt: skip
 _NARROWER = {"64-true": "32-true", "32-true": "bf16-true", "tf32": "bf16-true",
              "16-mixed": "bf16-true", "bf16-mixed": "bf16-true"}  # fmt: skip
 _SMALLER_STATE = {"adam": "adam8bit", "adamw": "adamw8bit", "nadam": "adam8bit"}
@@ -80,8 +82,8 @@ def _table(this: "Run") -> Iterator[tuple[str, float]]:
 def fitting(this: "Run", error: BaseException) -> list[str]:
     """Lines with settings that would fit, or that none does; nothing where no estimate explains
     why memory ran out."""
-    if this.state is None or this.loader is None:
-        return []
+    if this.state is None or this.loader is None or is_tpu(this.device):
+        return []  # room.limit knows no TPU's memory
     taken, (_, whole) = need(this, error, this.loader), limit(this.device)
     size, usable = this.spec.train.batch_size, this.other + USABLE * (whole - this.other)
     if taken is None or taken.of(size) <= usable:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner import shards
+from runner import accelerator, shards
 from runner.build import LENGTHS
 from runner.checkpoint import Saved, parts_of
 from runner.errors import ConfigError
@@ -143,8 +143,8 @@ def rng_state(device: torch.device) -> dict[str, Any]:
         "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
     }
-    if device.type in ("cuda", "mps"):
-        states["device"] = getattr(torch, device.type).get_rng_state()
+    if (drawn := accelerator.rng_state(device)) is not None:
+        states[device.type] = drawn
     return states
 
 
@@ -155,5 +155,5 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"].clone())
-    if "device" in states and device.type in ("cuda", "mps"):
-        getattr(torch, device.type).set_rng_state(states["device"].clone())
+    if device.type in states:
+        accelerator.set_rng_state(states[device.type].clone(), device)

@@ -225,7 +225,7 @@ def _info(this: Run) -> RunInfo:
         "precision": this.precision.name,
         "model": model,
         "data": data,
-        "accelerator": this.device.type,
+        "accelerator": this.accelerator.kind,
         "device_name": this.device_name,
         "output_dir": str(this.out.absolute()),
         "mode": spec.mode,

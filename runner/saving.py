@@ -54,7 +54,7 @@ class Saver:
             self._join()
             return
         later: list[Pair] = []
-        spared = {tensor.data_ptr() for tensor in late if not tensor.is_cuda}
+        spared = {tensor.data_ptr() for tensor in late if tensor.device.type == "cpu"}
         copy, device = self._copied(content, spared, later)
         self._copying = copied = Event()
 
@@ -136,8 +136,9 @@ class Saver:
                 return value
             if type(value) not in (Tensor, torch.nn.Parameter) or not value.is_contiguous():
                 return value.detach().clone()
-            mark = (value.data_ptr(), value.shape, value.dtype)
-            if mark not in seen or not value.numel():
+            # Neither an empty tensor nor one of torch_xla has an address.
+            mark = (value.data_ptr() or id(value), value.shape, value.dtype)
+            if mark not in seen:
                 device |= value.is_cuda
                 seen[mark] = kept = self._room(value, key)
                 if value.data_ptr() in spared:

@@ -83,7 +83,7 @@ class AcceleratorSpec:
     """Where a run computes.
 
     Attributes:
-        name: auto, cpu, cuda or mps.
+        name: auto, cpu, cuda, mps or tpu.
         index: which device of that kind, from 0.
     """
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from runner.data.workers import awaited, live_on
 from runner.errors import ConfigError
 from runner.torchrun import ALONE, Place
+from runner.tpu import launch
 
 Batch = tuple[Any, Any]
 
@@ -122,6 +123,8 @@ class Loader:
         )
 
     def _move(self, batch: Batch) -> Batch:
+        launch(self.device)  # what was asked of the batch before this one
+
         def move(value: Any) -> Any:
             return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 

@@ -17,6 +17,7 @@ from runner.precision.cpu_float16 import Choice
 from runner.precision.islands import find_islands, make_islands
 from runner.precision.spill import Spill
 from runner.precision.true import DTYPES, check_kernels, cpu_kernels, float32_matmul
+from runner.tpu import kind
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 COMPUTE = ("bfloat16", "float16", "float32")
@@ -74,7 +75,7 @@ class BitsandbytesPrecision(Precision):
         if device.type not in ("cpu", "cuda"):
             raise Unavailable(
                 f"precision={self.name} needs a CPU or an NVIDIA GPU of compute capability "
-                f"{least[0]}.{least[1]} or higher; this run is on {device.type}.",
+                f"{least[0]}.{least[1]} or higher; this run is on {kind(device)}.",
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:

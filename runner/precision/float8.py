@@ -18,6 +18,7 @@ from runner.precision.islands import find_islands, make_islands
 from runner.precision.rows import padded
 from runner.precision.true import DTYPES, check_kernels, float32_matmul
 from runner.quiet import quiet
+from runner.tpu import is_tpu, kind
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -153,12 +154,18 @@ def _require_device(name: str, device: torch.device, emulate: bool) -> None:
             f"precision={name} cannot run on mps, not even emulated: it has no FP8 dtypes.",
             "Type precision=bf16-mixed.",
         )
+    if is_tpu(device):
+        raise Unavailable(
+            f"precision={name} cannot run on a TPU, not even emulated: its recipes are those of "
+            "NVIDIA GPUs.",
+            "Type precision=bf16-mixed.",
+        )
     if emulate:
         return
     remedy = "Type precision.emulate=true, which is slow, or precision=bf16-mixed."
     wants = f"precision={name} needs an NVIDIA GPU of compute capability 8.9 or higher;"
     if device.type != "cuda":
-        raise Unavailable(f"{wants} this run is on {device.type}.", remedy)
+        raise Unavailable(f"{wants} this run is on {kind(device)}.", remedy)
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         gpu = torch.cuda.get_device_name(device)

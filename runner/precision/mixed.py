@@ -8,12 +8,13 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.errors import ConfigError
+from runner.errors import ConfigError, Unavailable
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import narrow
 from runner.precision.cpu_float16 import Choice
 from runner.precision.scale import DynamicScale, NoScale, Scale, check_loss_scale
 from runner.precision.true import DTYPES, check_kernels, cpu_kernels, float32_matmul
+from runner.tpu import is_tpu
 
 
 @final
@@ -28,6 +29,7 @@ class MixedPrecision(Precision):
         autocast_loss: compute the loss under autocast too, else outside it on float32 outputs.
         float32_matmul: precision of the float32 products that autocast leaves.
         cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
+        allow_substitute: on a TPU, which has no float16, be bf16-mixed, in name too.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -42,10 +44,14 @@ class MixedPrecision(Precision):
         autocast_loss: bool = False,
         float32_matmul: str = "highest",
         cpu_float16: Choice = "auto",
+        allow_substitute: bool = False,
     ) -> None:
         if dtype not in ("float16", "bfloat16"):
             raise ConfigError(f"precision.dtype={dtype} is not known. Allowed: float16, bfloat16.")
         check_kernels(float32_matmul, cpu_float16)
+        if not isinstance(allow_substitute, bool):
+            text = f"precision.allow_substitute={allow_substitute} is not known."
+            raise ConfigError(f"{text} Allowed: true, false.")
         if loss_scale is not None and dtype == "bfloat16":
             raise ConfigError(
                 f"precision.loss_scale={dict(loss_scale)}: precision={name} has none, because "
@@ -57,16 +63,30 @@ class MixedPrecision(Precision):
         self.compute, self.loss_scale = DTYPES[dtype], loss_scale
         self.float32_matmul = float32_matmul
         self.cpu_float16: Choice = cpu_float16
+        self.allow_substitute = allow_substitute
         self._kernels = ""
         self._forward: dict[str, torch.autocast] = {}
 
     def require(self, device: torch.device) -> None:
+        if is_tpu(device) and self.compute is torch.float16:
+            self._substitute()
         if device.type != "cuda" or self.compute is not torch.bfloat16:
             return
         if torch.cuda.get_device_capability(device) < (8, 0):
             name = torch.cuda.get_device_name(device)
             text = f"{name} has no bfloat16 units: precision={self.name} is emulated and slow."
             warnings.warn(text, stacklevel=2)
+
+    def _substitute(self) -> None:
+        if not self.allow_substitute:
+            raise Unavailable(
+                f"precision={self.name} cannot run on a TPU, whose half precision is bfloat16.",
+                "Type precision=bf16-mixed, or precision.allow_substitute=true to have that run "
+                "in its place.",
+            )
+        text = "runs as bf16-mixed, and is recorded so: a TPU has no float16."
+        warnings.warn(f"precision={self.name} {text}", stacklevel=3)
+        self.name, self.compute, self.loss_scale = "bf16-mixed", torch.bfloat16, None
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from runner import tpu
 from runner.errors import Unavailable
 
 NEAREST = "Nearest that runs here: precision=bf16-mixed."
@@ -214,7 +215,7 @@ def require(name: str, kind: Kind, device: torch.device) -> None:
     """
     wants = f"precision={name} needs an NVIDIA GPU of compute capability {_range(kind)};"
     if device.type != "cuda":
-        raise Unavailable(f"{wants} this run is on {device.type}.", NEAREST)
+        raise Unavailable(f"{wants} this run is on {tpu.kind(device)}.", NEAREST)
     capability = torch.cuda.get_device_capability(device)
     if not kind.least <= capability < kind.below:
         gpu = torch.cuda.get_device_name(device)

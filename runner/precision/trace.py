@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from runner.precision.cast import widest
+
 
 class Seen(NamedTuple):
     """One tensor that flowed.
@@ -39,10 +41,11 @@ class Seen(NamedTuple):
 def seen(phase: str, module: str, kind: str, tensor: str, value: Tensor) -> Seen:
     """What there is to say of a tensor. Reads the device."""
     value = value.detach()
-    magnitude = value.abs().double() if value.device.type != "mps" else value.abs().float()
+    wide = widest(value.device)
+    magnitude = value.abs().to(wide)
     finite = magnitude.isfinite()
     largest = torch.where(finite, magnitude, 0).max().item() if value.numel() else 0.0
-    lost = 1 - finite.double().mean().item() if value.numel() else 0.0
+    lost = 1 - finite.to(wide).mean().item() if value.numel() else 0.0
     name = str(value.dtype).removeprefix("torch.")
     return Seen(phase, module, kind, tensor, name, largest, lost)
 

@@ -11,6 +11,7 @@ from runner.errors import ConfigError, Unavailable
 from runner.precision.base import Precision
 from runner.precision.cast import DefaultDtype, cast_nest
 from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
+from runner.tpu import is_tpu, kind
 
 MATMUL = ("highest", "high", "medium")
 DTYPES = {
@@ -66,6 +67,16 @@ class TruePrecision(Precision):
             raise Unavailable(
                 "precision=64-true cannot run on mps: Apple's GPUs have no float64.",
                 "Type accelerator=cpu, or precision=32-true.",
+            )
+        if is_tpu(device) and self.storage is torch.float64:
+            raise Unavailable(
+                "precision=64-true cannot run on a TPU, which has no float64 units.",
+                "Type accelerator=cpu, or precision=32-true.",
+            )
+        if is_tpu(device) and self.storage is torch.float16:
+            raise Unavailable(
+                "precision=16-true cannot run on a TPU, whose half precision is bfloat16.",
+                "Type precision=bf16-true.",
             )
         if self.storage is torch.float32 and self.float32_matmul != "highest":
             require_tf32(self.name, device)
@@ -138,7 +149,7 @@ def require_tf32(name: str, device: torch.device) -> None:
     if device.type != "cuda":
         raise Unavailable(
             f"precision={name} needs an NVIDIA GPU of compute capability 8.0 or higher; "
-            f"this run is on {device.type}.",
+            f"this run is on {kind(device)}.",
             "Nearest that runs here: precision=32-true.",
         )
     capability = torch.cuda.get_device_capability(device)

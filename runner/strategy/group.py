@@ -80,7 +80,12 @@ class Grouped(Strategy):
             dist.destroy_process_group()
 
     def device(self, device: torch.device) -> torch.device:
-        if device.type != "cuda":
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"strategy={self.name} runs on CPUs and CUDA GPUs, not on {device.type}. Leave "
+                "torchrun and strategy= out."
+            )
+        if device.type == "cpu":
             return device
         return torch.device("cuda", self.place.local)
 

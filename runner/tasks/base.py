@@ -7,6 +7,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from runner.precision.cast import widest
+
 
 class Task(ABC):
     """Loss and metrics of one kind of problem.
@@ -26,7 +28,7 @@ class Task(ABC):
 
     @abstractmethod
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return one batch's sums: float64 [K] (float32 on mps) on the device, without a sync."""
+        """Return one batch's sums: [K] on the device, float64 where it has it, without a sync."""
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor | None:
         """Return bool [B], which examples have a label that is none of the classes 0 to
@@ -61,8 +63,8 @@ def stack(*sums: Tensor | int) -> Tensor:
 
 
 def wide(like: Tensor) -> torch.dtype:
-    """Return the dtype to add up in: float64, but float32 on mps, which has no float64."""
-    return torch.float32 if like.device.type == "mps" else torch.float64
+    """Return the dtype to add up in: the widest of the device."""
+    return widest(like.device)
 
 
 def mean(total: float, count: float) -> float:

@@ -30,6 +30,7 @@ LAYERS = (
         "data",
         "tracking",
         "accelerator",
+        "tpu",
         "isolation",
         "result",
         "console",

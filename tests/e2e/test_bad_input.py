@@ -63,6 +63,7 @@ import pytest
                        "Choose ones that fit", "error.txt"]),
         ("task=regression", ["regression needs float output and target of one shape"]),
         ("accelerator=mps", ["accelerator=mps is not on this machine", "Type accelerator="]),
+        ("accelerator=tpu", ["accelerator=tpu", "Type ", "accelerator=cpu"]),
         ("accelerator=cpu precision=tf32", ["precision=tf32 needs", "precision=32-true"]),
         ("tracking=mlflow tracking.uri=foo://x", ["tracking.uri=foo://x", "http, https",
                                                   "tracking.uri=sqlite:///outputs/mlflow.db"]),
@@ -76,11 +77,11 @@ import pytest
     ],
 )  # fmt: skip
 def test_it_is_told(quick, typed, parts):
-    if typed == "accelerator=mps":
+    if typed.startswith("accelerator=") and " " not in typed:
         from runner.accelerator import available
 
-        if "mps" in available():
-            pytest.skip("this machine has an mps device")
+        if (kind := typed.removeprefix("accelerator=")) in available():
+            pytest.skip(f"this machine has a {kind} device")
     done = quick(*typed.split(" "))
     assert done.rc == 2, done
     assert "Traceback" not in done.stderr + done.stdout
