@@ -110,7 +110,7 @@ TOP = {
 
 def kind(hint: object) -> str:
     name = hint.__name__ if isinstance(hint, type) else str(hint)
-    return name.replace(" | ", " or ").replace("None", "null")
+    return name.replace(" | ", " or ").replace("None", "null").replace("typing.Any", "any")
 
 
 def yaml(value: object) -> str:

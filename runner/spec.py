@@ -6,6 +6,8 @@ from typing import Any
 
 MODES = ("train", "evaluate", "plan", "replay")
 ACTIONS = ("stop", "warn", "ignore")
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+COMPILE = ("default", *CUDA_GRAPHS, "max-autotune-no-cudagraphs", "regional")
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,11 @@ class TrainSpec:
         clip_norm: largest 2-norm of the unscaled gradients; null does not clip.
         eval_every: optimizer steps between evaluations; null evaluates at each epoch's end.
         log_every: optimizer steps between transfers of the records from the device.
-        compile: run the model through torch.compile.
+        compile: run the model through torch.compile: true or default, a mode of torch's
+            (reduce-overhead and max-autotune replay CUDA graphs), or regional for the repeated
+            blocks alone, each kind compiled once.
+        activation_checkpointing: keep the inputs of modules alone for the backward, and compute the
+            rest anew there: true for the repeated blocks, or a list of patterns on modules' names.
         channels_last: keep 4-d tensors in channels-last memory format.
         num_workers: processes that load data which is not in memory.
         early_stop: evaluations without improvement before the run stops; null never stops.
@@ -33,10 +39,24 @@ class TrainSpec:
     clip_norm: float | None = None
     eval_every: int | None = None
     log_every: int = 20
-    compile: bool = False
+    compile: bool | str = False
+    activation_checkpointing: Any = False
     channels_last: bool = False
     num_workers: int = 0
     early_stop: int | None = None
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values that are words, one message each."""
+        if self.compile not in (True, False, *COMPILE):
+            allowed = ", ".join(("true, false", *COMPILE))
+            yield f"train.compile={self.compile} is not known. Allowed: {allowed}."
+        what = self.activation_checkpointing
+        patterns = isinstance(what, list) and what and all(isinstance(p, str | int) for p in what)
+        if not (isinstance(what, bool) or patterns):
+            yield (
+                f"train.activation_checkpointing={what} does not fit. Allowed: true, false, or "
+                "modules' names as in [blocks,head]."
+            )
 
 
 @dataclass(frozen=True)
@@ -187,6 +207,7 @@ class RunSpec:
         if not isinstance(shuffle := self.data.get("shuffle", True), bool):
             yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
         yield from self.guard.problems()
+        yield from self.train.problems()
         yield from self._not_positive()
 
     def _not_positive(self) -> Iterator[str]:

@@ -60,6 +60,7 @@ LAYERS = (
         "again",
         "kept",
         "guards",
+        "shape",
         "course",
         "replay",
         "leave",
