@@ -6,6 +6,8 @@ from typing import Any
 
 MODES = ("train", "evaluate", "plan", "replay")
 ACTIONS = ("stop", "warn", "ignore")
+AUTO = "auto"
+"""checkpoint.resume: from the own folder; train.data_on_device: where it fits."""
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 COMPILE = ("default", *CUDA_GRAPHS, "max-autotune-no-cudagraphs", "regional")
 
@@ -28,6 +30,8 @@ class TrainSpec:
         activation_checkpointing: keep the inputs of modules alone for the backward, and compute the
             rest anew there: true for the repeated blocks, or a list of patterns on modules' names.
         channels_last: keep 4-d tensors in channels-last memory format.
+        data_on_device: hold data that is in memory on the device: true, false, or auto for a GPU
+            of whose free memory it takes less than a tenth.
         num_workers: processes that load data which is not in memory.
         early_stop: evaluations without improvement before the run stops; null never stops.
     """
@@ -42,14 +46,16 @@ class TrainSpec:
     compile: bool | str = False
     activation_checkpointing: Any = False
     channels_last: bool = False
+    data_on_device: bool | str = "auto"
     num_workers: int = 0
     early_stop: int | None = None
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the values that are words, one message each."""
-        if self.compile not in (True, False, *COMPILE):
-            allowed = ", ".join(("true, false", *COMPILE))
-            yield f"train.compile={self.compile} is not known. Allowed: {allowed}."
+        for key, words in (("compile", COMPILE), ("data_on_device", (AUTO,))):
+            if (value := getattr(self, key)) not in (True, False, *words):
+                allowed = ", ".join(("true, false", *words))
+                yield f"train.{key}={value} is not known. Allowed: {allowed}."
         what = self.activation_checkpointing
         patterns = isinstance(what, list) and what and all(isinstance(p, str | int) for p in what)
         if not (isinstance(what, bool) or patterns):
@@ -228,10 +234,6 @@ class RunSpec:
             yield f"train.clip_norm={clip} does not clip. Allowed: above 0, or null for none."
         if self.train.num_workers < 0:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
-
-
-AUTO = "auto"
-"""checkpoint.resume: from the own folder."""
 
 
 def short(override: str) -> str:

@@ -112,6 +112,8 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
                     break
     finally:
         course.close()
+        for loader in loaders:
+            loader.close()
     this.signals.adopt(this.strategy.agreed(this.signals.number or 0))
     if spec.checkpoint.final or this.signals.requested():
         path = _save_last(this, course)

@@ -26,6 +26,8 @@ import pytest
         ("accelerator=cpu train.compile=reduce-overhead", ["CUDA graphs", "on cpu", "Type train"]),
         ("train.activation_checkpointing=layers", ["does not fit", "[blocks,head]"]),
         ("train.activation_checkpointing=[nowhere]", ["nowhere matches no module", "layers"]),
+        ("train.data_on_device=maybe", ["data_on_device=maybe is not known", "true, false, auto"]),
+        ("train.data_on_device=true debug.overfit=4", ["this is a Subset", "data_on_device=auto"]),
         ("deterministic=maybe", ["deterministic=maybe", "true or false"]),
         ("data.shuffle=no", ["data.shuffle=no", "true or false"]),
         ("mode=fly", ["mode=fly is not known", "train, evaluate, plan"]),
