@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -66,6 +67,12 @@ def measured() -> str:
 def optimizers() -> str:
     found = json.loads((RESULTS / "low_bit.json").read_text())["optimizers"]
     return table(["optimizer", "state"], [[f"`{k}`", f"{v:.3f}"] for k, v in found.items()])
+
+
+def tuned(part: str) -> str:
+    """What bench/tuned.py measured."""
+    found = json.loads((RESULTS / "tuned.json").read_text())[part]
+    return table(found["head"], found["rows"])
 
 
 def gpu() -> str:
@@ -142,6 +149,7 @@ def metrics() -> str:
     return table(["metric", "meaning"], [[f"`{name}`", text] for name, text in METRICS.items()])
 
 
+TUNED = ("compilation", "checkpointing", "loading", "optimizers", "memory_format", "cross_entropy")
 TABLES = {
     "precisions": precisions,
     "measured": measured,
@@ -150,6 +158,7 @@ TABLES = {
     "keys": keys,
     "groups": groups,
     "metrics": metrics,
+    **{f"tuned-{part}": partial(tuned, part) for part in TUNED},
 }
 
 

@@ -26,25 +26,20 @@ def check_shape(
     spec: RunSpec, precision: Precision, device: torch.device, model: nn.Module
 ) -> None:
     """Raise ConfigError for what `shape` cannot do to this model, before anything is computed."""
-    train = spec.train
-    problems = [*_compile_problems(spec, precision, device)] if train.compile else []
-    if (what := train.activation_checkpointing) and precision.unrepeatable:
+    problems = [*_compile_problems(spec, precision, device)] if spec.train.compile else []
+    what, typed = spec.train.activation_checkpointing, "train.activation_checkpointing"
+    if what and precision.unrepeatable:
         problems.append(
-            f"train.activation_checkpointing={str(what).lower()} computes forwards twice, and "
-            f"precision={precision.name} {precision.unrepeatable}"
+            f"{typed}={str(what).lower()} computes forwards twice, and precision={precision.name} "
+            f"{precision.unrepeatable}"
         )
-    for key, wanted in (
-        ("compile=regional", train.compile == "regional"),
-        ("activation_checkpointing=true", what is True),
-    ):
-        if wanted and not repeated(model):
-            problems.append(
-                f"train.{key} takes the repeated blocks of a model, and this one has none: members "
-                "of one class, in a ModuleList, ModuleDict or Sequential, that hold modules of "
-                "their own. Type train.compile=default, or train.activation_checkpointing="
-                "[<module>] with names of your own."
-            )
-    if what and what is not True and not problems:
+    if (what is True or spec.train.compile == "regional") and not repeated(model):
+        problems.append(
+            f"{typed}=true and train.compile=regional take the repeated blocks of a model, and "
+            "this one has none: members of one class, in a ModuleList, ModuleDict or Sequential, "
+            f"that hold modules of their own. Type {typed}=[<module>] or train.compile=default."
+        )
+    if what and what is not True:
         chosen(model, what)
     if problems:
         raise ConfigError(*problems)
