@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -54,3 +55,20 @@ def test_activations_computed_twice(main, plain):
     assert list(weights) == list(plain[1])
     assert all(torch.equal(weights[name], plain[1][name]) for name in weights)
     assert kinds("twice") == kinds("plain")
+
+
+def test_data_held_on_the_device(main, plain):
+    result, weights = run(main, "held", "train.data_on_device=true")
+    assert result["metrics"] == plain[0]["metrics"]
+    assert all(torch.equal(weights[name], plain[1][name]) for name in weights)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own, from Python 3.12 on
+def test_no_loading_process_outlives_its_run(own):
+    """They stay from epoch to epoch, for training and evaluation, and end with the run."""
+    before = set(psutil.Process().children(recursive=True))
+    typed = ("data=mine", "train.num_workers=2", "train.epochs=2", "train.max_steps=null")
+    for more in (["hydra.run.dir=first"], ["mode=evaluate", "checkpoint=first"]):
+        done = own(*typed, *more)
+        assert done.rc == 0, done.stderr
+        assert set(psutil.Process().children(recursive=True)) <= before
