@@ -95,7 +95,7 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
     if spec.train.compile:  # what is compiled shows nothing
         with this.signals.at_once(), probe:
             try_batch(this, state, loaders[1])
-    shape(spec, this.precision, this.device, state.model)
+    shape(spec, this.precision, this.device, state.plain_model)
     course = Course(this, state, loaders[0])
     if this.resumed is not None:
         course.restore(this.resumed)
