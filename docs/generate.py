@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -70,6 +71,12 @@ def optimizers() -> str:
     return table(["optimizer", "state"], [[f"`{k}`", f"{v:.3f}"] for k, v in found.items()])
 
 
+def tuned(part: str) -> str:
+    """What bench/tuned.py measured."""
+    found = json.loads((RESULTS / "tuned.json").read_text())[part]
+    return table(found["head"], found["rows"])
+
+
 def gpu() -> str:
     """What bench/gpu/run.sh left under bench/results/gpu/."""
     pages = sorted((RESULTS / "gpu").glob("*.json"))
@@ -112,7 +119,7 @@ TOP = {
 
 def kind(hint: object) -> str:
     name = hint.__name__ if isinstance(hint, type) else str(hint)
-    return name.replace(" | ", " or ").replace("None", "null")
+    return name.replace(" | ", " or ").replace("None", "null").replace("typing.Any", "any")
 
 
 def yaml(value: object) -> str:
@@ -144,6 +151,7 @@ def metrics() -> str:
     return table(["metric", "meaning"], [[f"`{name}`", text] for name, text in METRICS.items()])
 
 
+TUNED = ("compilation", "checkpointing", "loading", "optimizers", "memory_format", "cross_entropy")
 TABLES = {
     "precisions": precisions,
     "measured": measured,
@@ -152,6 +160,7 @@ TABLES = {
     "keys": keys,
     "groups": groups,
     "metrics": metrics,
+    **{f"tuned-{part}": partial(tuned, part) for part in TUNED},
 }
 
 

@@ -105,7 +105,7 @@ def build_loaders(
         )
     size, workers = spec.train.batch_size, spec.train.num_workers
     common = {"batch_size": size, "seed": spec.seed, "device": device, "workers": workers,
-              "place": place}  # fmt: skip
+              "place": place, "on_device": spec.train.data_on_device}  # fmt: skip
     shuffle = bool(spec.data.get("shuffle", True))
     train = Loader(splits.train, shuffle=shuffle, **common)
     return train, Loader(splits.val, shuffle=False, **common)

@@ -6,6 +6,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from runner import artifacts, checkpoint
 from runner.build import build_loaders, build_splits
 from runner.context import Run, prepare, result_of
@@ -21,6 +23,7 @@ from runner.loop import evaluate
 from runner.model import restore_model
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
+from runner.shape import check_shape, shape
 from runner.state import TrainState
 
 LEAST_SECONDS = 0.5  # of an evaluation whose speed is told
@@ -44,6 +47,7 @@ def _evaluated(this: Run) -> RunResult:
     seed_all(spec.seed)
     saved = checkpoint.Saved(path, content)
     built = restore_model(spec, this.precision, this.device, saved)
+    check_shape(spec, this.precision, this.device, built.model)
     with this.precision.session(built.model, this.device):
         sizes = describe(this, built)
         state = TrainState(built.model, this.precision, this.task,
@@ -53,6 +57,9 @@ def _evaluated(this: Run) -> RunResult:
         with DtypeProbe(built.model) as probe:
             try_batch(this, state, validation)
         leave_dtypes(this, probe)
+        shape(spec, this.precision, this.device, built.model)
+        if spec.train.compile:
+            _warm(state, validation)
         metrics, rate = _measured(this, state, validation)
     values = {**metrics, "memory/peak_mib": this.accelerator.peak_memory_mib()}
     if rate is not None:
@@ -69,6 +76,16 @@ def _evaluated(this: Run) -> RunResult:
         **_as_trained(this, content),
     }
     return result_of(this, sizes | summary, perf_counter() - started)
+
+
+@torch.no_grad()
+def _warm(state: TrainState, validation: Loader) -> None:
+    """Compiles for a full batch and for the last one, before time is taken."""
+    state.model.eval()
+    for start in {0, len(validation) - 1}:
+        inputs, _ = next(validation.epoch(0, start))
+        with state.precision.evaluating(state.model), state.precision.forward(state.device):
+            state.model(state.precision.cast(inputs))
 
 
 def _measured(

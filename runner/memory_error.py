@@ -10,6 +10,7 @@ from runner.accelerator import MIB
 from runner.errors import RunnerError
 from runner.precision.memory import stored_bytes, tensor_bytes
 from runner.room import USABLE, Need, batches, limit, need
+from runner.shape import repeated
 from runner.state import TrainState
 from runner.tpu import is_tpu
 
@@ -21,6 +22,7 @@ _SAID = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
          "RESOURCE_EXHAUSTED")  # fmt: skip
 _NARROWER = {"64-true": "32-true", "32-true": "bf16-true", "tf32": "bf16-true",
              "16-mixed": "bf16-true", "bf16-mixed": "bf16-true"}  # fmt: skip
+_TWICE = "train.activation_checkpointing=true"
 _SMALLER_STATE = {"adam": "adam8bit", "adamw": "adamw8bit", "nadam": "adam8bit"}
 
 
@@ -97,8 +99,16 @@ def fitting(this: "Run", error: BaseException) -> list[str]:
         words, least = list(_changes(this, taken))[-1]
         text = f"train.batch_size=1{words} takes {_share(least.of(1), whole)} by an estimate"
         return [f"No setting fits: {text}. Type model.<size>=<smaller>."]
-    told = (f" {words} ({_share(size, whole)})" for words, size in found.values())
-    return ["By an estimate these fit; type", *told]
+    told = [f" {words} ({_share(size, whole)})" for words, size in found.values()]
+    more = [f"  {_TWICE} keeps less for the backward"] if _may_compute_twice(this) else []
+    return ["By an estimate these fit; type", *told, *more]
+
+
+def _may_compute_twice(this: "Run") -> bool:
+    """Whether activation checkpointing is left to try."""
+    if this.state is None or this.spec.mode != "train" or this.precision.unrepeatable:
+        return False
+    return not this.spec.train.activation_checkpointing and bool(repeated(this.state.model))
 
 
 def _changes(this: "Run", taken: Need) -> Iterator[tuple[str, Need]]:
@@ -128,14 +138,16 @@ def _share(size: float, whole: float) -> str:
 
 
 def remedies(this: "Run") -> Iterator[str]:
-    """Overrides that need less: fewer examples at a time for the same step, a narrower precision,
-    an optimizer with less state."""
+    """Overrides that need less: fewer examples at a time for the same step, activations that are
+    computed twice, a narrower precision, an optimizer with less state."""
     spec, training = this.spec, this.spec.mode == "train"
     size = spec.train.batch_size
     if this.state and size > 1:
         part = next(n for n in range(2, size + 1) if size % n == 0)
         accumulate = f" train.accumulate={spec.train.accumulate * part}" if training else ""
         yield f"train.batch_size={size // part}{accumulate}"
+    if _may_compute_twice(this):
+        yield _TWICE
     if narrower := _NARROWER.get(this.precision.name):
         yield f"precision={narrower}" + ("" if this.state else " init.low_memory=true")
     optimizer = this.origin.choices.get("optimizer", "")

@@ -19,6 +19,7 @@ from runner.precision.base import Precision
 from runner.precision.islands import Float32Island
 from runner.precision.memory import elements, stored_bytes, tensor_bytes
 from runner.result import RunResult
+from runner.shape import check_shape
 from runner.spec import Origin, RunSpec
 
 
@@ -36,6 +37,7 @@ def plan(
     built = _build(spec, precision)
     model, report = built.model, built.report
     build_driven(spec, model, precision, steps=1)  # refuses what a run would refuse
+    check_shape(spec, precision, accelerator.device, model)
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = {key: (node, params) for key, node, params in shares(spec.optimizer, model, named)}
     console.print(_overview(spec, origin, precision, accelerator, built, optimizer))

@@ -4,7 +4,7 @@ import gc
 import resource
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,7 +81,9 @@ def need(this: "Run", error: BaseException, loader: Loader) -> Need | None:
     for parameter in state.trainable:
         parameter.grad = None
     gc.collect()
-    with suppress(Exception):
+    compiled = this.spec.train.compile  # for another size it would take minutes, and memory
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with suppress(Exception), eager:
         batch = next(loader.epoch(0))
         few = min(2, loader.batch_size // 2)
         small, large = (_kept(state, batch, n) for n in (few, 2 * few))

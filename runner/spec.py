@@ -6,6 +6,10 @@ from typing import Any
 
 MODES = ("train", "evaluate", "plan", "replay")
 ACTIONS = ("stop", "warn", "ignore")
+AUTO = "auto"
+"""checkpoint.resume: from the own folder; train.data_on_device: where it fits."""
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+COMPILE = ("default", *CUDA_GRAPHS, "max-autotune-no-cudagraphs", "regional")
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,14 @@ class TrainSpec:
         clip_norm: largest 2-norm of the unscaled gradients; null does not clip.
         eval_every: optimizer steps between evaluations; null evaluates at each epoch's end.
         log_every: optimizer steps between transfers of the records from the device.
-        compile: run the model through torch.compile.
+        compile: run the model through torch.compile: true or default, a mode of torch's
+            (reduce-overhead and max-autotune replay CUDA graphs), or regional for the repeated
+            blocks alone, each kind compiled once.
+        activation_checkpointing: keep the inputs of modules alone for the backward, and compute the
+            rest anew there: true for the repeated blocks, or a list of patterns on modules' names.
         channels_last: keep 4-d tensors in channels-last memory format.
+        data_on_device: hold data that is in memory on the device: true, false, or auto for a GPU
+            of whose free memory it takes less than a tenth.
         num_workers: processes that load data which is not in memory.
         early_stop: evaluations without improvement before the run stops; null never stops.
     """
@@ -33,10 +43,26 @@ class TrainSpec:
     clip_norm: float | None = None
     eval_every: int | None = None
     log_every: int = 20
-    compile: bool = False
+    compile: bool | str = False
+    activation_checkpointing: Any = False
     channels_last: bool = False
+    data_on_device: bool | str = "auto"
     num_workers: int = 0
     early_stop: int | None = None
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values that are words, one message each."""
+        for key, words in (("compile", COMPILE), ("data_on_device", (AUTO,))):
+            if (value := getattr(self, key)) not in (True, False, *words):
+                allowed = ", ".join(("true, false", *words))
+                yield f"train.{key}={value} is not known. Allowed: {allowed}."
+        what = self.activation_checkpointing
+        patterns = isinstance(what, list) and what and all(isinstance(p, str | int) for p in what)
+        if not (isinstance(what, bool) or patterns):
+            yield (
+                f"train.activation_checkpointing={what} does not fit. Allowed: true, false, or "
+                "modules' names as in [blocks,head]."
+            )
 
 
 @dataclass(frozen=True)
@@ -187,6 +213,7 @@ class RunSpec:
         if not isinstance(shuffle := self.data.get("shuffle", True), bool):
             yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
         yield from self.guard.problems()
+        yield from self.train.problems()
         yield from self._not_positive()
 
     def _not_positive(self) -> Iterator[str]:
@@ -207,10 +234,6 @@ class RunSpec:
             yield f"train.clip_norm={clip} does not clip. Allowed: above 0, or null for none."
         if self.train.num_workers < 0:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
-
-
-AUTO = "auto"
-"""checkpoint.resume: from the own folder."""
 
 
 def short(override: str) -> str:

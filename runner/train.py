@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
-import torch
-
 from runner.accelerator import MIB
 from runner.build import build_driven, build_loaders, build_splits
 from runner.context import Run, prepare, result_of
@@ -33,8 +31,8 @@ from runner.precision.memory import stored_bytes, tensor_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
 from runner.room import limit
+from runner.shape import check_shape, shape
 from runner.shown import typed
-from runner.spec import RunSpec
 from runner.state import TrainState
 
 
@@ -47,6 +45,7 @@ def train(this: Run) -> RunResult:
             spec, this.precision, this.device, start=this.resumed or start(spec),
             whole=this.resumed is not None,
         )  # fmt: skip
+        check_shape(spec, this.precision, this.device, built.model)
     with this.precision.session(built.model, this.device):
         with this.signals.at_once():
             sizes = describe(this, built)
@@ -92,13 +91,15 @@ def _loaders(this: Run) -> tuple[Loader, Loader]:
 
 def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: int) -> Tally:
     """Train, with every observer reading along; leaves a checkpoint however it ends."""
-    spec = this.spec
-    _shape(spec, state)
+    spec, probe = this.spec, DtypeProbe(state.model)
+    if spec.train.compile:  # what is compiled shows nothing
+        with this.signals.at_once(), probe:
+            try_batch(this, state, loaders[1])
+    shape(spec, this.precision, this.device, state.plain_model)
     course = Course(this, state, loaders[0])
     if this.resumed is not None:
         course.restore(this.resumed)
         this.say(f"resumed at step {state.step} of {steps}: {this.resumed.path}")
-    probe = DtypeProbe(state.model)
     records = fit(
         state, *loaders, spec.train, first=_first(this, probe),
         flush_every=spec.checkpoint.every_steps, stopped=this.stopping,
@@ -111,6 +112,8 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
                     break
     finally:
         course.close()
+        for loader in loaders:
+            loader.close()
     this.signals.adopt(this.strategy.agreed(this.signals.number or 0))
     if spec.checkpoint.final or this.signals.requested():
         path = _save_last(this, course)
@@ -146,12 +149,3 @@ def _first(this: Run, probe: DtypeProbe) -> Iterator[None]:
     """Context around the first step, which may compile for minutes and has nothing to save."""
     with this.signals.at_once(), probe:
         yield
-
-
-def _shape(spec: RunSpec, state: TrainState) -> None:
-    """Memory format and compilation, as the loop runs the model."""
-    model = state.model
-    if spec.train.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if spec.train.compile:
-        state.model = torch.compile(model)  # type: ignore[assignment]

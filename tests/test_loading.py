@@ -1,8 +1,14 @@
+import os
+import warnings
+
+import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from runner.data.loading import Loader
+from runner.data.text import TextWindows
+from runner.data.transfer import hold
 from runner.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -107,6 +113,92 @@ def test_processes_load_the_same():
     first = [x.tolist() for x, _ in loader(Drawn(), workers=2).epoch(1)]
     assert [x.tolist() for x, _ in loader(Drawn(), workers=2).epoch(1)] == first
     assert targets(loader(Items(), workers=2), 1) == targets(loader(Items()), 1)
+
+
+class Who(Items):
+    """The process that loads an example."""
+
+    def __getitem__(self, index):
+        return torch.tensor(os.getpid()), Y[index]
+
+
+def pids(batches):
+    return {pid for x, _ in batches for pid in x.tolist()}
+
+
+@pytest.fixture
+def forking():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # torch's own, from 3.12 on
+        yield
+
+
+def test_processes_stay_until_they_are_closed(forking):
+    loading = loader(Who(), workers=2)
+    first = pids(loading.epoch(1))
+    assert len(first) == 2
+    assert os.getpid() not in first
+    assert pids(loading.epoch(2)) == first
+    assert next(loading.epoch(3)) is not None  # and the rest is left
+    assert pids(loading.epoch(4, 1)) <= first
+    loading.close()
+    assert not any(map(psutil.pid_exists, first))
+    assert not pids(loading.epoch(5)) & first
+
+
+def test_an_epoch_that_was_left_does_not_reach_the_next(forking):
+    loading, plain = loader(Items(), workers=2), loader(Items())
+    for start in range(3):
+        next(loading.epoch(1))
+        expected = list(plain.epoch(2, start))
+        for (x, y), (wanted, labels) in zip(loading.epoch(2, start), expected, strict=True):
+            assert torch.equal(x, wanted)
+            assert torch.equal(y, labels)
+
+
+def test_what_is_drawn_does_not_depend_on_what_was_loaded_before(forking):
+    drawn = loader(Drawn(), workers=2)
+    first, second = ([x.tolist() for x, _ in drawn.epoch(epoch)] for epoch in (1, 2))
+    assert first != second
+    assert [x.tolist() for x, _ in loader(Drawn(), workers=1).epoch(2, 1)] == second[1:]
+    assert [x.tolist() for x, _ in drawn.epoch(1)] == first
+
+
+# Data held on the device.
+WINDOWS = TextWindows(torch.arange(41, dtype=torch.uint8), 4)
+
+
+@pytest.mark.parametrize("dataset", [KINDS[0], WINDOWS], ids=["tensors", "windows"])
+def test_data_held_give_the_same_batches(dataset):
+    held, plain = loader(dataset, on_device=True), loader(dataset)
+    for start in range(len(plain) + 1):
+        expected = list(plain.epoch(2, start))
+        for (x, y), (wanted, labels) in zip(held.epoch(2, start), expected, strict=True):
+            assert torch.equal(x, wanted)
+            assert torch.equal(y, labels)
+
+
+@pytest.mark.parametrize("dataset", [KINDS[0], WINDOWS], ids=["tensors", "windows"])
+def test_data_held_are_cut_where_they_lie(dataset):
+    there = loader(dataset, device=torch.device("meta"), on_device=True)
+    assert all(x.device.type == y.device.type == "meta" for x, y in there.epoch(1))
+    assert sum(len(y) for _, y in there.epoch(1)) == 10
+
+
+def test_auto_holds_what_is_small_on_a_gpu_only(monkeypatch):
+    free = {"bytes": 10 * (X.nbytes + Y.nbytes) + 10}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 0))
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
+    gpu = torch.device("cuda", 0)
+    assert hold(KINDS[0], gpu, "auto") is not None
+    free["bytes"] -= 10
+    assert [hold(KINDS[0], gpu, "auto"), hold(Items(), gpu, "auto")] == [None, None]
+    assert [hold(KINDS[0], CPU, "auto"), hold(KINDS[0], gpu, False)] == [None, None]
+
+
+def test_data_that_are_not_in_memory_cannot_be_held():
+    with pytest.raises(ConfigError, match=r"this is a Items\. Type train\.data_on_device=auto"):
+        loader(Items(), on_device=True)
 
 
 def test_a_batch_larger_than_the_set():

@@ -30,12 +30,12 @@ def test_of_pytorchs_own_allocator():
 def failing(quick, monkeypatch):
     """A run whose n-th call of a function of runner.train finds no memory."""
 
-    def made(name, *args):
+    def made(name, *args, run=quick):
         def fails(*_, **__):
             torch.empty(2**60)
 
         monkeypatch.setattr(name, fails)
-        return quick("precision=32-true", *args)
+        return run("precision=32-true", *args)
 
     return made
 
@@ -55,6 +55,19 @@ def test_a_step(failing, tmp_path):
     )
     (kept,) = tmp_path.glob("outputs/runs/*/error.txt")
     assert "Traceback" in kept.read_text()
+
+
+def test_a_model_of_blocks_may_compute_them_twice(failing, main):
+    typed = ("model=vit", "model.layers=2", "train.batch_size=2", "optimizer=sgd", "tracking=none")
+    done = failing("runner.step._backward", *typed, run=main)
+    assert done.stderr.endswith(
+        "To need less, type train.batch_size=1 train.accumulate=2, or "
+        "train.activation_checkpointing=true, or precision=bf16-true.\n"
+    )
+    typed = (*typed, "train.activation_checkpointing=true")
+    done = failing("runner.step._backward", *typed, run=main)
+    assert done.rc == 1
+    assert "activation_checkpointing" not in done.stderr
 
 
 def test_an_evaluation(failing):

@@ -25,6 +25,12 @@ def test_the_defaults_have_no_problem():
         ({"train": TrainSpec(early_stop=0)}, ["train.early_stop=0"]),
         ({"train": TrainSpec(clip_norm=0.0)}, ["train.clip_norm=0.0", "null"]),
         ({"train": TrainSpec(clip_norm=float("nan"))}, ["train.clip_norm=nan"]),
+        ({"train": TrainSpec(compile="fast")}, ["train.compile=fast is not known", "regional"]),
+        (
+            {"train": TrainSpec(activation_checkpointing="blocks")},
+            ["train.activation_checkpointing=blocks does not fit", "[blocks,head]"],
+        ),
+        ({"train": TrainSpec(activation_checkpointing=[])}, ["activation_checkpointing=[] does"]),
         ({"train": TrainSpec(num_workers=-1)}, ["train.num_workers=-1"]),
         ({"checkpoint": CheckpointSpec(every_steps=0)}, ["checkpoint.every_steps=0"]),
         ({"checkpoint": CheckpointSpec(keep=0)}, ["checkpoint.keep=0"]),

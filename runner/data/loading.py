@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from runner.data.transfer import hold, moved
 from runner.data.workers import awaited, live_on
 from runner.errors import ConfigError
 from runner.torchrun import ALONE, Place
-from runner.tpu import launch
 
 Batch = tuple[Any, Any]
 
@@ -31,12 +30,13 @@ class Loader:
         shuffle: a new order in each epoch.
         seed: decides the orders, together with the epoch's number.
         device: where batches go.
-        workers: loading processes, for data that is not in memory.
+        workers: loading processes, for data that is not in memory; they stay until close().
         place: this process, which loads its part of each batch; of one with fewer examples than
             processes those that get none are lent the first.
+        on_device: hold data that is in memory on the device; see transfer.hold.
 
     Raises:
-        ConfigError: the dataset is empty.
+        ConfigError: the dataset is empty, or cannot be held.
 
     Attributes:
         waiting: context around each wait for a loading process, which a signal may cut.
@@ -52,6 +52,7 @@ class Loader:
         device: torch.device,
         workers: int = 0,
         place: Place = ALONE,
+        on_device: bool | str = False,
     ) -> None:
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.device, self.workers, self.place = device, workers, place
@@ -61,6 +62,9 @@ class Loader:
             raise ConfigError(
                 "The data set is empty: it yields no example to train or evaluate on."
             )
+        self.held = hold(dataset, device, on_device)
+        self._loaded: list[list[int]] = []  # what the processes load in this epoch
+        self._processes: DataLoader[Any] | None = None
 
     def __len__(self) -> int:
         return -(-self.examples // self.batch_size)
@@ -92,57 +96,58 @@ class Loader:
             epoch: that they are of, and start: the number of the first of them there, by which
                 loading processes seed what they draw at random.
         """
+        if self.held is not None and chosen:
+            chosen = torch.cat([*chosen]).to(self.device).split([len(i) for i in chosen])
         batches = self._batches(chosen, epoch, start)
-        if self.device.type == "cpu":
-            return batches
-        return (self._move(batch) for batch in batches)
+        here = self.device.type == "cpu" or (self.held is not None and self.device.type == "cuda")
+        return batches if here else moved(batches, self.device)
+
+    def close(self) -> None:
+        """Ends the loading processes, once no epoch is under way."""
+        self._processes = None
 
     def _batches(self, chosen: Sequence[Tensor], epoch: int, start: int) -> Iterator[Any]:
-        dataset: Any = self.dataset
+        dataset: Any = self.dataset if self.held is None else self.held
         if type(dataset) is TensorDataset:
             return (tuple(t[i] for t in dataset.tensors) for i in chosen)
         if hasattr(dataset, "batch"):
             return (dataset.batch(i) for i in chosen)  # type: ignore[attr-defined]
-        batches = [indices.tolist() for indices in chosen]
         if not self.workers:
-            return iter(self._dataloader(dataset, batches))
-        seed = self.seed * 1_000_003 + epoch
-        dataset = _Seeded(dataset, seed + self.place.rank * 2**40)
-        batches = [[number, *batch] for number, batch in enumerate(batches, start)]
-        return awaited(iter(self._dataloader(dataset, batches)), self.waiting)
+            return iter(self._dataloader(dataset, [indices.tolist() for indices in chosen]))
+        first = (self.seed * 1_000_003 + epoch + self.place.rank * 2**40) * 1_000_003 + start
+        seeds = (seed % 2**63 for seed in range(first, first + len(chosen)))
+        return self._loading([[seed, *i.tolist()] for seed, i in zip(seeds, chosen, strict=True)])
+
+    def _loading(self, seeded: list[list[int]]) -> Iterator[Any]:
+        """Batches from processes, which load those of one epoch at a time."""
+        if self._processes is None:
+            self._processes = self._dataloader(_Seeded(self.dataset), self._loaded)
+        self._loaded[:] = seeded
+        yield from awaited(self._processes, self.waiting)
 
     def _dataloader(self, dataset: Any, batches: list[list[int]]) -> DataLoader[Any]:
         return DataLoader(
             dataset,
             batch_sampler=batches,
             num_workers=self.workers,
+            persistent_workers=self.workers > 0,
             pin_memory=self.device.type == "cuda",
             # Seeds the workers; without it each epoch draws from the stream that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
             worker_init_fn=live_on,
         )
 
-    def _move(self, batch: Batch) -> Batch:
-        launch(self.device)  # what was asked of the batch before this one
-
-        def move(value: Any) -> Any:
-            return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-
-        inputs, target = batch
-        return tree_map(move, inputs), tree_map(move, target)
-
 
 class _Seeded(Dataset[Any]):
     """A dataset in a loading process: what it draws at random for a batch depends on the batch
     alone, not on the process that loads it or on what that has loaded before."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
 
-    def __getitems__(self, numbered: list[int]) -> Any:
-        """The examples of a batch, whose number comes before their indices."""
-        number, *indices = numbered
-        seed = (self.seed * 1_000_003 + number) % 2**63
+    def __getitems__(self, seeded: list[int]) -> Any:
+        """The examples of a batch, whose seed comes before their indices."""
+        seed, *indices = seeded
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)

@@ -35,6 +35,14 @@ class TextWindows(Dataset):
         window = self.tokens[start : start + self.context + 1].to(torch.int64)
         return window[:-1], window[1:]
 
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes
+
+    def to(self, device: torch.device) -> "TextWindows":
+        """The same on a device, whose indices `batch` then takes."""
+        return TextWindows(self.tokens.to(device), self.context)
+
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Gather many windows at once: indices int64 [B] to input and target, int64 [B, T]."""
         offsets = torch.arange(self.context + 1, device=self.tokens.device)

@@ -4,7 +4,7 @@ raises or dies, in one sentence."""
 import re
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from time import sleep
 from typing import Any
@@ -28,12 +28,15 @@ def live_on(worker: int) -> None:
 
 
 def awaited(
-    batches: Iterator[Any], waiting: Callable[[], AbstractContextManager[object]]
+    loader: Iterable[Any], waiting: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[Any]:
-    """The batches, with a context around each wait for one."""
+    """A loader's batches, with a context around each wait for one, and around its start, which
+    waits for what processes still load of an epoch that was left."""
+    batches: Iterator[Any] | None = None
     while True:
         try:
             with waiting():
+                batches = batches or iter(loader)
                 batch = next(batches, None)
         except Stopped:
             _utils.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds that torch waits for each that hangs

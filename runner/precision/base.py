@@ -72,6 +72,8 @@ class Precision(ABC):
             it can be loaded into the model that was never converted.
         freezes: converted weights do not train.
         whole: why its weights cannot be parted among processes; empty where they can.
+        unrepeatable: why a forward can neither be compiled nor computed a second time for the
+            backward, and what to type; empty where it can.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Precision(ABC):
     layout: str = ""
     freezes: bool = False
     whole: str = ""
+    unrepeatable: str = ""
 
     def require(self, device: torch.device) -> None:
         """Raise Unavailable, with what is missing and the remedy, where it cannot run."""

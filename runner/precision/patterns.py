@@ -1,8 +1,11 @@
-"""Patterns on dotted module names, matched segment by segment with `*` (`l1` is not `l10`)."""
+"""Which modules of a model: by patterns on dotted names, matched segment by segment with `*` (`l1`
+is not `l10`), or the blocks that it repeats."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+
+from torch import nn
 
 from runner.errors import ConfigError
 
@@ -46,3 +49,18 @@ def select(key: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
     if problems:
         raise ConfigError(*problems)
     return found
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def repeated(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of which a container holds several of one class, if they hold modules
+    of their own: the layers of a transformer, the blocks of a ResNet."""
+    found: list[nn.Module] = []
+    members = [child for child in model._modules.values() if child is not None]
+    kinds = [type(child) for child in members] if isinstance(model, _CONTAINERS) else []
+    for child in members:
+        many = kinds.count(type(child)) > 1 and not isinstance(child, _CONTAINERS)
+        found += [child] if many and child._modules else repeated(child)
+    return list(dict.fromkeys(found))

@@ -48,7 +48,7 @@ class DtypeProbe:
 
     A row holds the module's dotted name and kind and the dtypes of: `stores` (its own parameters),
     `inputs`, `computes` (what its convolutions and products took), `outputs` and `gradients`.
-    A compiled model shows its outermost module only.
+    A model of which torch compiled a part in place shows nothing: hooks would be compiled in.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,6 +58,8 @@ class DtypeProbe:
         self._stack = ExitStack()
 
     def __enter__(self) -> "DtypeProbe":
+        if any(module._compiled_call_impl for module in self.model.modules()):
+            return self
         for name, module in self.model.named_modules():
             self._watch(name, module)
         if not isinstance(self.model, torch._dynamo.OptimizedModule):

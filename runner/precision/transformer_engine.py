@@ -21,6 +21,10 @@ from runner.precision.te_layers import convert_layers, unfit
 from runner.precision.true import DTYPES, check_eps, float32_matmul
 
 WEIGHTS = ("bfloat16", "float16")
+_UNREPEATABLE = (
+    "scales by past steps, which a forward moves on. Type precision=transformer-engine-current, "
+    "or leave it out."
+)
 PASSES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
@@ -73,6 +77,8 @@ class TransformerEnginePrecision(Precision):
         self.recipe, self.kind = dict(recipe), te_recipes.KINDS[recipe["kind"]]
         self.fuse, self.ignore_modules = fuse, ignore_modules
         self.update_in_eval = update_in_eval
+        if self._is_delayed:
+            self.unrepeatable = _UNREPEATABLE
         self._built: Any = None
         self._forward: dict[str, AbstractContextManager[Any]] = {}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from runner.precision.patterns import select
+from runner.precision.patterns import repeated, select
 from runner.strategy.base import is_parted
 from runner.strategy.group import Grouped
 
@@ -105,16 +105,3 @@ def _odd(model: nn.Module) -> list[nn.Module]:
     return [
         m for m in model.modules() if any(p.dtype != usual for p in m.parameters(recurse=False))
     ]
-
-
-def repeated(model: nn.Module) -> list[nn.Module]:
-    """Members of a ModuleList or Sequential that are of one class and have weights: the blocks of
-    a transformer, the stages' blocks of a ResNet."""
-    found: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            members = [m for m in module if next(m.parameters(), None) is not None]
-            kinds = [type(m) for m in members]
-            found += [m for m in members if kinds.count(type(m)) > 1]
-    inner = {m for unit in found for m in unit.modules() if m is not unit}
-    return [m for m in found if m not in inner]

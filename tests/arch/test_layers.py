@@ -61,6 +61,7 @@ LAYERS = (
         "again",
         "kept",
         "guards",
+        "shape",
         "course",
         "replay",
         "leave",

@@ -5,9 +5,11 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset, TensorDataset
 
 from runner.accelerator import Accelerator
 from runner.blocks import Transfer
+from runner.data.loading import Loader
 from runner.precision import support
 from runner.state import Driven, TrainState
 from runner.step import train_step
@@ -93,3 +95,31 @@ def test_peak_memory_is_the_runs_own():
     before = accelerator.peak_memory_mib()
     torch.empty(2**28, dtype=torch.uint8, device="cuda")
     assert accelerator.peak_memory_mib() - before == pytest.approx(256, abs=8)
+
+
+class Rows(Dataset):
+    """Examples that are not in memory."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return torch.full((4096,), float(index)), index
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_arrive_whole_while_the_device_computes(workers, held):
+    """Copied in a stream of their own, and their memory used again only when they are done with."""
+    device = torch.device("cuda", 0)
+    x, y = zip(*(Rows()[i] for i in range(60)), strict=True)
+    dataset = TensorDataset(torch.stack(x), torch.tensor(y)) if held else Rows()
+    loader = Loader(dataset, 4, shuffle=True, seed=0, device=device, workers=workers,
+                    on_device=held)  # fmt: skip
+    busy, sums = torch.randn(2048, 2048, device=device), []
+    for epoch in (1, 2, 3):
+        for inputs, target in loader.epoch(epoch):
+            busy = (busy @ busy).clamp(-1, 1)
+            sums.append(((inputs.mean(1) - target) + 0 * busy[0, 0]).abs().sum())
+    loader.close()
+    assert torch.stack(sums).sum().item() == 0

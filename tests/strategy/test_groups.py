@@ -13,7 +13,7 @@ from runner.precision.support import load
 from runner.state import Driven, TrainState
 from runner.step import train_step
 from runner.strategy.ddp import DDP
-from runner.strategy.fsdp import FSDP, repeated
+from runner.strategy.fsdp import FSDP
 from runner.tasks.classification import Classification
 from runner.torchrun import Place, join, place
 
@@ -31,10 +31,19 @@ def alone(monkeypatch):
         monkeypatch.setenv(key, str(value))
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
 def state_of(strategy, name="32-true"):
     torch.manual_seed(0)
     precision = load(name)
-    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    net = nn.Sequential(nn.Linear(8, 8), Block(), Block())
     net, _ = precision.convert(net)
     model = strategy.wrap(net, CPU)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -83,18 +92,6 @@ def test_fsdp_reduces_each_unit_once_per_step(alone):
             found = {str(op): n for op, n in comm.get_comm_counts().items()}
             counted.append(sum(n for op, n in found.items() if "reduce_scatter" in op))
         assert counted[0] == counted[1] == 3  # two blocks and the rest
-
-
-def test_the_blocks_of_a_model_are_its_units():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-
-    model = nn.Module()
-    model.blocks = nn.ModuleList([Block(), Block()])
-    model.stages = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Conv1d(2, 2, 1))
-    assert repeated(model) == [*model.blocks]
 
 
 def test_units_that_name_no_module_are_refused(alone):

@@ -1,0 +1,74 @@
+"""What makes a job faster or smaller, as the command line runs it; it must compute the same."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+GPT = ("accelerator=cpu", "model=gpt", "model.layers=2", "model.heads=1", "model.width=16",
+       "model.dropout=0.1", "data=synthetic_tokens", "data.count=60", "data.context=8",
+       "train.batch_size=16", "train.epochs=2", "tracking=none")  # fmt: skip
+
+
+def run(main, name, *args):
+    """Its result and its last weights."""
+    done = main(*GPT, f"hydra.run.dir={name}", *args)
+    assert done.rc == 0, done.stderr
+    (saved,) = Path(name).glob("checkpoints/step-*.pt")
+    model = torch.load(saved, weights_only=True)["model"]
+    return json.loads((Path(name) / "result.json").read_text()), model
+
+
+@pytest.fixture
+def plain(main):
+    return run(main, "plain")
+
+
+def kinds(name):
+    rows = json.loads((Path(name) / "dtypes.json").read_text())["data"]
+    return [row[:2] for row in rows]
+
+
+@pytest.mark.slow
+def test_compiled_blocks(main, cli):
+    """In a process of its own: torch warns while it compiles, which is no error there."""
+    wanted, weights = run(main, "plain", "model.dropout=0")
+    done = cli(*GPT, "model.dropout=0", "train.compile=regional", "hydra.run.dir=compiled")
+    assert done.rc == 0, done.stderr
+    found = json.loads(Path("compiled/result.json").read_text())
+    assert found["metrics"]["val/loss"] == pytest.approx(wanted["metrics"]["val/loss"], abs=1e-4)
+    (saved,) = Path("compiled").glob("checkpoints/step-*.pt")
+    assert list(torch.load(saved, weights_only=True)["model"]) == list(weights)
+    assert kinds("compiled") == kinds("plain")
+    done = cli("mode=evaluate", "checkpoint=compiled", "accelerator=cpu", "tracking=none",
+               "train.compile=regional", "train.batch_size=16", "hydra.run.dir=again")  # fmt: skip
+    assert done.rc == 0, done.stderr
+    again = json.loads(Path("again/result.json").read_text())
+    assert again["metrics"]["val/loss"] == pytest.approx(found["metrics"]["val/loss"], abs=1e-5)
+
+
+def test_activations_computed_twice(main, plain):
+    result, weights = run(main, "twice", "train.activation_checkpointing=true")
+    assert result["metrics"] == plain[0]["metrics"]
+    assert list(weights) == list(plain[1])
+    assert all(torch.equal(weights[name], plain[1][name]) for name in weights)
+    assert kinds("twice") == kinds("plain")
+
+
+def test_data_held_on_the_device(main, plain):
+    result, weights = run(main, "held", "train.data_on_device=true")
+    assert result["metrics"] == plain[0]["metrics"]
+    assert all(torch.equal(weights[name], plain[1][name]) for name in weights)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own, from Python 3.12 on
+def test_no_loading_process_outlives_its_run(own):
+    """They stay from epoch to epoch, for training and evaluation, and end with the run."""
+    before = set(psutil.Process().children(recursive=True))
+    typed = ("data=mine", "train.num_workers=2", "train.epochs=2", "train.max_steps=null")
+    for more in (["hydra.run.dir=first"], ["mode=evaluate", "checkpoint=first"]):
+        done = own(*typed, *more)
+        assert done.rc == 0, done.stderr
+        assert set(psutil.Process().children(recursive=True)) <= before
