@@ -16,7 +16,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config import REMOTE
-from runner.errors import ConfigError, RunnerError
+from runner.errors import ConfigError
 from runner.launcher.away import STOP, RemoteJob
 from runner.launcher.isolated import announce, as_job, folder_of, register
 from runner.launcher.order import Order, composed
@@ -28,6 +28,7 @@ from runner.stop import Interrupted
 
 _VISIBLE_SECONDS = 15.0
 """What a shared file system may take until it shows here what was written elsewhere."""
+_POLL_SECONDS = 0.2
 _STORE_BYTES = 2**27
 """Of Ray's store, which a sweep hardly uses; its own default is a third of the memory."""
 
@@ -88,65 +89,68 @@ class RemoteLauncher(Launcher):
         before = {number for number, config in jobs.items() if folder_of(config).exists()}
         asked = Path(self._config.hydra.sweep.dir, STOP)
         asked.unlink(missing_ok=True)
+        for number in before if not self._config.hydra.callbacks.sweep.resume else ():
+            (folder_of(jobs[number]) / FILE).unlink(missing_ok=True)  # of another sweep
+        job = self._job(frozenset(before), len(jobs))
+        if self._node.get("ray"):
+            self._start_ray()  # which takes SIGTERM for itself
         with StopFile(asked) as stop:
             try:
-                done = self._run(job_overrides, initial_job_idx, frozenset(before), stop)
+                came = self._run(job, job_overrides, initial_job_idx, stop)
             except Interrupted:
-                done = dict.fromkeys(jobs, "Stopped at once by a second signal.")
-        if not stop.came and not any(folder_of(jobs[n]).exists() for n in {*jobs} - before):
-            refusals = {str(told) for told in done.values() if not isinstance(told, JobReturn)}
-            if len(refusals) == 1 and len(done) == len(jobs) and not before:
-                choice = self._config.hydra.runtime.choices.get("hydra/launcher")
-                raise ConfigError(f"hydra/launcher={choice}: {refusals.pop()}")
-        returns = [_settled(n, config, done[n], bool(stop.came)) for n, config in jobs.items()]
+                came = ["Stopped at once by a second signal."] * len(jobs)
+            except Exception as error:
+                if not stop.came and not any(folder_of(jobs[n]).exists() for n in {*jobs} - before):
+                    raise self._refused(error) from error
+                came = [explained(error)] * len(jobs)
+        done = dict(zip(jobs, came, strict=True))
+        _settle(jobs, done, bool(stop.came))
         asked.unlink(missing_ok=True)
         if stop.came:
             raise SystemExit(128 + stop.came)
-        return returns
+        return [_returned(config, done[number]) for number, config in jobs.items()]
 
-    def _run(
-        self, overrides: Sequence[Sequence[str]], first: int, before: frozenset[int], stop: StopFile
-    ) -> Mapping[int, JobReturn | str]:
-        """What each job came to; text says why one came to nothing."""
-        numbers = range(first, first + len(overrides))
+    def _job(self, before: frozenset[int], jobs: int) -> RemoteJob:
         # Ray's processes may have been started before the command. Others get its environment.
         passed = "MLFLOW_" if self._node.get("ray") else "HYDRA_"
         environ = {key: value for key, value in os.environ.items() if key.startswith(passed)}
-        at_once = _at_once(self._node, len(overrides))
         sweep = Order.pickled(self._config, self._task, self._context)
-        job = RemoteJob(sweep, os.getcwd(), [*sys.path], environ, before, at_once)  # noqa: PTH109
+        here = os.getcwd()  # noqa: PTH109
+        return RemoteJob(sweep, here, [*sys.path], environ, before, _at_once(self._node, jobs))
+
+    def _run(
+        self, job: RemoteJob, overrides: Sequence[Sequence[str]], first: int, stop: StopFile
+    ) -> Sequence[JobReturn | str]:
+        """What each job came to; text says why one came to nothing."""
         config = copy.deepcopy(self._config)
         with read_write(config), open_dict(config):
             config.hydra.launcher = self._node
-        try:
-            if self._node.get("ray"):
-                start_ray(self._node.ray.init)
-                stop.__enter__()  # Ray has taken SIGTERM
-            launcher = Plugins.instance().instantiate_launcher(
-                hydra_context=self._context, task_function=job, config=config
-            )
-            if hasattr(launcher, "_EXECUTOR"):
-                from runner.launcher.batch import run
+        launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=self._context, task_function=job, config=config
+        )
+        if hasattr(launcher, "_EXECUTOR"):
+            from runner.launcher.batch import run
 
-                return dict(zip(numbers, run(launcher, overrides, first, stop), strict=True))
-            return dict(zip(numbers, launcher.launch(overrides, first), strict=True))
-        except RunnerError:
-            raise
-        except Exception as error:
-            return dict.fromkeys(numbers, explained(error))
+            return run(launcher, overrides, first, stop)
+        return launcher.launch(overrides, first)
 
+    def _start_ray(self) -> None:
+        """Begins a Ray cluster of this machine, or joins the one that an address names."""
+        import ray  # pyright: ignore[reportMissingImports]
 
-def start_ray(settings: DictConfig) -> None:
-    """Begins a Ray cluster of this machine, or joins the one that an address names."""
-    import ray
+        given = OmegaConf.to_container(self._node.ray.init, resolve=True)
+        assert isinstance(given, dict)
+        if not (given.get("address") or os.environ.get("RAY_ADDRESS")):
+            given.setdefault("object_store_memory", _STORE_BYTES)
+        if not ray.is_initialized():
+            try:
+                ray.init(**{str(key): value for key, value in given.items()})
+            except Exception as error:
+                raise self._refused(error) from error
 
-    if ray.is_initialized():
-        return
-    given = OmegaConf.to_container(settings, resolve=True)
-    assert isinstance(given, dict)
-    if not (given.get("address") or os.environ.get("RAY_ADDRESS")):
-        given.setdefault("object_store_memory", _STORE_BYTES)
-    ray.init(**{str(key): value for key, value in given.items()})
+    def _refused(self, error: Exception) -> ConfigError:
+        choice = self._config.hydra.runtime.choices.get("hydra/launcher")
+        return ConfigError(f"hydra/launcher={choice} takes no jobs: {explained(error)}")
 
 
 def explained(error: Exception) -> str:
@@ -164,39 +168,43 @@ def _at_once(node: DictConfig, jobs: int) -> int:
     return jobs if name == "LocalLauncher" else 1
 
 
-def _settled(number: int, config: DictConfig, came: JobReturn | str, stopped: bool) -> JobReturn:
-    """What a job came to; one that left no result is told and recorded."""
-    folder = folder_of(config)
-    if isinstance(came, JobReturn) and came.status == JobStatus.COMPLETED and not stopped:
-        _await(folder / FILE)
-    began = folder.exists()
-    if not (folder / FILE).exists() and (began or not stopped):
-        from runner.cli import record
+def _settle(
+    jobs: Mapping[int, DictConfig], done: Mapping[int, JobReturn | str], stopped: bool
+) -> None:
+    """Waits for results to show here; says and records why there are none of some jobs."""
+    from runner.cli import record
 
-        reason = _reason(came, folder)
-        complain(f"job {number}: {reason}")
-        with as_job(config):
-            record(config, folder, "stopped" if stopped else "failed", reason)
-    if isinstance(came, JobReturn) and came.status == JobStatus.COMPLETED:
-        return came
-    overrides = OmegaConf.to_container(config.hydra.overrides.task)
-    assert isinstance(overrides, list)
-    return JobReturn(overrides=overrides, cfg=config, status=JobStatus.COMPLETED)
+    end = time.monotonic() + _VISIBLE_SECONDS
+    reasons: dict[str, list[str]] = {}
+    for number, config in jobs.items():
+        came, folder = done[number], folder_of(config)
+        ran = isinstance(came, JobReturn) and came.status == JobStatus.COMPLETED
+        while ran and not (folder / FILE).exists() and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        if not (folder / FILE).exists() and (folder.exists() or not stopped):
+            reason = _reason(came, folder.parent)
+            reasons.setdefault(reason, []).append(str(number))
+            with as_job(config):
+                record(config, folder, "stopped" if stopped else "failed", reason)
+    for reason, numbers in reasons.items():
+        complain(f"job {', '.join(numbers)}: {reason}")
 
 
-def _reason(came: JobReturn | str, folder: Path) -> str:
+def _reason(came: JobReturn | str, sweep: Path) -> str:
     if isinstance(came, str):
         return came
     if came.status == JobStatus.FAILED:
         return str(came._return_value)
     return (
-        f"It ran, but {folder} holds no result here. The machines of a launcher must share that "
-        "folder: type hydra.sweep.dir=<folder that all of them see>."
+        f"It ran, but left no result in {sweep} as this machine sees it. The machines of a "
+        "launcher must share that folder: type hydra.sweep.dir=<folder that all of them see>."
     )
 
 
-def _await(path: Path) -> None:
-    """Until a file that was written elsewhere shows here."""
-    end = time.monotonic() + _VISIBLE_SECONDS
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.2)
+def _returned(config: DictConfig, came: JobReturn | str) -> JobReturn:
+    """What Hydra takes; of a job without a result, no number."""
+    if isinstance(came, JobReturn) and came.status == JobStatus.COMPLETED:
+        return came
+    overrides = OmegaConf.to_container(config.hydra.overrides.task)
+    assert isinstance(overrides, list)
+    return JobReturn(overrides=overrides, cfg=config, status=JobStatus.COMPLETED)
