@@ -182,8 +182,8 @@ def server(tmp_path_factory):
 def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, server):
     """Of three jobs one is killed, and one is told in its sixth step that its time is over."""
     sweep = begin("launcher=slurm", "hydra.launcher.partition=gpu",
-                  "hydra.launcher.cpus_per_task=1", "model.how=well,killed,waits", f"tracking.uri={server}",
-                  "tracking.log_model=false", PATH=os.environ["PATH"])  # fmt: skip
+                  "hydra.launcher.cpus_per_task=1", "model.how=well,killed,waits",
+                  f"tracking.uri={server}", "tracking.log_model=false", PATH=os.environ["PATH"])  # fmt: skip
     wait_for(lambda: [*jobs.glob("waits-*")], sweep)
     (waiting,) = [
         process for process in living(jobs)
