@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import sysconfig
 import time
 import warnings
 from pathlib import Path
@@ -183,7 +184,8 @@ def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, server):
     """Of three jobs one is killed, and one is told in its sixth step that its time is over."""
     sweep = begin("launcher=slurm", "hydra.launcher.partition=gpu",
                   "hydra.launcher.cpus_per_task=1", "model.how=well,killed,waits",
-                  f"tracking.uri={server}", "tracking.log_model=false", PATH=os.environ["PATH"])  # fmt: skip
+                  f"tracking.uri={server}", "tracking.log_model=false",
+                  PATH=os.environ["PATH"])  # fmt: skip
     wait_for(lambda: [*jobs.glob("waits-*")], sweep)
     (waiting,) = [
         process for process in living(jobs)
@@ -267,6 +269,49 @@ def begin_again(jobs, folder):
         capture_output=True, timeout=180, check=False,
         env={**kept, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def with_ray(root):
+    """A Python with Ray besides what this one has. Hydra's plugin for it wants an older cloudpickle
+    than joblib does, so that both have no place in one environment; kept for the next time."""
+    home = Path(sys.prefix) / "with-ray"
+    if not (home / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+        python, (packages,) = home / "bin" / "python", home.glob("lib/python*/site-packages")
+        (packages / "around.pth").write_text(sysconfig.get_path("purelib"))
+        done = subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "-c", root / "constraints.txt",
+             "hydra-ray-launcher"],
+            capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            pytest.skip(f"Ray cannot be installed here: {done.stderr[-500:]}")
+        (home / "ready").touch()
+    return str(home / "bin" / "python")
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_runs_jobs_and_is_stopped(begin, jobs, with_ray):
+    sweep = begin("launcher=ray", "model.how=well,killed,waits", "tracking=none", python=with_ray)
+    wait_for(lambda: [*jobs.glob("waits-*")], sweep)
+    (folder,) = jobs.glob("outputs/sweeps/*")
+    wait_for(lambda: len(results(jobs)) == 2)
+    sweep.send_signal(signal.SIGTERM)
+    wait_for((folder / "stop").exists)
+    (jobs / "go").touch()
+    stdout, stderr = sweep.communicate(timeout=180)
+    assert sweep.returncode == 143, stderr
+    assert "Traceback" not in stderr
+    told = results(jobs)
+    assert [job["status"] for job in told] == ["finished", "failed", "stopped"]
+    assert [job["label"] for job in told] == [
+        f"32-true model.how={how}" for how in ("well", "killed", "waits")
+    ]
+    assert told[1]["error"].startswith("Its process was ended by SIGKILL")
+    assert [*folder.glob("2/checkpoints/step-*6.pt")]
+    assert "│ 32-true model.how=well   │ finished │" in stdout
+    wait_for(lambda: not living(jobs))
 
 
 @pytest.mark.slow
