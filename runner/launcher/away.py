@@ -5,7 +5,9 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from runner.result import FILE as RESULT
 STOP = "stop"
 """The file in a sweep's folder that asks its jobs to stop: the number of a signal."""
 
+_POLL_SECONDS = 1.0
+
 
 @dataclass(frozen=True)
 class RemoteJob:
@@ -35,6 +39,7 @@ class RemoteJob:
         before: numbers of the jobs whose folders were there before the sweep began. Another one
             that finds files in its folder has begun before, and goes on.
         at_once: jobs that share the machine's processors.
+        child: runs in a child of the sweep's process, and stops when that is gone.
     """
 
     sweep: bytes
@@ -43,6 +48,7 @@ class RemoteJob:
     environ: Mapping[str, str]
     before: frozenset[int]
     at_once: int
+    child: bool
 
     def __call__(self, config: DictConfig) -> object:
         """Returns what the task returns, None where it was stopped.
@@ -66,7 +72,8 @@ class RemoteJob:
         overrides = OmegaConf.to_container(hydra.overrides.task)
         assert isinstance(overrides, list)
         try:
-            (done,) = launcher.launch([overrides], number)
+            with _ending_with_parent() if self.child else nullcontext():
+                (done,) = launcher.launch([overrides], number)
             return done.return_value
         except SystemExit as stop:
             status = int(str(stop.code))
@@ -95,6 +102,26 @@ class RemoteJob:
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")
         if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
             os.environ.setdefault("OMP_NUM_THREADS", cpus)
+
+
+@contextmanager
+def _ending_with_parent() -> Iterator[None]:
+    """Context of a job that stops when this process's parent is gone; the process ends with it."""
+    parent, ended = os.getppid(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_POLL_SECONDS):
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _hand_over(status: int) -> None:

@@ -1,5 +1,6 @@
 """Jobs of a sweep through submitit: all are waited for, whatever becomes of one."""
 
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from runner.launcher.stop import StopFile
 from runner.stop import Interrupted
 
 _POLL_SECONDS = 0.2
+_OF_TERMINAL = (signal.SIGINT, signal.SIGHUP)
+"""Which submitit's own processes here would pass on as a kill; jobs hear of them otherwise."""
 _END_SECONDS = 20.0
 """For jobs that were cancelled to be gone."""
 
@@ -64,7 +67,11 @@ def _submit(launcher: Any, overrides: Sequence[Sequence[str]], first: int) -> Se
     numbers = range(first, first + len(overrides))
     state = Singleton.get_state()
     rest = zip(*[("hydra.sweep.dir", n, f"job_id_for_{n}", state) for n in numbers], strict=True)
-    return executor.map_array(launcher, [[*texts] for texts in overrides], *rest)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_TERMINAL if kind == "local" else [])
+    try:
+        return executor.map_array(launcher, [[*texts] for texts in overrides], *rest)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _outcome(job: Any) -> JobReturn | str:
@@ -88,7 +95,10 @@ def _cancel(jobs: Sequence[Any]) -> None:
     for job in jobs:
         if not job.done():
             with suppress(OSError):
-                job.cancel(check=False)
+                if process := getattr(job, "_process", None):
+                    process.terminate()
+                else:
+                    job.cancel(check=False)
     end = time.monotonic() + _END_SECONDS
     while time.monotonic() < end and not all(job.done() for job in jobs):
         time.sleep(_POLL_SECONDS)

@@ -116,7 +116,8 @@ class RemoteLauncher(Launcher):
         environ = {key: value for key, value in os.environ.items() if key.startswith(passed)}
         sweep = Order.pickled(self._config, self._task, self._context)
         here = os.getcwd()  # noqa: PTH109
-        return RemoteJob(sweep, here, [*sys.path], environ, before, _at_once(self._node, jobs))
+        at_once, child = _at_once(self._node, jobs), _name(self._node) == "JoblibLauncher"
+        return RemoteJob(sweep, here, [*sys.path], environ, before, at_once, child)
 
     def _run(
         self, job: RemoteJob, overrides: Sequence[Sequence[str]], first: int, stop: StopFile
@@ -161,11 +162,14 @@ def explained(error: Exception) -> str:
 
 def _at_once(node: DictConfig, jobs: int) -> int:
     """How many jobs this machine runs at the same time."""
-    name = str(node._target_).rpartition(".")[2]
-    if name == "JoblibLauncher":
+    if _name(node) == "JoblibLauncher":
         asked = int(node.n_jobs)
         return min(jobs, asked if asked > 0 else max(1, (os.cpu_count() or 1) + 1 + asked))
-    return jobs if name == "LocalLauncher" else 1
+    return jobs if _name(node) == "LocalLauncher" else 1
+
+
+def _name(node: DictConfig) -> str:
+    return str(node._target_).rpartition(".")[2]
 
 
 def _settle(

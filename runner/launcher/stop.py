@@ -42,7 +42,7 @@ class StopRequests(Heeding):
 
     def new(self) -> list[int]:
         """Those that came since; what comes together is one."""
-        if self._asked is not None and self._asked.exists():
+        if self._since is None and self._asked is not None and self._asked.exists():
             number, self._asked = int(self._asked.read_text()), None
             self.take(number)
         new = [*os.read(self._read, 64)] if select([self], [], [], 0)[0] else []
