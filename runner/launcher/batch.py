@@ -15,6 +15,7 @@ from runner.launcher.stop import StopFile
 from runner.stop import Interrupted
 
 _POLL_SECONDS = 0.2
+_ASK_SECONDS = 1.0
 _OF_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 """Which submitit's own processes here would pass on as a kill; jobs hear of them otherwise."""
 _END_SECONDS = 20.0
@@ -30,13 +31,13 @@ def run(
         Exception: submitit or its batch system takes none of them.
     """
     jobs = _submit(launcher, overrides, first)
-    waiting = True
+    asked = False  # Slurm, for what has become of jobs that leave no result
     try:
-        while not all(job.done() for job in jobs):
-            if stop.came and waiting:
-                waiting = False
+        while not all(job.done(force_check=asked) for job in jobs):
+            if stop.came and not asked:
+                asked = True
                 _drop_waiting(jobs)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_ASK_SECONDS if asked else _POLL_SECONDS)
         return [_outcome(job) for job in jobs]
     except Interrupted:
         _cancel(jobs)
