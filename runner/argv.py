@@ -8,7 +8,7 @@ from pathlib import Path
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _GROUPS = (
     "accelerator|precision|model|adapter|data|task|optimizer|scheduler|tracking|debug|experiment"
-    "|sweep"
+    "|launcher|sweep"
 )
 _GROUP = re.compile(
     rf"^(?P<plus>\+{{0,2}})(?P<group>{_GROUPS})=(?P<call>choice\()?(?P<names>[^()]*)(?P<end>\))?$"

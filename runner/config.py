@@ -24,6 +24,8 @@ NEEDED = ("strategy", "precision", "model", "data", "task", "optimizer", "tracki
 RESERVED = {"_target_", "meta", "match", "shuffle"}
 # The name that runner.launcher.isolated.IsolatedLauncher has for Hydra.
 ISOLATED = "hydra_plugins.runner.IsolatedLauncher"
+# The same of runner.launcher.remote.RemoteLauncher.
+REMOTE = "hydra_plugins.runner.RemoteLauncher"
 
 
 @dataclass

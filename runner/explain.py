@@ -16,6 +16,14 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+_EXTRAS = {
+    "hydra/sweeper=optuna": "optuna",
+    "hydra/launcher=submitit_slurm": "slurm",
+    "hydra/launcher=submitit_local": "slurm",
+    "hydra/launcher=ray": "ray",
+    "hydra/launcher=joblib": "joblib",
+}
+
 
 def explain(error: Exception, argv: Sequence[str]) -> str:
     """One clear message for a config that does not compose.
@@ -80,10 +88,10 @@ def _missing_option(error: MissingConfigException) -> str:
     options = [str(name) for name in error.options or ()]
     if not group:
         return str(error).strip().replace("\n", " ")
-    if (group, option) == ("hydra/sweeper", "optuna"):
+    if extra := _EXTRAS.get(f"{group}={option}"):
         return (
-            "hydra/sweeper=optuna needs a package that is not installed here. Type "
-            "pip install 'precision-runner[optuna]'."
+            f"{group}={option} needs a package that is not installed here. Type "
+            f"pip install 'precision-runner[{extra}]'."
         )
     if not options:
         return f"{group}={option} is not known: there is no option in {group}/."

@@ -15,6 +15,7 @@ from runner.secrets import masked
 from runner.shown import complain
 
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
+_BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
 
 
@@ -30,7 +31,8 @@ class SweepCallback(Callback):
         self._resume = resume
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        if config.hydra.launcher.get("_target_") == ISOLATED:
+        launcher = config.hydra.launcher.get("_target_")
+        if launcher == ISOLATED:
             from runner.launcher.isolated import prepare
 
             prepare()
@@ -50,6 +52,10 @@ class SweepCallback(Callback):
                 )
             if str(config.hydra.sweeper.get("_target_")).startswith(_OPTUNA):
                 prepare_search(config)
+            if launcher not in (ISOLATED, _BASIC):
+                from runner.launcher import remote
+
+                remote.prepare(config)
             Sweep.begin(folder, overrides, tracking, self._resume)  # type: ignore[arg-type]
         except RunnerError as error:  # Hydra turns a callback's Exception into a warning
             complain(str(error))

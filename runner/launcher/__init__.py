@@ -1,1 +1,1 @@
-"""hydra/launcher=isolated: each job of a sweep in a process of its own."""
+"""What runs the jobs of a sweep: processes of our own, or those of a plugin of Hydra's."""

@@ -15,15 +15,14 @@ from typing import final
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from runner.config import ISOLATED
 from runner.errors import ConfigError
-from runner.launcher.order import Order, Surroundings
+from runner.launcher.order import LateOrder, Order, Surroundings, composed
 from runner.launcher.parent import JobProcess, Nursery
 from runner.launcher.stop import StopRequests
 from runner.shown import complain
@@ -39,13 +38,19 @@ _nursery: Nursery | None = None
 def prepare() -> None:
     """Makes the launcher known to Hydra, and has the nursery import what jobs need while we import
     what we need."""
+    register(IsolatedLauncher)
+    nursery()
+
+
+def register(launcher: type[Launcher]) -> None:
+    """Makes one of ours known to Hydra."""
     # Hydra finds plugins in a namespace of its own only, which is empty where none is installed.
     space, name = ISOLATED.split(".")[:2]
     sys.modules.setdefault(space, ModuleType(space))
-    sys.modules[f"{space}.{name}"] = sys.modules[__name__]
-    IsolatedLauncher.__module__ = f"{space}.{name}"
-    Plugins.instance().register(IsolatedLauncher)
-    nursery()
+    sys.modules.setdefault(f"{space}.{name}", ModuleType(f"{space}.{name}"))
+    launcher.__module__ = f"{space}.{name}"
+    setattr(sys.modules[f"{space}.{name}"], launcher.__name__, launcher)
+    Plugins.instance().register(launcher)
 
 
 def nursery() -> Nursery:
@@ -66,10 +71,14 @@ class IsolatedLauncher(Launcher):
 
     Args:
         n_jobs: how many run at once, 1 or more.
+        asked: the file that asks for a stop, see StopRequests.
+        sweep: the order for jobs of another process's sweep, see LateOrder.
     """
 
-    def __init__(self, n_jobs: int = 1) -> None:
-        self._n_jobs = n_jobs
+    def __init__(
+        self, n_jobs: int = 1, asked: Path | None = None, sweep: bytes | None = None
+    ) -> None:
+        self._n_jobs, self._asked, self._sweep = n_jobs, asked, sweep
         self._running: dict[int, tuple[JobProcess, DictConfig]] = {}
         self._open_ends: list[Followed] = []
 
@@ -85,23 +94,16 @@ class IsolatedLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Raises SystemExit where a signal has stopped the sweep."""
-        from runner.sweep import Sweep
-
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
-        if Sweep.current:
-            Sweep.current.asks_for(
-                max(
-                    initial_job_idx + len(job_overrides),
-                    self._config.hydra.sweeper.get("n_trials", 0),
-                )
-            )
+        announce(self._config, initial_job_idx + len(job_overrides))
         todo = deque(enumerate(job_overrides, initial_job_idx))
         done: dict[int, JobReturn] = {}
-        with DefaultSelector() as selector, StopRequests() as stop, self._none_left():
+        with DefaultSelector() as selector, StopRequests(self._asked) as stop, self._none_left():
             selector.register(stop, EVENT_READ, lambda: self._forward(stop.new()))
             while self._running or (todo and not stop.came):
+                self._forward(stop.new())
                 while todo and len(self._running) < self._n_jobs and not stop.came:
                     self._start(*todo.popleft(), selector)
                 for key, _ in selector.select(timeout=1.0):
@@ -134,14 +136,14 @@ class IsolatedLauncher(Launcher):
                 job.send_signal(number)
 
     def _start(self, number: int, overrides: Sequence[str], selector: BaseSelector) -> None:
-        config = self._context.config_loader.load_sweep_config(self._config, list(overrides))
-        with open_dict(config):
-            config.hydra.job.id = config.hydra.job.num = number
+        config = composed(self._context, self._config, number, overrides)
         if not config.hydra.callbacks.sweep.resume:
-            (_folder(config) / "result.json").unlink(missing_ok=True)  # of another sweep
-        # Plugins would go with their classes, of which each process finds its own.
-        known = {k: one for k, one in Singleton._instances.items() if k is not Plugins}
-        order = pickle.dumps(Order(config, self._task, self._context, known))
+            (folder_of(config) / "result.json").unlink(missing_ok=True)  # of another sweep
+        if self._sweep is None:
+            order = Order.pickled(config, self._task, self._context)
+        else:
+            again = bool(config.hydra.callbacks.sweep.resume)
+            order = pickle.dumps(LateOrder(self._sweep, number, overrides, again))
         mark = f"[job {number}] " if self._n_jobs > 1 else ""
         job = JobProcess(nursery(), selector, Surroundings.ours(self._n_jobs), order, mark)
         self._running[number] = job, config
@@ -151,7 +153,7 @@ class IsolatedLauncher(Launcher):
         job.close()
         if isinstance(job.answer, JobReturn):
             return job.answer
-        told = job.answer is not None and (_folder(config) / "result.json").exists()
+        told = job.answer is not None and (folder_of(config) / "result.json").exists()
         if not told:
             self._bury(number, job, config, bool(stop.came))
         overrides = OmegaConf.to_container(config.hydra.overrides.task)
@@ -165,21 +167,30 @@ class IsolatedLauncher(Launcher):
 
         reason = job.reason()
         complain(f"job {number}: {reason}")
-        with _as_job(config):
-            record(config, _folder(config), "stopped" if stopped else "failed", reason)
+        with as_job(config):
+            record(config, folder_of(config), "stopped" if stopped else "failed", reason)
             command = origin(sweeping=True).command
         status = "KILLED" if stopped else "FAILED"
         note = notes.broken(command, status, reason)
         self._open_ends += job.lent.end(status, reason, note)
 
 
-def _folder(config: DictConfig) -> Path:
+def announce(config: DictConfig, jobs: int) -> None:
+    """Tells this process's sweep how many jobs it has; a search may say so itself."""
+    from runner.sweep import Sweep
+
+    if Sweep.current:
+        Sweep.current.asks_for(max(jobs, config.hydra.sweeper.get("n_trials", 0)))
+
+
+def folder_of(config: DictConfig) -> Path:
+    """A job's, absolute."""
     return Path(os.path.abspath(config.hydra.sweep.dir), config.hydra.sweep.subdir)  # noqa: PTH100
 
 
 @contextmanager
-def _as_job(config: DictConfig) -> Iterator[None]:
-    """HydraConfig as it is in the job."""
+def as_job(config: DictConfig) -> Iterator[None]:
+    """Context with HydraConfig as it is in the job."""
     hydra = HydraConfig.instance()
     before = hydra.cfg
     hydra.set_config(config)

@@ -1,15 +1,17 @@
 """What a job's process is told to do."""
 
 import os
+import pickle
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict, read_write
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,13 @@ class Order:
     context: HydraContext
     singletons: Mapping[Any, Any]
 
+    @classmethod
+    def pickled(cls, config: DictConfig, task: TaskFunction, context: HydraContext) -> bytes:
+        """With what Hydra knows in this process."""
+        # Plugins would go with their classes, of which each process finds its own.
+        known = {kind: one for kind, one in Singleton._instances.items() if kind is not Plugins}
+        return pickle.dumps(cls(config, task, context, known))
+
     def run(self) -> JobReturn:
         """Raises what the task raised."""
         Singleton._instances.update(self.singletons)  # set_state would look for plugins anew
@@ -66,3 +75,46 @@ class Order:
         if done.status != JobStatus.COMPLETED:
             raise done._return_value
         return done
+
+
+@dataclass(frozen=True)
+class LateOrder:
+    """An order for one job of a sweep, composed by the job: what Hydra composes in a process that
+    a plugin started holds classes of its own, which cannot be passed on.
+
+    Attributes:
+        sweep: a pickled order whose config is the sweep's.
+        again: the job goes on with what it left.
+    """
+
+    sweep: bytes
+    number: int
+    overrides: Sequence[str]
+    again: bool
+
+    def run(self) -> JobReturn:
+        """Raises what the task raised."""
+        order: Order = pickle.loads(self.sweep)
+        Singleton._instances.update(order.singletons)
+        setup_globals()
+        config = going_on(order.config) if self.again else order.config
+        job = composed(order.context, config, self.number, self.overrides)
+        return replace(order, config=job).run()
+
+
+def composed(
+    context: HydraContext, config: DictConfig, number: int, overrides: Sequence[str]
+) -> DictConfig:
+    """A job's config, from the sweep's."""
+    job = context.config_loader.load_sweep_config(config, list(overrides))
+    with open_dict(job):
+        job.hydra.job.id = job.hydra.job.num = number
+    return job
+
+
+def going_on(config: DictConfig) -> DictConfig:
+    """A sweep's config whose jobs go on with what they left."""
+    config = config.copy()
+    with read_write(config), open_dict(config):
+        config.hydra.overrides.hydra.append("hydra.callbacks.sweep.resume=true")
+    return config

@@ -2,21 +2,27 @@
 
 import os
 import time
+from pathlib import Path
 from select import select
 
-from runner.stop import TOGETHER, Heeding
+from runner.files import write_text
+from runner.stop import TOGETHER, Heeding, Interrupted
 
 
 class StopRequests(Heeding):
     """Context that turns signals into something to read, so that none interrupts what a launcher
     does.
 
+    Args:
+        asked: a file that holds a signal's number once it is asked for where no signal reaches.
+
     Attributes:
         came: their numbers, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Path | None = None) -> None:
         super().__init__()
+        self._asked = asked
         self.came: list[int] = []
         self._read, self._write = os.pipe()
         self._since: float | None = None
@@ -36,6 +42,9 @@ class StopRequests(Heeding):
 
     def new(self) -> list[int]:
         """Those that came since; what comes together is one."""
+        if self._since is None and self._asked is not None and self._asked.exists():
+            number, self._asked = int(self._asked.read_text()), None
+            self.take(number)
         new = [*os.read(self._read, 64)] if select([self], [], [], 0)[0] else []
         now = time.monotonic()
         if new and self._since is None:
@@ -51,3 +60,26 @@ class StopRequests(Heeding):
     def waited(self) -> float:
         """Seconds since the second one came."""
         return 0.0 if self._urgent_since is None else time.monotonic() - self._urgent_since
+
+
+class StopFile(Heeding):
+    """Context of jobs that this process cannot signal: the first signal goes into a file that they
+    look for, another one raises Interrupted.
+
+    Attributes:
+        came: the number of the first one; 0 before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._since = path, 0.0
+        self.came = 0
+
+    def take(self, number: int) -> None:
+        """Writes it down; raises Interrupted."""
+        now = time.monotonic()
+        if not self.came:
+            self.came, self._since = number, now
+            write_text(self._path, str(number))
+        elif now - self._since > TOGETHER:
+            raise Interrupted(number)

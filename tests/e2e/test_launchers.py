@@ -1,0 +1,389 @@
+"""Sweeps whose jobs other launchers run: Slurm through submitit, Ray, joblib; in real processes."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import sysconfig
+import time
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+
+JOBS = '''
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+from lab.nets import Net
+
+
+class Job(Net):
+    """Does in its sixth training step what it was built for."""
+
+    def __init__(self, how: str, **sizes) -> None:
+        super().__init__(**sizes)
+        self.how = how
+
+    def forward(self, x):
+        if self.training and self.calls == 5:
+            getattr(self, self.how)()
+        return super().forward(x)
+
+    def well(self):
+        pass
+
+    def killed(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def raises(self):
+        raise ArithmeticError("failed as it was told to")
+
+    def lost(self):
+        """With the process that was started for it, as when a machine fails."""
+        psutil.Process(os.getppid()).parent().kill()
+        time.sleep(60)
+
+    def waits(self):
+        Path(f"waits-{os.getpid()}").touch()
+        while not Path("go").exists():
+            time.sleep(0.02)
+'''
+YAML = "# Mine\n_target_: lab.jobs.Job\nclasses: ${data.meta.classes}\nhow: well\n"
+TINY = ("--config-dir", "lab/conf", "model=job", "data=mine", "train.max_steps=12",
+        "train.log_every=1", "-m")  # fmt: skip
+SLURM = '''#!{python}
+"""A cluster of this one machine, as far as submitit asks it for something."""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HOME = Path({home!r})
+command, args = Path(sys.argv[0]).name, sys.argv[1:]
+if command == "sbatch":
+    script = Path(args[0]).read_text()
+    (HOME / "script").write_text(script)
+    for n in range(int(re.search(r"--array=0-(\\d+)", script)[1]) + 1):
+        cpus = re.search(r"--cpus-per-task=(\\d+)", script)[1]
+        env = {{**os.environ, "SLURM_JOB_ID": f"{{70 + n}}", "SLURM_ARRAY_JOB_ID": "70",
+               "SLURM_ARRAY_TASK_ID": f"{{n}}", "SLURM_PROCID": "0", "SLURM_CPUS_PER_TASK": cpus}}
+        again = f"rm -f {{HOME}}/again-{{n}}; bash {{args[0]}}; test -e {{HOME}}/again-{{n}}"
+        subprocess.Popen(["bash", "-c", f"while {{again}}; do :; done; touch {{HOME}}/ended-{{n}}"],
+                         env=env, start_new_session=True, stdout=subprocess.DEVNULL,
+                         stderr=subprocess.DEVNULL)
+    print("Submitted batch job 70")
+elif command == "srun":
+    name = args[args.index("--output") + 1].replace("%A", "70").replace("%t", "0")
+    log = open(name.replace("%a", os.environ["SLURM_ARRAY_TASK_ID"]), "a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    start = args.index(sys.executable)
+    os.execv(args[start], args[start:])
+elif command == "scontrol":
+    (HOME / f"again-{{args[1].partition('_')[2]}}").touch()
+elif command == "sacct":
+    print("JobID|State|NodeList")
+    for n in range(4):
+        print(f"70_{{n}}|{{'COMPLETED' if (HOME / f'ended-{{n}}').exists() else 'RUNNING'}}|here")
+'''
+
+
+@pytest.fixture
+def jobs(lab):
+    (lab / "lab" / "jobs.py").write_text(JOBS)
+    (lab / "lab" / "conf" / "model" / "job.yaml").write_text(YAML)
+    return lab
+
+
+@pytest.fixture
+def begin(jobs, clean):
+    """Starts a sweep as a process."""
+    started = []
+
+    def start(*args, python=sys.executable, **env):
+        process = subprocess.Popen(
+            [python, "-m", "runner", *TINY, *args], cwd=jobs, env={**clean, **env}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def wait_for(condition, process=None, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def results(folder):
+    (sweep,) = folder.glob("outputs/sweeps/*")
+    paths = sorted(sweep.glob("*/result.json"), key=lambda path: int(path.parent.name))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def living(folder):
+    """Processes that work in a folder."""
+    found = []
+    for process in psutil.process_iter(["cwd", "status"]):
+        if process.info["cwd"] == str(folder) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Slurm's commands on the path."""
+    home = tmp_path / "slurm"
+    home.mkdir()
+    for name in ("sbatch", "srun", "sacct", "scontrol"):
+        path = home / name
+        path.write_text(SLURM.format(python=sys.executable, home=str(home)))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{home}:{os.environ['PATH']}")
+    return home
+
+
+@pytest.fixture
+def server(tmp_path_factory):
+    """The address of `mlflow server`, with its first answer under way."""
+    folder = tmp_path_factory.mktemp("server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = [f"--backend-store-uri=sqlite:///{folder}/mlflow.db", "--workers=1",
+               f"--artifacts-destination={folder}/artifacts", f"--port={port}"]  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", *options],
+            stdout=log, stderr=log, cwd=folder, start_new_session=True,
+        )  # fmt: skip
+    yield f"http://127.0.0.1:{port}"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=20)
+
+
+@pytest.mark.slow
+def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, server):
+    """Of three jobs one is killed, and one is told in its sixth step that its time is over."""
+    sweep = begin("launcher=slurm", "hydra.launcher.partition=gpu",
+                  "hydra.launcher.cpus_per_task=1", "model.how=well,killed,waits",
+                  f"tracking.uri={server}", "tracking.log_model=false",
+                  PATH=os.environ["PATH"])  # fmt: skip
+    wait_for(lambda: [*jobs.glob("waits-*")], sweep)
+    (waiting,) = [
+        process for process in living(jobs)
+        if "submitit.core._submit" in process.cmdline()
+        and process.environ()["SLURM_ARRAY_TASK_ID"] == "2"
+    ]  # fmt: skip
+    waiting.send_signal(signal.SIGUSR2)
+    time.sleep(1)
+    (jobs / "go").touch()
+    stdout, stderr = sweep.communicate(timeout=120)
+    assert sweep.returncode == 1, stderr
+    assert "Traceback" not in stderr
+    assert "--partition=gpu" in (slurm / "script").read_text()
+    told = results(jobs)
+    assert [job["status"] for job in told] == ["finished", "failed", "finished"]
+    assert [job["label"] for job in told] == [
+        f"32-true model.how={how}" for how in ("well", "killed", "waits")
+    ]
+    assert told[1]["error"].startswith("Its process was ended by SIGKILL")
+    assert "(1 of " in told[0]["device"]
+    assert "│ 32-true model.how=waits  │ finished │" in stdout
+    (folder,) = jobs.glob("outputs/sweeps/*")
+    assert (folder / "report.html").exists()
+    assert json.loads((folder / "sweep.json").read_text())["jobs"] == 3
+    logs = "".join(path.read_text() for path in folder.glob(".submitit/*/*_2_0_log.out"))
+    assert "resumed at step 6 of 12" in logs
+    assert not [*folder.glob(".submitit/**/*.pkl")]
+    _check_store(server, told)
+
+
+def _check_store(server, told):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from mlflow import MlflowClient
+
+        client = MlflowClient(server)
+        experiment = client.get_experiment_by_name("precision-runner").experiment_id
+        runs = {run.info.run_id: run for run in client.search_runs([experiment])}
+    (parent,) = [run for run in runs.values() if run.data.tags.get("role") == "sweep"]
+    assert parent.info.status == "FAILED"
+    assert len(runs) == 4  # the job that was started twice is one run
+    children = [run for run in runs.values() if run is not parent]
+    children.sort(key=lambda run: int(Path(run.data.tags["output_dir"]).name))
+    assert [run.info.status for run in children] == ["FINISHED", "FAILED", "FINISHED"]
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    assert children[1].data.tags["error"] == told[1]["error"]
+    steps = [
+        point.step for point in client.get_metric_history(children[2].info.run_id, "train/loss")
+    ]
+    assert sorted(steps) == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_a_signal_stops_joblibs_jobs_and_the_sweep_goes_on_later(begin, jobs):
+    sweep = begin("launcher=joblib", "seed=0,1,2", "model.how=waits", "tracking=none")
+    wait_for(lambda: len([*jobs.glob("waits-*")]) == 2, sweep)
+    sweep.send_signal(signal.SIGTERM)  # to no other process
+    (folder,) = jobs.glob("outputs/sweeps/*")
+    wait_for((folder / "stop").exists)
+    (jobs / "go").touch()
+    stdout, stderr = sweep.communicate(timeout=180)
+    assert sweep.returncode == 143, stderr
+    assert "Traceback" not in stderr
+    told = results(jobs)
+    assert [job["error"].partition(".")[0] for job in told[:2]] == ["Stopped by SIGTERM"] * 2
+    assert {job["status"] for job in told} == {"stopped"}
+    assert f"sweep.resume=outputs/sweeps/{folder.name}" in stdout
+    wait_for(lambda: not living(jobs))
+    again = begin_again(jobs, folder)
+    assert again.returncode == 0, again.stderr
+    assert [job["status"] for job in results(jobs)] == ["finished"] * 3
+    assert again.stdout.count("resumed at step 6 of 12") == 2
+    assert [job["label"] for job in results(jobs)] == [f"32-true seed={n}" for n in range(3)]
+
+
+def begin_again(jobs, folder):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-m", "runner", f"sweep.resume={folder}"], cwd=jobs, text=True,
+        capture_output=True, timeout=180, check=False,
+        env={**kept, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def with_ray(root):
+    """A Python with Ray besides what this one has. Hydra's plugin for it wants an older cloudpickle
+    than joblib does, so that both have no place in one environment; kept for the next time."""
+    home = Path(sys.prefix) / "with-ray"
+    if not (home / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+        python, (packages,) = home / "bin" / "python", home.glob("lib/python*/site-packages")
+        (packages / "around.pth").write_text(sysconfig.get_path("purelib"))
+        done = subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "-c", root / "constraints.txt",
+             "hydra-ray-launcher"],
+            capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            pytest.skip(f"Ray cannot be installed here: {done.stderr[-500:]}")
+        (home / "ready").touch()
+    return str(home / "bin" / "python")
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_runs_jobs_and_is_stopped(begin, jobs, with_ray):
+    sweep = begin("launcher=ray", "model.how=well,killed,waits", "tracking=none", python=with_ray)
+    wait_for(lambda: [*jobs.glob("waits-*")], sweep)
+    (folder,) = jobs.glob("outputs/sweeps/*")
+    wait_for(lambda: len(results(jobs)) == 2)
+    sweep.send_signal(signal.SIGTERM)
+    wait_for((folder / "stop").exists)
+    (jobs / "go").touch()
+    stdout, stderr = sweep.communicate(timeout=180)
+    assert sweep.returncode == 143, stderr
+    assert "Traceback" not in stderr
+    told = results(jobs)
+    assert [job["status"] for job in told] == ["finished", "failed", "stopped"]
+    assert [job["label"] for job in told] == [
+        f"32-true model.how={how}" for how in ("well", "killed", "waits")
+    ]
+    assert told[1]["error"].startswith("Its process was ended by SIGKILL")
+    assert [*folder.glob("2/checkpoints/step-*6.pt")]
+    assert "│ 32-true model.how=well   │ finished │" in stdout
+    wait_for(lambda: not living(jobs))
+
+
+@pytest.mark.slow
+def test_a_job_that_is_lost_with_its_process_is_told_and_the_others_run(main, jobs):
+    done = main(*TINY, "launcher=submitit_local", "model.how=lost,well", "tracking=none")
+    assert done.rc == 1, done.stderr
+    lost, well = results(jobs)
+    assert (lost["status"], well["status"]) == ("failed", "finished")
+    assert lost["error"].startswith("Its LocalJob ")
+    assert "32-true model.how=lost: Its LocalJob" in done.stdout
+    assert well["label"] == "32-true model.how=well"
+    wait_for(lambda: len(living(jobs)) <= 1)
+
+
+def test_a_folder_that_is_not_shared_is_told_in_one_message(tmp_path, monkeypatch, capsys):
+    from hydra.core.utils import JobReturn, JobStatus
+    from omegaconf import OmegaConf
+
+    from runner.launcher import remote
+
+    monkeypatch.setattr(remote, "_VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr("runner.cli.record", lambda *told: recorded.append(told[2:]))
+    recorded = []
+    configs = {
+        n: OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path), "subdir": str(n)}}})
+        for n in (0, 1)
+    }
+    monkeypatch.setattr(remote, "as_job", lambda config: (tmp_path / "lock").open("w"))
+    came = JobReturn(status=JobStatus.COMPLETED)
+    remote._settle(configs, {0: came, 1: came}, stopped=False)
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1
+    assert said.startswith(f"error: job 0, 1: It ran, but left no result in {tmp_path}")
+    assert "hydra.sweep.dir=<folder that all of them see>" in said
+    assert [status for status, _ in recorded] == ["failed"] * 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [("launcher=slurm", "there is no sbatch here. Type the command on a node of Slurm's, or "
+                        "launcher=submitit_local to try it on this machine."),
+     ("hydra/launcher=submitit_slurm", "there is no sbatch here."),
+     ("launcher=nonsense", "launcher=nonsense is not known. Allowed: isolated, joblib, ray, slurm"),
+     ("launcher=joblib hydra.launcher.n_jobs=x", "hydra.launcher.n_jobs=x does not fit."),
+     ("launcher=joblib hydra.launcher.n_jobs=0", "hydra/launcher=joblib takes no jobs: ")],
+)  # fmt: skip
+def test_what_a_launcher_cannot_do_is_one_message(quick, monkeypatch, typed, said, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = quick("-m", *typed.split(), "seed=0,1")
+    assert done.rc == 2, done.stdout
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "extra"),
+    [("submitit_slurm", "slurm"), ("submitit_local", "slurm"), ("ray", "ray"),
+     ("joblib", "joblib")],
+)  # fmt: skip
+def test_a_launcher_that_is_not_installed_says_what_to_type(
+    quick, monkeypatch, tmp_path, option, extra
+):
+    from hydra.core.config_store import ConfigStore
+
+    known = ConfigStore.instance().repo["hydra"]["launcher"]
+    monkeypatch.delitem(known, f"{option}.yaml", raising=False)
+    preset = "slurm" if option == "submitit_slurm" else option
+    for typed in (f"hydra/launcher={option}", f"launcher={preset}"):
+        done = quick("-m", typed, "seed=0,1")
+        assert done.rc == 2
+        assert done.stderr == (
+            f"error: hydra/launcher={option} needs a package that is not installed here. Type "
+            f"pip install 'precision-runner[{extra}]'.\n"
+        )
+    assert not (tmp_path / "outputs").exists()
