@@ -40,10 +40,7 @@ def _evaluated(this: Run) -> RunResult:
     prepare(this)
     path = Path(spec.checkpoint.path or "")
     content = checkpoint.load(path)
-    splits = build_splits(spec)
-    _, validation = build_loaders(spec, splits, this.device, this.strategy.place)
-    tell_inputs(this, splits)
-    check_data(this, (None, validation))
+    validation = _validation(this)
     seed_all(spec.seed)
     saved = checkpoint.Saved(path, content)
     built = restore_model(spec, this.precision, this.device, saved)
@@ -76,6 +73,15 @@ def _evaluated(this: Run) -> RunResult:
         **_as_trained(this, content),
     }
     return result_of(this, sizes | summary, perf_counter() - started)
+
+
+def _validation(this: Run) -> Loader:
+    """Its batches; told, and looked at."""
+    splits = build_splits(this.spec)
+    _, loader = build_loaders(this.spec, splits, this.device, this.strategy.place)
+    tell_inputs(this, splits)
+    check_data(this, (None, loader))
+    return loader
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
 
 from runner.errors import ConfigError, Unavailable
 from runner.precision.support import load
@@ -78,20 +77,6 @@ def test_ddp_reduces_once_per_step_in_float32(alone, monkeypatch):
         reduced.clear()
         train_step(state, micros(1))
         assert reduced == [torch.float64]
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a net that is nothing but blocks
-def test_fsdp_reduces_each_unit_once_per_step(alone):
-    strategy = FSDP()
-    with strategy.session():
-        state = state_of(strategy)
-        counted = []
-        for count in (1, 3):
-            with CommDebugMode() as comm:
-                train_step(state, micros(count))
-            found = {str(op): n for op, n in comm.get_comm_counts().items()}
-            counted.append(sum(n for op, n in found.items() if "reduce_scatter" in op))
-        assert counted[0] == counted[1] == 3  # two blocks and the rest
 
 
 def test_units_that_name_no_module_are_refused(alone):

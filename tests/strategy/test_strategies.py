@@ -66,6 +66,13 @@ def test_every_example_weighs_the_same(alone, several, strategy, kind):
 
 
 @pytest.mark.slow
+def test_fsdp_reduces_once_per_step(several):
+    """Not once per micro-batch: six steps of one, and of three."""
+    for name in ("fsdp-32-true", "fsdp-accumulated"):
+        assert several[name].text("reductions-0.txt") == "6"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_an_overflow_in_one_process_skips_the_step_in_all(alone, several, strategy):
     one, many = alone["single-spike"], several[f"{strategy}-spike"]

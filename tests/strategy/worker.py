@@ -1,11 +1,14 @@
 """One of several processes: runs the jobs of a file, one after the other, {folder: overrides}."""
 
+import itertools
 import json
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from hydra import compose, initialize_config_module
 
 from runner import torchrun
@@ -19,13 +22,25 @@ torch.set_num_threads(1)
 OWN = "tracking._target_=runner.tracking.process_journal.ProcessJournal"
 
 
+def counted(folder, rank):
+    """Has FSDP's reductions of gradients counted."""
+    count, reduce = itertools.count(1), dist.reduce_scatter_tensor
+
+    def watched(*args, **how):
+        (folder / f"reductions-{rank}.txt").write_text(str(next(count)))
+        return reduce(*args, **how)
+
+    return mock.patch.object(dist, "reduce_scatter_tensor", watched)
+
+
 def job(folder, overrides):
     with initialize_config_module(version_base="1.3", config_module="runner.conf"):
         spec = resolve(compose("config", rewrite(["tracking=none", OWN, *overrides])))
     folder.mkdir(parents=True, exist_ok=True)
     rank = torchrun.place().rank
     try:
-        run(spec, folder, Origin(overrides=tuple(overrides)))
+        with counted(folder, rank):
+            run(spec, folder, Origin(overrides=tuple(overrides)))
     except RunnerError as error:
         (folder / f"refused-{rank}.txt").write_text(str(error))
     except Exception:
