@@ -22,9 +22,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, table, versions, write
+from bench.common import RESULTS, table, write
 from bench.peers import measure
-from bench.peers.environment import interpreter
+from bench.peers.environment import interpreter, versions
 from bench.peers.jobs import Job, jobs
 from bench.peers.plot import draw
 from bench.peers.report import Result, import_table, profile_table
@@ -88,7 +88,7 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
         "device": device, "threads": chosen.threads, "start": start, "rows": rows,
         "profile": profile, "imports": imported,
         "command": f"python -m bench.peers {' '.join(sys.argv[1:])}".strip(),
-        "versions": versions("torch", "lightning", "accelerate", "mlflow", "hydra-core"),
+        "versions": versions(python),
     }  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def report(found: dict[str, Any]) -> None:
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
     note = (
         f"Contenders in turn, {threads} each, {os.cpu_count()} cores; {found['versions']}. Medians "
-        "(quartiles); over raw: of the differences and ratios round by round. Trainer: barebones."
+        "(quartiles); over raw: of the differences and ratios round by round."
     )
     draw(result, RESULTS / "peers.png")
     write("peers", QUESTION, f"{note}\n\n![The same as a picture](peers.png)\n\n{body}",

@@ -2,17 +2,18 @@
 
 from accelerate import Accelerator
 
-from bench.peers import jobs
+from bench.peers import parts
+from bench.peers.jobs import Job
 
 NAMES = {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
-def train(job: jobs.Job, precision: str, steps: int, device: str) -> None:
+def train(job: Job, precision: str, steps: int, device: str) -> None:
     accelerator = Accelerator(mixed_precision=NAMES[precision], cpu=device == "cpu")
-    net = jobs.model(job, device)
-    net, optimizer = accelerator.prepare(net, jobs.optimizer(net))
-    for x, y in jobs.Batches(job, steps, device):
+    net = parts.model(job, device)
+    net, optimizer = accelerator.prepare(net, parts.optimizer(net))
+    for x, y in parts.Batches(job, steps, device):
         optimizer.zero_grad(set_to_none=True)
-        loss = jobs.loss(net(x), y)
+        loss = parts.loss(net(x), y)
         accelerator.backward(loss)
         optimizer.step()

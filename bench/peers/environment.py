@@ -21,3 +21,11 @@ def interpreter(folder: Path) -> Path:
     subprocess.run([*install, "-r", REQUIREMENTS], check=True)
     marker.write_text(wanted)
     return python
+
+
+def versions(python: Path) -> str:
+    """Of what is compared, as installed there."""
+    code = "from bench.common import versions; print(versions('torch', 'lightning', 'accelerate', "
+    code += "'mlflow', 'hydra-core'))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()

@@ -2,15 +2,16 @@
 
 from lightning.fabric import Fabric
 
-from bench.peers import jobs
+from bench.peers import parts
+from bench.peers.jobs import Job
 
 
-def train(job: jobs.Job, precision: str, steps: int, device: str) -> None:
+def train(job: Job, precision: str, steps: int, device: str) -> None:
     fabric = Fabric(accelerator=device, devices=1, precision=precision)
-    net = jobs.model(job, device)
-    net, optimizer = fabric.setup(net, jobs.optimizer(net))
-    for x, y in jobs.Batches(job, steps, device):
+    net = parts.model(job, device)
+    net, optimizer = fabric.setup(net, parts.optimizer(net))
+    for x, y in parts.Batches(job, steps, device):
         optimizer.zero_grad(set_to_none=True)
-        loss = jobs.loss(net(x), y)
+        loss = parts.loss(net(x), y)
         fabric.backward(loss)
         optimizer.step()

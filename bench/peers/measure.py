@@ -21,6 +21,7 @@ from bench.peers.worker import PROFILE, Order
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 300.0  # seconds that a contender may be silent
+IDLE = 0.02  # CPU seconds in half a second of a process that has nothing to do
 DTYPES = {"32-true": "float32", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
 CLOSE = {"cpu": 1e-5, "cuda": 1e-3}  # largest relative difference of the first losses
 
@@ -106,6 +107,14 @@ class Worker:
                 cpu, memory = cpu + times.user + times.system, memory + child.memory_info().rss
         return cpu, memory
 
+    def settled(self) -> tuple[float, int]:
+        """The same, once they have nothing left to do: they disturb nobody then."""
+        before, deadline = -1.0, time.monotonic() + LIMIT
+        while (now := self.others())[0] - before > IDLE and time.monotonic() < deadline:
+            before = now[0]
+            time.sleep(0.5)
+        return now
+
 
 @contextmanager
 def workers(python: Path, orders: Sequence[Order], folder: Path) -> Iterator[dict[str, Worker]]:
@@ -131,7 +140,7 @@ def measure(
         for name, row in rows.items():
             if row.void:
                 running.pop(name).close()
-        before = {name: worker.others()[0] for name, worker in running.items()}
+        before = {name: worker.settled()[0] for name, worker in running.items()}
         for turn in range(job.rounds):
             order = [*running][turn % len(running) :] + [*running][: turn % len(running)]
             for name in order:
@@ -141,7 +150,7 @@ def measure(
                 rows[name].wall.append(report["wall"] / job.steps)
                 first[name] = report
         for name, worker in running.items():
-            cpu, memory = worker.others()
+            cpu, memory = worker.settled()
             rows[name] = replace(
                 rows[name], peak=first[name]["peak"], writer_peak=memory,
                 device_peak=first[name].get("device_peak", 0),

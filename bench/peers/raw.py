@@ -2,28 +2,29 @@
 
 import torch
 
-from bench.peers import jobs
+from bench.peers import parts
+from bench.peers.jobs import Job
 
 HALF = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
-def train(job: jobs.Job, precision: str, steps: int, device: str, record: bool = False) -> None:
+def train(job: Job, precision: str, steps: int, device: str, record: bool = False) -> None:
     """Train; with record, keep loss, learning rate, gradient norm, loss scale and overflow of every
     step in a list, as the runner records them."""
-    net = jobs.model(job, device)
-    optimizer = jobs.optimizer(net)
+    net = parts.model(job, device)
+    optimizer = parts.optimizer(net)
     params, records = list(net.parameters()), []
     half = HALF.get(precision)
     autocast = torch.autocast(device, half, enabled=half is not None)
     scaler = torch.amp.GradScaler(device, enabled=half is torch.float16)
     scaled = scaler.is_enabled()
-    for x, y in jobs.Batches(job, steps, device):
+    for x, y in parts.Batches(job, steps, device):
         optimizer.zero_grad(set_to_none=True)
         if half is None:
-            loss = jobs.loss(net(x), y)
+            loss = parts.loss(net(x), y)
         else:
             with autocast:
-                loss = jobs.loss(net(x), y)
+                loss = parts.loss(net(x), y)
         scaler.scale(loss).backward() if scaled else loss.backward()
         if record:
             scaler.unscale_(optimizer)
@@ -37,5 +38,5 @@ def train(job: jobs.Job, precision: str, steps: int, device: str, record: bool =
             optimizer.step()
 
 
-def recording(job: jobs.Job, precision: str, steps: int, device: str) -> None:
+def recording(job: Job, precision: str, steps: int, device: str) -> None:
     train(job, precision, steps, device, record=True)

@@ -4,8 +4,8 @@ do at the end either: the last checkpoint and the exported model."""
 
 import json
 import os
+import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from bench.peers import jobs
 
@@ -27,10 +27,10 @@ def overrides(job: jobs.Job, precision: str, steps: int, device: str) -> Iterato
 
 
 def run(words: list[str]) -> None:
-    from runner.cli import main
+    from runner.__main__ import main
 
-    folder = Path(os.environ[FOLDER])
-    if status := main([*words, f"hydra.run.dir={folder}/runs/{os.getpid()}"]):
+    sys.argv = ["runner", *words, f"hydra.run.dir={os.environ[FOLDER]}/runs/{os.getpid()}"]
+    if status := main():
         raise SystemExit(status)
 
 

@@ -5,23 +5,24 @@ import lightning
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bench.peers import jobs
+from bench.peers import parts
+from bench.peers.jobs import Job
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, job: jobs.Job, device: str) -> None:
+    def __init__(self, job: Job, device: str) -> None:
         super().__init__()
-        self.net = jobs.model(job, device)
+        self.net = parts.model(job, device)
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        return jobs.loss(self.net(batch[0]), batch[1])
+        return parts.loss(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Optimizer:
-        return jobs.optimizer(self.net)
+        return parts.optimizer(self.net)
 
 
-def train(job: jobs.Job, precision: str, steps: int, device: str) -> None:
+def train(job: Job, precision: str, steps: int, device: str) -> None:
     trainer = lightning.Trainer(
         barebones=True, max_steps=steps, accelerator=device, devices=1, precision=precision
     )
-    trainer.fit(Module(job, device), jobs.Batches(job, steps, device))
+    trainer.fit(Module(job, device), parts.Batches(job, steps, device))

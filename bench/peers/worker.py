@@ -13,8 +13,12 @@ import os
 import sys
 import time
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from bench.peers.jobs import jobs
 
 CONTENDERS = {
     "raw": ("raw", "train"),
@@ -97,27 +101,47 @@ def peak_memory() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def attach(gate: Gate) -> None:
-    """Has the gate see each loss of a training step, and in which dtype the last linear layer of
-    the first one computed."""
-    functional = torch().nn.functional
-    cross_entropy, linear = functional.cross_entropy, functional.linear
+class Attach(MetaPathFinder):
+    """Has the gate see each loss of a training step, from the import of torch.nn.functional on,
+    which is left to the contender; and in which dtype the last linear layer of the first one
+    computed."""
 
-    def counted(output: Any, target: Any, **options: Any) -> Any:
-        loss = cross_entropy(output, target, **options)
-        if loss.requires_grad:  # no trial and no evaluation
-            gate.dtype = gate.dtype or seen[-1]
-            functional.linear = linear
-            gate.step(loss)
-        return loss
+    def __init__(self, gate: Gate) -> None:
+        self.gate, self.seen = gate, list[str]()
 
-    def watched(*arguments: Any) -> Any:
-        output = linear(*arguments)
-        seen.append(str(output.dtype).removeprefix("torch."))
-        return output
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != "torch.nn.functional":
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
 
-    seen: list[str] = []
-    functional.cross_entropy, functional.linear = counted, watched
+        def executed(module: Any) -> None:
+            execute(module)
+            self.attach(module)
+
+        spec.loader.exec_module = executed
+        return spec
+
+    def attach(self, functional: Any) -> None:
+        cross_entropy, linear = functional.cross_entropy, functional.linear
+
+        def counted(output: Any, target: Any, **options: Any) -> Any:
+            loss = cross_entropy(output, target, **options)
+            if loss.requires_grad:  # no trial and no evaluation
+                self.gate.dtype = self.gate.dtype or self.seen[-1]
+                functional.linear = linear
+                self.gate.step(loss)
+            return loss
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            output = linear(*arguments, **options)
+            self.seen.append(str(output.dtype).removeprefix("torch."))
+            return output
+
+        functional.cross_entropy, functional.linear = counted, watched
 
 
 def main() -> None:
@@ -125,10 +149,8 @@ def main() -> None:
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a contender prints is no report
     gate = Gate(order, reports)
-    attach(gate)
+    sys.meta_path.insert(0, Attach(gate))
     module, function = CONTENDERS[order.contender]
-    from bench.peers.jobs import jobs
-
     train = getattr(import_module(f"bench.peers.{module}"), function)
     train(jobs(order.device)[order.job], order.precision, order.total, order.device)
     if gate.profile:
