@@ -175,7 +175,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
             return result
     spec = resolve(config)
     with few_collections():
-        import torch._dynamo  # what torch.optim imports when it is first used
+        import torch._dynamo  # noqa: F401 - torch.optim does, when it is first used
 
         from runner.run import run
     return run(spec, folder, origin(sweeping))

@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, table, write
+from bench.common import RESULTS, commit, table, write
 from bench.peers import measure
 from bench.peers.environment import interpreter, versions
 from bench.peers.jobs import Job, jobs
@@ -32,6 +32,7 @@ from bench.peers.worker import CONTENDERS
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 DEFAULT = {"cpu": ("mlp", "resnet18", "gpt"), "cuda": ("mlp", "resnet50", "gpt124m")}
+BUSY = 3.0  # load average above what two contenders and a writer make
 QUESTION = "As fast as hand-written PyTorch?"
 
 
@@ -71,6 +72,7 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
     names, device, rows = list(CONTENDERS), chosen.device, []
     mlp = jobs(device)["mlp"]
     starters = [name for name in names if name != "raw, recording"]
+    busiest = os.getloadavg()[0]
     with measure.scratch() as made:
         folder = Path(made)
         say("start-up")
@@ -80,6 +82,7 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
             asked = starters if job.real else names
             found = measure.measure(python, job, precision, asked, device, folder)
             rows += [asdict(row) for row in found]
+            busiest = max(busiest, os.getloadavg()[0])
         say("where the rest goes")
         paths = measure.profiles(python, mlp, "32-true", device, folder)
         profile = profile_table(paths, mlp.steps)
@@ -88,7 +91,7 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
         "device": device, "threads": chosen.threads, "start": start, "rows": rows,
         "profile": profile, "imports": imported,
         "command": f"python -m bench.peers {' '.join(sys.argv[1:])}".strip(),
-        "versions": versions(python),
+        "versions": versions(python), "load": busiest, "commit": commit(),
     }  # fmt: skip
 
 
@@ -119,9 +122,14 @@ def report(found: dict[str, Any]) -> None:
         f"Contenders in turn, {threads} each, {os.cpu_count()} cores; {found['versions']}. Medians "
         "(quartiles); over raw: of the differences and ratios round by round."
     )
+    if found["load"] > BUSY:
+        note += (
+            f" **The machine was busy with other work (load average {found['load']:.0f}): wall "
+            "times mean nothing, and CPU times are too long.**"
+        )
     draw(result, RESULTS / "peers.png")
     write("peers", QUESTION, f"{note}\n\n![The same as a picture](peers.png)\n\n{body}",
-          found["command"])  # fmt: skip
+          found["command"], found["commit"])  # fmt: skip
 
 
 def main() -> None:

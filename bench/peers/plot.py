@@ -50,6 +50,10 @@ def _dots(axis: Any, groups: dict[str, dict[str, list[float]]], limit: float, ti
     axis.spines[["top", "right"]].set_visible(False)
 
 
+def _told(clock: str) -> str:
+    return "CPU" if clock == "cpu" else clock
+
+
 def _valid(rows: list[Any]) -> list[Any]:
     return [row for row in rows if not row["void"] and row["contender"] != "raw"]
 
@@ -63,7 +67,9 @@ def _steps(axis: Any, result: Result) -> None:
         }
         for _, precision, raw, rows in result.groups(real=False)
     }
-    _dots(axis, groups, STEP_US, f"MLP: µs of {clock} time per step over raw (lower is better)")
+    _dots(
+        axis, groups, STEP_US, f"MLP: µs of {_told(clock)} time per step over raw (lower is better)"
+    )
 
 
 def _speeds(axis: Any, result: Result) -> None:
@@ -75,7 +81,7 @@ def _speeds(axis: Any, result: Result) -> None:
         }
         for job, precision, raw, rows in result.groups(real=True)
     }
-    _dots(axis, groups, SPEED, f"Speed over raw, {clock} time (higher is better)")
+    _dots(axis, groups, SPEED, f"Speed over raw, {_told(clock)} time (higher is better)")
 
 
 def _start(axis: Any, result: Result) -> None:

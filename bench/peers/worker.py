@@ -61,7 +61,9 @@ class Gate:
         self.first: list[float] = []
         self.dtype = ""
         self.cpu = self.wall = 0.0
-        self.profile = import_module("cProfile").Profile() if PROFILE in os.environ else None
+        self.profile = None
+        if PROFILE in os.environ:
+            self.profile = import_module("cProfile").Profile(time.process_time)
 
     def step(self, loss: Any) -> None:
         """One more loss, of a training step."""
