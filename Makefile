@@ -1,5 +1,6 @@
 # make run    create .venv, install, run the main job   (make run ARGS="model=vit precision=bf16-mixed")
 # make test   the test suite      make check   lint and types      make docs   regenerate docs/ tables
+# make bench  the runner beside raw PyTorch, Lightning and Accelerate, into bench/results/peers.md
 PYTHON ?= python3
 ARGS ?= precision=16-mixed model=resnet
 BIN := .venv/bin
@@ -19,6 +20,9 @@ check: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/python docs/generate.py
+
+bench: .venv/installed
+	$(BIN)/python -m bench.peers
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -70,9 +70,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write(name: str, question: str, body: str) -> None:
-    """Print a result and keep it under bench/results/."""
-    command = f"python bench/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
-    text = f"# {question}\n\n`{command}`, commit {commit()}, {machine()}\n\n{body}\n"
+def write(name: str, question: str, body: str, command: str = "", at: str = "") -> None:
+    """Print a result and keep it under bench/results/. at: the commit, other than the present."""
+    command = command or f"python bench/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
+    text = f"# {question}\n\n`{command}`, commit {at or commit()}, {machine()}\n\n{body}\n"
     print(text)
     (RESULTS / f"{name}.md").write_text(text)

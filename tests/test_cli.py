@@ -1,3 +1,4 @@
+import gc
 import signal
 import sys
 from pathlib import Path
@@ -117,6 +118,13 @@ def test_a_folder_that_cannot_be_written(main):
     assert done.rc == 2
     assert "hydra.run.dir=<folder>" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_large_imports_leave_the_collector_as_it_was():
+    before = gc.get_threshold()
+    with command_line.few_collections():
+        assert gc.get_threshold()[2] > 1000 * before[2]
+    assert gc.get_threshold() == before
 
 
 def test_signals_are_as_before(quick):

@@ -1,0 +1,144 @@
+"""Is a training step as fast as in hand-written PyTorch, and how do other frameworks compare?
+
+    make bench
+    python -m bench.peers [--quick] [--device cuda] [--jobs mlp resnet18 gpt]
+
+One job by hand in PyTorch, with this runner, Lightning Fabric, Lightning Trainer and Hugging Face
+Accelerate: the same model, batches, optimizer and seed, each in a process of its own, segment by
+segment in turn; who begins changes from round to round. A contender whose first losses are not
+raw's, or which computes in another dtype than it was asked for, is not compared. The runner is
+measured as a user runs it, by its command, with and without MLflow; what its writer process costs
+is told beside it. CPU time is the whole process's.
+
+Writes bench/results/peers.md, peers.json and peers.png.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench.common import RESULTS, commit, table, write
+from bench.peers import measure
+from bench.peers.environment import interpreter, versions
+from bench.peers.jobs import Job, jobs
+from bench.peers.plot import draw
+from bench.peers.report import Result, import_table, profile_table
+from bench.peers.worker import CONTENDERS
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+DEFAULT = {"cpu": ("mlp", "resnet18", "gpt"), "cuda": ("mlp", "resnet50", "gpt124m")}
+BUSY = 3.0  # load average above what two contenders and a writer make
+QUESTION = "As fast as hand-written PyTorch?"
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it works")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--jobs", nargs="+", help="mlp, resnet18, resnet50, gpt; with cuda gpt124m")
+    parser.add_argument("--threads", type=int, default=1, help="of each contender")
+    parser.add_argument("--venv", type=Path, default=Path("outputs/peers-venv"))
+    parser.add_argument("--render", action="store_true", help="write peers.json's report again")
+    return parser.parse_args()
+
+
+def plan(chosen: argparse.Namespace) -> Iterator[tuple[Job, str]]:
+    """Every job in every precision that it can be done in."""
+    for name in chosen.jobs or DEFAULT[chosen.device]:
+        job = jobs(chosen.device)[name]
+        if chosen.quick:
+            job = replace(job, rounds=3, steps=max(20, job.steps // 5))
+        for precision in PRECISIONS:
+            slow = precision == "16-mixed" and chosen.device == "cpu"
+            if slow and job.model == "resnet":
+                continue  # PyTorch's float16 convolutions on a CPU: bench/results/cpu_float16.md
+            yield (
+                (replace(job, rounds=-(-job.rounds // 2)) if slow and job.real else job),
+                precision,
+            )
+
+
+def run(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is measured."""
+    python = interpreter(chosen.venv).absolute()
+    os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
+    names, device, rows = list(CONTENDERS), chosen.device, []
+    mlp = jobs(device)["mlp"]
+    starters = [name for name in names if name != "raw, recording"]
+    busiest = os.getloadavg()[0]
+    with measure.scratch() as made:
+        folder = Path(made)
+        say("start-up")
+        start = measure.start(python, mlp, starters, device, folder, 2 if chosen.quick else 4)
+        for job, precision in plan(chosen):
+            say(f"{job.name} {precision}")
+            asked = starters if job.real else names
+            found = measure.measure(python, job, precision, asked, device, folder)
+            rows += [asdict(row) for row in found]
+            busiest = max(busiest, os.getloadavg()[0])
+        say("where the rest goes")
+        paths = measure.profiles(python, mlp, "32-true", device, folder)
+        profile = profile_table(paths, mlp.steps)
+        imported = import_table(measure.imports(python, mlp, device, folder))
+    return {
+        "device": device, "threads": chosen.threads, "start": start, "rows": rows,
+        "profile": profile, "imports": imported,
+        "command": f"python -m bench.peers {' '.join(sys.argv[1:])}".strip(),
+        "versions": versions(python), "load": busiest, "commit": commit(),
+    }  # fmt: skip
+
+
+def say(what: str) -> None:
+    print(f"{what} ...", file=sys.stderr, flush=True)
+
+
+def report(found: dict[str, Any]) -> None:
+    result = Result(found)
+    threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
+    parts = {
+        "Targets": result.targets(),
+        "The cost of a step": f"MLP 16-16-4, batch 8.\n\n{result.step_table()}",
+        "Realistic jobs": result.real_table(),
+        "From exec to the first finished step": result.start_table(),
+        "Where the rest goes": "\n\n".join([
+            "The cost of a step, µs of CPU time:", result.rest(),
+            "Functions whose own time is more than raw's (MLP, 32-true; cProfile, which makes "
+            "calls dearer, so the shares count):",
+            table(["function", "calls per step", "µs per step over raw"], found["profile"]),
+            "Start-up: packages that the runner imports and raw does not:",
+            table(["package", "own ms"], found["imports"]),
+            "Beside the training process, for the record in MLflow:", result.beside_table(),
+        ]),
+    }  # fmt: skip
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
+    note = (
+        f"Contenders in turn, {threads} each, {os.cpu_count()} cores; {found['versions']}. Medians "
+        "(quartiles); over raw: of the differences and ratios round by round."
+    )
+    if found["load"] > BUSY:
+        note += (
+            f" **The machine was busy with other work (load average {found['load']:.0f}): wall "
+            "times mean nothing, and CPU times are too long.**"
+        )
+    draw(result, RESULTS / "peers.png")
+    write("peers", QUESTION, f"{note}\n\n![The same as a picture](peers.png)\n\n{body}",
+          found["command"], found["commit"])  # fmt: skip
+
+
+def main() -> None:
+    chosen = options()
+    path = RESULTS / "peers.json"
+    if not chosen.render:
+        path.write_text(json.dumps(run(chosen), indent=1))
+    report(json.loads(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
