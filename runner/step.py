@@ -1,6 +1,7 @@
 """One optimizer step. Nothing in it reads the device: values stay there, see blocks.py."""
 
 from collections.abc import Sequence
+from itertools import chain
 from time import perf_counter, time
 from typing import Any, NamedTuple
 
@@ -66,10 +67,9 @@ def train_step(
     else:
         scale = state.scale.value
         loss = _backward(state, micros, sizes)
-        founds = [
-            strategy.found(state.scale.unscale(strategy.local(_grads(d)))) for d in state.driven
-        ]
-        norms = _clip(state)
+        grads = [strategy.local(_grads(d)) for d in state.driven]
+        founds = [strategy.found(state.scale.unscale(part)) for part in grads]
+        norms = _clip(state, grads[0] if len(grads) == 1 else [*chain(*grads)])
         for d in state.driven:
             d.settle()
         lr = state.driven[0].lr
@@ -108,10 +108,9 @@ def _grads(driven: Driven) -> list[Tensor]:
     return [p.grad for p in driven.params if p.grad is not None]
 
 
-def _clip(state: TrainState) -> Tensor:
+def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
     """Norm of each gradient before clipping, of what this process holds of it; an overflow makes
     it infinite and never raises."""
-    grads = state.strategy.local([p.grad for p in state.trainable if p.grad is not None])
     norms = grad_norms(grads)
     if state.clip_norm is not None:
         # What overflowed is skipped, and must not scale another optimizer's gradients to nought.

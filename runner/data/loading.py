@@ -109,7 +109,7 @@ class Loader:
     def _batches(self, chosen: Sequence[Tensor], epoch: int, start: int) -> Iterator[Any]:
         dataset: Any = self.dataset if self.held is None else self.held
         if type(dataset) is TensorDataset:
-            return (tuple(t[i] for t in dataset.tensors) for i in chosen)
+            return (tuple(t.index_select(0, i) for t in dataset.tensors) for i in chosen)
         if hasattr(dataset, "batch"):
             return (dataset.batch(i) for i in chosen)  # type: ignore[attr-defined]
         if not self.workers:
