@@ -1,0 +1,164 @@
+"""Does the model of docs/scaling.md hold on this machine?
+
+python -m bench.scaling.measure   four minutes; bench/results/scaling.json and scaling.md
+
+Calibrated are collectives (alpha, beta), copies, the forward and backward and the update of one
+process alone while the others compute, and, on the smallest model, what a strategy's own host code
+takes. Predicted and compared are steps of the runner's loop on the larger models. 1, 2 and 4
+processes over gloo, one thread each; contenders in turn, medians.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bench.common import RESULTS, commit, machine, median
+from bench.scaling.links import Fit, Measured
+from bench.scaling.model import KINDS, STRATEGIES, Case, Net, Work, memory
+from bench.scaling.worker import CONTEXT, COPIED, EXAMPLES, SIZES, VOCABULARY
+
+ROOT = Path(__file__).parents[2]
+SMALL = (32, 4)
+PLAN = {1: (SMALL, (256, 4)), 2: (SMALL, (128, 4), (256, 4), (384, 4)), 4: (SMALL, (256, 4))}
+ROUNDS = {1: 4, 2: 5, 4: 3}
+MEMORY = (512, 4)
+KINDS_OF_LINK = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def launch(world: int, rounds: int, sizes: Sequence[tuple[int, int]], **env: str) -> dict[str, Any]:
+    """What bench/scaling/worker.py finds with so many processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        chosen = [f"{width},{layers}" for width, layers in sizes]
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone",
+             f"--nproc-per-node={world}", "-m", "bench.scaling.worker", str(file), str(rounds),
+             *chosen],
+            env=os.environ | own, cwd=ROOT, check=True, timeout=600,
+        )  # fmt: skip
+        return json.loads(file.read_text())
+
+
+def walls(times: Sequence[Sequence[float]]) -> float:
+    return median([wall for wall, _ in times])
+
+
+def fit(points: Mapping[float, float]) -> Fit:
+    """alpha + beta x size through medians by size, by least squares of the relative errors, with
+    neither below 0."""
+    a = b = c = d = e = 0.0
+    for size, seconds in points.items():
+        w = seconds**-2
+        a, b, c = a + w, b + w * size, c + w * size**2
+        d, e = d + w * seconds, e + w * size * seconds
+    beta = (a * e - b * d) / (a * c - b * b)
+    if not 0 < beta < e / c:
+        return Fit(0.0, e / c)
+    return Fit((d - b * beta) / a, beta)
+
+
+def links(found: Mapping[str, Any], world: int) -> Measured:
+    times = found["links"]
+    fits = {
+        kind: fit({size: walls(times[f"{kind} {size}"]) for size in SIZES})
+        for kind in KINDS_OF_LINK
+    }
+    return Measured(world, fits)
+
+
+def net_of(row: Mapping[str, Any]) -> Net:
+    """The model that was timed; its activations as bench/scaling/predict.py counts them."""
+    layers, width = row["layers"], row["width"]
+    root = row["params"] - layers * row["block"]
+    kept = (CONTEXT * (15 * layers * width + VOCABULARY), CONTEXT * 2 * layers * width,
+            CONTEXT * 2 * VOCABULARY)  # fmt: skip
+    return Net(f"GPT {width}", layers, row["block"], root, 0.0, kept)
+
+
+def predicted(row: Mapping[str, Any], strategy: str, net_links: Measured, copies: float) -> float:
+    """Seconds of a step; nothing overlaps, as gloo works on the cores that compute."""
+    passes, alone = walls(row["times"]["passes"]), walls(row["times"]["alone"])
+    work = Work(passes / 3, passes * 2 / 3, max(alone - passes, 0.0))
+    kind = KINDS[row["precision"]]
+    return STRATEGIES[strategy](Case(net_of(row), kind, work, net_links, copies, False)).total
+
+
+def compare(world: int, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Prediction and measurement of each model, precision and strategy; host: what the smallest
+    model took above the prediction, which is added to the larger ones'."""
+    net_links = links(found, world)
+    copies = 2 * COPIED / walls(found["links"]["copy"])
+    rows, host = [], {}
+    for row in found["steps"]:
+        for strategy in STRATEGIES:
+            said = predicted(row, strategy, net_links, copies)
+            key, seen = (row["precision"], strategy), walls(row["times"][strategy])
+            small = (row["width"], row["layers"]) == SMALL
+            if small:
+                host[key] = seen - said
+            rows.append({
+                "world": world, "strategy": strategy, "precision": row["precision"],
+                "width": row["width"], "params": row["params"], "calibrates": small,
+                "alone": walls(row["times"]["alone"]), "bare": said, "host": host[key],
+                "predicted": said + host[key], "measured": seen,
+                "cpu": median([cpu for _, cpu in row["times"][strategy]]),
+            })  # fmt: skip
+    return rows
+
+
+def weigh(found: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Predicted and measured bytes of a process of two."""
+    width, layers = MEMORY
+    block = 12 * width**2 + 13 * width
+    params = layers * block + (VOCABULARY + CONTEXT) * width + 2 * width
+    net = net_of({"layers": layers, "width": width, "params": params, "block": block})
+    rows = []
+    for key, measured in found.items():
+        precision, strategy = key.split()
+        said = memory(net, KINDS[precision], strategy, 2, EXAMPLES)
+        rows.append({"precision": precision, "strategy": strategy, "predicted": sum(said.values()),
+                     "measured": measured, "params": params})  # fmt: skip
+    return rows
+
+
+def link_rows(world: int, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for kind, line in links(found, world).fits.items():
+        seen = {size: walls(found["links"][f"{kind} {size}"]) for size in SIZES}
+        off = [abs(line(size) / seconds - 1) for size, seconds in seen.items()]
+        falls = sum(later < before for before, later in pairwise(seen.values()))
+        rows.append({"world": world, "kind": kind, "alpha": line.alpha, "beta": line.beta,
+                     "error": median(off), "worst": max(off), "falls": falls,
+                     "seconds": seen})  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    found = {world: launch(world, ROUNDS[world], sizes) for world, sizes in PLAN.items()}
+    held = launch(2, 0, [MEMORY], MALLOC_MMAP_THRESHOLD_="65536")
+    flags = ("flag", "flag twice", "copy")
+    figures = {
+        "machine": machine(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[1],
+        "commit": commit(),
+        "links": [row for world in (2, 4) for row in link_rows(world, found[world])],
+        "steps": [row for world, one in found.items() for row in compare(world, one)],
+        "memory": weigh(held["memory"]),
+        "others": {str(w): {k: walls(one["links"][k]) for k in flags} for w, one in found.items()},
+    }
+    (RESULTS / "scaling.json").write_text(json.dumps(figures, indent=1) + "\n")
+    from bench.scaling.tables import page
+
+    (RESULTS / "scaling.md").write_text(page())
+
+
+if __name__ == "__main__":
+    main()
