@@ -9,8 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.scaling import model, predict
-from bench.scaling.links import Fit, Measured
-from bench.scaling.measure import fit
+from bench.scaling.links import Measured
+from bench.scaling.measure import Fit, fit
 from bench.scaling.model import KINDS, STRATEGIES, Case, Work
 from models.gpt import GPT
 
@@ -31,9 +31,15 @@ def step(strategy, precision="bf16-mixed", world=64, overlaps=True, work=WORK, l
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_one_process_sends_nothing(collective):
-    fits = {collective: Fit(1.0, 1.0)}
+    times = {collective: {2**20: 1.0}}
     assert getattr(at(1), collective)(1e9) == 0
-    assert getattr(Measured(1, fits), collective)(1e9) == 0
+    assert getattr(Measured(1, times), collective)(1e9) == 0
+
+
+def test_what_was_timed_is_what_is_predicted_and_lines_join_it():
+    links = Measured(2, {"all_reduce": {100: 1.0, 200: 1.5, 400: 4.0}})
+    seconds = [links.all_reduce(size) for size in (4, 100, 150, 200, 300, 400, 800)]
+    assert seconds == pytest.approx([1.0, 1.0, 1.25, 1.5, 2.75, 4.0, 8.0])
 
 
 def test_an_all_reduce_moves_twice_n_minus_one_nths():

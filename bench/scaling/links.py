@@ -1,4 +1,4 @@
-"""What collectives cost: alpha-beta, a latency and seconds per byte, measured or from hardware.
+"""What collectives cost: as they were timed, or of hardware by latency and bandwidth (alpha-beta).
 
 Sources: ring all-reduce, Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69, pages 117-124);
 latencies of rings and trees as NCCL's own model counts them (src/graph/tuning.cc).
@@ -6,6 +6,7 @@ latencies of rings and trees as NCCL's own model counts them (src/graph/tuning.c
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf, log2
 from typing import NamedTuple, Protocol
 
@@ -20,25 +21,23 @@ class Links(Protocol):
     def reduce_scatter(self, size: float) -> float: ...
 
 
-class Fit(NamedTuple):
-    """alpha + beta x bytes."""
-
-    alpha: float
-    beta: float
-
-    def __call__(self, size: float) -> float:
-        return self.alpha + self.beta * size
-
-
 @dataclass(frozen=True)
 class Measured:
-    """Collectives as they were timed: one Fit for each."""
+    """Collectives as they were timed: seconds by size, straight lines between them."""
 
     world: int
-    fits: Mapping[str, Fit]
+    times: Mapping[str, Mapping[int, float]]
 
     def _time(self, name: str, size: float) -> float:
-        return self.fits[name](size) if self.world > 1 else 0.0
+        if self.world == 1:
+            return 0.0
+        points = sorted(self.times[name].items())
+        if size <= points[0][0]:
+            return points[0][1]
+        for (low, before), (high, after) in pairwise(points):
+            if size <= high:
+                return before + (after - before) * (size - low) / (high - low)
+        return points[-1][1] * size / points[-1][0]
 
     def all_reduce(self, size: float) -> float:
         return self._time("all_reduce", size)

@@ -109,14 +109,13 @@ def wire(net: Net, kind: Kind, strategy: str, world: int) -> float:
     return net.params * width * (world - 1) / world
 
 
-def copied(net: Net, kind: Kind, strategy: str, world: int) -> float:
-    """Bytes that a process reads and writes beside the step of one process alone."""
+def copied(net: Net, kind: Kind, strategy: str) -> float:
+    """Bytes that a process reads and writes beside the step of one process alone, where it has no
+    company, too."""
     grad = kind.stored
     if strategy == "ddp":
         narrow = 2 * (grad + REDUCED) if grad < REDUCED else 0  # to float32, and back
         return net.params * (2 * grad + narrow + 2 * REDUCED)  # into the bucket; divided there
-    if world == 1:
-        return 0.0
     return net.params * (2 * 2 * kind.stored + grad + REDUCED)  # out of two gathers, into one sum
 
 
@@ -160,7 +159,7 @@ def ddp(case: Case, cap: float = 25.0) -> Step:
         end = max(end, at * work.backward) + seconds
     collectives = sum(seconds for _, seconds in found)
     hidden = collectives + work.backward - max(end, work.backward) if case.overlaps else 0.0
-    copies = copied(case.net, case.kind, "ddp", links.world) / case.memory
+    copies = copied(case.net, case.kind, "ddp") / case.memory
     return Step(sum(work), copies, collectives, hidden)
 
 
@@ -186,7 +185,7 @@ def fsdp(case: Case, again: bool = True) -> Step:
     collectives = net.blocks * (2 * gather + reduce) + (1 + again) * root + last
     hidden = collectives + passes - queue - last if case.overlaps else 0.0
     flag = links.all_reduce(4) if kind.scaled else 0.0
-    copies = copied(net, kind, "fsdp", links.world) / case.memory
+    copies = copied(net, kind, "fsdp") / case.memory
     return Step(passes + case.work.update / links.world, copies, collectives + flag, hidden)
 
 
@@ -211,5 +210,5 @@ def memory(net: Net, kind: Kind, strategy: str, world: int, examples: float) -> 
         gathered = (net.root + 2 * net.block) * kind.stored
         found["buffers"] = gathered + unit * (kind.stored + REDUCED)
     elif kind.stored < REDUCED:
-        found["buffers"] = unit * REDUCED
+        found["buffers"] = net.params * REDUCED  # every bucket widened, where none is through yet
     return found

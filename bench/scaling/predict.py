@@ -10,6 +10,7 @@ from typing import NamedTuple
 from bench.scaling.links import Cluster, Latency
 from bench.scaling.model import (
     KINDS,
+    REDUCED,
     STRATEGIES,
     Case,
     Kind,
@@ -69,6 +70,8 @@ ASSUMED = [
            "Li et al. 2020, Zhao et al. 2023; really they take some of the GPU's units and memory"),
     Source("examples per device", "GPT-2 32 x 1024 tokens, 1.3B 8 x 2048, 7B 2 x 2048, 256 images",
            "constant, so train.batch_size grows with the devices (weak scaling)"),
+    Source("FP8's copies of weights", "2 bytes per weight on every device",
+           "float8-tensorwise: autocast's; transformer-engine: FP8 and transpose; a guess"),
     Source("optimizer", "AdamW, fused; train.accumulate=1; no clipping", "the default"),
 ]  # fmt: skip
 
@@ -129,8 +132,9 @@ def taken(net: Net, precision: str, strategy: str, world: int, examples: float) 
 
 
 def per_parameter(kind: Kind) -> float:
-    """Bytes of DDP for each weight, with a whole gradient summed in float32 at the worst."""
-    return 4 * kind.stored + kind.cast
+    """Bytes of DDP for each weight: it, its gradient, two averages, the cast copy, and a narrow
+    gradient's float32 one, as long as it is under way."""
+    return 4 * kind.stored + kind.cast + (REDUCED if kind.stored < REDUCED else 0)
 
 
 def largest(kind: Kind) -> float:

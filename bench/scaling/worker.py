@@ -10,11 +10,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from models.gpt import GPT
@@ -33,7 +35,7 @@ from runner.torchrun import Place
 
 CPU = torch.device("cpu")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
-SIZES = tuple(2**n for n in range(12, 26, 2))  # bytes, 4 KiB to 16 MiB and 64 MiB
+SIZES = tuple(2**n for n in range(12, 26, 2))  # bytes, 4 KiB to 16 MiB
 COPIED = 8 * MIB
 VOCABULARY, CONTEXT, EXAMPLES = 256, 64, 2  # examples of each process
 LOG_EVERY = 2
@@ -52,22 +54,29 @@ def timed(run: Callable[[], object], times: Times, name: str) -> None:
 
 
 def collectives(times: Times) -> None:
-    """One of each kind and size, float32; the barrier before it makes them start together."""
+    """One of each kind and size, float32: in place, or into new memory, as the strategies call
+    them. The barrier before each makes the processes start together."""
     world = dist.get_world_size()
+
+    def gather(part: Tensor) -> None:
+        dist.all_gather_into_tensor(torch.empty(len(part) * world), part)
+
+    def scatter(whole: Tensor) -> None:
+        dist.reduce_scatter_tensor(torch.empty(len(whole) // world), whole)
+
     for size in SIZES:
         whole = torch.ones(size // 4)
         part = torch.ones(size // 4 // world)
-        timed(lambda whole=whole: dist.all_reduce(whole), times, f"all_reduce {size}")
-        timed(lambda w=whole, p=part: dist.all_gather_into_tensor(w, p), times,
-              f"all_gather {size}")  # fmt: skip
-        timed(lambda w=whole, p=part: dist.reduce_scatter_tensor(p, w), times,
-              f"reduce_scatter {size}")  # fmt: skip
+        timed(partial(dist.all_reduce, whole), times, f"all_reduce {size}")
+        timed(partial(gather, part), times, f"all_gather {size}")
+        timed(partial(scatter, whole), times, f"reduce_scatter {size}")
 
 
 def others(times: Times, control: DDP) -> None:
-    """A copy of 8 MiB by every process at once; the flag of a stop, asked once and twice a step."""
-    source, target = torch.ones(COPIED // 4), torch.zeros(COPIED // 4)
-    timed(lambda: target.copy_(source), times, "copy")
+    """8 MiB copied into new memory by every process at once; the flag of a stop, asked once, and
+    twice in a row."""
+    source = torch.ones(COPIED // 4)
+    timed(source.clone, times, "copy")
     timed(lambda: control.agree(0), times, "flag")
     timed(lambda: (control.agree(0), control.agree(0)), times, "flag twice")
 
@@ -120,17 +129,14 @@ class Alone(Single):
         self.place = Place()
 
 
-def strategies(control: DDP) -> dict[str, Strategy]:
-    return {"alone": Alone(), "ddp": control, "fsdp": FSDP()}
+def strategies() -> dict[str, Strategy]:
+    return {"alone": Alone(), "ddp": DDP(), "fsdp": FSDP()}
 
 
 def contest(name: str, size: tuple[int, int], rounds: int, control: DDP) -> dict[str, object]:
     """Compute alone, and the steps of both strategies, in turn; the first round warms up."""
     times: Times = defaultdict(list)
-    made = {
-        key: Contender(name, size, strategy, control)
-        for key, strategy in strategies(control).items()
-    }
+    made = {key: Contender(name, size, strategy, control) for key, strategy in strategies().items()}
     for turn in range(rounds + 1):
         with made["alone"].session():
             timed(made["alone"].passes, times, "passes")
@@ -156,7 +162,7 @@ def peak(name: str, size: tuple[int, int], key: str, control: DDP) -> float:
     accelerator = Accelerator(CPU)
     accelerator.reset_peak_memory()
     before = psutil.Process().memory_info().rss
-    contender = Contender(name, size, strategies(control)[key], control)
+    contender = Contender(name, size, strategies()[key], control)
     with contender.session():
         contender.steps()
         contender.steps()
@@ -166,7 +172,7 @@ def peak(name: str, size: tuple[int, int], key: str, control: DDP) -> float:
 
 def memory(size: tuple[int, int], control: DDP) -> dict[str, float]:
     """By precision and strategy, after a small model of each has loaded what they load."""
-    chosen = [(name, key) for name in PRECISIONS for key in strategies(control)]
+    chosen = [(name, key) for name in PRECISIONS for key in ("ddp", "fsdp")]
     for name, key in chosen:
         peak(name, (32, size[1]), key, control)
     return {f"{name} {key}": peak(name, size, key, control) for name, key in chosen}
