@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.scaling import model, predict
+from bench.scaling import model, predict, tables
 from bench.scaling.links import Measured
 from bench.scaling.measure import Fit, fit
 from bench.scaling.model import KINDS, STRATEGIES, Case, Work
@@ -156,3 +156,7 @@ def test_the_fit_finds_alpha_and_beta():
     assert found.alpha == pytest.approx(line.alpha)
     assert found.beta == pytest.approx(line.beta)
     assert fit({2**12: 1e-6, 2**20: 1.0}).alpha >= 0
+
+
+def test_the_page_of_results_shows_the_committed_figures():
+    assert (tables.RESULTS / "scaling.md").read_text() == tables.page()

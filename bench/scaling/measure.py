@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from bench.common import RESULTS, commit, machine, median
 from bench.scaling.links import Measured
 from bench.scaling.model import KINDS, STRATEGIES, Case, Net, Work, memory
@@ -73,11 +75,16 @@ def fit(points: Mapping[float, float]) -> Fit:
     return Fit((d - b * beta) / a, beta)
 
 
-def links(found: Mapping[str, Any], world: int) -> Measured:
-    times = found["links"]
+def links(times: Mapping[str, Any], world: int) -> Measured:
     return Measured(
         world, {kind: {size: walls(times[f"{kind} {size}"]) for size in SIZES} for kind in LINKED}
     )
+
+
+def pooled(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What was timed of links and copies beside all models together."""
+    every = [row["links"] for row in found["steps"]]
+    return {key: [one for times in every for one in times[key]] for key in every[0]}
 
 
 def net_of(row: Mapping[str, Any]) -> Net:
@@ -89,23 +96,24 @@ def net_of(row: Mapping[str, Any]) -> Net:
     return Net(f"GPT {width}", layers, row["block"], root, 0.0, kept)
 
 
-def predicted(row: Mapping[str, Any], strategy: str, net_links: Measured, copies: float) -> float:
+def predicted(row: Mapping[str, Any], strategy: str, world: int) -> float:
     """Seconds of a step; nothing overlaps, as gloo works on the cores that compute."""
+    copies = 2 * COPIED / walls(row["links"]["copy"])
     passes, alone = walls(row["times"]["passes"]), walls(row["times"]["alone"])
     work = Work(passes / 3, passes * 2 / 3, max(alone - passes, 0.0))
     kind = KINDS[row["precision"]]
-    return STRATEGIES[strategy](Case(net_of(row), kind, work, net_links, copies, False)).total
+    return STRATEGIES[strategy](
+        Case(net_of(row), kind, work, links(row["links"], world), copies, False)
+    ).total
 
 
 def compare(world: int, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Prediction and measurement of each model, precision and strategy; host: what the smallest
     model took above the prediction, which is added to the larger ones'."""
-    net_links = links(found, world)
-    copies = 2 * COPIED / walls(found["links"]["copy"])
     rows, host = [], {}
     for row in found["steps"]:
         for strategy in STRATEGIES:
-            said = predicted(row, strategy, net_links, copies)
+            said = predicted(row, strategy, world)
             key, seen = (row["precision"], strategy), walls(row["times"][strategy])
             small = (row["width"], row["layers"]) == SMALL
             if small:
@@ -138,7 +146,7 @@ def weigh(found: Mapping[str, float]) -> list[dict[str, Any]]:
 def lines(world: int, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """alpha and beta of each collective, and how far that line is from what was timed."""
     rows = []
-    for kind, seen in links(found, world).times.items():
+    for kind, seen in links(pooled(found), world).times.items():
         line = fit(seen)
         off = [abs(line(size) / seconds - 1) for size, seconds in seen.items()]
         rows.append({"world": world, "kind": kind, "alpha": line.alpha, "beta": line.beta,
@@ -147,18 +155,18 @@ def lines(world: int, found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # as each process does: machine() tells
     found = {world: launch(world, ROUNDS[world], sizes) for world, sizes in PLAN.items()}
     held = launch(2, 0, [MEMORY], MALLOC_MMAP_THRESHOLD_="65536")
     flags = ("flag", "flag twice", "copy")
     figures = {
         "machine": machine(),
-        "cores": os.cpu_count(),
         "load": os.getloadavg()[1],
         "commit": commit(),
         "links": [row for world in (2, 4) for row in lines(world, found[world])],
         "steps": [row for world, one in found.items() for row in compare(world, one)],
         "memory": weigh(held["memory"]),
-        "others": {str(w): {k: walls(one["links"][k]) for k in flags} for w, one in found.items()},
+        "others": {str(w): {k: walls(pooled(one)[k]) for k in flags} for w, one in found.items()},
     }
     (RESULTS / "scaling.json").write_text(json.dumps(figures, indent=1) + "\n")
     from bench.scaling.tables import page

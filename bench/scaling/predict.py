@@ -48,7 +48,7 @@ class Source(NamedTuple):
 
 
 ASSUMED = [
-    Source("peak, dense", "67 float32, 495 TF32, 989 bfloat16 and float16, 1979 FP8 TFLOP/s",
+    Source("peak, dense", "67 float32, 495 TF32, 989 bfloat16 and float16 TFLOP/s",
            "H200 SXM datasheet (which lists the tensor cores' with sparsity, twice that)"),
     Source("share of it that a GPT reaches", f"{SHARE['half']:.2f}; float32 {SHARE['32-true']}",
            "GPT-2 124M at 498k tokens/s on one H200, bfloat16, compiled (a public script, one "
@@ -59,15 +59,13 @@ ASSUMED = [
            "938 TF32, 2470 AMP (NVIDIA DeepLearningExamples); its time goes to memory, not FLOPs"),
     Source("memory", f"4.8 TB/s, of which {MEMORY_SHARE} is reached; 141 GB, {USABLE} usable",
            "datasheet; the rest for the context, NCCL and gaps: a guess"),
-    Source("within a node", "8 GPUs, 450 GB/s each way", "NVLink 900 GB/s in both directions"),
-    Source("between nodes", "50 GB/s per GPU", "400 Gb/s NDR InfiniBand, one card per GPU"),
-    Source("share of the links that is reached", f"{CLUSTER.share}", "a guess; no switch adds up"),
-    Source("latency of a ring", "10 us + 1.9 us per hop in a node, 4 us between nodes",
-           "NCCL's own model, src/graph/tuning.cc at 01afd20, protocol LL128"),
-    Source("latency of a tree (all-reduce)", "4.4 us + 2 (7 x 1.2 + log2(nodes) x 8.5) us",
-           "the same file"),
-    Source("overlap", "collectives cost nothing while compute runs",
-           "Li et al. 2020, Zhao et al. 2023; really they take some of the GPU's units and memory"),
+    Source("links", f"450 GB/s each way in a node of 8, 50 GB/s per GPU out of it, {CLUSTER.share} "
+           "of it reached", "NVLink 900 GB/s in both directions; 400 Gb/s NDR InfiniBand, a card "
+           "per GPU; the share is a guess"),
+    Source("latency", "ring 10 us + 1.9 per hop in a node, 4 between; tree 4.4 us + 2 (7 x 1.2 + "
+           "log2(nodes) x 8.5)", "NCCL's own model, src/graph/tuning.cc at 01afd20, LL128"),
+    Source("overlap", "collectives cost nothing while compute runs", "Li et al. 2020, Zhao et al. "
+           "2023; really they take units and bandwidth"),
     Source("examples per device", "GPT-2 32 x 1024 tokens, 1.3B 8 x 2048, 7B 2 x 2048, 256 images",
            "constant, so train.batch_size grows with the devices (weak scaling)"),
     Source("FP8's copies of weights", "2 bytes per weight on every device",

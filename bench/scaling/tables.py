@@ -22,18 +22,18 @@ def figures() -> dict[str, Any]:
 
 
 def bytes_per_weight() -> str:
-    """What each precision takes and sends for one weight."""
-    any_net, rows = next(iter(NETS)), []
+    """What each precision takes and sends for one weight; those that are alike in one row."""
+    any_net = next(iter(NETS))
+    rows: dict[tuple[str, ...], list[str]] = {}
     for name, kind in KINDS.items():
-        sends = [wire(any_net, kind, s, FAR) / any_net.params for s in STRATEGIES]
-        shared = 4 * kind.stored
-        rows.append([
-            f"`{name}`", f"{predict.per_parameter(kind)}", f"{predict.largest(kind) / 1e9:.1f}",
-            f"{shared} / N + {kind.cast}" if kind.cast else f"{shared} / N",
-            f"{sends[0]:.0f}", f"{sends[1]:.0f}",
-        ])  # fmt: skip
-    return table(["precision", "DDP holds", "DDP's largest model, 10^9 weights", "FSDP holds",
-                  "DDP sends", "FSDP sends"], rows)  # fmt: skip
+        sends = (f"{wire(any_net, kind, s, FAR) / any_net.params:.0f}" for s in STRATEGIES)
+        cast = f" + {kind.cast}" if kind.cast else ""
+        found = (f"{predict.per_parameter(kind)}", f"{predict.largest(kind) / 1e9:.1f}",
+                 f"{4 * kind.stored} / N{cast}", *sends)  # fmt: skip
+        rows.setdefault(found, []).append(f"`{name}`")
+    head = ["precision", "DDP holds", "DDP's largest, 10^9 weights", "FSDP holds", "DDP sends",
+            "FSDP sends"]  # fmt: skip
+    return table(head, [[", ".join(names), *found] for found, names in rows.items()])
 
 
 def links() -> str:
@@ -48,7 +48,8 @@ def links() -> str:
 
 
 def tested() -> list[dict[str, Any]]:
-    return [row for row in figures()["steps"] if not row["calibrates"]]
+    """Steps of several processes that were predicted."""
+    return [r for r in figures()["steps"] if r["world"] > 1 and not r["calibrates"]]
 
 
 def error(row: dict[str, Any], key: str = "predicted") -> float:
@@ -73,6 +74,20 @@ def steps() -> str:
     return table(["processes", "precision", *heads], lines)
 
 
+def every_step() -> str:
+    """All that was measured of steps, those that calibrated the host's cost too."""
+    rows = [
+        [str(row["world"]), NAMES[row["strategy"]], f"`{row['precision']}`",
+         f"{row['params'] / 1e6:.2f}",
+         *(f"{row[key] * 1e3:.1f}" for key in ("alone", "bare", "predicted", "measured", "cpu")),
+         "calibrates" if row["calibrates"] else f"{error(row):+.0%}"]
+        for row in figures()["steps"]
+    ]  # fmt: skip
+    return table(["processes", "strategy", "precision", "10^6 weights", "alone beside others",
+                  "without the host", "predicted", "measured", "measured, CPU", "error"],
+                 rows)  # fmt: skip
+
+
 def summary() -> str:
     """How far off the model was here, in a sentence."""
     found, parts = figures(), []
@@ -84,9 +99,9 @@ def summary() -> str:
             parts.append([str(world), NAMES[strategy], str(len(rows)), *shown])
     head = ["processes", "strategy", "predictions", "off by (median)", "at worst",
             "without the host's cost (median)", "at worst"]  # fmt: skip
-    cores, load = found["cores"], found["load"]
-    where = (f"{found['machine']}, {cores} cores, load {load:.1f} (so that others used them, too), "
-             f"commit {found['commit']}.")  # fmt: skip
+    where = (
+        f"{found['machine']}; load of the machine {found['load']:.1f}; commit {found['commit']}."
+    )
     return f"{where}\n\n{table(head, parts)}"
 
 
@@ -183,7 +198,7 @@ def page() -> str:
     """bench/results/scaling.md: what was measured, and against what was predicted."""
     parts: Sequence[tuple[str, str]] = [
         ("Does the model of docs/scaling.md hold on this machine?", summary()),
-        ("Steps: predicted / measured, ms", steps()),
+        ("Steps, ms; CPU: of all threads of the slowest process", every_step()),
         ("Collectives over gloo: alpha + beta x bytes", links()),
         ("Memory of one of two processes", held()),
         ("The flag of a stop", flags()),

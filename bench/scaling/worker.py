@@ -134,8 +134,9 @@ def strategies() -> dict[str, Strategy]:
 
 
 def contest(name: str, size: tuple[int, int], rounds: int, control: DDP) -> dict[str, object]:
-    """Compute alone, and the steps of both strategies, in turn; the first round warms up."""
-    times: Times = defaultdict(list)
+    """Compute alone, the steps of both strategies, collectives and copies, in turn; the first round
+    warms up."""
+    times, links = defaultdict(list), defaultdict(list)
     made = {key: Contender(name, size, strategy, control) for key, strategy in strategies().items()}
     for turn in range(rounds + 1):
         with made["alone"].session():
@@ -143,8 +144,11 @@ def contest(name: str, size: tuple[int, int], rounds: int, control: DDP) -> dict
         for key, contender in made.items():
             with contender.session():
                 timed(contender.steps, times, key)
+        collectives(links)
+        others(links, control)
         if not turn:
             times.clear()
+            links.clear()
     for contender in made.values():
         contender.records.close()
     alone = made["alone"]
@@ -153,7 +157,7 @@ def contest(name: str, size: tuple[int, int], rounds: int, control: DDP) -> dict
         for key, found in times.items()
     }
     return {"width": size[0], "layers": size[1], "precision": name, "params": alone.params,
-            "block": alone.block, "times": per}  # fmt: skip
+            "block": alone.block, "times": per, "links": links}  # fmt: skip
 
 
 def peak(name: str, size: tuple[int, int], key: str, control: DDP) -> float:
@@ -178,20 +182,6 @@ def memory(size: tuple[int, int], control: DDP) -> dict[str, float]:
     return {f"{name} {key}": peak(name, size, key, control) for name, key in chosen}
 
 
-def race(sizes: list[tuple[int, int]], rounds: int, control: DDP) -> dict[str, object]:
-    """Times of the links, of copies and of steps."""
-    links: Times = defaultdict(list)
-    steps = []
-    collectives(links)
-    links.clear()
-    for size in sizes:
-        for name in PRECISIONS:
-            steps.append(contest(name, size, rounds, control))
-            collectives(links)
-            others(links, control)
-    return {"links": links, "steps": steps}
-
-
 def main() -> None:
     file, rounds, *sizes = sys.argv[1:]
     chosen = [tuple(map(int, size.split(","))) for size in sizes]
@@ -199,7 +189,8 @@ def main() -> None:
     control = DDP()
     with control.session():
         if int(rounds):
-            found = race(chosen, int(rounds), control)
+            found = {"steps": [contest(name, size, int(rounds), control)
+                               for size in chosen for name in PRECISIONS]}  # fmt: skip
         else:
             found = {"memory": memory(chosen[0], control)}
     if control.place.first:
