@@ -21,6 +21,7 @@ from runner.spec import RunSpec
 from runner.tracking.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # bench/ is in the checkout only
 RESULTS = ROOT / "bench" / "results"
 CONF = Path(str(files("runner.conf")))
 
@@ -166,7 +167,9 @@ TABLES = {
 
 def render(text: str) -> str:
     """The page with every table between `<!-- table:NAME -->` and `<!-- end -->` made anew."""
-    for name, make in TABLES.items():
+    from bench.scaling.tables import TABLES as SCALING
+
+    for name, make in (TABLES | SCALING).items():
         start, end = f"<!-- table:{name} -->", "<!-- end -->"
         if start in text:
             before, rest = text.split(start, 1)

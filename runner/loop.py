@@ -123,7 +123,7 @@ def _steps(
         if at_eval:
             yield from _evaluation(state, validation, stopped)
             blocks.started = perf_counter()
-        if step >= last or stopped():
+        if step >= last or (at_eval and stopped()):
             return
     yield from blocks.drained()
 

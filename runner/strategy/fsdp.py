@@ -49,9 +49,11 @@ class FSDP(Grouped):
         mesh = init_device_mesh(device.type, (self.place.world,))
         policy = MixedPrecisionPolicy(reduce_dtype=_reduction(model), cast_forward_inputs=False)
         for unit in [*self._units(model), model]:
-            fully_shard(
-                unit, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy
-            )
+            # Of the root's weights the backward has need at once.
+            reshard = None if self.reshard_after_forward and unit is model else (
+                self.reshard_after_forward
+            )  # fmt: skip
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         assert isinstance(model, FSDPModule)
         self._model = model
         return model
