@@ -252,6 +252,8 @@ def _misfits(content: Mapping[str, Any]) -> Iterator[str]:
     for key, kind in _KINDS.items():
         if not isinstance(content.get(key), kind):
             yield f"its {key} is no {kind.__name__}"
+    if not all(isinstance(text, str) for pair in content["choices"].items() for text in pair):
+        yield "its choices are no names"
     for key in _PARTS:
         if not isinstance(content["spec"].get(key, {}), dict):
             yield f"its spec.{key} is no dict"

@@ -32,7 +32,7 @@ class State:
 def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate):
     loader = Loader(TensorDataset(X, Y), 3, shuffle=True, seed=4, device=torch.device("cpu"))
     state = State()
-    for step, micros in enumerate(groups(state, loader, accumulate), 1):
+    for step, (micros, _) in enumerate(groups(state, loader, accumulate), 1):
         told = of_step(loader, accumulate, step)
         assert (told.step, told.epoch) == (step, state.epoch)
         assert told.micro_batches == [y.tolist() for _, y in micros]

@@ -24,13 +24,15 @@ OWN = "tracking._target_=runner.tracking.process_journal.ProcessJournal"
 
 def counted(folder, rank):
     """Has FSDP's reductions of gradients counted."""
-    count, reduce = itertools.count(1), dist.reduce_scatter_tensor
+    name = "reduce_scatter_single"  # since torch 2.15
+    name = name if hasattr(dist, name) else "reduce_scatter_tensor"
+    count, reduce = itertools.count(1), getattr(dist, name)
 
     def watched(*args, **how):
         (folder / f"reductions-{rank}.txt").write_text(str(next(count)))
         return reduce(*args, **how)
 
-    return mock.patch.object(dist, "reduce_scatter_tensor", watched)
+    return mock.patch.object(dist, name, watched)
 
 
 def job(folder, overrides):
