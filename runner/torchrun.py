@@ -5,6 +5,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -105,7 +106,10 @@ def speaks(text: str) -> bool:
     here = place()
     if here.world == 1:
         return True
-    return store(here).add(f"runner/{here.restart}/{zlib.crc32(text.encode())}", 1) == 1
+    try:
+        return store(here).add(f"runner/{here.restart}/{zlib.crc32(text.encode())}", 1) == 1
+    except RuntimeError:  # the process that keeps the store is gone
+        return True
 
 
 def _tell(key: str, folder: Path) -> None:
@@ -114,6 +118,7 @@ def _tell(key: str, folder: Path) -> None:
         store(here).set(key, str(folder.absolute()))
 
 
+@cache
 def store(here: Place) -> "TCPStore":
     """The store that torchrun keeps, which outlives a process."""
     from torch.distributed import TCPStore

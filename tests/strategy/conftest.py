@@ -1,4 +1,4 @@
-"""Runs of several processes: many of them in one start of torchrun, which costs seconds."""
+"""Runs of several processes: many of them in one start, which costs seconds."""
 
 import json
 import os
@@ -20,9 +20,8 @@ def together():
     def run(processes, jobs, folder, timeout=300):
         file = folder / f"jobs-{processes}.json"
         file.write_text(json.dumps({str(folder / name): typed for name, typed in jobs.items()}))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
-        command = [sys.executable, *(torchrun if processes > 1 else ()), str(WORKER), str(file)]
+        command = [sys.executable, str(WORKER), str(file), str(processes)]
         done = subprocess.run(
             command, cwd=folder, text=True, timeout=timeout,
             env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True,

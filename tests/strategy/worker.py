@@ -1,7 +1,10 @@
-"""One of several processes: runs the jobs of a file, one after the other, {folder: overrides}."""
+"""Several processes: run the jobs of a file, {folder: overrides}, one after the other."""
 
 import itertools
 import json
+import os
+import signal
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -50,7 +53,41 @@ def job(folder, overrides):
         raise
 
 
-if __name__ == "__main__":
+def work():
     register_schema()
     for name, typed in json.loads(Path(sys.argv[1]).read_text()).items():
         job(Path(name), typed)
+
+
+def forked(rank, world, port):
+    """A process as torchrun would start it, but for the seconds that its imports take."""
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    if (world := int(sys.argv[2])) == 1:
+        work()
+        sys.exit()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = {forked(rank, world, port) for rank in range(world)}
+    while children:
+        child, status = os.wait()
+        children.discard(child)
+        if status:  # the others would wait for it
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(1)
