@@ -87,6 +87,11 @@ class Grouped(Strategy):
             )
         if device.type == "cpu":
             return device
+        if self.place.local >= (count := torch.cuda.device_count()):
+            raise ConfigError(
+                f"torchrun started more processes on this machine than it has GPUs ({count}). Type "
+                f"--nproc-per-node {count}, or accelerator=cpu."
+            )
         return torch.device("cuda", self.place.local)
 
     def sum(self, values: Tensor) -> Tensor:
