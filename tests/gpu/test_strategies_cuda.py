@@ -6,8 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
 TYPED = ("model=gpt", "data=text", "train.batch_size=8", "train.max_steps=4", "train.eval_every=4",
          "tracking=none", "optimizer=sgd", "optimizer.lr=0.1")  # fmt: skip
 
