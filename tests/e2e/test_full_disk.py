@@ -90,8 +90,9 @@ def test_a_run_that_can_save_nothing_tells_its_result(filling, small, at):
         assert f"{name} was not written: {FULL}." in done.stdout
     assert re.search(r"│ val/accuracy +│ 0\.", done.stdout)
     saved = sorted(path.name for path in small.rglob("step-*.pt"))
-    assert saved == ([] if at == 3 else ["step-00000010.pt"])
-    last = "there is no earlier one" if at == 3 else "step-00000010.pt."
+    # The disk may be full before the thread has written the tenth step's.
+    assert saved in ([[]] if at == 3 else [["step-00000005.pt"], ["step-00000010.pt"]])
+    last = "there is no earlier one" if at == 3 else f"{saved[0]}."
     assert f"error: A checkpoint could not be written ({FULL}): " in done.stderr
     assert last in done.stderr
     assert f"model.safetensors was not written: {FULL} (os error 28)." in done.stderr
