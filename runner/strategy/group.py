@@ -24,10 +24,10 @@ class PeerLost(RunnerError):
 
     exit_status = 1
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, reason: str) -> None:
         super().__init__(
-            f"process {rank}: the connection to another process of the run broke. It was killed or "
-            "has failed: see what it said, and ranks/<number>/error.txt."
+            f"process {rank}: the connection to another process of the run broke ({reason}). It "
+            "was killed or has failed: see what it said, and ranks/<number>/error.txt."
         )
 
 
@@ -73,7 +73,7 @@ class Grouped(Strategy):
             dist.barrier(self._control)
         except RuntimeError as error:
             if _LOST.search(str(error)) or isinstance(error, dist.DistError):
-                raise PeerLost(self.place.rank) from error
+                raise PeerLost(self.place.rank, str(error).partition("\n")[0]) from error
             raise
         finally:
             self._asked = self._control = None
