@@ -71,7 +71,8 @@ def train_step(
         founds = [strategy.found(state.scale.unscale(part)) for part in grads]
         norms = _clip(state, grads[0] if len(grads) == 1 else [*chain(*grads)])
         for d in state.driven:
-            d.settle()
+            if d.unsettled is not None:
+                d.settle()
         lr = state.driven[0].lr
         if state.before_update:
             state.before_update()
@@ -88,6 +89,18 @@ def train_step(
 def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
     """Accumulate the gradients of the mean over all examples. Returns that mean, detached; of
     several processes each has a number of its own, and theirs is the mean."""
+    if len(micros) == state.strategy.place.world == 1:
+        loss = loss_of(state, *micros[0])
+        state.scale.multiply(loss).backward()
+        total = loss.detach()
+    else:
+        total = _accumulate(state, micros, sizes)
+    for p in state.complex:  # autograd leaves lazy conjugates, which optimizers cannot read
+        p.grad = None if p.grad is None else p.grad.resolve_conj()
+    return total
+
+
+def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
     place, examples = state.strategy.place, sum(sizes)
     total: Tensor | None = None
     for i, (micro, size) in enumerate(zip(micros, sizes, strict=True), 1):
@@ -98,8 +111,6 @@ def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) 
                 loss = loss * share
             state.scale.multiply(loss).backward()
         total = loss.detach() if total is None else total + loss.detach()
-    for p in state.complex:  # autograd leaves lazy conjugates, which optimizers cannot read
-        p.grad = None if p.grad is None else p.grad.resolve_conj()
     assert total is not None
     return total
 

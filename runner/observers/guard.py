@@ -85,7 +85,9 @@ class Guard(Observer):
     def _spike(self, record: StepRecord) -> Iterator[Finding]:
         """A leap above what is usual and above the usual noise (batches differ)."""
         loss, usual, factor = record.loss, self._losses, self.spec.guard.spike_factor
-        if len(usual) >= ENOUGH and loss > 2 * max(usual) and loss > factor * median(usual) > 0:
+        # The first of these is one of the second's, and spares most steps the window's maximum.
+        leaps = len(usual) >= ENOUGH and loss > 2 * usual[-1] and loss > 2 * max(usual)
+        if leaps and loss > factor * median(usual) > 0:
             what = f"the loss leapt to {loss:.4g} at step {record.step}"
             yield Finding("spike", f"{what}, {loss / median(usual):.0f} times its running median")
         usual.append(loss)
