@@ -69,6 +69,7 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
     """Everything that is measured."""
     python = interpreter(chosen.venv).absolute()
     os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else we are compiled anew at every start
     names, device, rows = list(CONTENDERS), chosen.device, []
     mlp = jobs(device)["mlp"]
     starters = [name for name in names if name != "raw, recording"]
