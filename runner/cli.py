@@ -26,9 +26,10 @@ from runner.config import register_schema, resolve
 from runner.errors import RunnerError, Unavailable
 from runner.explain import explain
 from runner.manifest import Manifest
+from runner.origin import Origin
 from runner.secrets import hide, hide_override
 from runner.shown import PlainFormatter, complain, is_text, one_line, plain
-from runner.spec import AUTO, Origin
+from runner.spec import AUTO
 from runner.stop import CommandSignals, Interrupted
 from runner.usage import COMMAND_HELP, usage
 

@@ -15,12 +15,13 @@ from runner.build import build_driven, build_optimizer, embeddings, shares
 from runner.errors import RunnerError
 from runner.isolation import seed_all
 from runner.model import Built, build_model
+from runner.origin import Origin
 from runner.precision.base import Precision
 from runner.precision.islands import Float32Island
 from runner.precision.memory import elements, stored_bytes, tensor_bytes
 from runner.result import RunResult
 from runner.shape import check_shape
-from runner.spec import Origin, RunSpec
+from runner.spec import RunSpec
 
 
 def plan(

@@ -23,12 +23,13 @@ from runner.files import why
 from runner.isolation import process_state
 from runner.kept import near
 from runner.memory_error import memory_told
+from runner.origin import Origin
 from runner.plan import plan
 from runner.precision.base import Precision
 from runner.replay import replay
 from runner.result import FILE, RunResult, show
 from runner.secrets import hide
-from runner.spec import Origin, RunSpec
+from runner.spec import RunSpec
 from runner.stop import Stopped, StopSignals
 from runner.strategy.base import Strategy
 from runner.tasks.base import Task

@@ -3,7 +3,8 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 import pytest
 from omegaconf import OmegaConf
 
-from runner.spec import CheckpointSpec, DebugSpec, GuardSpec, Origin, RunSpec, TrainSpec
+from runner.origin import Origin
+from runner.spec import CheckpointSpec, DebugSpec, GuardSpec, RunSpec, TrainSpec
 
 
 def test_the_defaults_have_no_problem():

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.manifest import Manifest
+from runner.origin import short
 from runner.report.data import Job, SweepData
 from runner.result import FILE, RunResult, read_results
 from runner.secrets import hide, masked
 from runner.shown import typed
-from runner.spec import short
 from runner.tracking import history
 from runner.tracking.history import Curve
 

@@ -17,6 +17,7 @@ LAYERS = (
         "secrets",
         "shown",
         "spec",
+        "origin",
         "argv",
         "alone",
         "stop",
