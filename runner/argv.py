@@ -17,6 +17,8 @@ _NOT_TEXT = re.compile(r"^([-+]?\d+(\.\d*)?|null|true|false)$", re.IGNORECASE)
 _VALUED = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c",
            "--package", "-p", "--info", "--experimental-rerun"}  # fmt: skip
 
+_LOOKS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
+
 
 def rewrite(argv: Sequence[str]) -> list[str]:
     """Legacy precision names spelled out, numbers quoted where a group's option is wanted,
@@ -35,7 +37,16 @@ def rewrite(argv: Sequence[str]) -> list[str]:
         flags.append(text)
         if text in _VALUED and rest and "=" not in rest[0]:
             flags.append(rest.pop(0))
-    return [*overrides, *flags]
+    return [*overrides, *_advising(overrides, flags), *flags]
+
+
+def _advising(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """What makes mode=advise the sweep that it is, whose jobs a sweeper of ours chooses."""
+    asks = [text for text in overrides if text.startswith("mode=")][-1:] == ["mode=advise"]
+    if not asks or any(flag.partition("=")[0] in _LOOKS for flag in flags):
+        return []
+    several = {"-m", "--multirun"} & {*flags}
+    return ["hydra/sweeper=advise", *([] if several else ["--multirun"])]
 
 
 def _option(text: str) -> str:

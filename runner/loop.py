@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
+from math import inf
 from time import perf_counter, time
 from typing import TypeVar
 
@@ -97,6 +98,7 @@ def _steps(
     first: AbstractContextManager[object] | None,
 ) -> Iterator[Record]:
     last = total_steps(train, loader)
+    until = perf_counter() + (train.max_seconds or inf)
     watching = first or _UNWATCHED
     state.model.train()
     if state.step and state.evaluated < state.step and evaluates(train, loader, state.step):
@@ -106,7 +108,8 @@ def _steps(
         return
     for micros, sizes in _uncut(groups(state, loader, train.accumulate)):
         step = state.step + 1
-        at_eval = evaluates(train, loader, step)
+        over = step >= last or perf_counter() >= until
+        at_eval = over or evaluates(train, loader, step)
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
         with watching:
             blocks.add(train_step(state, micros, sizes))
@@ -123,7 +126,7 @@ def _steps(
         if at_eval:
             yield from _evaluation(state, validation, stopped)
             blocks.started = perf_counter()
-        if step >= last or (at_eval and stopped()):
+        if over or (at_eval and stopped()):
             return
     yield from blocks.drained()
 

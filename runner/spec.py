@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.spec_advise import AdviseSpec
+
 MODES = ("train", "evaluate", "plan", "replay", "advise")
 ACTIONS = ("stop", "warn", "ignore")
 AUTO = "auto"
@@ -19,6 +21,8 @@ class TrainSpec:
     Attributes:
         epochs: passes over the training data; ignored where max_steps is set.
         max_steps: optimizer steps in all (attempted, skipped ones included).
+        max_seconds: the step that is under way when so much time has gone since the first one is
+            the last, and is evaluated.
         batch_size: examples in a micro-batch, over all processes.
         accumulate: micro-batches per optimizer step.
         clip_norm: largest 2-norm of the unscaled gradients; null does not clip.
@@ -38,6 +42,7 @@ class TrainSpec:
 
     epochs: int = 10
     max_steps: int | None = None
+    max_seconds: float | None = None
     batch_size: int = 64
     accumulate: int = 1
     clip_norm: float | None = None
@@ -52,6 +57,8 @@ class TrainSpec:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the values that are words, one message each."""
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            yield f"train.max_seconds={self.max_seconds} is no time. Allowed: above 0, or null."
         for key, words in (("compile", COMPILE), ("data_on_device", (AUTO,))):
             if (value := getattr(self, key)) not in (True, False, *words):
                 allowed = ", ".join(("true, false", *words))
@@ -190,6 +197,7 @@ class RunSpec:
     debug: DebugSpec = field(default_factory=DebugSpec)
     guard: GuardSpec = field(default_factory=GuardSpec)
     numerics: NumericsSpec = field(default_factory=NumericsSpec)
+    advise: AdviseSpec = field(default_factory=AdviseSpec)
     batch: str | None = None
     precision: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -226,6 +234,7 @@ class RunSpec:
         if not isinstance(shuffle := self.data.get("shuffle", True), bool):
             yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
         yield from self.guard.problems()
+        yield from self.advise.problems()
         yield from self.train.problems()
         yield from self._not_positive()
 
@@ -237,6 +246,7 @@ class RunSpec:
             "debug": ("overfit", "profile"),
             "guard": ("overflow_steps",),
             "numerics": ("every",),
+            "advise": ("steps",),
         }  # fmt: skip
         for part, keys in least_one.items():
             for key in keys:

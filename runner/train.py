@@ -56,7 +56,7 @@ def train(this: Run) -> RunResult:
                 build_driven(spec, built.model, this.precision, steps), this.device,
                 spec.train.clip_norm, strategy,
             )  # fmt: skip
-            alone_only(state)
+            alone_only(state, spec.train)
             _part_streams(this)
             this.state, this.loader = state, loaders[0]
             this.other = limit(this.device)[0] - stored_bytes(state.model)

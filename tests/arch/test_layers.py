@@ -18,12 +18,13 @@ LAYERS = (
         "shown",
         "spec",
         "origin",
+        "spec_advise",
         "argv",
         "alone",
         "stop",
         "torchrun",
     },
-    {"config", "explain", "manifest", "usage"},
+    {"config", "explain", "manifest", "plugins", "usage"},
     {
         "strategy",
         "precision",
@@ -77,7 +78,7 @@ LAYERS = (
         "doctor",
         "ui",
     },
-    {"hooks", "cli", "launcher", "__main__", "__init__"},
+    {"hooks", "cli", "launcher", "advise", "__main__", "__init__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(

@@ -1,0 +1,133 @@
+"""From one look at the pace of float32 to trials of every precision, and what heals those that
+fail."""
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+
+from runner.advise.asked import Asked
+from runner.advise.heal import Healing
+from runner.advise.trials import Trials
+from runner.console import plain_console
+from runner.report.advice import Advice, Question, advise
+from runner.report.compare import BASE
+from runner.result import RunResult
+
+FIRST_LOOK = 0.05
+"""Share of the budget in which float32 shows its pace."""
+SHARE = 0.6
+"""Share of it that the trials are laid out for: precisions differ in pace, and what fails is looked
+into."""
+PACE = 1.5
+"""Expected time of a precision's step over float32's, before it is known."""
+LEAST_STEPS = 20
+PATIENCE = 4.0
+"""A trial is cut after so many times what float32 takes."""
+_NEVER = 10**9
+
+
+class Course:
+    """The trials of one command."""
+
+    def __init__(self, asked: Asked, trials: Trials) -> None:
+        self.asked, self.trials, self.console = asked, trials, plain_console()
+        self.settings = asked.spec.advise
+        self.question: Question | None = None
+
+    def run(self) -> None:
+        """Raises SystemExit where a signal has stopped it."""
+        pace = self._pace()
+        if pace is None:
+            return  # the one job says why
+        step, start, most = pace
+        steps = self.settings.steps or self._steps(step, start, most)
+        self._ask(min(steps, most))
+        self._rounds(step, start)
+        if self.settings.islands and self._advice().pick is not None:
+            Healing(self.asked, self.trials, self._words(step), self._advice).run()
+
+    def _pace(self) -> tuple[float, float, int] | None:
+        """Seconds of a step of float32 and of what a job needs beside them, and the steps of the
+        whole run as far as they are known; None where it does not train."""
+        seconds = max(1.0, FIRST_LOOK * self.trials.budget)
+        words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_NEVER}", "tracking=none"]
+        if limit := self.asked.spec.train.max_steps:
+            words.append(f"train.max_steps={limit}")
+        self.console.print(f"\\n{BASE} for {seconds:.0f} s, to see its pace")
+        began = perf_counter()
+        result = self.trials.launch([self.asked.trial(BASE, self.asked.seed, *words)])[0]
+        if result.status != "finished" or not result.step_ms:
+            return None
+        step = result.step_ms / 1e3
+        start = max(0.0, perf_counter() - began - result.steps * step)
+        ended = result.steps * step < 0.8 * seconds
+        self.trials.discard()
+        return step, start, result.steps if ended else limit or _NEVER
+
+    def _steps(self, step: float, start: float, most: int) -> int:
+        """A round number, so that the same machine gives the same one again."""
+        count = self.settings.seeds * (1 + PACE * (len(self.asked.precisions) - 1))
+        each = SHARE * self.trials.budget / count - start
+        return min(most, max(LEAST_STEPS, _round(each / step)))
+
+    def _ask(self, steps: int) -> None:
+        from runner.advise.sweeper import settle
+
+        asked, own = self.asked, []
+        for name, words in asked.own.items():
+            own += [f"{name} {word}" for word in words]
+        self.question = Question(
+            self.settings.objective, self.settings.tolerance, steps, self.settings.seeds,
+            self.settings.budget, ["python", "-m", "runner", *asked.words], asked.emulated, own,
+        )  # fmt: skip
+        self.question.write(self.trials.folder)
+        shared = {word for words in asked.own.values() for word in words}
+        fixed = asked.trial(BASE, asked.seed, *self._words(0.0))
+        ours = ("precision=", "seed=")
+        settle([*(w for w in fixed if not w.startswith(ours)), *sorted(shared)])
+        text = f"{steps} steps, {self.settings.seeds} seeds, {len(asked.precisions)} precisions"
+        self.console.print(f"{text}: {', '.join(asked.precisions)}")
+
+    def _words(self, step: float) -> list[str]:
+        """Overrides that set a trial's length."""
+        assert self.question is not None
+        steps = self.question.steps
+        seconds = PATIENCE * steps * step + 5.0
+        return [f"train.max_steps={steps}", f"train.eval_every={steps}",
+                f"train.max_seconds={seconds:.0f}", "train.early_stop=null"]  # fmt: skip
+
+    def _rounds(self, step: float, start: float) -> None:
+        """Seed after seed, each precision in turn; those that failed are left out, and a round
+        that the budget has no time for is not begun."""
+        alive, took = list(self.asked.precisions), 0.0
+        for number in range(self.settings.seeds):
+            if number and self.trials.left < took:
+                self.console.print(f"the budget ends after {number} seeds")
+                return
+            began, seed = perf_counter(), self.asked.seed + number
+            turn = number % len(alive)
+            order = alive[turn:] + alive[:turn]
+            found = self.trials.launch(
+                [self.asked.trial(name, seed, *self._words(step)) for name in order]
+            )
+            took = perf_counter() - began
+            alive = [name for name in alive if name in self._sound(found)]
+            if BASE not in alive:
+                return
+
+    def _sound(self, found: Sequence[RunResult]) -> set[str]:
+        assert self.question is not None
+        steps = self.question.steps
+        return {r.precision for r in found if r.outcome == "finished" and r.steps >= steps}
+
+    def _advice(self) -> Advice:
+        assert self.question is not None
+        return advise(self.trials.results(), self.question)
+
+
+def _round(number: float) -> int:
+    """The next of 1, 2, 5, 10, 20, ... downwards."""
+    if number < 1:
+        return 0
+    power = 10 ** math.floor(math.log10(number))
+    return next(factor * power for factor in (5, 2, 1) if factor * power <= number)
