@@ -27,6 +27,7 @@ from runner.errors import RunnerError, Unavailable
 from runner.explain import explain
 from runner.manifest import Manifest
 from runner.origin import Origin
+from runner.plugins import ADVISE
 from runner.secrets import hide, hide_override
 from runner.shown import PlainFormatter, complain, is_text, one_line, plain
 from runner.spec import AUTO
@@ -164,7 +165,8 @@ def job(config: DictConfig) -> float | None:
 
 
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
-    if sweeping:
+    trial = sweeping and HydraConfig.get().sweeper.get("_target_") == ADVISE
+    if sweeping and not trial:
         print(f"\njob {HydraConfig.get().job.num}: {one_line(' '.join(_overrides()))}", flush=True)
     again = sweeping and HydraConfig.get().callbacks["sweep"].resume
     if again and config.mode == "train":
@@ -181,7 +183,10 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     with few_collections():
         import torch._dynamo  # noqa: F401 - torch.optim does, when it is first used
 
+        from runner.console import told_briefly
         from runner.run import run
+    if trial:
+        return told_briefly(lambda console: run(spec, folder, origin(sweeping), console))
     return run(spec, folder, origin(sweeping))
 
 

@@ -56,6 +56,11 @@ class Asked:
         named = next((_names(o) for o in typed if o.get_key_element() == "precision"), None)
         keys = {o.get_key_element().lstrip("+~"): o for o in typed}
         extras = {k: o for k, o in keys.items() if k.startswith("precision.")}
+        if unknown := [name for name in named or () if name not in names()]:
+            raise ConfigError(
+                f"precision={unknown[0]}: mode=advise does not know it. Allowed: "
+                f"{', '.join(names())}."
+            )
         chosen = named or [*_here(spec, device, extras)]
         precisions = [BASE, *(name for name in chosen if name != BASE)]
         if len(precisions) == 1:

@@ -21,6 +21,10 @@ into."""
 PACE = 1.5
 """Expected time of a precision's step over float32's, before it is known."""
 LEAST_STEPS = 20
+LEAST_SECONDS = 0.6
+"""Of float32's steps in a trial: less gives no speed."""
+START = 0.7
+"""Seconds of a job before and after its run: its process, its imports, its record's end."""
 PATIENCE = 4.0
 """A trial is cut after so many times what float32 takes."""
 _NEVER = 10**9
@@ -54,12 +58,11 @@ class Course:
         if limit := self.asked.spec.train.max_steps:
             words.append(f"train.max_steps={limit}")
         self.console.print(f"\\n{BASE} for {seconds:.0f} s, to see its pace")
-        began = perf_counter()
         result = self.trials.launch([self.asked.trial(BASE, self.asked.seed, *words)])[0]
         if result.status != "finished" or not result.step_ms:
             return None
         step = result.step_ms / 1e3
-        start = max(0.0, perf_counter() - began - result.steps * step)
+        start = max(0.0, result.seconds - result.steps * step) + START
         ended = result.steps * step < 0.8 * seconds
         self.trials.discard()
         return step, start, result.steps if ended else limit or _NEVER
@@ -68,7 +71,8 @@ class Course:
         """A round number, so that the same machine gives the same one again."""
         count = self.settings.seeds * (1 + PACE * (len(self.asked.precisions) - 1))
         each = SHARE * self.trials.budget / count - start
-        return min(most, max(LEAST_STEPS, _round(each / step)))
+        least = max(LEAST_STEPS, _round(2 * LEAST_SECONDS / step))
+        return min(most, max(least, _round(each / step)))
 
     def _ask(self, steps: int) -> None:
         from runner.advise.sweeper import settle

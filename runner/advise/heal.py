@@ -11,8 +11,10 @@ from runner.advise.islands import Set, smallest
 from runner.advise.trials import Trials
 from runner.build import build_group
 from runner.console import plain_console
+from runner.precision.base import Precision
 from runner.precision.support import load
 from runner.report.advice import Advice, Line
+from runner.report.compare import BASE
 from runner.result import LOSS, RunResult
 
 CLOSED = 0.25
@@ -81,11 +83,9 @@ class Healing:
         return result
 
     def _base_loss(self) -> float:
-        return next(
-            r.metrics[LOSS]
-            for r in self.trials.results()
-            if r.label == "32-true" or (r.precision == "32-true" and r.seed == self.asked.seed)
-        )
+        seed = self.asked.seed
+        found = (r for r in self.trials.results() if (r.group, r.seed) == (BASE, seed))
+        return next(found).metrics[LOSS]
 
     def _allowed(self, line: Line, advice: Advice) -> float:
         """Gap of one seed that counts as healed."""
@@ -115,7 +115,9 @@ def _promise(line: Line) -> float:
 
 def _key(precision: str) -> str:
     """What leaves modules out of a precision; empty where nothing does."""
-    policy = load(precision)
+    policy: Precision = load(precision)
+    if policy.freezes:  # what it freezes is no matter of its numbers
+        return ""
     if hasattr(policy, "ignore_modules"):
         return "precision.ignore_modules"
     return "precision.keep_fp32" if policy.compute.itemsize < 4 else ""

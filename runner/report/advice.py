@@ -12,7 +12,7 @@ from typing import Literal
 from runner.config import known
 from runner.files import write_text
 from runner.report.compare import BASE, Comparison, Group, comparison, groups
-from runner.report.judge import Judgement, judge, yardstick
+from runner.report.judge import LEAST, Judgement, judge, yardstick
 from runner.result import LOSS, RunResult
 from runner.secrets import masked
 
@@ -136,8 +136,9 @@ def advise(results: Sequence[RunResult], question: Question) -> Advice:
 
 
 def _other(group: Group) -> bool:
-    """Whether its jobs are no trials, but looks at the numbers."""
-    return "numerics." in group.settings
+    """Whether its jobs are looks at the numbers, or tries of a search that went on elsewhere."""
+    tried = bool(group.settings) and group.counts.get("finished", 0) < LEAST
+    return tried or "numerics." in group.settings
 
 
 def _losses(group: Group, question: Question) -> dict[int | None, float]:
