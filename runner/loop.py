@@ -121,12 +121,10 @@ def _steps(
         elif step % train.log_every == 0:
             blocks.send()
             yield from blocks.arrived()
-        if stop:
-            return
-        if at_eval:
+        if at_eval and not stop:
             yield from _evaluation(state, validation, stopped)
             blocks.started = perf_counter()
-        if over or (at_eval and stopped()):
+        if stop or over or (at_eval and stopped()):
             return
     yield from blocks.drained()
 

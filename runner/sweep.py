@@ -18,7 +18,6 @@ from runner.console import plain_console
 from runner.errors import RunnerError
 from runner.manifest import Manifest
 from runner.report import advised
-from runner.report.advice import advise
 from runner.report.command import joined, store_report
 from runner.report.compare import compare
 from runner.report.conclusion import conclusion, names
@@ -101,7 +100,7 @@ class Sweep:
         bad = [r for r in results if r.status in ("failed", "stopped")]
         lacking = any(r.status == "unavailable" for r in results)
         if data.question and not data.stopped:  # what a precision cannot do is an answer
-            answered = advise(results, data.question).pick is not None
+            answered = data.advice is not None and data.advice.pick is not None
             bad, lacking = [] if answered else bad, False
         if status == 2 and bad:  # a search gives up where no job came to a number
             status = 1
@@ -178,11 +177,10 @@ class Sweep:
 
 
 def _conclude(console: Console, data: SweepData) -> None:
-    results = [job.result for job in data.jobs]
-    if data.question:
-        advised.show(console, advise(results, data.question))
+    if data.advice:
+        advised.show(console, data.advice)
     else:
-        console.print(conclusion(compare(results), data.missing))
+        console.print(conclusion(compare([job.result for job in data.jobs]), data.missing))
 
 
 def _asked(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:

@@ -2,8 +2,7 @@
 fail."""
 
 import math
-from collections.abc import Sequence
-from time import perf_counter
+from collections.abc import Mapping, Sequence
 
 from runner.advise.asked import Asked
 from runner.advise.heal import Healing
@@ -11,7 +10,8 @@ from runner.advise.trials import Trials
 from runner.console import plain_console
 from runner.report.advice import Advice, Question, advise
 from runner.report.compare import BASE
-from runner.result import RunResult
+from runner.report.judge import LEAST
+from runner.result import LOSS, RunResult
 
 FIRST_LOOK = 0.05
 """Share of the budget in which float32 shows its pace."""
@@ -46,7 +46,7 @@ class Course:
         step, start, most = pace
         steps = self.settings.steps or self._steps(step, start, most)
         self._ask(min(steps, most))
-        self._rounds(step, start)
+        self._rounds(step)
         if self.settings.islands and self._advice().pick is not None:
             Healing(self.asked, self.trials, self._words(step), self._advice).run()
 
@@ -57,7 +57,7 @@ class Course:
         words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_NEVER}", "tracking=none"]
         if limit := self.asked.spec.train.max_steps:
             words.append(f"train.max_steps={limit}")
-        self.console.print(f"\\n{BASE} for {seconds:.0f} s, to see its pace")
+        self.console.print(f"{BASE} for {seconds:.0f} s, to see its pace")
         result = self.trials.launch([self.asked.trial(BASE, self.asked.seed, *words)])[0]
         if result.status != "finished" or not result.step_ms:
             return None
@@ -75,8 +75,6 @@ class Course:
         return min(most, max(least, _round(each / step)))
 
     def _ask(self, steps: int) -> None:
-        from runner.advise.sweeper import settle
-
         asked, own = self.asked, []
         for name, words in asked.own.items():
             own += [f"{name} {word}" for word in words]
@@ -88,7 +86,7 @@ class Course:
         shared = {word for words in asked.own.values() for word in words}
         fixed = asked.trial(BASE, asked.seed, *self._words(0.0))
         ours = ("precision=", "seed=")
-        settle([*(w for w in fixed if not w.startswith(ours)), *sorted(shared)])
+        self.trials.settle([*(w for w in fixed if not w.startswith(ours)), *sorted(shared)])
         text = f"{steps} steps, {self.settings.seeds} seeds, {len(asked.precisions)} precisions"
         self.console.print(f"{text}: {', '.join(asked.precisions)}")
 
@@ -100,24 +98,50 @@ class Course:
         return [f"train.max_steps={steps}", f"train.eval_every={steps}",
                 f"train.max_seconds={seconds:.0f}", "train.early_stop=null"]  # fmt: skip
 
-    def _rounds(self, step: float, start: float) -> None:
-        """Seed after seed, each precision in turn; those that failed are left out, and a round
-        that the budget has no time for is not begun."""
-        alive, took = list(self.asked.precisions), 0.0
+    def _rounds(self, step: float) -> None:
+        """Seed after seed, each precision in turn. Those that failed are left out, and so are the
+        least promising ones where the budget would give no verdict on all; a round that it has no
+        time for is not begun."""
+        alive, costs = list(self.asked.precisions), dict[str, float]()
         for number in range(self.settings.seeds):
-            if number and self.trials.left < took:
+            if number and self.trials.left < sum(costs[name] for name in alive):
                 self.console.print(f"the budget ends after {number} seeds")
                 return
-            began, seed = perf_counter(), self.asked.seed + number
-            turn = number % len(alive)
+            seed, turn = self.asked.seed + number, number % len(alive)
             order = alive[turn:] + alive[:turn]
             found = self.trials.launch(
                 [self.asked.trial(name, seed, *self._words(step)) for name in order]
             )
-            took = perf_counter() - began
+            costs = {r.precision: r.seconds + START for r in found}
             alive = [name for name in alive if name in self._sound(found)]
-            if BASE not in alive:
+            if BASE not in alive or len(alive) == 1:
                 return
+            alive = self._affordable(alive, found, costs, LEAST - number - 1)
+
+    def _affordable(
+        self, alive: list[str], found: Sequence[RunResult], costs: Mapping[str, float], rounds: int
+    ) -> list[str]:
+        """Those on which the budget gives a verdict, which takes so many rounds more."""
+        merits = {r.precision: self._merit(r) for r in found}
+        others = sorted((n for n in alive if n != BASE), key=lambda n: merits[n], reverse=True)
+        left, kept = self.trials.left - rounds * costs[BASE], {BASE}
+        for name in others:
+            left -= rounds * costs[name]
+            if rounds <= 0 or left >= 0 or kept == {BASE}:
+                kept.add(name)
+        if dropped := [name for name in others if name not in kept]:
+            self.console.print(f"no time for more seeds of {', '.join(dropped)}")
+        return [name for name in alive if name in kept]
+
+    def _merit(self, result: RunResult) -> float:
+        """By the objective, of one trial."""
+        match self.settings.objective:
+            case "time":
+                return 0.0 if result.precision in self.asked.emulated else -(result.step_ms or 0.0)
+            case "memory":
+                return -((result.weights_mib or 0.0) + (result.optimizer_mib or 0.0))
+            case _:
+                return -result.metrics[LOSS]
 
     def _sound(self, found: Sequence[RunResult]) -> set[str]:
         assert self.question is not None

@@ -1,7 +1,6 @@
 """The sweeper that Hydra calls for mode=advise: it chooses the jobs as their results come in."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -14,7 +13,6 @@ from runner.advise.asked import Asked
 from runner.advise.course import Course
 from runner.advise.trials import Trials
 from runner.plugins import register
-from runner.sweep import Sweep
 
 
 def prepare(config: DictConfig) -> None:
@@ -48,11 +46,3 @@ class AdviseSweeper(Sweeper):
         asked = Asked.of(self.config)
         Course(asked, Trials(self.launcher, folder, asked.spec.advise.seconds or 0.0)).run()
         return None
-
-
-def settle(words: Sequence[str]) -> None:
-    """Overrides that all trials share, so that no job is named after them."""
-    if Sweep.current:
-        manifest = replace(Sweep.current.manifest, overrides=[*words])
-        Sweep.current.manifest = manifest
-        manifest.write(Sweep.current.folder)

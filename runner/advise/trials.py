@@ -2,12 +2,14 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 from hydra.plugins.launcher import Launcher
 
 from runner.result import RunResult, read_results
+from runner.sweep import Sweep
 
 
 class Trials:
@@ -33,6 +35,12 @@ class Trials:
         first, self._next = self._next, self._next + len(jobs)
         self.launcher.launch([[*words] for words in jobs], initial_job_idx=first)
         return [r for r in self.results() if int(Path(r.folder).name) >= first]
+
+    def settle(self, words: Sequence[str]) -> None:
+        """Overrides that all jobs share, so that none is named after them."""
+        if sweep := Sweep.current:
+            sweep.manifest = replace(sweep.manifest, overrides=[*words])
+            sweep.manifest.write(self.folder)
 
     def results(self) -> list[RunResult]:
         """Of all jobs so far."""

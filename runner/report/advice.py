@@ -125,7 +125,7 @@ def advise(results: Sequence[RunResult], question: Question) -> Advice:
     mean = sum(losses.values()) / len(losses) if losses else math.nan
     found = [(g, [q - losses[s] for s, q in _losses(g, question).items() if s in losses])
              for g in trials if g is not base]  # fmt: skip
-    judged = sum(bool(gaps) for _, gaps in found)
+    judged = sum(len(gaps) >= LEAST for _, gaps in found)
     lines = [
         _line(g, base, judge(gaps, spread, question.tolerance, judged) if gaps else None, question)
         for g, gaps in found

@@ -53,6 +53,11 @@ def blocks(advice: Advice) -> Iterator[Block]:
     yield Items(list(_how(advice)), small=True)
 
 
+def summary(advice: Advice) -> tuple[list[Block], Table]:
+    """The answer with its command, and the table, for the note of the parent run."""
+    return [Text(answer(advice), "answer"), Commands(next_lines(advice))], table(advice)
+
+
 def table(advice: Advice) -> Table:
     """A row per precision, best first."""
     rows = [_row(line) for line in advice.lines]
@@ -144,7 +149,9 @@ def _spread(line: Line) -> str:
     loss = line.group.loss
     if loss is None:
         return ""
-    return f"loss {number(loss.mean)}, seeds differ by {number(loss.sd or 0.0)}"
+    if loss.sd is None:
+        return f"loss {number(loss.mean)}, one seed"
+    return f"loss {number(loss.mean)}, seeds differ by {number(loss.sd)}"
 
 
 def _speed_gain(line: Line) -> str:

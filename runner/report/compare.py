@@ -178,6 +178,7 @@ def _base(group: Group, bases: Mapping[tuple[str, str], Group]) -> Group | None:
 
 
 def comparison(group: Group, base: Group | None) -> Comparison:
+    """A group beside another."""
     if base is None or not base.finished or not group.finished:
         return Comparison(group, base)
     memory = None

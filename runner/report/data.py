@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runner.report.advice import Question
+from runner.report.advice import Advice, Question, advise
 from runner.result import RunResult
 from runner.tracking.history import Curve
 
@@ -47,6 +47,11 @@ class SweepData:
         redo = any(j.result.status in ("failed", "stopped") and not j.result.diverged
                    for j in self.jobs)  # fmt: skip
         return self.stopped or bool(self.missing) or redo
+
+    @property
+    def advice(self) -> Advice | None:
+        """What the jobs answer to the question."""
+        return advise([job.result for job in self.jobs], self.question) if self.question else None
 
     @property
     def missing(self) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from runner.report import advised
-from runner.report.advice import Advice, advise
 from runner.report.charts import legend, overview, panels, svg
 from runner.report.compare import BASE, Comparison, Group, compare
 from runner.report.conclusion import (
@@ -57,7 +56,7 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     """
     compared = compare([job.result for job in data.jobs])
     title = _title(data)
-    top = advised.blocks(_advice(data)) if data.question else _top(data, compared)
+    top = advised.blocks(data.advice) if data.advice else _top(data, compared)
     before, after = list(top), list(_rest(data, compared))
     pictures = [svg(figure) for figure in panels(data)]
     charts: list[Block] = []
@@ -101,18 +100,12 @@ def summary_markdown(data: SweepData, limit: int = 7000) -> str:
 def _summary(data: SweepData) -> tuple[str, str, Table | None]:
     """What is said first and last, and the table between them."""
     tail = markdown(Commands(data.commands)) if data.commands else ""
-    if data.question:
-        advice = _advice(data)
-        first = [Text(advised.answer(advice), "answer"), Commands(advised.next_lines(advice))]
-        return "\n\n".join(map(markdown, first)), tail, advised.table(advice)
+    if data.advice:
+        first, table = advised.summary(data.advice)
+        return "\n\n".join(map(markdown, first)), tail, table
     compared = compare([job.result for job in data.jobs])
     head = markdown(Text(conclusion(compared, data.missing), "answer"))
     return head, tail, _groups_table(compared) if compared else None
-
-
-def _advice(data: SweepData) -> Advice:
-    assert data.question is not None
-    return advise([job.result for job in data.jobs], data.question)
 
 
 def _title(data: SweepData) -> str:
@@ -121,9 +114,8 @@ def _title(data: SweepData) -> str:
     models = ", ".join(dict.fromkeys(r.model for r in results if r.model))
     sets = ", ".join(dict.fromkeys(r.data for r in results if r.data))
     what = " on ".join(filter(None, [models, sets]))
-    if data.question:
-        return f"Which precision for {what or 'this model'}?"
-    return f"Sweep over {swept}{': ' if what else ''}{what}"
+    asked = f"Which precision for {what or 'this model'}?"
+    return asked if data.question else f"Sweep over {swept}{': ' if what else ''}{what}"
 
 
 def _swept(results: Sequence[RunResult]) -> list[str]:
