@@ -17,6 +17,8 @@ _NOT_TEXT = re.compile(r"^([-+]?\d+(\.\d*)?|null|true|false)$", re.IGNORECASE)
 _VALUED = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c",
            "--package", "-p", "--info", "--experimental-rerun"}  # fmt: skip
 
+_SWEEPER = "hydra/sweeper=advise"
+_ADVISES = (_SWEEPER, "--multirun")
 _LOOKS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
 
 
@@ -45,8 +47,15 @@ def _advising(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
     asks = [text for text in overrides if text.startswith("mode=")][-1:] == ["mode=advise"]
     if not asks or any(flag.partition("=")[0] in _LOOKS for flag in flags):
         return []
+    if any(text.startswith("hydra/sweeper=") for text in overrides):
+        return []  # two of them: the runner says so
     several = {"-m", "--multirun"} & {*flags}
-    return ["hydra/sweeper=advise", *([] if several else ["--multirun"])]
+    return [_SWEEPER] if several else [*_ADVISES]
+
+
+def shorn(argv: Sequence[str]) -> list[str]:
+    """A rewritten command as it was typed: without what makes mode=advise a sweep."""
+    return [text for text in argv if text not in _ADVISES] if _SWEEPER in argv else [*argv]
 
 
 def _option(text: str) -> str:

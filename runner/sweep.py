@@ -12,6 +12,7 @@ from rich.console import Console
 
 from runner import notes
 from runner.alone import alone
+from runner.argv import shorn
 from runner.artifacts import now_ms
 from runner.build import build_group
 from runner.console import plain_console
@@ -184,7 +185,7 @@ def _conclude(console: Console, data: SweepData) -> None:
 
 
 def _asked(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:
-    words = ["python", "-m", "runner", *sys.argv[1:]]
+    words = ["python", "-m", "runner", *shorn(sys.argv[1:])]
     begun = str(tracking.get("sweep") or uuid4().hex[:12])
     return Manifest(begun, words, overrides, str(Path.cwd()), now_ms())
 

@@ -19,7 +19,8 @@ from runner.report.compare import BASE
 from runner.spec import RunSpec
 
 _OURS = ("mode", "precision", "seed", "advise", "hydra")
-_RIVALS = ("train.max_steps", "train.max_seconds", "train.eval_every", "checkpoint.final")
+_RIVALS = ("train.max_steps", "train.max_seconds", "train.eval_every", "train.early_stop",
+           "checkpoint", "tracking.log_model", "numerics")  # fmt: skip
 """Keys that a trial sets itself; a command that recommends keeps the user's."""
 
 
@@ -76,9 +77,24 @@ class Asked:
 
     def trial(self, precision: str, seed: int, *more: str) -> list[str]:
         """Overrides of one job."""
-        kept = [word for word in self.words if not word.lstrip("+~").startswith(_RIVALS)]
-        return [*kept, "mode=train", f"precision={precision}", *self.own.get(precision, ()),
-                f"seed={seed}", "checkpoint.final=false", *more]  # fmt: skip
+        return [*self._kept(_RIVALS), *self._one(precision, seed), *self._unkept(), *more]
+
+    def look(self, precision: str, seed: int, *more: str) -> list[str]:
+        """The same of a job that nothing records."""
+        kept = self._kept((*_RIVALS, "tracking"))
+        return [*kept, *self._one(precision, seed), "tracking=none", *more]
+
+    def _kept(self, without: tuple[str, ...]) -> list[str]:
+        return [word for word in self.words if not word.lstrip("+~").startswith(without)]
+
+    def _one(self, precision: str, seed: int) -> list[str]:
+        own = self.own.get(precision, ())
+        return ["mode=train", f"precision={precision}", *own, f"seed={seed}",
+                "checkpoint.final=false"]  # fmt: skip
+
+    def _unkept(self) -> list[str]:
+        """No model is stored of a trial."""
+        return ["tracking.log_model=false"] if "log_model" in self.spec.tracking else []
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:

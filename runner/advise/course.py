@@ -31,34 +31,35 @@ _NEVER = 10**9
 
 
 class Course:
-    """The trials of one command."""
+    """The trials of one command.
 
-    def __init__(self, asked: Asked, trials: Trials) -> None:
+    Args:
+        resumed: what an earlier command asked, whose trials these go on with.
+    """
+
+    def __init__(self, asked: Asked, trials: Trials, resumed: Question | None = None) -> None:
         self.asked, self.trials, self.console = asked, trials, plain_console()
-        self.settings = asked.spec.advise
-        self.question: Question | None = None
+        self.settings, self.question = asked.spec.advise, resumed
 
     def run(self) -> None:
         """Raises SystemExit where a signal has stopped it."""
-        pace = self._pace()
-        if pace is None:
+        if self.question is None and (pace := self._pace()):
+            self._ask(*pace)
+        if self.question is None:
             return  # the one job says why
-        step, start, most = pace
-        steps = self.settings.steps or self._steps(step, start, most)
-        self._ask(min(steps, most))
-        self._rounds(step)
+        self._rounds()
         if self.settings.islands and self._advice().pick is not None:
-            Healing(self.asked, self.trials, self._words(step), self._advice).run()
+            Healing(self.asked, self.trials, self._words(), self._advice).run()
 
     def _pace(self) -> tuple[float, float, int] | None:
         """Seconds of a step of float32 and of what a job needs beside them, and the steps of the
         whole run as far as they are known; None where it does not train."""
         seconds = max(1.0, FIRST_LOOK * self.trials.budget)
-        words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_NEVER}", "tracking=none"]
+        words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_NEVER}"]
         if limit := self.asked.spec.train.max_steps:
             words.append(f"train.max_steps={limit}")
         self.console.print(f"{BASE} for {seconds:.0f} s, to see its pace")
-        result = self.trials.launch([self.asked.trial(BASE, self.asked.seed, *words)])[0]
+        result = self.trials.launch([self.asked.look(BASE, self.asked.seed, *words)])[0]
         if result.status != "finished" or not result.step_ms:
             return None
         step = result.step_ms / 1e3
@@ -74,31 +75,31 @@ class Course:
         least = max(LEAST_STEPS, _round(2 * LEAST_SECONDS / step))
         return min(most, max(least, _round(each / step)))
 
-    def _ask(self, steps: int) -> None:
-        asked, own = self.asked, []
-        for name, words in asked.own.items():
-            own += [f"{name} {word}" for word in words]
+    def _ask(self, step: float, start: float, most: int) -> None:
+        asked, settings = self.asked, self.settings
+        steps = min(most, settings.steps or self._steps(step, start, most))
+        own = [f"{name} {word}" for name, words in asked.own.items() for word in words]
         self.question = Question(
-            self.settings.objective, self.settings.tolerance, steps, self.settings.seeds,
-            self.settings.budget, ["python", "-m", "runner", *asked.words], asked.emulated, own,
+            settings.objective, settings.tolerance, steps, math.ceil(PATIENCE * steps * step + 5),
+            settings.seeds, settings.budget, ["python", "-m", "runner", *asked.words],
+            asked.emulated, own,
         )  # fmt: skip
         self.question.write(self.trials.folder)
         shared = {word for words in asked.own.values() for word in words}
-        fixed = asked.trial(BASE, asked.seed, *self._words(0.0))
+        fixed = asked.trial(BASE, asked.seed, *self._words())
         ours = ("precision=", "seed=")
         self.trials.settle([*(w for w in fixed if not w.startswith(ours)), *sorted(shared)])
-        text = f"{steps} steps, {self.settings.seeds} seeds, {len(asked.precisions)} precisions"
+        text = f"{steps} steps, {settings.seeds} seeds, {len(asked.precisions)} precisions"
         self.console.print(f"{text}: {', '.join(asked.precisions)}")
 
-    def _words(self, step: float) -> list[str]:
+    def _words(self) -> list[str]:
         """Overrides that set a trial's length."""
         assert self.question is not None
-        steps = self.question.steps
-        seconds = PATIENCE * steps * step + 5.0
+        steps, seconds = self.question.steps, self.question.seconds
         return [f"train.max_steps={steps}", f"train.eval_every={steps}",
-                f"train.max_seconds={seconds:.0f}", "train.early_stop=null"]  # fmt: skip
+                f"train.max_seconds={seconds}", "train.early_stop=null"]  # fmt: skip
 
-    def _rounds(self, step: float) -> None:
+    def _rounds(self) -> None:
         """Seed after seed, each precision in turn. Those that failed are left out, and so are the
         least promising ones where the budget would give no verdict on all; a round that it has no
         time for is not begun."""
@@ -110,7 +111,7 @@ class Course:
             seed, turn = self.asked.seed + number, number % len(alive)
             order = alive[turn:] + alive[:turn]
             found = self.trials.launch(
-                [self.asked.trial(name, seed, *self._words(step)) for name in order]
+                [self.asked.trial(name, seed, *self._words()) for name in order]
             )
             costs = {r.precision: r.seconds + START for r in found}
             alive = [name for name in alive if name in self._sound(found)]

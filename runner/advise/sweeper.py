@@ -13,6 +13,7 @@ from runner.advise.asked import Asked
 from runner.advise.course import Course
 from runner.advise.trials import Trials
 from runner.plugins import register
+from runner.report.advice import Question
 
 
 def prepare(config: DictConfig) -> None:
@@ -44,5 +45,7 @@ class AdviseSweeper(Sweeper):
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
         asked = Asked.of(self.config)
-        Course(asked, Trials(self.launcher, folder, asked.spec.advise.seconds or 0.0)).run()
+        resumed = Question.read(folder) if self.config.hydra.callbacks.sweep.resume else None
+        trials = Trials(self.launcher, folder, asked.spec.advise.seconds or 0.0)
+        Course(asked, trials, resumed).run()
         return None

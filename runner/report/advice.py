@@ -31,6 +31,7 @@ class Question:
         objective: time, memory or quality.
         tolerance: in standard deviations of 32-true's loss between seeds.
         steps: of each trial.
+        seconds: after which a trial is cut.
         seeds: that were asked for.
         budget: as it was typed.
         command: words of the command, without precision and mode, that trains the config.
@@ -41,6 +42,7 @@ class Question:
     objective: str
     tolerance: float
     steps: int
+    seconds: int
     seeds: int
     budget: str
     command: Sequence[str]

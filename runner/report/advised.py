@@ -31,6 +31,8 @@ def answer(advice: Advice) -> str:
         if unsure
         else ""
     )
+    if unsure and not any(line.judged and line.outcome != "unclear" for line in advice.lines):
+        return f"Stay with {BASE} for now: nothing could be judged.{more}"
     aim = {"time": "faster", "memory": "smaller", "quality": "better"}[advice.question.objective]
     if pick.group.name == BASE:
         return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}.{more}"

@@ -12,7 +12,7 @@ from runner.report.pages import write_report
 from runner.report.render import to_markdown
 from runner.result import LOSS, RunResult
 
-ASKED = Question("time", 1.0, 100, 5, "5m", ["python", "-m", "runner", "model=mlp"])
+ASKED = Question("time", 1.0, 100, 60, 5, "5m", ["python", "-m", "runner", "model=mlp"])
 NOISE = (0.0, 0.01, -0.01, 0.02, -0.02)
 
 
