@@ -66,6 +66,7 @@ LAYERS = (
         "course",
         "replay",
         "leave",
+        "numerics",
         "memory_error",
         "train",
         "run",
