@@ -59,13 +59,16 @@ class Looks(Observer):
 
     def _see(self, look: Look) -> None:
         self.found.append(look)
-        numerics, values = self.numerics, {}
+        numerics = self.numerics
         lost = [(m.kind, numerics.lost(m, numerics.computed_in)) for m in look.measured]
-        values["numerics/underflow_share"] = max(x.underflow for k, x in lost if k != "updates")
-        values["numerics/overflow_share"] = max(x.overflow for k, x in lost if k != "updates")
+        lost = [found for kind, found in lost if kind != "updates"]
         stored = [m.formats[numerics.stored_in].swallowed for m in look.measured]
-        if found := [share for share in stored if share is not None]:
-            values["numerics/swallowed_share"] = max(found)
+        values = {
+            "numerics/underflow_share": max((x.underflow for x in lost), default=0.0),
+            "numerics/overflow_share": max((x.overflow for x in lost), default=0.0),
+        }
+        if swallowed := [share for share in stored if share is not None]:
+            values["numerics/swallowed_share"] = max(swallowed)
         self.this.tracker.metrics(look.step, now_ms(), values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.numerics.found import Lost
 from runner.precision.rounding import BFLOAT16, E4M3, E5M2, FLOAT16, Format, rounded
@@ -77,9 +78,13 @@ class Counted:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether there is something to measure: dense floating or complex numbers."""
-    plain = tensor.is_floating_point() or tensor.is_complex()
-    return plain and tensor.layout is torch.strided and tensor.numel() > 0 and tensor.itemsize > 1
+    """Whether there is something to measure: dense floating or complex numbers of 16 bits or more,
+    in no wrapper of a library's."""
+    numbers = tensor.is_floating_point() or tensor.is_complex()
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    if not (numbers and dense) or is_traceable_wrapper_subclass(tensor):
+        return False
+    return tensor.numel() > 0 and tensor.itemsize > 1
 
 
 @torch.no_grad()

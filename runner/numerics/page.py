@@ -148,10 +148,15 @@ def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
             ticks = sorted({*range(0, len(steps), -(-len(steps) // 5))})
             axes.set_xticks(ticks, [str(steps[t]) for t in ticks])
             axes.set_xlabel("optimizer step")
-            labels = [plain(names[r]) for r in rows] if i == 1 else [""] * len(rows)
+            labels = [_label(names[r]) if i == 1 else "" for r in rows]
             axes.set_yticks(range(len(rows)), labels, parse_math=False)
         _colours(figure, fmt, len(rows), len(names))
     return figure
+
+
+def _label(name: str, most: int = 34) -> str:
+    """The end of a dotted name, which tells modules of one kind apart."""
+    return plain(name if len(name) <= most else f"…{name[1 - most :]}", most)
 
 
 def _rows(found: Sequence[NDArray[np.float64]]) -> list[int]:

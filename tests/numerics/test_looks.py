@@ -80,6 +80,13 @@ def test_every_kind_of_precision(quick, folder, precision):
     assert (found.looks[0].loss_scale is not None) == (precision == "16-mixed")
 
 
+def test_a_forward_that_the_backward_repeats(quick, folder):
+    typed = ("train.eval_every=1", "model.hidden=[16,16]")
+    twice = quick("numerics.every=1", "train.activation_checkpointing=[layers]", *typed)
+    assert twice.rc == 0, twice.stderr
+    assert losses(quick(*typed).stdout) == losses(twice.stdout) != []
+
+
 def test_a_closure_optimizer_and_micro_batches(quick, folder):
     assert quick("numerics.every=2", "optimizer=lbfgs").rc == 0
     assert steps(read(folder())) == [2]

@@ -68,6 +68,13 @@ def test_many_modules_and_looks_lose_no_spot():
     assert f"{ROWS} of {3 * ROWS} modules" in figure.get_suptitle()
 
 
+def test_a_long_name_keeps_its_end():
+    figure = heat_maps(made(2, name="model.decoder.layers.11.attention.self.{}.query"), "float16")
+    labels = [t.get_text() for t in panel(figure, "activations").get_yticklabels()]
+    assert [label[-8:] for label in labels] == [".0.query", ".1.query"]
+    assert all(len(label) == 34 and label.startswith("…") for label in labels)
+
+
 def test_a_page_names_the_worst_and_needs_nothing_else(tmp_path):
     page = write_page(made(), "16-mixed <b>", tmp_path / "numerics.html").read_text()
     assert "Numerics of 16-mixed &lt;b&gt;" in page
