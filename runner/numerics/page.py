@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ROWS, COLUMNS = 40, 40
 """Modules and steps that a heat map shows at most."""
-WORST = 12
+WORST, ALL = 12, 10**9
 LEAST = 1e-5
 """Share from which on a cell is coloured."""
 LACKS: dict[Sensitivity, str] = {
@@ -32,7 +32,15 @@ TONES: dict[Sensitivity, Tone] = {"range": "bad", "precision": "bad", "none": "g
 
 def summary(numerics: Numerics) -> str:
     """What each format lacks, in one line."""
-    return ", ".join(f"{fmt} {LACKS[numerics.sensitivity(fmt)]}" for fmt in FORMATS)
+    return ", ".join(f"{fmt} {verdict(numerics, fmt)}" for fmt in FORMATS)
+
+
+def verdict(numerics: Numerics, fmt: str) -> str:
+    """In words; updates that are swallowed matter to who stores weights in the format alone."""
+    found = numerics.sensitivity(fmt)
+    if found == "precision" and all(what != "noise" for *_, what, _ in numerics.worst(fmt, ALL)):
+        return "would do, but not to store weights in"
+    return LACKS[found]
 
 
 def write_page(numerics: Numerics, label: str, path: Path) -> Path:
@@ -67,11 +75,13 @@ def _top(numerics: Numerics, order: Sequence[str]) -> Iterator[Block]:
     yield Text(f"{summary(numerics)}.", "answer")
     rows = []
     for fmt in order:
-        verdict, worst = numerics.sensitivity(fmt), [Cell("nothing is lost", "quiet")]
+        worst = [Cell("nothing is lost", "quiet")]
         for module, kind, what, value in numerics.worst(fmt, 1):
             worst = [Cell(module, note=kind), Cell(what), Cell(share(value))]
         worst += [Cell("")] * (3 - len(worst))
-        rows.append([Cell(fmt), Cell(LACKS[verdict], TONES[verdict]), *worst])
+        rows.append(
+            [Cell(fmt), Cell(verdict(numerics, fmt), TONES[numerics.sensitivity(fmt)]), *worst]
+        )
     head = ["format", "verdict", "worst module", "what", "share"]
     yield Table(head, rows, frozenset({0, 1, 2, 3}))
 
@@ -99,7 +109,7 @@ def _reading(numerics: Numerics) -> Iterator[Block]:
         "lacks range": f"something overflows, {vanished} of a tensor become zero, or noise is "
         f"{noise} or more where most values are subnormal",
         "lacks precision": f"noise is {noise} or more otherwise, or {swallowed} of a tensor's "
-        "updates are swallowed, which matters where weights are stored in the format",
+        "updates are swallowed, which matters to who stores weights in the format alone",
         "gradients": f"before clipping, multiplied by the loss scale ({scaled})",
         "FP8": "after a scale per tensor to the largest value of the format",
         "heat maps": "underflow and overflow together, for updates what is swallowed; white is "

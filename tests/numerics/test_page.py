@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.collections import PolyCollection
@@ -79,7 +80,7 @@ def test_a_page_names_the_worst_and_needs_nothing_else(tmp_path):
     page = write_page(made(), "16-mixed <b>", tmp_path / "numerics.html").read_text()
     assert "Numerics of 16-mixed &lt;b&gt;" in page
     assert page.count("<svg") >= len(FORMATS)
-    assert "float16 lacks precision" in page
+    assert "float16 would do, but not to store weights in" in page
     assert not re.findall(r"<script|<img|https?://(?!www\.w3\.org)|data:", page)
     order = re.findall(r"<h2>(.*?)</h2>", page)
     assert order == ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "How to read this"]
@@ -98,5 +99,17 @@ def test_a_picture_of_one_look_where_nothing_is_lost(tmp_path):
 
 
 def test_the_summary_has_every_format():
-    assert summary(made()) == ", ".join(f"{fmt} lacks precision" for fmt in FORMATS)
+    told = "would do, but not to store weights in"
+    assert summary(made()) == ", ".join(f"{fmt} {told}" for fmt in FORMATS)
     assert [share(v) for v in (0.0123, 0.5, 1.0)] == ["1.2 %", "50 %", "100 %"]
+
+
+def test_noise_is_more_than_a_matter_of_storage():
+    noisy = made(2)
+    part = noisy.looks[0].measured[0]
+    lost = part.formats["float16"]._replace(sqnr_db=10.0)
+    worse = replace(part, formats={**part.formats, "float16": lost})
+    looks = [replace(look, measured=(worse, *look.measured[1:])) for look in noisy.looks]
+    assert summary(replace(noisy, looks=looks)).startswith(
+        "float16 lacks precision, bfloat16 would"
+    )
