@@ -57,7 +57,7 @@ def fit(
     *,
     flush_every: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
-    first: AbstractContextManager[object] | None = None,
+    around: Callable[[int], AbstractContextManager[object]] = lambda step: _UNWATCHED,
 ) -> Iterator[Record]:
     """Train, yielding a block of step records whenever they reach the host, and an evaluation at
     each boundary and at the end.
@@ -75,11 +75,11 @@ def fit(
         flush_every: an interval at which every record must have arrived (checkpoints).
         stopped: asked after each step and between the batches of an evaluation; True ends the
             loop after a last block.
-        first: context around the first step (the dtype probe).
+        around: called with a step's number, the context around it (probes).
     """
     blocks = Blocks(state)
     try:
-        yield from _steps(state, blocks, loader, validation, train, flush_every, stopped, first)
+        yield from _steps(state, blocks, loader, validation, train, flush_every, stopped, around)
     except (Exception, KeyboardInterrupt):
         if state.strategy.place.world == 1:  # else the others would have to take part
             with suppress(Exception):  # what ended the loop must not be hidden by its last records
@@ -95,11 +95,10 @@ def _steps(
     train: TrainSpec,
     flush_every: int | None,
     stopped: Callable[[], bool],
-    first: AbstractContextManager[object] | None,
+    around: Callable[[int], AbstractContextManager[object]],
 ) -> Iterator[Record]:
     last = total_steps(train, loader)
     until = perf_counter() + (train.max_seconds or inf)
-    watching = first or _UNWATCHED
     state.model.train()
     if state.step and state.evaluated < state.step and evaluates(train, loader, state.step):
         yield from _evaluation(state, validation, stopped)  # the run was stopped before it
@@ -111,9 +110,8 @@ def _steps(
         over = step >= last or perf_counter() >= until
         at_eval = over or evaluates(train, loader, step)
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
-        with watching:
+        with around(step):
             blocks.add(train_step(state, micros, sizes))
-        watching = _UNWATCHED
         state.stagnant = None if watch is None else watch.share()
         stop = stopped()
         if at_eval or stop or (flush_every and step % flush_every == 0):

@@ -23,6 +23,7 @@ from runner.files import why
 from runner.isolation import process_state
 from runner.kept import near
 from runner.memory_error import memory_told
+from runner.numerics.looks import check_numerics
 from runner.origin import Origin
 from runner.plan import plan
 from runner.precision.base import Precision
@@ -114,6 +115,7 @@ def _made(
     precision: Precision = build_group("precision", spec.precision)
     precision.require(accelerator.device)
     precision.require_strategy(strategy)
+    check_numerics(spec, strategy)
     task: Task = build_group("task", spec.task)
     check_arguments(spec)
     tracker: Tracker = build_group("tracking", spec.tracking)

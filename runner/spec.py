@@ -233,6 +233,12 @@ class RunSpec:
             yield f"seed={self.seed} is negative. Allowed: 0 and up."
         if not isinstance(shuffle := self.data.get("shuffle", True), bool):
             yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
+        if self.numerics.every is not None and self.train.compile:
+            yield (
+                f"numerics.every={self.numerics.every} watches modules by hooks, which "
+                f"train.compile={str(self.train.compile).lower()} would compile in. "
+                "Type train.compile=false."
+            )
         yield from self.guard.problems()
         yield from self.advise.problems()
         yield from self.train.problems()

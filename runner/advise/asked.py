@@ -14,7 +14,7 @@ from runner.accelerator import choose
 from runner.config import check_targets, resolve
 from runner.errors import ConfigError, Unavailable
 from runner.precision.base import Precision
-from runner.precision.support import load, names
+from runner.precision.support import load, names, support
 from runner.report.compare import BASE
 from runner.spec import RunSpec
 
@@ -34,6 +34,7 @@ class Asked:
         precisions: to try, the baseline first.
         own: further words of a precision.
         emulated: precisions whose arithmetic is imitated.
+        absent: precisions that this machine lacks, as `tf32: why`.
         seed: the first one.
     """
 
@@ -42,6 +43,7 @@ class Asked:
     precisions: Sequence[str]
     own: Mapping[str, Sequence[str]]
     emulated: Sequence[str]
+    absent: Sequence[str]
     seed: int
 
     @classmethod
@@ -72,8 +74,10 @@ class Asked:
             )
         fitting = {name: [*_fitting(name, extras)] for name in precisions}
         emulated = [n for n in precisions if any("emulate=" in w for w in fitting[n])]
+        lacking = [] if named else [s for s in support(device) if s.why and s.name not in chosen]
+        absent = [f"{s.name}: {s.why}" for s in lacking]
         words = [o.input_line for o in typed if _head(o) not in _OURS and o.input_line]
-        return cls(spec, words, precisions, fitting, emulated, spec.seed)
+        return cls(spec, words, precisions, fitting, emulated, absent, spec.seed)
 
     def trial(self, precision: str, seed: int, *more: str) -> list[str]:
         """Overrides of one job."""

@@ -3,11 +3,15 @@ fail."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from runner.advise.asked import Asked
+from runner.advise.cause import about, suspects
 from runner.advise.heal import Healing
 from runner.advise.trials import Trials
 from runner.console import plain_console
+from runner.numerics import read
 from runner.report.advice import Advice, Question, advise
 from runner.report.compare import BASE
 from runner.report.judge import LEAST
@@ -21,6 +25,8 @@ into."""
 PACE = 1.5
 """Expected time of a precision's step over float32's, before it is known."""
 LEAST_STEPS = 20
+LOOKS = 4
+"""At float32's numbers, in a trial of their own."""
 LEAST_SECONDS = 0.6
 """Of float32's steps in a trial: less gives no speed."""
 START = 0.7
@@ -48,8 +54,28 @@ class Course:
         if self.question is None:
             return  # the one job says why
         self._rounds()
-        if self.settings.islands and self._advice().pick is not None:
-            Healing(self.asked, self.trials, self._words(), self._advice).run()
+        failing = [line.group.precision for line in self._advice().lines if line.failing]
+        if not failing or self._advice().pick is None:
+            return
+        suspects = self._look(failing)
+        if self.settings.islands:
+            Healing(self.asked, self.trials, self._words(), self._advice).run(suspects)
+
+    def _look(self, failing: Sequence[str]) -> dict[str, list[str]]:
+        """What one more training of float32 says of the precisions that fail; the modules that
+        each of them harms most."""
+        assert self.question is not None
+        every = max(1, self.question.steps // LOOKS)
+        words = [*self._words(), f"numerics.every={every}"]
+        result = self.trials.launch([self.asked.trial(BASE, self.asked.seed, *words)])[0]
+        if result.status != "finished":
+            return {}
+        numbers = read(self.trials.folder / Path(result.folder).name)
+        told = {name: about(numbers, name) for name in failing}
+        found = [f"{name}: {text}" for name, text in told.items() if text]
+        self.question = replace(self.question, found=found)
+        self.question.write(self.trials.folder)
+        return {name: suspects(numbers, name) for name in failing}
 
     def _pace(self) -> tuple[float, float, int] | None:
         """Seconds of a step of float32 and of what a job needs beside them, and the steps of the
@@ -82,7 +108,7 @@ class Course:
         self.question = Question(
             settings.objective, settings.tolerance, steps, math.ceil(PATIENCE * steps * step + 5),
             settings.seeds, settings.budget, ["python", "-m", "runner", *asked.words],
-            asked.emulated, own,
+            asked.emulated, own, asked.absent,
         )  # fmt: skip
         self.question.write(self.trials.folder)
         shared = {word for words in asked.own.values() for word in words}

@@ -37,15 +37,18 @@ class Healing:
         self.asked, self.trials, self.words, self.advice = asked, trials, words, advice
         self.console, self.took = plain_console(), 0.0
 
-    def run(self) -> None:
-        """Each precision that fails, the one that promises most first, while there is time."""
+    def run(self, suspects: Mapping[str, Sequence[str]]) -> None:
+        """Each precision that fails, the one that promises most first, while there is time.
+
+        Args:
+            suspects: of each, modules by dotted name, the most suspicious first.
+        """
         if self.asked.spec.precision.get("keep_fp32"):
             return  # the user has chosen
         advice = self.advice()
         tree = _tree(self.asked)
-        suspects = _suspects(self.asked)
         for line in sorted(_failing(advice), key=_promise, reverse=True):
-            self._heal(line, advice, tree, suspects)
+            self._heal(line, advice, tree, suspects.get(line.group.precision, ()))
 
     def _heal(
         self, line: Line, advice: Advice, tree: Mapping[str, Sequence[str]], suspects: Sequence[str]
@@ -131,7 +134,3 @@ def _tree(asked: Asked) -> dict[str, list[str]]:
     for name, module in model.named_modules():
         tree[name] = [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
     return tree
-
-
-def _suspects(asked: Asked) -> list[str]:
-    return []

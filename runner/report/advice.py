@@ -37,6 +37,8 @@ class Question:
         command: words of the command, without precision and mode, that trains the config.
         emulated: precisions whose arithmetic is imitated here, which tells nothing of speed.
         own: further words of a precision, as `float8-rowwise precision.emulate=true`.
+        absent: precisions that this machine lacks, as `tf32: why`.
+        found: what float32's numbers say of a precision that fails, as `16-mixed: what`.
     """
 
     objective: str
@@ -48,6 +50,13 @@ class Question:
     command: Sequence[str]
     emulated: Sequence[str] = ()
     own: Sequence[str] = ()
+    absent: Sequence[str] = ()
+    found: Sequence[str] = ()
+
+    def told(self, precision: str) -> str:
+        """What was found of a precision."""
+        start = f"{precision}: "
+        return next((text[len(start) :] for text in self.found if text.startswith(start)), "")
 
     @classmethod
     def of(cls, values: object) -> "Question | None":
@@ -77,6 +86,7 @@ class Line:
         beside: against 32-true; None without a baseline.
         judged: None where no seed came to its end in both.
         step: at which it diverged.
+        found: what float32's numbers say of it.
     """
 
     group: Group
@@ -86,6 +96,7 @@ class Line:
     step: int | None = None
     emulated: bool = False
     command: Sequence[str] = ()
+    found: str = ""
 
     @property
     def name(self) -> str:
@@ -164,6 +175,7 @@ def _line(group: Group, base: Group | None, judged: Judgement | None, question: 
     return Line(
         group, outcome, comparison(group, base), judged, step,
         group.precision in question.emulated, _command(group, question),
+        "" if group.settings else question.told(group.precision),
     )  # fmt: skip
 
 

@@ -51,6 +51,9 @@ def blocks(advice: Advice) -> Iterator[Block]:
     if others:
         yield Heading("What else trains as well")
         yield Commands([typed(line.command) for line in others])
+    if advice.question.absent:
+        yield Heading("Not on this machine")
+        yield Items([(n, why) for n, _, why in (t.partition(": ") for t in advice.question.absent)])
     yield Heading("How this was judged")
     yield Items(list(_how(advice)), small=True)
 
@@ -87,7 +90,7 @@ def _row(line: Line) -> list[Cell]:
         Cell("" if memory is None else f"{memory:.2f}",
              note="" if mib is None else f"{number(mib)} MiB"),
         Cell(health(line)),
-        Cell(reason(line)),
+        Cell(reason(line), note=line.found),
     ]  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def test_a_stale_table_is_noticed(generate):
 
 def test_every_metric_that_the_code_logs_is_documented(root):
     code = "\n".join(path.read_text() for path in (root / "runner").rglob("*.py"))
-    logged = set(re.findall(r'"((?:train|loss_scale|perf|memory|val|guard)/\w+)"', code))
+    logged = set(re.findall(r'"((?:train|loss_scale|perf|memory|val|guard|numerics)/\w+)"', code))
     per_module = {f"{stem}/<module>" for stem in re.findall(r'"(fp8/\w+)/', code)}
     assert logged | per_module == set(METRICS)
 

@@ -67,6 +67,7 @@ LAYERS = (
         "course",
         "replay",
         "leave",
+        "numerics",
         "memory_error",
         "train",
         "run",
