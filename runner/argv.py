@@ -39,7 +39,13 @@ def rewrite(argv: Sequence[str]) -> list[str]:
         flags.append(text)
         if text in _VALUED and rest and "=" not in rest[0]:
             flags.append(rest.pop(0))
-    return [*overrides, *_advising(overrides, flags), *flags]
+    advising = _advising(overrides, flags)
+    return [*(_lenient(text) if advising else text for text in overrides), *advising, *flags]
+
+
+def _lenient(text: str) -> str:
+    """A key of some precisions, which the others that mode=advise tries do not have."""
+    return f"++{text}" if text.startswith("precision.") else text
 
 
 def _advising(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:

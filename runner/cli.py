@@ -142,7 +142,10 @@ def job(config: DictConfig) -> float | None:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
-        if torchrun.speaks(str(error)):
+        if sweeping and _is_trial():
+            name = " ".join(origin(True).swept).removeprefix("precision=")
+            print(plain(f"{name}: {str(error).splitlines()[0]}"), flush=True)
+        elif torchrun.speaks(str(error)):
             complain(str(error))
         kind = "unavailable" if isinstance(error, Unavailable) else "failed"
         message, status, finished = str(error), error.exit_status, error.finished
@@ -165,7 +168,7 @@ def job(config: DictConfig) -> float | None:
 
 
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
-    trial = sweeping and HydraConfig.get().sweeper.get("_target_") == ADVISE
+    trial = sweeping and _is_trial()
     if sweeping and not trial:
         print(f"\njob {HydraConfig.get().job.num}: {one_line(' '.join(_overrides()))}", flush=True)
     again = sweeping and HydraConfig.get().callbacks["sweep"].resume
@@ -188,6 +191,10 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     if trial:
         return told_briefly(lambda console: run(spec, folder, origin(sweeping), console))
     return run(spec, folder, origin(sweeping))
+
+
+def _is_trial() -> bool:
+    return HydraConfig.get().sweeper.get("_target_") == ADVISE
 
 
 @contextmanager

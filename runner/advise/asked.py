@@ -1,7 +1,8 @@
 """What a command with mode=advise asks for: its precisions, and the words of every trial."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -31,6 +32,7 @@ class Asked:
     Attributes:
         spec: resolved, with the baseline's precision or the one that was typed.
         words: the user's, without precision, seed, mode and advise.
+        command: words of a command before them.
         precisions: to try, the baseline first.
         own: further words of a precision.
         emulated: precisions whose arithmetic is imitated.
@@ -40,6 +42,7 @@ class Asked:
 
     spec: RunSpec
     words: Sequence[str]
+    command: Sequence[str]
     precisions: Sequence[str]
     own: Mapping[str, Sequence[str]]
     emulated: Sequence[str]
@@ -49,16 +52,13 @@ class Asked:
     @classmethod
     def of(cls, config: DictConfig) -> "Asked":
         """Raises ConfigError and Unavailable for what cannot be compared."""
-        own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        spec = resolve(own)
-        if problems := [*spec.problems(), *check_targets(spec)]:
-            raise ConfigError(*problems)
         typed = _parsed([str(text) for text in config.hydra.overrides.task])
         _refuse_sweeps(typed)
-        device = choose(spec.accelerator).device
-        named = next((_names(o) for o in typed if o.get_key_element() == "precision"), None)
         keys = {o.get_key_element().lstrip("+~"): o for o in typed}
         extras = {k: o for k, o in keys.items() if k.startswith("precision.")}
+        spec = _spec(config, extras)
+        device = choose(spec.accelerator).device
+        named = next((_names(o) for o in typed if o.get_key_element() == "precision"), None)
         if unknown := [name for name in named or () if name not in names()]:
             raise ConfigError(
                 f"precision={unknown[0]}: mode=advise does not know it. Allowed: "
@@ -73,11 +73,12 @@ class Asked:
                 "precision=bf16-mixed,16-mixed."
             )
         fitting = {name: [*_fitting(name, extras)] for name in precisions}
+        _refuse_alien(extras, fitting)
         emulated = [n for n in precisions if any("emulate=" in w for w in fitting[n])]
         lacking = [] if named else [s for s in support(device) if s.why and s.name not in chosen]
         absent = [f"{s.name}: {s.why}" for s in lacking]
         words = [o.input_line for o in typed if _head(o) not in _OURS and o.input_line]
-        return cls(spec, words, precisions, fitting, emulated, absent, spec.seed)
+        return cls(spec, words, _command(config), precisions, fitting, emulated, absent, spec.seed)
 
     def trial(self, precision: str, seed: int, *more: str) -> list[str]:
         """Overrides of one job."""
@@ -101,6 +102,23 @@ class Asked:
         return ["tracking.log_model=false"] if "log_model" in self.spec.tracking else []
 
 
+def _spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
+    """Of the baseline, which has no use for the keys of other precisions."""
+    own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    spec = resolve(own)
+    kept = {k: v for k, v in spec.precision.items() if f"precision.{k}" not in extras}
+    spec = replace(spec, precision=kept)
+    if problems := [*spec.problems(), *check_targets(spec)]:
+        raise ConfigError(*problems)
+    return spec
+
+
+def _command(config: DictConfig) -> list[str]:
+    sources = config.hydra.runtime.config_sources
+    mine = [os.path.relpath(s.path) for s in sources if s.provider == "command-line"]
+    return ["python", "-m", "runner", *(["--config-dir", *mine] if mine else [])]
+
+
 def _parsed(words: Sequence[str]) -> list[Override]:
     return OverridesParser.create().parse_overrides([*words])
 
@@ -122,6 +140,15 @@ def _refuse_sweeps(typed: Sequence[Override]) -> None:
         raise ConfigError(
             f"mode=advise answers for one config, and {several[0].input_line} names several. Type "
             f"one value of {key}; advise.seeds=5 repeats trials with other seeds."
+        )
+
+
+def _refuse_alien(extras: Mapping[str, Override], fitting: Mapping[str, Sequence[str]]) -> None:
+    used = {word.partition("=")[0] for words in fitting.values() for word in words}
+    if alien := [key for key in extras if key not in used]:
+        raise ConfigError(
+            f"{alien[0]}: none of {', '.join(fitting)} has such a key. Leave it out, or name the "
+            "precisions that it is for."
         )
 
 
@@ -159,4 +186,4 @@ def _fitting(name: str, extras: Mapping[str, Override]) -> Iterator[str]:
     for key, override in extras.items():
         if _takes(name, key.split(".")[1]):
             assert override.input_line is not None
-            yield override.input_line
+            yield override.input_line.lstrip("+")

@@ -107,7 +107,7 @@ class Course:
         own = [f"{name} {word}" for name, words in asked.own.items() for word in words]
         self.question = Question(
             settings.objective, settings.tolerance, steps, math.ceil(PATIENCE * steps * step + 5),
-            settings.seeds, settings.budget, ["python", "-m", "runner", *asked.words],
+            settings.seeds, settings.budget, [*asked.command, *asked.words],
             asked.emulated, own, asked.absent,
         )  # fmt: skip
         self.question.write(self.trials.folder)

@@ -17,6 +17,7 @@ from runner.report.advice import Advice, Line
 from runner.report.compare import BASE
 from runner.result import LOSS, RunResult
 
+_IGNORE = "precision.ignore_modules"
 CLOSED = 0.25
 """A set that leaves so much of the gap to float32, or less, heals."""
 
@@ -56,7 +57,9 @@ class Healing:
         name, key = line.group.precision, _key(line.group.precision)
         allowed = self._allowed(line, advice)
         base = self._base_loss()
-        tried: dict[frozenset[str], bool] = {}
+        # Without any module it would convert nothing: what it is then needs no trial.
+        all_out = frozenset(tree[""]) if key == _IGNORE else None
+        tried: dict[frozenset[str] | None, bool] = {all_out: True}
 
         def heals(found: Set) -> bool:
             if frozenset(found) not in tried:
@@ -67,7 +70,7 @@ class Healing:
 
         self.console.print(f"{name} fails: looking for modules to keep out of it")
         found = smallest(tree, suspects, heals)
-        if found is None:
+        if found is None or frozenset(found) == all_out:
             self.console.print(f"{name}: nothing that was tried heals it")
             return
         self.console.print(f"{name}: {key}=[{','.join(found)}] heals it; verifying")
@@ -122,7 +125,7 @@ def _key(precision: str) -> str:
     if policy.freezes:  # what it freezes is no matter of its numbers
         return ""
     if hasattr(policy, "ignore_modules"):
-        return "precision.ignore_modules"
+        return _IGNORE
     return "precision.keep_fp32" if policy.compute.itemsize < 4 else ""
 
 

@@ -108,9 +108,14 @@ class Numerics:
         """The run's storage format; bfloat16 for a wider one."""
         return self.storage if self.storage in FORMATS else "bfloat16"
 
-    def worst(self, fmt: str, most: int) -> list[Worst]:
+    def worst(self, fmt: str, most: int, kinds: Sequence[str] = KINDS) -> list[Worst]:
         """What the format loses, module by module, as means over the looks: first what overflows,
         then by share; nothing that is all right. `noise` is listed from NOISE on.
+
+        Args:
+            fmt: of those measured.
+            most: how many.
+            kinds: those of KINDS that the format would hold.
 
         Raises:
             ValueError: no such format was measured.
@@ -118,11 +123,12 @@ class Numerics:
         found = [
             (module, kind, what, share)
             for (module, kind), lost in self._means(fmt).items()
+            if kind in kinds
             for what, share in _complaints(kind, lost)
         ]
         return sorted(found, key=lambda w: (w[2] != "overflow", -w[3]))[:most]
 
-    def sensitivity(self, fmt: str) -> Sensitivity:
+    def sensitivity(self, fmt: str, kinds: Sequence[str] = KINDS) -> Sensitivity:
         """What the format lacks for this model, at the loss scale that was in force: "range" if
         activations, weights or gradients of a module overflow, vanish (VANISHED) or are mostly
         subnormal where NOISE is passed; else "precision" if NOISE is passed or its updates are
@@ -133,6 +139,8 @@ class Numerics:
         """
         verdict: Sensitivity = "none"
         for (_, kind), lost in self._means(fmt).items():
+            if kind not in kinds:
+                continue
             noisy = lost.noise >= NOISE
             if kind == "updates":
                 if (lost.swallowed or 0.0) >= SWALLOWED:

@@ -195,7 +195,7 @@ def _outcome(group: Group, judged: Judgement | None, question: Question) -> Outc
 
 def _end(job: RunResult) -> int:
     """The step that a guard names, else the last one."""
-    named = re.search(r"at step (\d+)", job.error)
+    named = re.search(r"step (\d+)", job.error)
     return int(named[1]) if named else job.steps
 
 
@@ -237,7 +237,7 @@ def _merit(line: Line, objective: str) -> tuple[float, ...]:
     if line.emulated:
         speed = memory = 1.0
     order = {
-        "time": (speed, -memory, home, quality),
+        "time": (speed, home, -memory, quality),
         "memory": (-memory, speed, home, quality),
         "quality": (quality, home, speed, -memory),
     }
