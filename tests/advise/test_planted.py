@@ -104,6 +104,12 @@ def test_fp8_outside_the_head_does_no_harm(gap):
     assert abs(gap("harmed_in_the_head", "precision=bf16-mixed")) < SOUND
 
 
+def test_float32_weights_heal_the_head_in_bf16_true(gap):
+    assert gap("harmed_in_the_head", "precision=bf16-true") > HARMED
+    healed = gap("harmed_in_the_head", "precision=bf16-true", "precision.keep_fp32=[head]")
+    assert abs(healed) < SOUND
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "16-true"])
 def test_no_native_precision_harms_it(gap, precision):
     assert abs(gap("harmed_by_nothing", f"precision={precision}")) < SOUND
