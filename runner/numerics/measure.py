@@ -120,12 +120,13 @@ def count(rows: Sequence[Row]) -> list[Counted]:
     largest = torch.stack([row.sample.largest for row in rows])
     parts = []
     histogram = torch.zeros(len(rows) * EXPONENTS, dtype=torch.int64, device=device)
+    one = torch.ones((), dtype=torch.int64, device=device)
     for i in range(0, len(x), CHUNK):
         part, where = x[i : i + CHUNK], ids[i : i + CHUNK]
         columns, exponents = _measure(part, largest[where])
         parts.append(columns)
         places = (exponents + (where * EXPONENTS).unsqueeze(1)).flatten()
-        histogram += torch.bincount(places, minlength=len(histogram))
+        histogram.index_add_(0, places, one.expand_as(places))  # bincount would ask the device
     swallowed = _swallowed(rows, lengths, device)
     table = torch.cat([torch.cat(parts, 1), swallowed])
     packed = torch.cat([table.flatten(), largest, histogram.float()]).cpu().double().numpy()
@@ -168,7 +169,7 @@ def _reading(
 def _swallowed(rows: Sequence[Row], lengths: Sequence[int], device: torch.device) -> Tensor:
     """[1 + len(STORED), blocks]: weights that had a gradient, and those of them that each format
     keeps where they were; zeros where a row is of no updates."""
-    found = torch.zeros(1 + len(STORED), sum(lengths), device=device)
+    found = torch.zeros(1 + len(STORED), sum(lengths), dtype=torch.float32, device=device)
     asked = [i for i, row in enumerate(rows) if row.before is not None]
     if not asked:
         return found

@@ -62,7 +62,8 @@ class Question:
     def of(cls, values: object) -> "Question | None":
         """From what was written; None where nothing that fits was."""
         try:
-            return cls(**known(cls, values))
+            found = known(cls, values)
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
         except ValueError:
             return None
 

@@ -123,7 +123,7 @@ def test_models_of_the_runner_are_judged(advised, words, prose):
     assert judged.n == 3
     assert advice.pick is not None
     assert advice.pick.name in ("32-true", "bf16-mixed")
-    assert f"type next: python -m runner {words[0]}" in told
+    assert f" {words[0]} {words[1]} " in told.partition("type next: python -m runner ")[2]
     if words is COMPLEX:  # autocast leaves complex numbers alone
         assert judged.gap == 0
         assert line(advice, "bf16-mixed").outcome in ("fit", "recommended")

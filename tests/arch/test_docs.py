@@ -59,6 +59,7 @@ def test_commands_of_the_readme_compose(root, compose, mode):
             continue
         if ("-m" in words) == (mode == "sweep"):
             firsts = [re.sub(r"=(?!\[)([^,]*),.*", r"=\1", w) for w in words if w != "-m"]
+            firsts = [w for w in firsts if w != "mode=advise"]  # a sweep, by itself
             compose(*firsts)
             checked += 1
     assert checked

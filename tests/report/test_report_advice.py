@@ -147,7 +147,7 @@ def test_the_page_says_what_to_type_and_how_it_was_judged(tmp_path: Path) -> Non
 
 
 def test_the_question_survives_its_file_and_a_damaged_one_is_none(tmp_path: Path) -> None:
-    question = replace(ASKED, own=["a b"], emulated=["a"])
+    question = replace(ASKED, command=("python",), own=("a b",), emulated=("a",))
     question.write(tmp_path)
     assert Question.read(tmp_path) == question
     (tmp_path / "advise.json").write_text("{]")
