@@ -37,6 +37,8 @@ LAYERS = (
         "console",
         "optimizers",
         "adapter",
+        "ledger",
+        "workspace",
     },
     {
         "state",
@@ -70,6 +72,7 @@ LAYERS = (
         "train",
         "run",
         "plan",
+        "memory_plan",
         "report",
         "sweep",
         "unfinished",
