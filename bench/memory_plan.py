@@ -11,7 +11,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import RESULTS, table, versions, write
@@ -21,10 +21,11 @@ from runner.accelerator import MIB
 from runner.build import build_driven, build_group, build_loaders, build_splits
 from runner.config import register_schema, resolve
 from runner.data.loading import Loader
-from runner.errors import Unavailable
+from runner.errors import RunnerError
 from runner.isolation import seed_all
+from runner.ledger import Peak
 from runner.loop import fit
-from runner.memory_plan import Peak, predict
+from runner.memory_plan import predict
 from runner.model import build_model
 from runner.precision.base import Precision
 from runner.shape import shape
@@ -32,20 +33,29 @@ from runner.spec import RunSpec
 from runner.state import TrainState
 
 STEPS = 4
-# A model with its data, its batch sizes, and what its runs need beside a precision.
+FULL = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true",
+        "bnb-int8-training", "bnb-nf4")  # fmt: skip
+# What is trained: its overrides, its batch sizes and its precisions.
 RUNS = {
-    "mlp": ("digits", (16, 64, 256), ()),
-    "resnet": ("digits", (8, 32, 128), ()),
-    "resnet 32 px": ("synthetic_images", (8, 32), ("model=resnet", "data.count=320")),
-    "gpt": ("text", (2, 8, 32), ()),
-    "complex_mlp": ("signals", (64, 256), ("data.count=1600",)),
-}
-PRECISIONS = {
-    "32-true": (), "64-true": (), "bf16-mixed": (), "bf16-true": (),
+    "mlp": (("model=mlp", "data=digits"), (16, 64, 256), FULL),
+    "mlp, 2048 wide": (("model=mlp", "data=digits", "model.hidden=[2048,2048]"), (16, 256), FULL),
+    "resnet": (("model=resnet", "data=digits"), (8, 32, 128), FULL),
+    "resnet, 32 px": (("model=resnet", "data=synthetic_images", "data.count=320"), (8, 32), FULL),
+    "gpt": (("model=gpt", "data=text"), (2, 8, 32), FULL),
+    "complex_mlp": (
+        ("model=complex_mlp", "data=signals", "data.count=1600"), (64, 256), FULL[:2]
+    ),
+    "complex_mlp, 256 wide": (
+        ("model=complex_mlp", "data=signals", "data.count=1600", "model.hidden=[256,256]"),
+        (64, 256), FULL[:2],
+    ),
+}  # fmt: skip
+NEEDS = {
     # A scale that overflows would skip the step that makes the optimizer's state.
     "16-mixed": ("precision.loss_scale.init_scale=64",),
-    "16-true": ("optimizer.eps=1e-4",), "bnb-int8-training": (), "bnb-nf4": ("adapter=lora",),
-}  # fmt: skip
+    "16-true": ("optimizer.eps=1e-4",),
+    "bnb-nf4": ("adapter=lora",),
+}
 OTHERS = (
     ("gpt", "bf16-mixed", 8, ("train.activation_checkpointing=true",)),
     ("gpt", "bf16-mixed", 8, ("train.accumulate=2",)),
@@ -55,11 +65,36 @@ OTHERS = (
 )
 
 
-def spec_of(model: str, precision: str, size: int, more: tuple[str, ...], device: str) -> RunSpec:
-    data, _, needs = RUNS[model]
-    own = (f"model={model}",) if " " not in model else ()
-    overrides = [*own, f"data={data}", f"precision={precision}", f"train.batch_size={size}",
-                 f"accelerator={device}", *needs, *PRECISIONS[precision], *more]  # fmt: skip
+HEAD = ["trained", "precision", "batch", *Peak._fields, "predicted", "measured", "error"]
+LARGE = 4  # MiB
+WHY = (
+    "Not predicted are the loader's order (8 bytes for each example of the data set) and buffers "
+    "of the kernels that do not grow with the model: oneDNN's in a bfloat16 product, up to half a "
+    "MiB, and bitsandbytes' when it packs weights. Together they are a MiB at most, and weigh in "
+    "models that small."
+)
+
+
+class Row(NamedTuple):
+    run: str
+    case: str
+    size: int
+    peak: Peak
+    measured: int
+
+    @property
+    def error(self) -> float:
+        return self.peak.total / self.measured - 1
+
+    def cells(self) -> list[str]:
+        parts = [f"{part / MIB:.1f}" for part in self.peak]
+        both = f"{self.peak.total / MIB:.2f}", f"{self.measured / MIB:.2f}"
+        return [self.run, self.case, str(self.size), *parts, *both, f"{100 * self.error:+.1f} %"]
+
+
+def spec_of(run: str, precision: str, size: int, more: tuple[str, ...], device: str) -> RunSpec:
+    overrides = [*RUNS[run][0], f"precision={precision}", f"train.batch_size={size}",
+                 f"accelerator={device}", *NEEDS.get(precision, ()), *more]  # fmt: skip
     with initialize_config_module(version_base="1.3", config_module="runner.conf"):
         spec = resolve(compose("config", overrides=overrides))
     return replace(spec, train=replace(spec.train, max_steps=STEPS, eval_every=STEPS))
@@ -99,57 +134,62 @@ def measured(spec: RunSpec, precision: Precision, device: torch.device) -> int:
     return peak
 
 
-def cases(models: list[str]) -> Iterator[tuple[str, str, int, tuple[str, ...]]]:
-    for model in models:
-        for precision in PRECISIONS:
-            for size in RUNS[model][1]:
-                yield model, precision, size, ()
-        yield from (case for case in OTHERS if case[0] == model)
+def cases(runs: list[str]) -> Iterator[tuple[str, str, int, tuple[str, ...]]]:
+    for run in runs:
+        _, sizes, precisions = RUNS[run]
+        yield from ((run, name, size, ()) for name in precisions for size in sizes)
+        yield from (case for case in OTHERS if case[0] == run)
+
+
+def summary(rows: list[Row]) -> list[list[str]]:
+    """Of each model, and of all peaks from LARGE on."""
+    groups = {run: [row for row in rows if row.run == run] for run in RUNS}
+    groups[f"all from {LARGE} MiB"] = [row for row in rows if row.measured >= LARGE * MIB]
+    groups["all"] = rows
+    lines = []
+    for name, group in groups.items():
+        if group:
+            errors = [abs(row.error) for row in group]
+            worst = max(group, key=lambda row: abs(row.error))
+            sizes = [row.measured / MIB for row in group]
+            lines.append([
+                name, str(len(group)), f"{min(sizes):.2g} to {max(sizes):.3g}",
+                f"{100 * statistics.median(errors):.1f} %", f"{100 * worst.error:+.1f} %",
+                f"`{worst.case}`, batch {worst.size}",
+            ])  # fmt: skip
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(RUNS))
+    parser.add_argument("--runs", nargs="+", default=list(RUNS))
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     register_schema()
     torch.set_num_threads(1)
-    device, rows, errors, left = torch.device(given.device), [], {}, {}
-    for model, name, size, more in cases(given.models):
-        spec = spec_of(model, name, size, more, given.device)
+    device, rows, left = torch.device(given.device), [], []
+    for run, name, size, more in cases(given.runs):
+        spec = spec_of(run, name, size, more, given.device)
         precision: Precision = build_group("precision", spec.precision)
-        case = " ".join([model, name, *more])
+        case = " ".join([name, *more])
         try:
             precision.require(device)
             seed_all(0)
-            peak: Peak = predict(spec, precision, device)
-            seed_all(0)
+            peak = predict(spec, precision, device)
             found = measured(spec, precision, device)
-        except (Unavailable, Exception) as error:
-            left[case] = str(error).partition("\n")[0]
+        except RunnerError as error:
+            left.append(f"- not run: {run}, {case}: {error}")
             continue
-        error = peak.total / found - 1
-        errors[f"{case} {size}"] = error
-        kinds = [f"{part / MIB:.1f}" for part in peak]
-        rows.append([case, str(size), *kinds, f"{peak.total / MIB:.2f}", f"{found / MIB:.2f}",
-                     f"{100 * error:+.1f} %"])  # fmt: skip
-        print(*rows[-1], flush=True)
-    sizes = sorted(abs(error) for error in errors.values())
-    figures = {
-        "cases": len(sizes), "median": statistics.median(sizes), "worst": sizes[-1],
-        "case": max(errors, key=lambda case: abs(errors[case])),
-    }  # fmt: skip
-    head = ["model, precision", "batch", *Peak._fields, "predicted", "measured", "error"]
-    text = (
-        f"{len(sizes)} cases: error median {100 * figures['median']:.2f} %, worst "
-        f"{100 * figures['worst']:.1f} % ({figures['case']}); "
-        f"{sum(size <= 0.05 for size in sizes)} within 5 %."
-    )
-    refused = "\n".join(f"- not run: {case}: {why}" for case, why in left.items())
-    setting = f"{versions('torch', 'bitsandbytes')}, one thread, {given.device}"
-    body = "\n\n".join(filter(None, [text, table(head, rows), refused, setting]))
+        rows.append(Row(run, case, size, peak, found))
+        print(*rows[-1].cells(), flush=True)
+    means, head = summary(rows), ["trained", "cases", "MiB", "median", "worst", "where"]
+    body = "\n\n".join(filter(None, [
+        table(head, means), WHY, table(HEAD, [row.cells() for row in rows]), "\n".join(left),
+        f"{versions('torch', 'bitsandbytes')}, one thread, {given.device}",
+    ]))  # fmt: skip
     write("memory_plan", (__doc__ or "").strip().splitlines()[0], body)
-    (RESULTS / "memory_plan.json").write_text(json.dumps(figures, indent=1) + "\n")
+    figures = json.dumps({"head": head, "rows": means}, indent=1)
+    (RESULTS / "memory_plan.json").write_text(figures + "\n")
 
 
 if __name__ == "__main__":
