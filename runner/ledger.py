@@ -46,12 +46,13 @@ class Ledger(TorchDispatchMode):
     """Adds up the storages that live; `line` has an entry for each operator.
 
     Args:
+        kind: of what is made outside of a backward and an update.
         accumulates: see runner.workspace.inside.
     """
 
-    def __init__(self, accumulates: bool = False) -> None:
+    def __init__(self, kind: int = ACTIVATIONS, accumulates: bool = False) -> None:
         super().__init__()
-        self.accumulates = accumulates
+        self.kind, self.accumulates = kind, accumulates
         self.line: list[Peak] = []
         self._now = [0] * len(Peak._fields)
         self._held: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
@@ -93,7 +94,7 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         backward = torch._C._current_graph_task_id() != -1
-        self.add(TEMPORARIES if backward or self._updates else ACTIVATIONS, *self._new(result))
+        self.add(TEMPORARIES if backward or self._updates else self.kind, *self._new(result))
         now = list(self._now)
         now[TEMPORARIES] += inside(func, args, kwargs or {}, result, self.accumulates)
         self.line.append(Peak(*now))

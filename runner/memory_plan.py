@@ -178,13 +178,13 @@ class _Rehearsal:
     def __init__(
         self, spec: RunSpec, precision: Precision, device: torch.device, fake: bool
     ) -> None:
-        self.spec, self.device, self.made = spec, device, Peak()
+        self.spec, self.device = spec, device
         self.peak = cache(lambda size: max(self.line(size), key=sum))
         self.tensors = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-        built = build(spec, precision) if fake else build_model(spec, precision, device)
-        model = built.model
-        if device.type == "cpu" and not spec.init.low_memory:
-            self.made = Peak(weights=built.plain_bytes)  # in float32 before it is converted
+        making = Ledger(kind=WEIGHTS)  # in float32 before it is converted, and on the CPU
+        with making if device.type == "cpu" else nullcontext():
+            made = build(spec, precision) if fake else build_model(spec, precision, device)
+        self.making, model = making.line, made.model
         with self.tensors:
             if fake:
                 _replace(model, device)
@@ -204,12 +204,12 @@ class _Rehearsal:
                 p.grad = None
 
     def line(self, size: int) -> list[Peak]:
-        """What the model as it is made holds, then a step on micro-batches of `size` examples after
-        each of its operators."""
+        """What is held while the model is made, and after each operator of a step on micro-batches
+        of `size` examples."""
         state, train, precision = self.state, self.spec.train, self.state.precision
         with self.tensors, precision.session(state.model, self.device):
             batches = [examples(self.spec, size, self.device) for _ in range(train.accumulate)]
-            ledger = Ledger(precision.kernels() == "float32_accumulate")
+            ledger = Ledger(accumulates=precision.kernels() == "float32_accumulate")
             ledger.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
             ledger.add(OPTIMIZER, *state.state_tensors())
             ledger.add(ACTIVATIONS, *tree_leaves(batches))
@@ -222,7 +222,7 @@ class _Rehearsal:
                     watch.close()
                 del watch
                 self._evaluate(*batches[0])
-        return [self.made, *ledger.line]
+        return [*self.making, *ledger.line]
 
     @torch.no_grad()
     def _evaluate(self, inputs: Any, target: Any) -> None:

@@ -6,6 +6,7 @@ bench/memory_plan.py. What GPU libraries take is not known here.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from runner.precision.cpu_float16 import KERNELS
 
 # Four-byte tensors that bitsandbytes' own code makes: of the state in an 8-bit update, and of the
-# product before its int8 scales are back.
-_MOMENTS, _SCALED = 5, 4
+# product before its int8 scales are back. Bytes for a weight that it packs into four bits.
+_MOMENTS, _SCALED, _PACKING = 5, 4, 10
 _F32, _F64 = torch.float32, torch.float64
 
 
@@ -46,7 +47,20 @@ def inside(
         return 4 * _MOMENTS * args[1].numel()
     if name == "int8_scaled_mm":
         return 4 * _SCALED * result.numel()
+    if name == "quantize_4bit":
+        return _PACKING * args[0].numel()
+    if name.rstrip("_") in ("add", "sub", "mul", "div"):
+        return _cast(given, into=given[0].dtype if name.endswith("_") else None)
     return 0
+
+
+def _cast(given: Sequence[Tensor], into: torch.dtype | None) -> int:
+    """Arithmetic on several dtypes first casts operands to the widest, and last the result into
+    the tensor that it is written to."""
+    wide = reduce(torch.promote_types, (t.dtype for t in given if t.ndim), given[0].dtype)
+    size = sum(t.numel() for t in given if t.dtype is not wide)
+    size += given[0].numel() if into not in (None, wide) else 0
+    return size * wide.itemsize
 
 
 def _convolution(
