@@ -9,14 +9,15 @@ CUDA torch.cuda.max_memory_allocated. MiB of 2^20 bytes.
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from common import RESULTS, table, versions, write
 from hydra import compose, initialize_config_module
 
+from bench.common import RESULTS, table, versions, write
 from runner.accelerator import MIB
 from runner.build import build_driven, build_group, build_loaders, build_splits
 from runner.config import register_schema, resolve
@@ -187,7 +188,8 @@ def main() -> None:
         table(head, means), WHY, table(HEAD, [row.cells() for row in rows]), "\n".join(left),
         f"{versions('torch', 'bitsandbytes')}, one thread, {given.device}",
     ]))  # fmt: skip
-    write("memory_plan", (__doc__ or "").strip().splitlines()[0], body)
+    command = f"python -m bench.memory_plan {' '.join(sys.argv[1:])}".strip()
+    write("memory_plan", (__doc__ or "").strip().splitlines()[0], body, command)
     figures = json.dumps({"head": head, "rows": means}, indent=1)
     (RESULTS / "memory_plan.json").write_text(figures + "\n")
 
