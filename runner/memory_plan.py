@@ -16,7 +16,7 @@ moment has it.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -33,6 +33,8 @@ from runner.loop import Stagnation
 from runner.model import Built, build_model
 from runner.precision.base import Precision
 from runner.precision.cast import cast_nest
+from runner.precision.memory import float32_bytes
+from runner.room import USABLE, free
 from runner.shape import shape
 from runner.spec import RunSpec
 from runner.state import TrainState
@@ -43,6 +45,7 @@ from runner.tasks.regression import Regression
 from runner.tpu import is_tpu
 
 META = torch.device("meta")
+GIB = 2**30
 FEW = 2
 MOST = 2**16
 """The largest batch size that is tried."""
@@ -117,9 +120,23 @@ def _refuse(spec: RunSpec, device: torch.device) -> None:
         raise Unknown("optimizer=lbfgs keeps more with every step, up to its history_size.")
 
 
+def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device) -> None:
+    """A real step on few examples takes weights, gradients and two averages; where most weights are
+    frozen, them alone, before they are packed."""
+    size, room = 0, USABLE * free(device)
+    with suppress(NotImplementedError, RuntimeError), META:
+        size = float32_bytes(build_group("model", spec.model))
+    if (needs := size * (1.5 if precision.freezes else 4)) > room:
+        raise Unknown(
+            f"its operators want real numbers, and steps on a few take about {needs / GIB:.1f} of "
+            f"the {room / GIB:.1f} GiB that may be used."
+        )
+
+
 def _extrapolated(
     spec: RunSpec, precision: Precision, device: torch.device
 ) -> Callable[[int], Peak]:
+    _refuse_too_large(spec, precision, device)
     try:
         rehearsal = _Rehearsal(spec, precision, device, fake=False)
         less, more = rehearsal.line(FEW), rehearsal.line(2 * FEW)

@@ -13,7 +13,7 @@ from runner import artifacts
 from runner.accelerator import MIB, Accelerator
 from runner.build import build_driven, build_optimizer, embeddings, shares
 from runner.isolation import seed_all
-from runner.memory_plan import MOST, Unknown, build, forecast, largest
+from runner.memory_plan import GIB, MOST, Unknown, build, forecast, largest
 from runner.model import Built
 from runner.origin import Origin
 from runner.precision.base import Precision
@@ -23,8 +23,6 @@ from runner.result import RunResult
 from runner.room import USABLE, free
 from runner.shape import check_shape
 from runner.spec import RunSpec
-
-GIB = 2**30
 
 
 def plan(

@@ -19,6 +19,7 @@ from runner.precision.cpu_float16 import KERNELS
 # product before its int8 scales are back. Bytes for a weight that it packs into four bits.
 _MOMENTS, _SCALED, _PACKING = 5, 4, 10
 _F32, _F64 = torch.float32, torch.float64
+_BLOCK = 16  # channels that oneDNN keeps together
 
 
 def inside(
@@ -34,13 +35,15 @@ def inside(
     if not given or given[0].device.type != "cpu":
         return 0
     name = func.name().partition("::")[2].partition(".")[0]
-    if accumulates and name in KERNELS and given[0].dtype is torch.float16:
+    dtype = given[0].dtype
+    if accumulates and name in KERNELS and dtype is torch.float16:
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        return sum(4 * t.numel() for t in (*given, *made) if t.dtype is torch.float16)
-    if name == "convolution":
-        return _convolution(args[0], args[1], result, args[3], args[4], reorders=1)
-    if name == "convolution_backward":
-        return _convolution(args[1], args[2], args[0], args[4], args[5], reorders=2)
+        half = [t.numel() for t in made if t.dtype is torch.float16]
+        wide = 4 * (sum(half) + sum(t.numel() for t in given if t.dtype is torch.float16))
+        # The float32 kernel has come back before its result is rounded to float16.
+        return wide + max(0, _convolution(name, args, result, torch.float32) - 2 * sum(half))
+    if name.startswith("convolution"):
+        return _convolution(name, args, result, dtype)
     if name == "_foreach_norm" and (dtype := [*args, *kwargs.values()][-1]) in (_F32, _F64):
         return max(t.numel() * dtype.itemsize * (t.dtype is not dtype) for t in given)
     if name == "optimizer_update_8bit_blockwise":
@@ -63,21 +66,23 @@ def _cast(given: Sequence[Tensor], into: torch.dtype | None) -> int:
     return size * wide.itemsize
 
 
-def _convolution(
-    inputs: Tensor,
-    weight: Tensor,
-    output: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    reorders: int,
-) -> int:
-    """oneDNN brings a bfloat16 weight into an order of its own; torch unfolds what oneDNN does not
-    take, every pixel's window for the whole batch."""
-    if inputs.dtype is torch.bfloat16:
-        return reorders * weight.numel() * weight.element_size()
-    kernel = weight.shape[2:]
-    plain = max(kernel) == max(stride) == 1 and max(padding) == 0
-    if inputs.dtype not in (torch.float64, torch.float16) or plain:
+def _convolution(name: str, args: Sequence[Any], result: Any, dtype: torch.dtype) -> int:
+    """oneDNN brings tensors into orders of its own; torch unfolds what oneDNN does not take, every
+    pixel's window for the whole batch. 0 of other operators."""
+    if name == "convolution":
+        inputs, weight, output, (stride, padding) = *args[:2], result, args[3:5]
+    elif name == "convolution_backward":
+        output, inputs, weight, (stride, padding) = *args[:3], args[4:6]
+    else:
         return 0
-    pixels = len(inputs) * math.prod(output.shape[2:])
-    return pixels * weight.shape[1] * math.prod(kernel) * inputs.element_size()
+    kernel, groups = weight.shape[2:], inputs.shape[1] // weight.shape[1]
+    x, w, y = (t.numel() * dtype.itemsize for t in (inputs, weight, output))
+    plain = max(kernel) == max(stride) == 1 and max(padding) == 0
+    if groups > 1 or (plain and dtype is not torch.bfloat16):
+        return 0
+    if dtype in (torch.float64, torch.float16):
+        pixels = len(inputs) * math.prod(output.shape[2:])
+        return pixels * weight[0].numel() * dtype.itemsize
+    if output is not result:
+        return x + y + 2 * w if dtype is torch.bfloat16 else max(x + y, w)
+    return x + w if inputs.shape[1] >= _BLOCK else y
