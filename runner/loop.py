@@ -190,17 +190,21 @@ class Stagnation:
         assert param.grad is not None
         self.pulled[id(param)] = self._held([param.grad])[0] != 0
 
+    def close(self) -> None:
+        """Look no longer."""
+        for handle in self._handles:
+            handle.remove()
+
     def _held(self, tensors: list[Tensor]) -> list[Tensor]:
         return self.strategy.local([t.detach() for t in tensors])
 
     def share(self) -> float:
         """Share of the half-precision elements with a gradient that did not move, 0 to 1."""
-        for handle in self._handles:
-            handle.remove()
+        self.close()
         rows = zip(self.params, self._held(self.params), self.before, strict=True)
         pairs = [(now, b, self.pulled[id(p)]) for p, now, b in rows if id(p) in self.pulled]
-        pulled = sum(int(mask.sum()) for _, _, mask in pairs)
-        still = sum(int(((p == b) & mask).sum()) for p, b, mask in pairs)
+        pulled = sum(int(mask.count_nonzero()) for _, _, mask in pairs)
+        still = sum(int(((p == b) & mask).count_nonzero()) for p, b, mask in pairs)
         if self.strategy.shards:
             still, pulled = self.strategy.sum(torch.tensor([still, pulled])).tolist()
         return still / pulled if pulled else 0.0

@@ -6,16 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from runner.accelerator import MIB, choose
 from runner.advise.asked import Asked
 from runner.advise.cause import about, suspects
 from runner.advise.heal import Healing
 from runner.advise.trials import Trials
 from runner.console import plain_console
+from runner.errors import RunnerError
+from runner.memory_plan import forecast, largest
 from runner.numerics import read
+from runner.precision.base import Precision
+from runner.precision.support import load
 from runner.report.advice import Advice, Question, advise
 from runner.report.compare import BASE
 from runner.report.judge import LEAST
 from runner.result import LOSS, RunResult
+from runner.room import USABLE, free
 
 FIRST_LOOK = 0.05
 """Share of the budget in which float32 shows its pace."""
@@ -54,12 +60,39 @@ class Course:
         if self.question is None:
             return  # the one job says why
         self._rounds()
-        failing = [line.group.precision for line in self._advice().lines if line.failing]
-        if not failing or self._advice().pick is None:
+        self._heal()
+        self._predict()
+
+    def _heal(self) -> None:
+        """What is wrong with the precisions that fail, and what mends them."""
+        advice = self._advice()
+        failing = [line.group.precision for line in advice.lines if line.failing]
+        if not failing or advice.pick is None:
             return
         suspects = self._look(failing)
         if self.settings.islands:
             Healing(self.asked, self.trials, self._words(), self._advice).run(suspects)
+
+    def _predict(self) -> None:
+        """The memory of those that train as well."""
+        good = [line for line in self._advice().lines if line.good and not line.group.settings]
+        texts = [self._memory(line.group.precision) for line in good]
+        assert self.question is not None
+        self.question = replace(self.question, memory=[text for text in texts if text])
+        self.question.write(self.trials.folder)
+
+    def _memory(self, name: str) -> str:
+        """As Question.memory has it; empty where it cannot be told."""
+        spec, device = self.asked.spec, choose(self.asked.spec.accelerator).device
+        changes = {"emulate": True} if name in self.asked.emulated else {}
+        precision: Precision = load(name, **changes)
+        try:
+            need = forecast(spec, precision, device)
+            peak = need(spec.train.batch_size).total / MIB
+            batch = largest(need, spec.train.batch_size, free(device) * USABLE) or 0
+        except RunnerError:
+            return ""
+        return f"{name}: {peak:.4g} {batch}"
 
     def _look(self, failing: Sequence[str]) -> dict[str, list[str]]:
         """What one more training of float32 says of the precisions that fail; the modules that

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from runner.config import known
 from runner.files import write_text
@@ -39,6 +39,7 @@ class Question:
         own: further words of a precision, as `float8-rowwise precision.emulate=true`.
         absent: precisions that this machine lacks, as `tf32: why`.
         found: what float32's numbers say of a precision that fails, as `16-mixed: what`.
+        memory: predicted of a precision, as `16-mixed: <MiB at the peak> <largest batch>`.
     """
 
     objective: str
@@ -52,18 +53,26 @@ class Question:
     own: Sequence[str] = ()
     absent: Sequence[str] = ()
     found: Sequence[str] = ()
+    memory: Sequence[str] = ()
 
     def told(self, precision: str) -> str:
         """What was found of a precision."""
-        start = f"{precision}: "
-        return next((text[len(start) :] for text in self.found if text.startswith(start)), "")
+        return _of(precision, self.found)
+
+    def predicted(self, precision: str) -> tuple[float, int] | None:
+        """MiB at the peak, and the largest batch that fits (0: unknown)."""
+        with suppress(ValueError):
+            peak, batch = _of(precision, self.memory).split()
+            return float(peak), int(batch)
+        return None
 
     @classmethod
     def of(cls, values: object) -> "Question | None":
         """From what was written; None where nothing that fits was."""
         try:
-            found = known(cls, values)
-            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+            found: dict[str, Any] = known(cls, values)
+            lists = {key: tuple(value) for key, value in found.items() if isinstance(value, list)}
+            return cls(**{**found, **lists})
         except ValueError:
             return None
 
@@ -79,6 +88,11 @@ class Question:
         write_text(folder / FILE, json.dumps(masked(asdict(self)), indent=2) + "\n")
 
 
+def _of(precision: str, texts: Sequence[str]) -> str:
+    start = f"{precision}: "
+    return next((text[len(start) :] for text in texts if text.startswith(start)), "")
+
+
 @dataclass(frozen=True)
 class Line:
     """One precision, or one with modules kept out of it.
@@ -88,6 +102,7 @@ class Line:
         judged: None where no seed came to its end in both.
         step: at which it diverged.
         found: what float32's numbers say of it.
+        predicted: see Question.
     """
 
     group: Group
@@ -98,10 +113,16 @@ class Line:
     emulated: bool = False
     command: Sequence[str] = ()
     found: str = ""
+    predicted: tuple[float, int] | None = None
 
     @property
     def name(self) -> str:
         return self.group.name
+
+    @property
+    def good(self) -> bool:
+        """Whether it trains as well as float32."""
+        return self.outcome in ("recommended", "baseline", "fit")
 
     @property
     def failing(self) -> bool:
@@ -177,6 +198,7 @@ def _line(group: Group, base: Group | None, judged: Judgement | None, question: 
         group, outcome, comparison(group, base), judged, step,
         group.precision in question.emulated, _command(group, question),
         "" if group.settings else question.told(group.precision),
+        None if group.settings else question.predicted(group.precision),
     )  # fmt: skip
 
 

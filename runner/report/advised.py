@@ -14,7 +14,8 @@ from runner.report.render import Block, Cell, Commands, Heading, Items, Table, T
 from runner.result import LOSS, number
 from runner.shown import typed
 
-HEAD = ("precision", "verdict", "speed", "memory", "health", "why")
+HEAD = ("precision", "verdict", "speed", "memory", "predicted peak", "health", "why")
+NUMBERS = ("speed", "memory", "predicted peak")
 TONES: dict[str, Tone] = {"recommended": "good", "worse": "bad", "diverged": "bad", "failed": "bad",
                           "unclear": "quiet", "slow": "quiet", "unavailable": "quiet"}  # fmt: skip
 
@@ -69,7 +70,7 @@ def table(advice: Advice) -> Table:
     shown = [i for i in range(len(HEAD)) if any(row[i].text for row in rows)]
     marked = 0 if advice.pick is not None else None
     cells = [[row[i] for i in shown] for row in rows]
-    words = frozenset(n for n, i in enumerate(shown) if HEAD[i] not in ("speed", "memory"))
+    words = frozenset(n for n, i in enumerate(shown) if HEAD[i] not in NUMBERS)
     return Table([_head(i) for i in shown], cells, words, marked, cards=True)
 
 
@@ -89,9 +90,17 @@ def _row(line: Line) -> list[Cell]:
         Cell(times(speed), note=reach(speed)),
         Cell("" if memory is None else f"{memory:.2f}",
              note="" if mib is None else f"{number(mib)} MiB"),
+        _predicted(line),
         Cell(health(line)),
         Cell(reason(line), note=line.found),
     ]  # fmt: skip
+
+
+def _predicted(line: Line) -> Cell:
+    if line.predicted is None:
+        return Cell("")
+    peak, batch = line.predicted
+    return Cell(f"{number(peak)} MiB", note=f"largest batch {batch}" if batch else "")
 
 
 def _outcome(line: Line) -> str:
@@ -199,6 +208,12 @@ def _how(advice: Advice) -> Iterator[tuple[str, str]]:
         f"the same test, at {ERROR:.0%} for each, finds the difference below the tolerance "
         "(non-inferiority). Neither: not enough evidence.",
     )
+    if any(line.predicted for line in advice.lines):
+        yield (
+            "Predicted peak",
+            "of a step at train.batch_size, weights to temporaries, without libraries and data; "
+            "the largest batch is a power of two that fits this machine (mode=plan).",
+        )
     yield (
         "What this is not",
         f"{question.steps} steps are not a whole training: what goes wrong later is not seen.",

@@ -38,6 +38,8 @@ LAYERS = (
         "console",
         "optimizers",
         "adapter",
+        "ledger",
+        "workspace",
     },
     {
         "state",
@@ -72,6 +74,7 @@ LAYERS = (
         "train",
         "run",
         "plan",
+        "memory_plan",
         "report",
         "sweep",
         "unfinished",
