@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table as Grid
 
+from runner.memory_plan import MOST
 from runner.report.advice import Advice, Line
 from runner.report.compare import BASE
 from runner.report.conclusion import plus_minus, reach, times
@@ -100,7 +101,8 @@ def _predicted(line: Line) -> Cell:
     if line.predicted is None:
         return Cell("")
     peak, batch = line.predicted
-    return Cell(f"{number(peak)} MiB", note=f"largest batch {batch}" if batch else "")
+    more = " or more" if batch == MOST else ""
+    return Cell(f"{number(peak)} MiB", note=f"largest batch {batch}{more}" if batch else "")
 
 
 def _outcome(line: Line) -> str:
