@@ -78,6 +78,12 @@ def tuned(part: str) -> str:
     return table(found["head"], found["rows"])
 
 
+def memory_plan() -> str:
+    """What bench/memory_plan.py measured."""
+    found = json.loads((RESULTS / "memory_plan.json").read_text())
+    return table(found["head"], found["rows"])
+
+
 def gpu() -> str:
     """What bench/gpu/run.sh left under bench/results/gpu/."""
     pages = sorted((RESULTS / "gpu").glob("*.json"))
@@ -157,6 +163,7 @@ TABLES = {
     "precisions": precisions,
     "measured": measured,
     "optimizers": optimizers,
+    "memory_plan": memory_plan,
     "gpu": gpu,
     "keys": keys,
     "groups": groups,

@@ -21,8 +21,9 @@ from runner.isolation import make_deterministic, seed_all
 from runner.kept import Kept
 from runner.loop import evaluate, evaluates, groups, total_steps
 from runner.model import build_model, start
+from runner.origin import Origin
 from runner.precision.base import Precision
-from runner.spec import Origin, RunSpec
+from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.step import train_step
 from runner.tasks.base import Task

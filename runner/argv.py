@@ -17,6 +17,10 @@ _NOT_TEXT = re.compile(r"^([-+]?\d+(\.\d*)?|null|true|false)$", re.IGNORECASE)
 _VALUED = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c",
            "--package", "-p", "--info", "--experimental-rerun"}  # fmt: skip
 
+_SWEEPER = "hydra/sweeper=advise"
+_ADVISES = (_SWEEPER, "--multirun")
+_LOOKS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
+
 
 def rewrite(argv: Sequence[str]) -> list[str]:
     """Legacy precision names spelled out, numbers quoted where a group's option is wanted,
@@ -35,7 +39,29 @@ def rewrite(argv: Sequence[str]) -> list[str]:
         flags.append(text)
         if text in _VALUED and rest and "=" not in rest[0]:
             flags.append(rest.pop(0))
-    return [*overrides, *flags]
+    advising = _advising(overrides, flags)
+    return [*(_lenient(text) if advising else text for text in overrides), *advising, *flags]
+
+
+def _lenient(text: str) -> str:
+    """A key of some precisions, which the others that mode=advise tries do not have."""
+    return f"++{text}" if text.startswith("precision.") else text
+
+
+def _advising(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """What makes mode=advise the sweep that it is, whose jobs a sweeper of ours chooses."""
+    asks = [text for text in overrides if text.startswith("mode=")][-1:] == ["mode=advise"]
+    if not asks or any(flag.partition("=")[0] in _LOOKS for flag in flags):
+        return []
+    if any(text.startswith("hydra/sweeper=") for text in overrides):
+        return []  # two of them: the runner says so
+    several = {"-m", "--multirun"} & {*flags}
+    return [_SWEEPER] if several else [*_ADVISES]
+
+
+def shorn(argv: Sequence[str]) -> list[str]:
+    """A rewritten command as it was typed: without what makes mode=advise a sweep."""
+    return [text for text in argv if text not in _ADVISES] if _SWEEPER in argv else [*argv]
 
 
 def _option(text: str) -> str:

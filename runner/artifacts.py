@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 
 from runner.config import stored
 from runner.files import write_text
+from runner.origin import Origin
 from runner.secrets import masked
-from runner.spec import Origin, RunSpec
+from runner.spec import RunSpec
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy")

@@ -26,9 +26,11 @@ from runner.config import register_schema, resolve
 from runner.errors import RunnerError, Unavailable
 from runner.explain import explain
 from runner.manifest import Manifest
+from runner.origin import Origin
+from runner.plugins import ADVISE
 from runner.secrets import hide, hide_override
 from runner.shown import PlainFormatter, complain, is_text, one_line, plain
-from runner.spec import AUTO, Origin
+from runner.spec import AUTO
 from runner.stop import CommandSignals, Interrupted
 from runner.usage import COMMAND_HELP, usage
 
@@ -140,7 +142,10 @@ def job(config: DictConfig) -> float | None:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
-        if torchrun.speaks(str(error)):
+        if sweeping and _is_trial():
+            name = " ".join(origin(True).swept).removeprefix("precision=")
+            print(plain(f"{name}: {str(error).splitlines()[0]}"), flush=True)
+        elif torchrun.speaks(str(error)):
             complain(str(error))
         kind = "unavailable" if isinstance(error, Unavailable) else "failed"
         message, status, finished = str(error), error.exit_status, error.finished
@@ -163,7 +168,8 @@ def job(config: DictConfig) -> float | None:
 
 
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
-    if sweeping:
+    trial = sweeping and _is_trial()
+    if sweeping and not trial:
         print(f"\njob {HydraConfig.get().job.num}: {one_line(' '.join(_overrides()))}", flush=True)
     again = sweeping and HydraConfig.get().callbacks["sweep"].resume
     if again and config.mode == "train":
@@ -180,8 +186,15 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     with few_collections():
         import torch._dynamo  # noqa: F401 - torch.optim does, when it is first used
 
+        from runner.console import told_briefly
         from runner.run import run
+    if trial:
+        return told_briefly(lambda console: run(spec, folder, origin(sweeping), console))
     return run(spec, folder, origin(sweeping))
+
+
+def _is_trial() -> bool:
+    return HydraConfig.get().sweeper.get("_target_") == ADVISE
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """From Hydra's config to a RunSpec, and every problem of a config in one message."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from inspect import Parameter, signature
 from types import NoneType, UnionType
@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.errors import ConfigError
 from runner.explain import explain
+from runner.plugins import register_plugins
 from runner.secrets import masked
 from runner.spec import RunSpec
 
@@ -22,25 +23,12 @@ LEADING = {"optimizer": 1, "scheduler": 1}
 NEEDED = ("strategy", "precision", "model", "data", "task", "optimizer", "tracking")
 # Keys of a group that describe it to the runner and are not passed to its target.
 RESERVED = {"_target_", "meta", "match", "shuffle"}
-# The name that runner.launcher.isolated.IsolatedLauncher has for Hydra.
-ISOLATED = "hydra_plugins.runner.IsolatedLauncher"
-# The same of runner.launcher.remote.RemoteLauncher.
-REMOTE = "hydra_plugins.runner.RemoteLauncher"
-
-
-@dataclass
-class IsolatedConf:
-    """What hydra/launcher=isolated takes: how many jobs run at once."""
-
-    _target_: str = ISOLATED
-    n_jobs: int = 1
 
 
 def register_schema() -> None:
-    """Store RunSpec as Hydra's schema, and hydra/launcher=isolated."""
-    store = ConfigStore.instance()
-    store.store(name="schema", node=_schema(), provider="runner")
-    store.store(group="hydra/launcher", name="isolated", node=IsolatedConf, provider="runner")
+    """Store RunSpec as Hydra's schema, and our plugins' configs."""
+    ConfigStore.instance().store(name="schema", node=_schema(), provider="runner")
+    register_plugins()
 
 
 def _schema() -> DictConfig:

@@ -16,10 +16,11 @@ from runner.data.loading import Loader
 from runner.files import why, write_text
 from runner.isolation import make_deterministic, seed_all
 from runner.kept import near
+from runner.origin import Origin
 from runner.precision.base import ConversionReport, Precision
 from runner.result import RunResult
 from runner.secrets import hide
-from runner.spec import Origin, RunSpec
+from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.stop import StopSignals
 from runner.strategy.base import Single, Strategy

@@ -8,6 +8,7 @@ from runner import checkpoint, restore
 from runner.data.loading import Loader
 from runner.guards import finite, last_good, make_guard
 from runner.loop import evaluates, total_steps
+from runner.numerics.looks import Looks
 from runner.observers.base import Observer
 from runner.observers.checkpoints import Checkpoints
 from runner.observers.early_stop import EarlyStop
@@ -39,6 +40,8 @@ class Course:
         state.before_update = self.saver.settle
         self.tally = Tally(this.task.quality, this.task.direction)
         self.guard = make_guard(this, loader)
+        every, first = this.spec.numerics.every, this.strategy.place.first
+        self.looks = Looks(this, state, every) if every and first else None
         self.observers = [*self._readers(loader), *self._savers(loader)]
 
     def _readers(self, loader: Loader) -> list[Observer]:
@@ -49,6 +52,8 @@ class Course:
             progress(this.console, total_steps(this.spec.train, loader), this.label),
             self.guard,
         ]
+        if self.looks:
+            found.append(self.looks)
         if this.spec.train.early_stop:
             found.append(EarlyStop(task.quality, task.direction, this.spec.train.early_stop))
         if this.spec.debug.profile:

@@ -20,6 +20,7 @@ from runner.memory_error import is_out_of_memory
 from runner.observers.guard import Guard
 from runner.records import StepRecord
 from runner.result import FILE, RunResult
+from runner.spec import TrainSpec
 from runner.state import TrainState
 from runner.step import loss_of
 
@@ -61,8 +62,13 @@ def check_data(this: "Run", loaders: tuple[Loader | None, Loader]) -> None:
         this.say(f"warning: {problem}")
 
 
-def alone_only(state: TrainState) -> None:
+def alone_only(state: TrainState, train: TrainSpec) -> None:
     """Raise ConfigError for what one process can do only."""
+    if state.strategy.place.world > 1 and train.max_seconds is not None:
+        raise ConfigError(
+            f"train.max_seconds={train.max_seconds} ends a run of one process. Type "
+            "train.max_steps=<steps>, or leave torchrun and strategy= out."
+        )
     if state.strategy.place.world > 1 and state.takes_closure:
         raise ConfigError(
             "optimizer=lbfgs searches along a line by itself, in one process only. Type another "

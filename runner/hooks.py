@@ -8,8 +8,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from runner.config import ISOLATED
 from runner.errors import ConfigError, RunnerError
+from runner.plugins import ADVISE, ISOLATED
 from runner.quiet import quiet
 from runner.secrets import masked
 from runner.shown import complain
@@ -50,7 +50,17 @@ class SweepCallback(Callback):
                     "checkpoint.resume goes on with one run. Leave -m out, or type "
                     "sweep.resume=<folder of a sweep>."
                 )
-            if str(config.hydra.sweeper.get("_target_")).startswith(_OPTUNA):
+            sweeper = str(config.hydra.sweeper.get("_target_"))
+            if (sweeper == ADVISE) != (config.mode == "advise"):
+                raise ConfigError(
+                    "mode=advise chooses its own jobs. Type it on the command line, without "
+                    "another hydra/sweeper and without mode= in a config."
+                )
+            if sweeper == ADVISE:
+                from runner.advise import sweeper as advisor
+
+                advisor.prepare(config)
+            if sweeper.startswith(_OPTUNA):
                 prepare_search(config)
             if launcher not in (ISOLATED, _BASIC):
                 from runner.launcher import remote

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
+from math import inf
 from time import perf_counter, time
 from typing import TypeVar
 
@@ -56,7 +57,7 @@ def fit(
     *,
     flush_every: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
-    first: AbstractContextManager[object] | None = None,
+    around: Callable[[int], AbstractContextManager[object]] = lambda step: _UNWATCHED,
 ) -> Iterator[Record]:
     """Train, yielding a block of step records whenever they reach the host, and an evaluation at
     each boundary and at the end.
@@ -74,11 +75,11 @@ def fit(
         flush_every: an interval at which every record must have arrived (checkpoints).
         stopped: asked after each step and between the batches of an evaluation; True ends the
             loop after a last block.
-        first: context around the first step (the dtype probe).
+        around: called with a step's number, the context around it (probes).
     """
     blocks = Blocks(state)
     try:
-        yield from _steps(state, blocks, loader, validation, train, flush_every, stopped, first)
+        yield from _steps(state, blocks, loader, validation, train, flush_every, stopped, around)
     except (Exception, KeyboardInterrupt):
         if state.strategy.place.world == 1:  # else the others would have to take part
             with suppress(Exception):  # what ended the loop must not be hidden by its last records
@@ -94,10 +95,10 @@ def _steps(
     train: TrainSpec,
     flush_every: int | None,
     stopped: Callable[[], bool],
-    first: AbstractContextManager[object] | None,
+    around: Callable[[int], AbstractContextManager[object]],
 ) -> Iterator[Record]:
     last = total_steps(train, loader)
-    watching = first or _UNWATCHED
+    until = perf_counter() + (train.max_seconds or inf)
     state.model.train()
     if state.step and state.evaluated < state.step and evaluates(train, loader, state.step):
         yield from _evaluation(state, validation, stopped)  # the run was stopped before it
@@ -106,11 +107,11 @@ def _steps(
         return
     for micros, sizes in _uncut(groups(state, loader, train.accumulate)):
         step = state.step + 1
-        at_eval = evaluates(train, loader, step)
+        over = step >= last or perf_counter() >= until
+        at_eval = over or evaluates(train, loader, step)
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
-        with watching:
+        with around(step):
             blocks.add(train_step(state, micros, sizes))
-        watching = _UNWATCHED
         state.stagnant = None if watch is None else watch.share()
         stop = stopped()
         if at_eval or stop or (flush_every and step % flush_every == 0):
@@ -118,12 +119,10 @@ def _steps(
         elif step % train.log_every == 0:
             blocks.send()
             yield from blocks.arrived()
-        if stop:
-            return
-        if at_eval:
+        if at_eval and not stop:
             yield from _evaluation(state, validation, stopped)
             blocks.started = perf_counter()
-        if step >= last or (at_eval and stopped()):
+        if stop or over or (at_eval and stopped()):
             return
     yield from blocks.drained()
 
@@ -191,17 +190,21 @@ class Stagnation:
         assert param.grad is not None
         self.pulled[id(param)] = self._held([param.grad])[0] != 0
 
+    def close(self) -> None:
+        """Look no longer."""
+        for handle in self._handles:
+            handle.remove()
+
     def _held(self, tensors: list[Tensor]) -> list[Tensor]:
         return self.strategy.local([t.detach() for t in tensors])
 
     def share(self) -> float:
         """Share of the half-precision elements with a gradient that did not move, 0 to 1."""
-        for handle in self._handles:
-            handle.remove()
+        self.close()
         rows = zip(self.params, self._held(self.params), self.before, strict=True)
         pairs = [(now, b, self.pulled[id(p)]) for p, now, b in rows if id(p) in self.pulled]
-        pulled = sum(int(mask.sum()) for _, _, mask in pairs)
-        still = sum(int(((p == b) & mask).sum()) for p, b, mask in pairs)
+        pulled = sum(int(mask.count_nonzero()) for _, _, mask in pairs)
+        still = sum(int(((p == b) & mask).count_nonzero()) for p, b, mask in pairs)
         if self.strategy.shards:
             still, pulled = self.strategy.sum(torch.tensor([still, pulled])).tolist()
         return still / pulled if pulled else 0.0

@@ -12,15 +12,17 @@ from torch import nn
 from runner import artifacts
 from runner.accelerator import MIB, Accelerator
 from runner.build import build_driven, build_optimizer, embeddings, shares
-from runner.errors import RunnerError
 from runner.isolation import seed_all
-from runner.model import Built, build_model
+from runner.memory_plan import GIB, MOST, Unknown, build, forecast, largest
+from runner.model import Built
+from runner.origin import Origin
 from runner.precision.base import Precision
 from runner.precision.islands import Float32Island
 from runner.precision.memory import elements, stored_bytes, tensor_bytes
 from runner.result import RunResult
+from runner.room import USABLE, free
 from runner.shape import check_shape
-from runner.spec import Origin, RunSpec
+from runner.spec import RunSpec
 
 
 def plan(
@@ -34,13 +36,16 @@ def plan(
     """Build the model without memory where its code allows, convert it, and print what a run
     would hold. Nothing is trained, loaded or tracked."""
     seed_all(spec.seed)
-    built = _build(spec, precision)
+    built = build(spec, precision)
     model, report = built.model, built.report
     build_driven(spec, model, precision, steps=1)  # refuses what a run would refuse
     check_shape(spec, precision, accelerator.device, model)
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = {key: (node, params) for key, node, params in shares(spec.optimizer, model, named)}
-    console.print(_overview(spec, origin, precision, accelerator, built, optimizer))
+    table = _overview(spec, origin, precision, accelerator, built, optimizer)
+    for name, text in _peak(spec, precision, accelerator.device).items():
+        table.add_row(name, text)
+    console.print(table)
     for line in report.lines(most=len(report.modules)):
         console.print(line)
     out.mkdir(parents=True, exist_ok=True)
@@ -49,16 +54,6 @@ def plan(
     if islands:
         console.print(f"kept in float32: {', '.join(islands)}", markup=False)
     return RunResult(precision.name, origin.label(spec), str(out), device=accelerator.name)
-
-
-def _build(spec: RunSpec, precision: Precision) -> Built:
-    """On the meta device, which takes no memory; on the CPU where a model's code reads values."""
-    try:
-        return build_model(spec, precision, torch.device("meta"), made_on=torch.device("meta"))
-    except RunnerError:
-        raise
-    except (NotImplementedError, RuntimeError):
-        return build_model(spec, precision, torch.device("cpu"))
 
 
 def _overview(
@@ -94,6 +89,24 @@ def _overview(
     for name, text in rows.items():
         table.add_row(name, text)
     return table
+
+
+def _peak(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str, str]:
+    """Rows on the memory of a step, and the largest batch that fits."""
+    own = spec.train.batch_size
+    try:
+        peak = forecast(spec, precision, device)
+        most, room = peak(own), free(device)
+        fits = largest(peak, own, USABLE * room)
+    except Unknown as error:
+        return {"peak of a step": f"not predicted: {error}"}
+    parts = [f"{name} {size / MIB:.1f}" for name, size in most._asdict().items()]
+    here = f"in {USABLE:g} of the {room / GIB:.1f} GiB that are free"
+    return {
+        "peak of a step": f"{most.total / MIB:.1f} MiB",
+        "at the peak": f"{', '.join(parts[:3])},\n{', '.join(parts[3:])}",
+        "largest batch": f"{'none' if fits is None else fits}{' or more' * (fits == MOST)} {here}",
+    }
 
 
 def _count(params: list[nn.Parameter]) -> int:

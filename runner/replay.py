@@ -24,13 +24,14 @@ from runner.errors import ConfigError
 from runner.isolation import seed_all
 from runner.kept import Kept
 from runner.model import build_model, start
+from runner.origin import Origin
 from runner.precision import support
 from runner.precision.base import Precision
 from runner.precision.memory import float32_bytes
 from runner.precision.trace import Seen, Trace, begins, seen
 from runner.restore import rng_state, set_rng_state
 from runner.result import RunResult, number
-from runner.spec import Origin, RunSpec
+from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.step import examples_in, loss_of
 from runner.tasks.base import Task

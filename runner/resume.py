@@ -16,8 +16,9 @@ from runner.checkpoint import Saved
 from runner.config import flatten, resolve, to_dict
 from runner.errors import ConfigError
 from runner.manifest import FILE as MANIFEST
+from runner.origin import Origin
 from runner.result import RunResult
-from runner.spec import AUTO, Origin, RunSpec
+from runner.spec import AUTO, RunSpec
 
 PRESETS = ("experiment", "debug", "sweep")
 """Groups that set keys anywhere."""

@@ -70,6 +70,14 @@ def limit(device: torch.device) -> tuple[float, float]:
     return memory.rss, whole
 
 
+def free(device: torch.device) -> float:
+    """Bytes that a run may yet take of the tightest limit, and of what other processes leave."""
+    taken, whole = limit(device)
+    if device.type == "cuda":
+        return whole - taken
+    return max(0, min(whole - taken, psutil.virtual_memory().available))
+
+
 def need(this: "Run", error: BaseException, loader: Loader) -> Need | None:
     """Of a step as it was to be, activations as few examples take them; None where even those
     find no memory. Frees what the failed step holds."""

@@ -23,12 +23,14 @@ from runner.files import why
 from runner.isolation import process_state
 from runner.kept import near
 from runner.memory_error import memory_told
+from runner.numerics.looks import check_numerics
+from runner.origin import Origin
 from runner.plan import plan
 from runner.precision.base import Precision
 from runner.replay import replay
 from runner.result import FILE, RunResult, show
 from runner.secrets import hide
-from runner.spec import Origin, RunSpec
+from runner.spec import RunSpec
 from runner.stop import Stopped, StopSignals
 from runner.strategy.base import Strategy
 from runner.tasks.base import Task
@@ -113,6 +115,7 @@ def _made(
     precision: Precision = build_group("precision", spec.precision)
     precision.require(accelerator.device)
     precision.require_strategy(strategy)
+    check_numerics(spec, strategy)
     task: Task = build_group("task", spec.task)
     check_arguments(spec)
     tracker: Tracker = build_group("tracking", spec.tracking)

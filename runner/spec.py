@@ -1,10 +1,12 @@
 """The run spec: what one run does, frozen. Hydra validates overrides against these classes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-MODES = ("train", "evaluate", "plan", "replay")
+from runner.spec_advise import AdviseSpec
+
+MODES = ("train", "evaluate", "plan", "replay", "advise")
 ACTIONS = ("stop", "warn", "ignore")
 AUTO = "auto"
 """checkpoint.resume: from the own folder; train.data_on_device: where it fits."""
@@ -19,6 +21,8 @@ class TrainSpec:
     Attributes:
         epochs: passes over the training data; ignored where max_steps is set.
         max_steps: optimizer steps in all (attempted, skipped ones included).
+        max_seconds: the step that is under way when so much time has gone since the first one is
+            the last, and is evaluated.
         batch_size: examples in a micro-batch, over all processes.
         accumulate: micro-batches per optimizer step.
         clip_norm: largest 2-norm of the unscaled gradients; null does not clip.
@@ -38,6 +42,7 @@ class TrainSpec:
 
     epochs: int = 10
     max_steps: int | None = None
+    max_seconds: float | None = None
     batch_size: int = 64
     accumulate: int = 1
     clip_norm: float | None = None
@@ -52,6 +57,8 @@ class TrainSpec:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the values that are words, one message each."""
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            yield f"train.max_seconds={self.max_seconds} is no time. Allowed: above 0, or null."
         for key, words in (("compile", COMPILE), ("data_on_device", (AUTO,))):
             if (value := getattr(self, key)) not in (True, False, *words):
                 allowed = ", ".join(("true, false", *words))
@@ -164,6 +171,18 @@ class GuardSpec:
 
 
 @dataclass(frozen=True)
+class NumericsSpec:
+    """What is measured of the numbers themselves while a run trains.
+
+    Attributes:
+        every: optimizer steps between two looks at activations, weights, gradients and updates of
+            every module; null never looks.
+    """
+
+    every: int | None = None
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """One run. The group nodes (precision, model, ...) hold a `_target_` and its keywords."""
 
@@ -177,6 +196,8 @@ class RunSpec:
     strategy: dict[str, Any] = field(default_factory=dict)
     debug: DebugSpec = field(default_factory=DebugSpec)
     guard: GuardSpec = field(default_factory=GuardSpec)
+    numerics: NumericsSpec = field(default_factory=NumericsSpec)
+    advise: AdviseSpec = field(default_factory=AdviseSpec)
     batch: str | None = None
     precision: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -212,7 +233,14 @@ class RunSpec:
             yield f"seed={self.seed} is negative. Allowed: 0 and up."
         if not isinstance(shuffle := self.data.get("shuffle", True), bool):
             yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
+        if self.numerics.every is not None and self.train.compile:
+            yield (
+                f"numerics.every={self.numerics.every} watches modules by hooks, which "
+                f"train.compile={str(self.train.compile).lower()} would compile in. "
+                "Type train.compile=false."
+            )
         yield from self.guard.problems()
+        yield from self.advise.problems()
         yield from self.train.problems()
         yield from self._not_positive()
 
@@ -223,6 +251,8 @@ class RunSpec:
             "checkpoint": ("every_steps", "keep"),
             "debug": ("overfit", "profile"),
             "guard": ("overflow_steps",),
+            "numerics": ("every",),
+            "advise": ("steps",),
         }  # fmt: skip
         for part, keys in least_one.items():
             for key in keys:
@@ -234,65 +264,3 @@ class RunSpec:
             yield f"train.clip_norm={clip} does not clip. Allowed: above 0, or null for none."
         if self.train.num_workers < 0:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
-
-
-def short(override: str) -> str:
-    """An override as labels show it: a number that a search drew with four significant digits."""
-    key, mark, value = override.partition("=")
-    try:
-        rounded = f"{float(value):.4g}"
-    except ValueError:
-        return override
-    return f"{key}{mark}{rounded}" if len(value) > len(rounded) + 2 else override
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a spec came from.
-
-    Attributes:
-        choices: option chosen in each config group, for labels.
-        overrides: what the user typed (or a sweep set) for this run.
-        swept: those of them that differ between the jobs of the sweep.
-        sweep: id of the sweep, None for a single run.
-        config_dir: folder of the user's own configs.
-    """
-
-    choices: dict[str, str] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
-    swept: tuple[str, ...] = ()
-    sweep: str | None = None
-    config_dir: str | None = None
-
-    @property
-    def command(self) -> list[str]:
-        """Words of the command that does this one run again."""
-        own = ["--config-dir", self.config_dir] if self.config_dir else []
-        return ["python", "-m", "runner", *own, *self.overrides]
-
-    def resuming(self, folder: object) -> list[str]:
-        """Words of the command that goes on with the run in a folder."""
-        own = ["--config-dir", self.config_dir] if self.config_dir else []
-        return ["python", "-m", "runner", *own, f"checkpoint.resume={folder}"]
-
-    def chosen(self, group: str, node: dict[str, Any]) -> str:
-        """What a group is called: its option, or the last part of its target."""
-        return self.choices.get(group) or str(node.get("_target_", "")).rpartition(".")[2]
-
-    def touches(self, key: str) -> bool:
-        """Whether an override sets this top-level key or anything under it."""
-        heads = (text.lstrip("+~").partition("=")[0] for text in self.overrides)
-        return any(head == key or head.startswith(f"{key}.") for head in heads)
-
-    def label(self, spec: RunSpec) -> str:
-        """What a run is called: in a sweep what was swept, else precision, model and data."""
-        name = str(spec.precision.get("name", self.chosen("precision", spec.precision)))
-        if self.sweep:
-            others = (short(t) for t in self.swept if not t.startswith("precision="))
-            return " ".join([name, *others])
-        return f"{name} {self.chosen('model', spec.model)} {self.chosen('data', spec.data)}"
-
-    def group(self, spec: RunSpec) -> str:
-        """The label without the seed: what runs share that differ in their seeds alone."""
-        unseeded = tuple(text for text in self.swept if not text.startswith("seed="))
-        return replace(self, swept=unseeded).label(spec)

@@ -12,11 +12,13 @@ from rich.console import Console
 
 from runner import notes
 from runner.alone import alone
+from runner.argv import shorn
 from runner.artifacts import now_ms
 from runner.build import build_group
 from runner.console import plain_console
 from runner.errors import RunnerError
 from runner.manifest import Manifest
+from runner.report import advised
 from runner.report.command import joined, store_report
 from runner.report.compare import compare
 from runner.report.conclusion import conclusion, names
@@ -98,10 +100,13 @@ class Sweep:
         console = plain_console()
         bad = [r for r in results if r.status in ("failed", "stopped")]
         lacking = any(r.status == "unavailable" for r in results)
+        if data.question and not data.stopped:  # what a precision cannot do is an answer
+            answered = data.advice is not None and data.advice.pick is not None
+            bad, lacking = [] if answered else bad, False
         if status == 2 and bad:  # a search gives up where no job came to a number
             status = 1
         word: Status = "KILLED" if status > 128 else "FAILED" if status or bad else "FINISHED"
-        if results:
+        if results and not data.question:
             self._show(console, results)
         jobs = self._store(data)
         error = f"{len(bad)} of {len(results)} jobs did not finish." if bad else None
@@ -109,8 +114,7 @@ class Sweep:
         reached = self.joins or self.tracker.complete
         whole = self._whole(console, data, jobs) if jobs and reached else data
         if whole.jobs:
-            told = compare([job.result for job in whole.jobs])
-            console.print(conclusion(told, whole.missing))
+            _conclude(console, whole)
         self._say_where(console, results)
         self.manifest.write(self.folder)
         self._held.close()
@@ -173,8 +177,15 @@ class Sweep:
             console.print(f"to go on: {typed(resuming(self.folder))}", soft_wrap=True)
 
 
+def _conclude(console: Console, data: SweepData) -> None:
+    if data.advice:
+        advised.show(console, data.advice)
+    else:
+        console.print(conclusion(compare([job.result for job in data.jobs]), data.missing))
+
+
 def _asked(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:
-    words = ["python", "-m", "runner", *sys.argv[1:]]
+    words = ["python", "-m", "runner", *shorn(sys.argv[1:])]
     begun = str(tracking.get("sweep") or uuid4().hex[:12])
     return Manifest(begun, words, overrides, str(Path.cwd()), now_ms())
 

@@ -1,7 +1,7 @@
 """The body of a training run, between the tracker's open and close."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 
@@ -35,6 +35,8 @@ from runner.shape import check_shape, shape
 from runner.shown import typed
 from runner.state import TrainState
 
+_UNWATCHED = nullcontext()
+
 
 def train(this: Run) -> RunResult:
     """Data, model, optimizer, then the loop. Raises ConfigError where they do not fit together."""
@@ -56,7 +58,7 @@ def train(this: Run) -> RunResult:
                 build_driven(spec, built.model, this.precision, steps), this.device,
                 spec.train.clip_norm, strategy,
             )  # fmt: skip
-            alone_only(state)
+            alone_only(state, spec.train)
             _part_streams(this)
             this.state, this.loader = state, loaders[0]
             this.other = limit(this.device)[0] - stored_bytes(state.model)
@@ -101,7 +103,7 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
         course.restore(this.resumed)
         this.say(f"resumed at step {state.step} of {steps}: {this.resumed.path}")
     records = fit(
-        state, *loaders, spec.train, first=_first(this, probe),
+        state, *loaders, spec.train, around=_around(this, course, probe),
         flush_every=spec.checkpoint.every_steps, stopped=this.stopping,
     )  # fmt: skip
     try:
@@ -144,8 +146,21 @@ def _part_streams(this: Run) -> None:
         seed_all(this.spec.seed + this.strategy.place.rank * 2**40)
 
 
+def _around(
+    this: Run, course: Course, probe: DtypeProbe
+) -> Callable[[int], AbstractContextManager[object]]:
+    """The context around each step: the first one is watched, and those that numbers are due of."""
+    first, looks = course.state.step + 1, course.looks
+
+    def around(step: int) -> AbstractContextManager[object]:
+        due = looks.at(step) if looks else _UNWATCHED
+        return _first(this, probe, due) if step == first else due
+
+    return around
+
+
 @contextmanager
-def _first(this: Run, probe: DtypeProbe) -> Iterator[None]:
+def _first(this: Run, probe: DtypeProbe, due: AbstractContextManager[object]) -> Iterator[None]:
     """Context around the first step, which may compile for minutes and has nothing to save."""
-    with this.signals.at_once(), probe:
+    with this.signals.at_once(), probe, due:
         yield

@@ -12,6 +12,7 @@ HELP = """Train a model under a numerical precision, or compare precisions in a 
   python -m runner -m precision=32-true,bf16-mixed,16-mixed
   python -m runner checkpoint.resume=last    goes on with a run that was cut
   python -m runner sweep.resume=last         and with a sweep
+  python -m runner mode=advise model=resnet data=digits   which precision, on this machine?
   python -m runner mode=plan precision=bf16-true model=gpt data=text
   python -m runner mode=evaluate checkpoint=<file, run folder or MLflow run id>
   python -m runner doctor        which precisions run on this machine

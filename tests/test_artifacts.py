@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from runner import artifacts
 from runner.config import to_dict
-from runner.spec import Origin
+from runner.origin import Origin
 
 
 @pytest.fixture

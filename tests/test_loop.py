@@ -187,20 +187,23 @@ def test_breaking_off_leaves_a_usable_state():
     train_step(state, [next(loader().epoch(1))])
 
 
-def test_the_first_step_alone_has_the_context():
+def test_each_step_runs_in_the_context_of_its_number():
     class Context:
+        def __init__(self, step):
+            self.step = step
+
         def __enter__(self):
-            seen.append("in")
+            seen.append((self.step, state.step))
 
         def __exit__(self, *_):
             seen.append(state.step)
 
     seen, state = [], made()
-    list(fit(state, loader(), loader(5), TrainSpec(epochs=2), first=Context()))
-    assert seen == ["in", 1]
+    list(fit(state, loader(), loader(5), TrainSpec(max_steps=2), around=Context))
+    assert seen == [(1, 0), 1, (2, 1), 2]
     seen.clear()
-    list(fit(state, loader(), loader(5), TrainSpec(max_steps=10), first=Context()))
-    assert seen == ["in", 7]  # the first one here: a run may have been resumed
+    list(fit(state, loader(), loader(5), TrainSpec(max_steps=3), around=Context))
+    assert seen == [(3, 2), 3]  # true numbers: a run may have been resumed
 
 
 def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):

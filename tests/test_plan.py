@@ -1,5 +1,6 @@
 import re
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -63,6 +64,24 @@ def test_neither_data_nor_tracking_nor_training(main, tmp_path):
     plan(main, "model=resnet", "model.depth=50", "data=mnist")
     assert not (tmp_path / "outputs" / "mlflow.db").exists()
     assert not (tmp_path / "data").exists()
+
+
+def test_says_the_peak_and_the_largest_batch(main):
+    text = plan(main, "accelerator=cpu", "model=resnet", "data=digits", "precision=16-mixed")
+    peak = mib(text, "peak of a step")
+    parts = re.findall(r"(weights|gradients|optimizer|activations|temporaries) ([\d.]+)", text)
+    assert sum(float(size) for _, size in parts) == pytest.approx(peak, abs=0.3)
+    assert dict(parts)["weights"] == "42.7"
+    size, free = re.search(
+        r"largest batch\s*│ (\d+)[^│]* in 0.8 of the ([\d.]+) GiB", text
+    ).groups()
+    assert int(size) & (int(size) - 1) == 0
+    assert float(free) < psutil.virtual_memory().total / 2**30
+
+
+def test_a_shape_that_is_not_known_is_said(main):
+    text = plan(main, "model=mlp", "~data.meta", "model.input_shape=[64]", "model.classes=10")
+    assert "not predicted: the shape of a batch is not known without data.meta.input" in text
 
 
 def test_islands_and_the_loss_scale_are_named(main):

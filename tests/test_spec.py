@@ -3,7 +3,15 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 import pytest
 from omegaconf import OmegaConf
 
-from runner.spec import CheckpointSpec, DebugSpec, GuardSpec, Origin, RunSpec, TrainSpec
+from runner.origin import Origin
+from runner.spec import (
+    CheckpointSpec,
+    DebugSpec,
+    GuardSpec,
+    NumericsSpec,
+    RunSpec,
+    TrainSpec,
+)
 
 
 def test_the_defaults_have_no_problem():
@@ -41,6 +49,11 @@ def test_the_defaults_have_no_problem():
         ({"guard": GuardSpec(overflow_steps=0)}, ["guard.overflow_steps=0", "1 and up"]),
         ({"guard": GuardSpec(spike_factor=1.0)}, ["guard.spike_factor=1.0", "above 1"]),
         ({"guard": GuardSpec(spike_factor=float("nan"))}, ["guard.spike_factor=nan"]),
+        ({"numerics": NumericsSpec(every=0)}, ["numerics.every=0", "1 and up"]),
+        (
+            {"numerics": NumericsSpec(every=9), "train": TrainSpec(compile="regional")},
+            ["numerics.every=9", "train.compile=regional", "Type train.compile=false"],
+        ),
         ({"mode": "replay"}, ["debug=replay", "Type", "batch=outputs/runs/<time>/guard/"]),
         ({"batch": "x.json"}, ["debug=replay", "batch="]),
         ({"data": {"shuffle": "no"}}, ["data.shuffle=no", "true or false"]),

@@ -4,27 +4,24 @@ import atexit
 import os
 import pickle
 import signal
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
-from types import ModuleType
 from typing import final
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config import ISOLATED
 from runner.errors import ConfigError
 from runner.launcher.order import LateOrder, Order, Surroundings, composed
 from runner.launcher.parent import JobProcess, Nursery
 from runner.launcher.stop import StopRequests
+from runner.plugins import register
 from runner.shown import complain
 from runner.tracking.process import Followed, shared_writer
 
@@ -40,17 +37,6 @@ def prepare() -> None:
     what we need."""
     register(IsolatedLauncher)
     nursery()
-
-
-def register(launcher: type[Launcher]) -> None:
-    """Makes one of ours known to Hydra."""
-    # Hydra finds plugins in a namespace of its own only, which is empty where none is installed.
-    space, name = ISOLATED.split(".")[:2]
-    sys.modules.setdefault(space, ModuleType(space))
-    sys.modules.setdefault(f"{space}.{name}", ModuleType(f"{space}.{name}"))
-    launcher.__module__ = f"{space}.{name}"
-    setattr(sys.modules[f"{space}.{name}"], launcher.__name__, launcher)
-    Plugins.instance().register(launcher)
 
 
 def nursery() -> Nursery:

@@ -15,13 +15,13 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from runner.config import REMOTE
 from runner.errors import ConfigError
 from runner.launcher.away import STOP, RemoteJob
-from runner.launcher.isolated import announce, as_job, folder_of, register
+from runner.launcher.isolated import announce, as_job, folder_of
 from runner.launcher.order import Order, composed
 from runner.launcher.output import last_lines
 from runner.launcher.stop import StopFile
+from runner.plugins import REMOTE, register
 from runner.result import FILE
 from runner.shown import complain
 from runner.stop import Interrupted

@@ -21,7 +21,7 @@ def tensor_bytes(*tensors: Tensor) -> int:
     """
     storages: dict[object, int] = {}
     for tensor in tensors:
-        for part in _parts(tensor):
+        for part in parts(tensor):
             if part.layout is not torch.strided:  # sparse: no storage of its own
                 storages[id(part)] = part.numel() * part.element_size()
                 continue
@@ -49,7 +49,7 @@ def elements(parameter: Tensor) -> int:
     return 0 if is_lazy(parameter) else parameter.numel()
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
+def parts(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor consists of; none before a lazy layer knows its shape."""
     if is_lazy(tensor):
         return
@@ -57,13 +57,13 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         names, _ = tensor.__tensor_flatten__()
         for inner in (getattr(tensor, name) for name in names):
             if isinstance(inner, Tensor):  # a DTensor names its mesh, too
-                yield from _parts(inner)
+                yield from parts(inner)
         return
     yield tensor
     state = getattr(tensor, "quant_state", None)  # Params4bit, once quantized
     while state is not None:  # doubly quantized: the scales have scales
-        parts = [getattr(state, name, None) for name in _SCALES]
-        yield from (part for part in parts if isinstance(part, Tensor))
+        scales = [getattr(state, name, None) for name in _SCALES]
+        yield from (part for part in scales if isinstance(part, Tensor))
         state = getattr(state, "state2", None)
     for name in ("CB", "SCB"):  # Int8Params, once quantized
         part = getattr(tensor, name, None)

@@ -167,7 +167,7 @@ def compare(results: Sequence[RunResult]) -> list[Comparison]:
     beside = [_base(g, bases) for g in found]
     used = {id(b) for g, b in zip(found, beside, strict=True) if b is not None and b is not g}
     return [
-        _comparison(g, None if b is g and id(b) not in used else b)
+        comparison(g, None if b is g and id(b) not in used else b)
         for g, b in zip(found, beside, strict=True)
     ]
 
@@ -177,7 +177,8 @@ def _base(group: Group, bases: Mapping[tuple[str, str], Group]) -> Group | None:
     return exact or bases.get((shared(group.settings), group.device))
 
 
-def _comparison(group: Group, base: Group | None) -> Comparison:
+def comparison(group: Group, base: Group | None) -> Comparison:
+    """A group beside another."""
     if base is None or not base.finished or not group.finished:
         return Comparison(group, base)
     memory = None

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from runner.report.advice import Advice, Question, advise
 from runner.result import RunResult
 from runner.tracking.history import Curve
 
@@ -27,6 +28,7 @@ class SweepData:
         commands: what was typed, one per machine or process that took part.
         stopped: a signal ended it before its last job.
         asked: how many jobs it has, with those that never began; 0 where that is not known.
+        question: what mode=advise asked; None of a sweep that the user laid out.
     """
 
     jobs: Sequence[Job]
@@ -34,14 +36,22 @@ class SweepData:
     sweep_id: str = ""
     stopped: bool = False
     asked: int = 0
+    question: Question | None = None
 
     @property
     def unfinished(self) -> bool:
         """Whether going on with it would run a job: one that did not begin, was stopped or failed
         for another reason than its numbers."""
+        if self.question:
+            return self.stopped
         redo = any(j.result.status in ("failed", "stopped") and not j.result.diverged
                    for j in self.jobs)  # fmt: skip
         return self.stopped or bool(self.missing) or redo
+
+    @property
+    def advice(self) -> Advice | None:
+        """What the jobs answer to the question."""
+        return advise([job.result for job in self.jobs], self.question) if self.question else None
 
     @property
     def missing(self) -> str:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.manifest import Manifest
+from runner.origin import short
+from runner.report.advice import Question
 from runner.report.data import Job, SweepData
 from runner.result import FILE, RunResult, read_results
 from runner.secrets import hide, masked
 from runner.shown import typed
-from runner.spec import short
 from runner.tracking import history
 from runner.tracking.history import Curve
 
@@ -33,7 +34,8 @@ def from_folder(folder: Path, stopped: bool = False) -> SweepData:
     manifest = Manifest.read(folder)
     # A result names the folder where its job ran, from which the sweep's may have been moved.
     jobs = [Job(r, history.of_folder(folder / Path(r.folder).name)) for r in read_results(folder)]
-    return SweepData(jobs, [typed(manifest.command)], manifest.id, stopped, manifest.jobs)
+    told = [typed(manifest.command)]
+    return SweepData(jobs, told, manifest.id, stopped, manifest.jobs, Question.read(folder))
 
 
 def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
@@ -44,6 +46,7 @@ def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
         "commands": list(data.commands),
         "stopped": data.stopped,
         "asked": data.asked,
+        "question": asdict(data.question) if data.question else None,
         "results": [asdict(job.result) for job in data.jobs],
     }
     path.write_text(json.dumps(masked(content), indent=2) + "\n")
@@ -52,7 +55,7 @@ def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
 
 def from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     """A sweep as MLflow knows it, on however many machines its jobs ran."""
-    told, commands, stopped, asked = _told(reader, parent)
+    told, commands, stopped, asked, question = _told(reader, parent)
     runs = {run.run_id: run for run in reader.jobs(parent)}
     folders = {run.tags.get("output_dir"): run.run_id for run in runs.values()}
     told = [replace(r, run_id=r.run_id or folders.get(r.folder)) for r in told]
@@ -63,7 +66,7 @@ def from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
         for result in named_apart(results)
     ]
     commands = commands or [parent.tags.get("command", "")]
-    return SweepData(jobs, commands, parent.tags.get("sweep_id", ""), stopped, asked)
+    return SweepData(jobs, commands, parent.tags.get("sweep_id", ""), stopped, asked, question)
 
 
 _BESIDE = re.compile(
@@ -93,9 +96,12 @@ def named_apart(results: Sequence[RunResult]) -> list[RunResult]:
     return [named(r) if r.overrides else r for r in results]
 
 
-def _told(reader: "Reader", parent: "StoredRun") -> tuple[list[RunResult], list[str], bool, int]:
+def _told(
+    reader: "Reader", parent: "StoredRun"
+) -> tuple[list[RunResult], list[str], bool, int, Question | None]:
     """What the processes that ran the jobs left with the parent run when they ended."""
     results, commands, stopped, asked = [], [], parent.status == "KILLED", 0
+    question = None
     for path in sorted(reader.artifacts(parent.run_id, JOBS)):
         content = None
         with suppress(ValueError):
@@ -107,8 +113,9 @@ def _told(reader: "Reader", parent: "StoredRun") -> tuple[list[RunResult], list[
                 results.append(RunResult.of(values))
         commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
         stopped |= bool(content.get("stopped"))
+        question = Question.of(content.get("question")) or question
         asked += number if isinstance(number := content.get("asked"), int) else 0
-    return results, commands, stopped, asked
+    return results, commands, stopped, asked, question
 
 
 def _result(reader: "Reader", run: "StoredRun") -> RunResult:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from runner.report import advised
 from runner.report.charts import legend, overview, panels, svg
 from runner.report.compare import BASE, Comparison, Group, compare
 from runner.report.conclusion import (
@@ -55,7 +56,8 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     """
     compared = compare([job.result for job in data.jobs])
     title = _title(data)
-    before, after = list(_top(data, compared)), list(_rest(data, compared))
+    top = advised.blocks(data.advice) if data.advice else _top(data, compared)
+    before, after = list(top), list(_rest(data, compared))
     pictures = [svg(figure) for figure in panels(data)]
     charts: list[Block] = []
     if pictures:
@@ -78,10 +80,8 @@ def summary_markdown(data: SweepData, limit: int = 7000) -> str:
         data: the sweep.
         limit: characters; the table loses its last rows, whole lines, to stay within.
     """
-    compared = compare([job.result for job in data.jobs])
-    head = markdown(Text(conclusion(compared, data.missing), "answer"))
-    tail = markdown(Commands(data.commands)) if data.commands else ""
-    rows = markdown(_groups_table(compared)).splitlines() if compared else []
+    head, tail, table = _summary(data)
+    rows = markdown(table).splitlines() if table else []
     hint = "More rows: see report.html among the artifacts."
 
     def whole(count: int) -> str:
@@ -97,13 +97,25 @@ def summary_markdown(data: SweepData, limit: int = 7000) -> str:
     return head[:limit]
 
 
+def _summary(data: SweepData) -> tuple[str, str, Table | None]:
+    """What is said first and last, and the table between them."""
+    tail = markdown(Commands(data.commands)) if data.commands else ""
+    if data.advice:
+        first, table = advised.summary(data.advice)
+        return "\n\n".join(map(markdown, first)), tail, table
+    compared = compare([job.result for job in data.jobs])
+    head = markdown(Text(conclusion(compared, data.missing), "answer"))
+    return head, tail, _groups_table(compared) if compared else None
+
+
 def _title(data: SweepData) -> str:
     results = [job.result for job in data.jobs]
     swept = " × ".join(_swept(results)[:KEYS]) or "one job"
     models = ", ".join(dict.fromkeys(r.model for r in results if r.model))
     sets = ", ".join(dict.fromkeys(r.data for r in results if r.data))
     what = " on ".join(filter(None, [models, sets]))
-    return f"Sweep over {swept}{': ' if what else ''}{what}"
+    asked = f"Which precision for {what or 'this model'}?"
+    return asked if data.question else f"Sweep over {swept}{': ' if what else ''}{what}"
 
 
 def _swept(results: Sequence[RunResult]) -> list[str]:
@@ -156,7 +168,7 @@ def _rest(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     if data.commands:
         yield Heading("Typed")
         yield Commands(data.commands)
-    if any(g.finished for g in every):
+    if any(g.finished for g in every) and not data.question:
         yield Heading("How this was compared")
         yield Items(list(footnotes(compared)), small=True)
 

@@ -148,7 +148,7 @@ def test_a_store_tells_of_jobs_that_left_no_list(stored):
 
 def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatch):
     monkeypatch.setattr(Reader, "artifact", lambda *_: b"PK\x03\x04 cut off")
-    monkeypatch.setattr("runner.report.gather._told", lambda *_: ([DONE], [], False, 1))
+    monkeypatch.setattr("runner.report.gather._told", lambda *_: ([DONE], [], False, 1, None))
     monkeypatch.setattr(
         "runner.report.gather._result", lambda _, run: replace(DONE, run_id=run.run_id)
     )

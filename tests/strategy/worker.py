@@ -18,8 +18,8 @@ from runner import torchrun
 from runner.argv import rewrite
 from runner.config import register_schema, resolve
 from runner.errors import RunnerError
+from runner.origin import Origin
 from runner.run import run
-from runner.spec import Origin
 
 torch.set_num_threads(1)
 OWN = "tracking._target_=runner.tracking.process_journal.ProcessJournal"

@@ -1,0 +1,106 @@
+"""How often does mode=advise call a precision worse that is not?
+
+Two kinds of comparison in which nothing is worse, by real trainings of an MLP on digits: float32
+against float32 from weights that differ in their last bits (what rounding alone does), and against
+float32 from other seeds (unpaired: as much noise as there can be). Each is judged as mode=advise
+judges one of six precisions. Below, the verdicts on simulated normal differences of a known size,
+which say what the test finds.
+"""
+
+import argparse
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from common import table, write
+
+from runner.data.digits import digits
+from runner.data.loading import Loader
+from runner.loop import fit
+from runner.models.mlp import MLP
+from runner.precision.support import load
+from runner.records import EvalRecord
+from runner.report.judge import ERROR, judge, yardstick
+from runner.result import LOSS
+from runner.spec import TrainSpec
+from runner.state import Driven, TrainState
+from runner.tasks.classification import Classification
+
+CPU = torch.device("cpu")
+SEEDS, JUDGED = 5, 6
+ORDER = ("indistinguishable", "unclear", "worse", "better")
+SPLITS = digits()
+
+
+def loss(seed: int, nudge: int = 0, steps: int = 60) -> float:
+    """val/loss of a training; nudge: which last bits of the first weights are turned."""
+    torch.manual_seed(seed)
+    policy, model = load("32-true"), MLP([1, 8, 8], 10, [32])
+    if nudge:
+        turn = torch.Generator().manual_seed(nudge)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + (torch.rand(p.shape, generator=turn) - 0.5) * 2**-22)
+    driven = [Driven(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))]
+    state = TrainState(model, policy, Classification(), policy.scale(CPU), driven, CPU)
+    loader = Loader(SPLITS.train, 32, shuffle=True, seed=seed, device=CPU)
+    validation = Loader(SPLITS.val, 512, shuffle=False, seed=0, device=CPU)
+    train = TrainSpec(max_steps=steps, eval_every=steps, log_every=steps)
+    records = fit(state, loader, validation, train)
+    return next(r.metrics[LOSS] for r in records if isinstance(r, EvalRecord))
+
+
+def real(comparisons: int, paired: bool) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for number in range(comparisons):
+        seeds = range(number * SEEDS, (number + 1) * SEEDS)
+        base = [loss(seed) for seed in seeds]
+        other = [loss(s, nudge=s + 1) if paired else loss(s + 10**6) for s in seeds]
+        gaps = [a - b for a, b in zip(other, base, strict=True)]
+        found[judge(gaps, yardstick(base), 1.0, JUDGED).verdict] += 1
+    return found
+
+
+def simulated(effect: float, noise: float, count: int) -> Counter[str]:
+    """Verdicts on gaps of this mean and standard deviation, in standard deviations of float32."""
+    draw, found = random.Random(0), Counter[str]()
+    for _ in range(count):
+        base = [draw.gauss(0, 1) for _ in range(SEEDS)]
+        gaps = [draw.gauss(effect, noise) for _ in range(SEEDS)]
+        found[judge(gaps, yardstick(base), 1.0, JUDGED).verdict] += 1
+    return found
+
+
+def row(name: Sequence[str], found: Counter[str]) -> list[str]:
+    total = sum(found.values())
+    return [*name, str(total), *(f"{found[verdict] / total:.1%}" for verdict in ORDER)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--comparisons", type=int, default=120)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    trained = [
+        row(["last bits of the weights"], real(chosen.comparisons, paired=True)),
+        row(["other seeds, unpaired"], real(chosen.comparisons, paired=False)),
+    ]
+    made = [
+        row([f"{effect:g}", f"{noise:g}"], simulated(effect, noise, 4000))
+        for noise in (0.1, 0.5, 1.4)
+        for effect in (0.0, 0.5, 1.0, 2.0, 4.0)
+    ]
+    head = ["comparisons", *ORDER]
+    body = (
+        f"{SEEDS} seeds a side, {JUDGED} precisions judged together at {ERROR:.0%}, "
+        "tolerance 1.\n\n"
+        f"{table(['what differs', *head], trained)}\n\n"
+        "Simulated, in standard deviations of float32 between seeds: the true gap, and the noise "
+        f"of a pair's gap.\n\n{table(['true gap', 'noise', *head], made)}"
+    )
+    write("false_alarms", "How often is a precision called worse that is not?", body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""How far is the predicted peak memory of training from the measured one?
+
+predicted: runner.memory_plan, before anything runs. measured: the most that torch's allocator held
+while the runner's own loop trained four steps and evaluated after the last, from before the model
+was built, the data set left out; on a CPU from torch.profiler's record of every allocation, on
+CUDA torch.cuda.max_memory_allocated. MiB of 2^20 bytes.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from hydra import compose, initialize_config_module
+
+from bench.common import RESULTS, table, versions, write
+from runner.accelerator import MIB
+from runner.build import build_driven, build_group, build_loaders, build_splits
+from runner.config import register_schema, resolve
+from runner.data.loading import Loader
+from runner.errors import RunnerError
+from runner.isolation import seed_all
+from runner.ledger import Peak
+from runner.loop import fit
+from runner.memory_plan import predict
+from runner.model import build_model
+from runner.precision.base import Precision
+from runner.shape import shape
+from runner.spec import RunSpec
+from runner.state import TrainState
+
+STEPS = 4
+FULL = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true",
+        "bnb-int8-training", "bnb-nf4")  # fmt: skip
+# What is trained: its overrides, its batch sizes and its precisions.
+RUNS = {
+    "mlp": (("model=mlp", "data=digits"), (16, 64, 256), FULL),
+    "mlp, 2048 wide": (("model=mlp", "data=digits", "model.hidden=[2048,2048]"), (16, 256), FULL),
+    "resnet": (("model=resnet", "data=digits"), (8, 32, 128), FULL),
+    "resnet, 32 px": (("model=resnet", "data=synthetic_images", "data.count=320"), (8, 32), FULL),
+    "gpt": (("model=gpt", "data=text"), (2, 8, 32), FULL),
+    "complex_mlp": (
+        ("model=complex_mlp", "data=signals", "data.count=1600"), (64, 256), FULL[:2]
+    ),
+    "complex_mlp, 256 wide": (
+        ("model=complex_mlp", "data=signals", "data.count=1600", "model.hidden=[256,256]"),
+        (64, 256), FULL[:2],
+    ),
+}  # fmt: skip
+NEEDS = {
+    # A scale that overflows would skip the step that makes the optimizer's state.
+    "16-mixed": ("precision.loss_scale.init_scale=64",),
+    "16-true": ("optimizer.eps=1e-4",),
+    "bnb-nf4": ("adapter=lora",),
+}
+OTHERS = (
+    ("gpt", "bf16-mixed", 8, ("train.activation_checkpointing=true",)),
+    ("gpt", "bf16-mixed", 8, ("train.accumulate=2",)),
+    ("resnet", "bf16-mixed", 32, ("optimizer=sgd",)),
+    ("gpt", "32-true", 8, ("optimizer=muon",)),
+    ("resnet", "32-true", 32, ("optimizer=adamw8bit",)),
+)
+
+
+HEAD = ["trained", "precision", "batch", *Peak._fields, "predicted", "measured", "error"]
+LARGE = 4  # MiB
+WHY = (
+    "Not predicted are the loader's order (8 bytes for each example of the data set), oneDNN's "
+    "buffers in a bfloat16 product (up to half a MiB), and here and there a tensor that a kernel "
+    "casts, or that autograd adds to in place where no one watches. They weigh in models of a MiB."
+)
+
+
+class Row(NamedTuple):
+    run: str
+    case: str
+    size: int
+    peak: Peak
+    measured: int
+
+    @property
+    def error(self) -> float:
+        return self.peak.total / self.measured - 1
+
+    def cells(self) -> list[str]:
+        parts = [f"{part / MIB:.1f}" for part in self.peak]
+        both = f"{self.peak.total / MIB:.2f}", f"{self.measured / MIB:.2f}"
+        return [self.run, self.case, str(self.size), *parts, *both, f"{100 * self.error:+.1f} %"]
+
+
+def spec_of(run: str, precision: str, size: int, more: tuple[str, ...], device: str) -> RunSpec:
+    overrides = [*RUNS[run][0], f"precision={precision}", f"train.batch_size={size}",
+                 f"accelerator={device}", *NEEDS.get(precision, ()), *more]  # fmt: skip
+    with initialize_config_module(version_base="1.3", config_module="runner.conf"):
+        spec = resolve(compose("config", overrides=overrides))
+    return replace(spec, train=replace(spec.train, max_steps=STEPS, eval_every=STEPS))
+
+
+def trained(
+    spec: RunSpec, precision: Precision, device: torch.device, loaders: tuple[Loader, Loader]
+) -> None:
+    """What runner.train does with a model, without observers and checkpoints."""
+    model = build_model(spec, precision, device).model
+    task, driven = build_group("task", spec.task), build_driven(spec, model, precision, STEPS)
+    with precision.session(model, device):
+        state = TrainState(model, precision, task, precision.scale(device), driven, device)
+        shape(spec, precision, device, model)
+        for _ in fit(state, *loaders, spec.train):
+            pass
+
+
+def measured(spec: RunSpec, precision: Precision, device: torch.device) -> int:
+    """Bytes at the allocator, above what it held before."""
+    loaders = build_loaders(spec, build_splits(spec), device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        trained(spec, precision, device, loaders)
+        return torch.cuda.max_memory_allocated(device) - before
+    return most_held(lambda: trained(spec, precision, device, loaders))
+
+
+def most_held(run: Callable[[], object]) -> int:
+    """Bytes that the CPU's allocator held at once while something ran, above those before."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
+        run()
+    made: Any = profile.profiler
+    all_events = made.kineto_results.events()
+    events = [(e.start_ns(), e.nbytes()) for e in all_events if e.name() == "[memory]"]
+    held = peak = 0
+    for _, size in sorted(events, key=lambda event: event[0]):
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def cases(runs: list[str]) -> Iterator[tuple[str, str, int, tuple[str, ...]]]:
+    for run in runs:
+        _, sizes, precisions = RUNS[run]
+        yield from ((run, name, size, ()) for name in precisions for size in sizes)
+        yield from (case for case in OTHERS if case[0] == run)
+
+
+def summary(rows: list[Row]) -> list[list[str]]:
+    """Of each model, and of all peaks from LARGE on."""
+    groups = {run: [row for row in rows if row.run == run] for run in RUNS}
+    groups[f"all from {LARGE} MiB"] = [row for row in rows if row.measured >= LARGE * MIB]
+    groups["all"] = rows
+    lines = []
+    for name, group in groups.items():
+        if group:
+            errors = [abs(row.error) for row in group]
+            worst = max(group, key=lambda row: abs(row.error))
+            sizes = [row.measured / MIB for row in group]
+            lines.append([
+                name, str(len(group)), f"{min(sizes):.2g} to {max(sizes):.3g}",
+                f"{100 * statistics.median(errors):.1f} %", f"{100 * worst.error:+.1f} %",
+                f"`{worst.case}`, batch {worst.size}",
+            ])  # fmt: skip
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", nargs="+", default=list(RUNS))
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    register_schema()
+    torch.set_num_threads(1)
+    device, rows, left = torch.device(given.device), [], []
+    for run, name, size, more in cases(given.runs):
+        spec = spec_of(run, name, size, more, given.device)
+        precision: Precision = build_group("precision", spec.precision)
+        case = " ".join([name, *more])
+        try:
+            precision.require(device)
+            seed_all(0)
+            peak = predict(spec, precision, device)
+            found = measured(spec, precision, device)
+        except RunnerError as error:
+            left.append(f"- not run: {run}, {case}: {error}")
+            continue
+        rows.append(Row(run, case, size, peak, found))
+        print(*rows[-1].cells(), flush=True)
+    means, head = summary(rows), ["trained", "cases", "MiB", "median", "worst", "where"]
+    body = "\n\n".join(filter(None, [
+        table(head, means), WHY, table(HEAD, [row.cells() for row in rows]), "\n".join(left),
+        f"{versions('torch', 'bitsandbytes')}, one thread, {given.device}",
+    ]))  # fmt: skip
+    command = f"python -m bench.memory_plan {' '.join(sys.argv[1:])}".strip()
+    write("memory_plan", (__doc__ or "").strip().splitlines()[0], body, command)
+    figures = json.dumps({"head": head, "rows": means}, indent=1)
+    (RESULTS / "memory_plan.json").write_text(figures + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What does the numerics probe cost a training loop that looks every 100 steps?
+
+    python bench/probe_cost.py [--every 100] [--block 5] [--rounds 15]
+
+A run's own model, data and optimizer step, in turn (off, on, off, on, ...), a block of steps each,
+of which the last one is looked at where the probe is on. What a look adds is the difference of a
+pair of blocks; over `every` steps it is the probe's cost. One thread. Writes
+bench/results/probe_cost.md.
+"""
+
+import argparse
+import os
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from common import interleave, median, spread, table, write
+from hydra import compose, initialize_config_module
+
+from runner.build import build_driven, build_group, build_loaders, build_splits
+from runner.config import register_schema, resolve
+from runner.isolation import seed_all
+from runner.loop import groups
+from runner.model import build_model
+from runner.numerics.found import Look
+from runner.numerics.probe import Probe
+from runner.state import TrainState
+from runner.step import train_step
+from runner.strategy.base import Single
+
+CPU = torch.device("cpu")
+RUNS = {
+    "resnet on digits": ("model=resnet", "data=digits"),
+    "gpt on text": ("model=gpt", "data=text"),
+}
+
+
+class Loop:
+    """A run's steps, one after another."""
+
+    def __init__(self, *overrides: str) -> None:
+        with initialize_config_module(version_base="1.3", config_module="runner.conf"):
+            spec = resolve(compose("config", list(overrides)))
+        seed_all(0)
+        precision, place = build_group("precision", spec.precision), Single().place
+        loader, _ = build_loaders(spec, build_splits(spec), CPU, place)
+        model = build_model(spec, precision, CPU).model
+        driven, scale = build_driven(spec, model, precision, 10**6), precision.scale(CPU)
+        task = build_group("task", spec.task)
+        self.state = TrainState(model, precision, task, scale, driven, CPU)
+        self.groups, self.looks = groups(self.state, loader, 1), list[Look]()
+        self.probe = Probe(self.state, self.looks.append)
+
+    def steps(self, count: int, watched: bool) -> None:
+        """The last one is looked at where it is watched."""
+        for i, (micros, sizes) in enumerate(islice(self.groups, count), 1):
+            around: Any = self.probe if watched and i == count else nullcontext()
+            with around:
+                train_step(self.state, micros, sizes)
+
+
+def measure(name: str, every: int, block: int, rounds: int) -> list[str]:
+    """A row of the table."""
+    loop = Loop(*RUNS[name], "precision=32-true")
+    times = interleave(
+        {"off": lambda: loop.steps(block, False), "on": lambda: loop.steps(block, True)}, rounds
+    )
+    off, on = ([cpu * 1e3 for cpu, _ in times[key]] for key in ("off", "on"))
+    step = median(off) / block
+    added = [b - a for a, b in zip(off, on, strict=True)]
+    share = [100 * more / step / every for more in added]
+    return [name, str(len(loop.looks[-1].measured)), spread([t / block for t in off], ".0f"),
+            spread(added, ".0f"), spread(share, ".1f")]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--block", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    register_schema()
+    loads = [os.getloadavg()[0]]
+    rows = []
+    for name in RUNS:
+        rows.append(measure(name, args.every, args.block, args.rounds))
+        loads.append(os.getloadavg()[0])
+    head = ["run", "tensors", "ms per step", "ms that a look adds",
+            f"% of {args.every} steps"]  # fmt: skip
+    notes = (
+        f"CPU time, median (least to greatest) of {args.rounds} pairs of {args.block} steps; "
+        f"float32, one thread. {os.cpu_count()} cores, load average from {min(loads):.1f} to "
+        f"{max(loads):.1f}."
+    )
+    write("probe_cost", "What the numerics probe costs", f"{table(head, rows)}\n\n{notes}")
+
+
+if __name__ == "__main__":
+    main()

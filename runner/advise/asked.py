@@ -1,0 +1,189 @@
+"""What a command with mode=advise asks for: its precisions, and the words of every trial."""
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from runner.accelerator import choose
+from runner.config import check_targets, resolve
+from runner.errors import ConfigError, Unavailable
+from runner.precision.base import Precision
+from runner.precision.support import load, names, support
+from runner.report.compare import BASE
+from runner.spec import RunSpec
+
+_OURS = ("mode", "precision", "seed", "advise", "hydra")
+_RIVALS = ("train.max_steps", "train.max_seconds", "train.eval_every", "train.early_stop",
+           "checkpoint", "tracking.log_model", "numerics")  # fmt: skip
+"""Keys that a trial sets itself; a command that recommends keeps the user's."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A command, taken apart.
+
+    Attributes:
+        spec: resolved, with the baseline's precision or the one that was typed.
+        words: the user's, without precision, seed, mode and advise.
+        command: words of a command before them.
+        precisions: to try, the baseline first.
+        own: further words of a precision.
+        emulated: precisions whose arithmetic is imitated.
+        absent: precisions that this machine lacks, as `tf32: why`.
+        seed: the first one.
+    """
+
+    spec: RunSpec
+    words: Sequence[str]
+    command: Sequence[str]
+    precisions: Sequence[str]
+    own: Mapping[str, Sequence[str]]
+    emulated: Sequence[str]
+    absent: Sequence[str]
+    seed: int
+
+    @classmethod
+    def of(cls, config: DictConfig) -> "Asked":
+        """Raises ConfigError and Unavailable for what cannot be compared."""
+        typed = _parsed([str(text) for text in config.hydra.overrides.task])
+        _refuse_sweeps(typed)
+        keys = {o.get_key_element().lstrip("+~"): o for o in typed}
+        extras = {k: o for k, o in keys.items() if k.startswith("precision.")}
+        spec = _spec(config, extras)
+        device = choose(spec.accelerator).device
+        named = next((_names(o) for o in typed if o.get_key_element() == "precision"), None)
+        if unknown := [name for name in named or () if name not in names()]:
+            raise ConfigError(
+                f"precision={unknown[0]}: mode=advise does not know it. Allowed: "
+                f"{', '.join(names())}."
+            )
+        chosen = named or [*_here(spec, device, extras)]
+        precisions = [BASE, *(name for name in chosen if name != BASE)]
+        if len(precisions) == 1:
+            raise ConfigError(
+                f"mode=advise compares precisions with {BASE}, and was given no other. Leave "
+                "precision= out to try all that this machine has, or name some: "
+                "precision=bf16-mixed,16-mixed."
+            )
+        fitting = {name: [*_fitting(name, extras)] for name in precisions}
+        _refuse_alien(extras, fitting)
+        emulated = [n for n in precisions if any("emulate=" in w for w in fitting[n])]
+        lacking = [] if named else [s for s in support(device) if s.why and s.name not in chosen]
+        absent = [f"{s.name}: {s.why}" for s in lacking]
+        words = [o.input_line for o in typed if _head(o) not in _OURS and o.input_line]
+        return cls(spec, words, _command(config), precisions, fitting, emulated, absent, spec.seed)
+
+    def trial(self, precision: str, seed: int, *more: str) -> list[str]:
+        """Overrides of one job."""
+        return [*self._kept(_RIVALS), *self._one(precision, seed), *self._unkept(), *more]
+
+    def look(self, precision: str, seed: int, *more: str) -> list[str]:
+        """The same of a job that nothing records."""
+        kept = self._kept((*_RIVALS, "tracking"))
+        return [*kept, *self._one(precision, seed), "tracking=none", *more]
+
+    def _kept(self, without: tuple[str, ...]) -> list[str]:
+        return [word for word in self.words if not word.lstrip("+~").startswith(without)]
+
+    def _one(self, precision: str, seed: int) -> list[str]:
+        own = self.own.get(precision, ())
+        return ["mode=train", f"precision={precision}", *own, f"seed={seed}",
+                "checkpoint.final=false"]  # fmt: skip
+
+    def _unkept(self) -> list[str]:
+        """No model is stored of a trial."""
+        return ["tracking.log_model=false"] if "log_model" in self.spec.tracking else []
+
+
+def _spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
+    """Of the baseline, which has no use for the keys of other precisions."""
+    own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    spec = resolve(own)
+    kept = {k: v for k, v in spec.precision.items() if f"precision.{k}" not in extras}
+    spec = replace(spec, precision=kept)
+    if problems := [*spec.problems(), *check_targets(spec)]:
+        raise ConfigError(*problems)
+    return spec
+
+
+def _command(config: DictConfig) -> list[str]:
+    sources = config.hydra.runtime.config_sources
+    mine = [os.path.relpath(s.path) for s in sources if s.provider == "command-line"]
+    return ["python", "-m", "runner", *(["--config-dir", *mine] if mine else [])]
+
+
+def _parsed(words: Sequence[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides([*words])
+
+
+def _head(override: Override) -> str:
+    return override.get_key_element().lstrip("+~").partition(".")[0].partition("/")[0]
+
+
+def _names(override: Override) -> list[str]:
+    if override.is_sweep_override():
+        return [str(text) for text in override.sweep_string_iterator()]
+    return [str(override.value())]
+
+
+def _refuse_sweeps(typed: Sequence[Override]) -> None:
+    several = [o for o in typed if o.is_sweep_override() and o.get_key_element() != "precision"]
+    if several:
+        key = several[0].get_key_element()
+        raise ConfigError(
+            f"mode=advise answers for one config, and {several[0].input_line} names several. Type "
+            f"one value of {key}; advise.seeds=5 repeats trials with other seeds."
+        )
+
+
+def _refuse_alien(extras: Mapping[str, Override], fitting: Mapping[str, Sequence[str]]) -> None:
+    used = {word.partition("=")[0] for words in fitting.values() for word in words}
+    if alien := [key for key in extras if key not in used]:
+        raise ConfigError(
+            f"{alien[0]}: none of {', '.join(fitting)} has such a key. Leave it out, or name the "
+            "precisions that it is for."
+        )
+
+
+def _here(spec: RunSpec, device: torch.device, extras: Mapping[str, Override]) -> Iterator[str]:
+    """Precisions that this device has, and that train this config: float64 only where the best
+    quality is looked for, frozen 4-bit and 8-bit weights only beside an adapter."""
+    adapts = bool(spec.adapter.get("_target_"))
+    for name in names():
+        changes: dict[str, Any] = {}
+        if _emulates(name, extras):
+            changes["emulate"] = True
+        precision: Precision = load(name, **changes)
+        if (precision.freezes and not adapts) or (
+            precision.storage is torch.float64 and spec.advise.objective != "quality"
+        ):
+            continue
+        try:
+            precision.require(device)
+        except Unavailable:
+            continue
+        yield name
+
+
+def _emulates(name: str, extras: Mapping[str, Override]) -> bool:
+    wanted = extras.get("precision.emulate")
+    return wanted is not None and wanted.value() is True and _takes(name, "emulate")
+
+
+def _takes(name: str, key: str) -> bool:
+    return key in signature(type(load(name)).__init__).parameters
+
+
+def _fitting(name: str, extras: Mapping[str, Override]) -> Iterator[str]:
+    """Of the keys under precision, those that this one has."""
+    for key, override in extras.items():
+        if _takes(name, key.split(".")[1]):
+            assert override.input_line is not None
+            yield override.input_line.lstrip("+")

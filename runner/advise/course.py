@@ -1,0 +1,221 @@
+"""From one look at the pace of float32 to trials of every precision, and what heals those that
+fail."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from runner.accelerator import MIB, choose
+from runner.advise.asked import Asked
+from runner.advise.cause import about, suspects
+from runner.advise.heal import Healing
+from runner.advise.trials import Trials
+from runner.console import plain_console
+from runner.errors import RunnerError
+from runner.memory_plan import forecast, largest
+from runner.numerics import read
+from runner.precision.base import Precision
+from runner.precision.support import load
+from runner.report.advice import Advice, Question, advise
+from runner.report.compare import BASE
+from runner.report.judge import LEAST
+from runner.result import LOSS, RunResult
+from runner.room import USABLE, free
+
+FIRST_LOOK = 0.05
+"""Share of the budget in which float32 shows its pace."""
+SHARE = 0.6
+"""Share of it that the trials are laid out for: precisions differ in pace, and what fails is looked
+into."""
+PACE = 1.5
+"""Expected time of a precision's step over float32's, before it is known."""
+LEAST_STEPS = 20
+LOOKS = 4
+"""At float32's numbers, in a trial of their own."""
+LEAST_SECONDS = 0.6
+"""Of float32's steps in a trial: less gives no speed."""
+START = 0.7
+"""Seconds of a job before and after its run: its process, its imports, its record's end."""
+PATIENCE = 4.0
+"""A trial is cut after so many times what float32 takes."""
+_NEVER = 10**9
+
+
+class Course:
+    """The trials of one command.
+
+    Args:
+        resumed: what an earlier command asked, whose trials these go on with.
+    """
+
+    def __init__(self, asked: Asked, trials: Trials, resumed: Question | None = None) -> None:
+        self.asked, self.trials, self.console = asked, trials, plain_console()
+        self.settings, self.question = asked.spec.advise, resumed
+
+    def run(self) -> None:
+        """Raises SystemExit where a signal has stopped it."""
+        if self.question is None and (pace := self._pace()):
+            self._ask(*pace)
+        if self.question is None:
+            return  # the one job says why
+        self._rounds()
+        self._heal()
+        self._predict()
+
+    def _heal(self) -> None:
+        """What is wrong with the precisions that fail, and what mends them."""
+        advice = self._advice()
+        failing = [line.group.precision for line in advice.lines if line.failing]
+        if not failing or advice.pick is None:
+            return
+        suspects = self._look(failing)
+        if self.settings.islands:
+            Healing(self.asked, self.trials, self._words(), self._advice).run(suspects)
+
+    def _predict(self) -> None:
+        """The memory of those that train as well."""
+        good = [line for line in self._advice().lines if line.good and not line.group.settings]
+        texts = [self._memory(line.group.precision) for line in good]
+        assert self.question is not None
+        self.question = replace(self.question, memory=[text for text in texts if text])
+        self.question.write(self.trials.folder)
+
+    def _memory(self, name: str) -> str:
+        """As Question.memory has it; empty where it cannot be told."""
+        spec, device = self.asked.spec, choose(self.asked.spec.accelerator).device
+        changes = {"emulate": True} if name in self.asked.emulated else {}
+        precision: Precision = load(name, **changes)
+        try:
+            need = forecast(spec, precision, device)
+            peak = need(spec.train.batch_size).total / MIB
+            batch = largest(need, spec.train.batch_size, free(device) * USABLE) or 0
+        except RunnerError:
+            return ""
+        return f"{name}: {peak:.4g} {batch}"
+
+    def _look(self, failing: Sequence[str]) -> dict[str, list[str]]:
+        """What one more training of float32 says of the precisions that fail; the modules that
+        each of them harms most."""
+        assert self.question is not None
+        every = max(1, self.question.steps // LOOKS)
+        words = [*self._words(), f"numerics.every={every}"]
+        result = self.trials.launch([self.asked.trial(BASE, self.asked.seed, *words)])[0]
+        if result.status != "finished":
+            return {}
+        numbers = read(self.trials.folder / Path(result.folder).name)
+        told = {name: about(numbers, name) for name in failing}
+        found = [f"{name}: {text}" for name, text in told.items() if text]
+        self.question = replace(self.question, found=found)
+        self.question.write(self.trials.folder)
+        return {name: suspects(numbers, name) for name in failing}
+
+    def _pace(self) -> tuple[float, float, int] | None:
+        """Seconds of a step of float32 and of what a job needs beside them, and the steps of the
+        whole run as far as they are known; None where it does not train."""
+        seconds = max(1.0, FIRST_LOOK * self.trials.budget)
+        words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_NEVER}"]
+        if limit := self.asked.spec.train.max_steps:
+            words.append(f"train.max_steps={limit}")
+        self.console.print(f"{BASE} for {seconds:.0f} s, to see its pace")
+        result = self.trials.launch([self.asked.look(BASE, self.asked.seed, *words)])[0]
+        if result.status != "finished" or not result.step_ms:
+            return None
+        step = result.step_ms / 1e3
+        start = max(0.0, result.seconds - result.steps * step) + START
+        ended = result.steps * step < 0.8 * seconds
+        self.trials.discard()
+        return step, start, result.steps if ended else limit or _NEVER
+
+    def _steps(self, step: float, start: float, most: int) -> int:
+        """A round number, so that the same machine gives the same one again."""
+        count = self.settings.seeds * (1 + PACE * (len(self.asked.precisions) - 1))
+        each = SHARE * self.trials.budget / count - start
+        least = max(LEAST_STEPS, _round(2 * LEAST_SECONDS / step))
+        return min(most, max(least, _round(each / step)))
+
+    def _ask(self, step: float, start: float, most: int) -> None:
+        asked, settings = self.asked, self.settings
+        steps = min(most, settings.steps or self._steps(step, start, most))
+        own = [f"{name} {word}" for name, words in asked.own.items() for word in words]
+        self.question = Question(
+            settings.objective, settings.tolerance, steps, math.ceil(PATIENCE * steps * step + 5),
+            settings.seeds, settings.budget, [*asked.command, *asked.words],
+            asked.emulated, own, asked.absent,
+        )  # fmt: skip
+        self.question.write(self.trials.folder)
+        shared = {word for words in asked.own.values() for word in words}
+        fixed = asked.trial(BASE, asked.seed, *self._words())
+        ours = ("precision=", "seed=")
+        self.trials.settle([*(w for w in fixed if not w.startswith(ours)), *sorted(shared)])
+        text = f"{steps} steps, {settings.seeds} seeds, {len(asked.precisions)} precisions"
+        self.console.print(f"{text}: {', '.join(asked.precisions)}")
+
+    def _words(self) -> list[str]:
+        """Overrides that set a trial's length."""
+        assert self.question is not None
+        steps, seconds = self.question.steps, self.question.seconds
+        return [f"train.max_steps={steps}", f"train.eval_every={steps}",
+                f"train.max_seconds={seconds}", "train.early_stop=null"]  # fmt: skip
+
+    def _rounds(self) -> None:
+        """Seed after seed, each precision in turn. Those that failed are left out, and so are the
+        least promising ones where the budget would give no verdict on all; a round that it has no
+        time for is not begun."""
+        alive, costs = list(self.asked.precisions), dict[str, float]()
+        for number in range(self.settings.seeds):
+            if number and self.trials.left < sum(costs[name] for name in alive):
+                self.console.print(f"the budget ends after {number} seeds")
+                return
+            seed, turn = self.asked.seed + number, number % len(alive)
+            order = alive[turn:] + alive[:turn]
+            found = self.trials.launch(
+                [self.asked.trial(name, seed, *self._words()) for name in order]
+            )
+            costs = {r.precision: r.seconds + START for r in found}
+            alive = [name for name in alive if name in self._sound(found)]
+            if BASE not in alive or len(alive) == 1:
+                return
+            alive = self._affordable(alive, found, costs, LEAST - number - 1)
+
+    def _affordable(
+        self, alive: list[str], found: Sequence[RunResult], costs: Mapping[str, float], rounds: int
+    ) -> list[str]:
+        """Those on which the budget gives a verdict, which takes so many rounds more."""
+        merits = {r.precision: self._merit(r) for r in found}
+        others = sorted((n for n in alive if n != BASE), key=lambda n: merits[n], reverse=True)
+        left, kept = self.trials.left - rounds * costs[BASE], {BASE}
+        for name in others:
+            left -= rounds * costs[name]
+            if rounds <= 0 or left >= 0 or kept == {BASE}:
+                kept.add(name)
+        if dropped := [name for name in others if name not in kept]:
+            self.console.print(f"no time for more seeds of {', '.join(dropped)}")
+        return [name for name in alive if name in kept]
+
+    def _merit(self, result: RunResult) -> float:
+        """By the objective, of one trial."""
+        match self.settings.objective:
+            case "time":
+                return 0.0 if result.precision in self.asked.emulated else -(result.step_ms or 0.0)
+            case "memory":
+                return -((result.weights_mib or 0.0) + (result.optimizer_mib or 0.0))
+            case _:
+                return -result.metrics[LOSS]
+
+    def _sound(self, found: Sequence[RunResult]) -> set[str]:
+        assert self.question is not None
+        steps = self.question.steps
+        return {r.precision for r in found if r.outcome == "finished" and r.steps >= steps}
+
+    def _advice(self) -> Advice:
+        assert self.question is not None
+        return advise(self.trials.results(), self.question)
+
+
+def _round(number: float) -> int:
+    """The next of 1, 2, 5, 10, 20, ... downwards."""
+    if number < 1:
+        return 0
+    power = 10 ** math.floor(math.log10(number))
+    return next(factor * power for factor in (5, 2, 1) if factor * power <= number)

@@ -1,0 +1,139 @@
+"""What to keep out of a precision that fails, found by trials and verified by all seeds."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from runner.advise.asked import Asked
+from runner.advise.islands import Set, smallest
+from runner.advise.trials import Trials
+from runner.build import build_group
+from runner.console import plain_console
+from runner.precision.base import Precision
+from runner.precision.support import load
+from runner.report.advice import Advice, Line
+from runner.report.compare import BASE
+from runner.result import LOSS, RunResult
+
+_IGNORE = "precision.ignore_modules"
+CLOSED = 0.25
+"""A set that leaves so much of the gap to float32, or less, heals."""
+
+
+class Healing:
+    """The search for islands.
+
+    Args:
+        asked: the command.
+        trials: where jobs run.
+        words: overrides that set a trial's length.
+        advice: on what the trials so far say.
+    """
+
+    def __init__(
+        self, asked: Asked, trials: Trials, words: Sequence[str], advice: Callable[[], Advice]
+    ) -> None:
+        self.asked, self.trials, self.words, self.advice = asked, trials, words, advice
+        self.console, self.took = plain_console(), 0.0
+
+    def run(self, suspects: Mapping[str, Sequence[str]]) -> None:
+        """Each precision that fails, the one that promises most first, while there is time.
+
+        Args:
+            suspects: of each, modules by dotted name, the most suspicious first.
+        """
+        if self.asked.spec.precision.get("keep_fp32"):
+            return  # the user has chosen
+        advice = self.advice()
+        tree = _tree(self.asked)
+        for line in sorted(_failing(advice), key=_promise, reverse=True):
+            self._heal(line, advice, tree, suspects.get(line.group.precision, ()))
+
+    def _heal(
+        self, line: Line, advice: Advice, tree: Mapping[str, Sequence[str]], suspects: Sequence[str]
+    ) -> None:
+        name, key = line.group.precision, _key(line.group.precision)
+        allowed = self._allowed(line, advice)
+        base = self._base_loss()
+        # Without any module it would convert nothing: what it is then needs no trial.
+        all_out = frozenset(tree[""]) if key == _IGNORE else None
+        tried: dict[frozenset[str] | None, bool] = {all_out: True}
+
+        def heals(found: Set) -> bool:
+            if frozenset(found) not in tried:
+                result = self._try(name, key, found, self.asked.seed)
+                gap = _gap(result, base) if result else float("inf")
+                tried[frozenset(found)] = gap <= allowed
+            return tried[frozenset(found)]
+
+        self.console.print(f"{name} fails: looking for modules to keep out of it")
+        found = smallest(tree, suspects, heals)
+        if found is None or frozenset(found) == all_out:
+            self.console.print(f"{name}: nothing that was tried heals it")
+            return
+        self.console.print(f"{name}: {key}=[{','.join(found)}] heals it; verifying")
+        for seed in range(self.asked.seed + 1, self.asked.seed + self.asked.spec.advise.seeds):
+            if self._try(name, key, found, seed) is None:
+                return
+
+    def _try(self, name: str, key: str, found: Set, seed: int) -> RunResult | None:
+        """One trial with the set; None where the budget has no time for it."""
+        if self.trials.left < self.took:
+            return None
+        began = perf_counter()
+        word = f"{key}=[{','.join(found)}]"
+        result = self.trials.launch([self.asked.trial(name, seed, *self.words, word)])[0]
+        self.took = max(self.took, perf_counter() - began)
+        return result
+
+    def _base_loss(self) -> float:
+        seed = self.asked.seed
+        found = (r for r in self.trials.results() if (r.group, r.seed) == (BASE, seed))
+        return next(found).metrics[LOSS]
+
+    def _allowed(self, line: Line, advice: Advice) -> float:
+        """Gap of one seed that counts as healed."""
+        margin = 2 * advice.spread
+        if line.judged is None:
+            return margin
+        return max(margin, CLOSED * line.judged.gap) if line.outcome == "worse" else margin
+
+
+def _gap(result: RunResult, base: float) -> float:
+    loss = result.metrics.get(LOSS)
+    if result.outcome != "finished" or loss is None:
+        return float("inf")
+    return loss - base
+
+
+def _failing(advice: Advice) -> Iterator[Line]:
+    """Precisions whose numbers fail, and that can leave modules out."""
+    for line in advice.lines:
+        if line.failing and not line.group.settings and _key(line.group.precision):
+            yield line
+
+
+def _promise(line: Line) -> float:
+    return line.beside.speed.value if line.beside and line.beside.speed else 0.0
+
+
+def _key(precision: str) -> str:
+    """What leaves modules out of a precision; empty where nothing does."""
+    policy: Precision = load(precision)
+    if policy.freezes:  # what it freezes is no matter of its numbers
+        return ""
+    if hasattr(policy, "ignore_modules"):
+        return _IGNORE
+    return "precision.keep_fp32" if policy.compute.itemsize < 4 else ""
+
+
+def _tree(asked: Asked) -> dict[str, list[str]]:
+    """The children of every module, by dotted name; the model's own is empty."""
+    with torch.device("meta"):
+        model: nn.Module = build_group("model", asked.spec.model)
+    tree: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        tree[name] = [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
+    return tree

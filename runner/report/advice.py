@@ -1,0 +1,267 @@
+"""What trials in several precisions say about the one to use: ranked, judged, with its reasons."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from runner.config import known
+from runner.files import write_text
+from runner.report.compare import BASE, Comparison, Group, comparison, groups
+from runner.report.judge import LEAST, Judgement, judge, yardstick
+from runner.result import LOSS, RunResult
+from runner.secrets import masked
+
+Outcome = Literal["recommended", "baseline", "fit", "unclear", "worse", "diverged", "slow",
+                  "failed", "unavailable"]  # fmt: skip
+FILE = "advise.json"
+GAIN = 0.02
+"""A share of memory below this is no gain."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked.
+
+    Attributes:
+        objective: time, memory or quality.
+        tolerance: in standard deviations of 32-true's loss between seeds.
+        steps: of each trial.
+        seconds: after which a trial is cut.
+        seeds: that were asked for.
+        budget: as it was typed.
+        command: words of the command, without precision and mode, that trains the config.
+        emulated: precisions whose arithmetic is imitated here, which tells nothing of speed.
+        own: further words of a precision, as `float8-rowwise precision.emulate=true`.
+        absent: precisions that this machine lacks, as `tf32: why`.
+        found: what float32's numbers say of a precision that fails, as `16-mixed: what`.
+        memory: predicted of a precision, as `16-mixed: <MiB at the peak> <largest batch>`.
+    """
+
+    objective: str
+    tolerance: float
+    steps: int
+    seconds: int
+    seeds: int
+    budget: str
+    command: Sequence[str]
+    emulated: Sequence[str] = ()
+    own: Sequence[str] = ()
+    absent: Sequence[str] = ()
+    found: Sequence[str] = ()
+    memory: Sequence[str] = ()
+
+    def told(self, precision: str) -> str:
+        """What was found of a precision."""
+        return _of(precision, self.found)
+
+    def predicted(self, precision: str) -> tuple[float, int] | None:
+        """MiB at the peak, and the largest batch that fits (0: unknown)."""
+        with suppress(ValueError):
+            peak, batch = _of(precision, self.memory).split()
+            return float(peak), int(batch)
+        return None
+
+    @classmethod
+    def of(cls, values: object) -> "Question | None":
+        """From what was written; None where nothing that fits was."""
+        try:
+            found: dict[str, Any] = known(cls, values)
+            lists = {key: tuple(value) for key, value in found.items() if isinstance(value, list)}
+            return cls(**{**found, **lists})
+        except ValueError:
+            return None
+
+    @classmethod
+    def read(cls, folder: Path) -> "Question | None":
+        """That of a sweep's folder; None where it asked nothing."""
+        with suppress(OSError, ValueError):
+            return cls.of(json.loads((folder / FILE).read_text()))
+        return None
+
+    def write(self, folder: Path) -> None:
+        """Whole or not at all, without secrets. Raises OSError."""
+        write_text(folder / FILE, json.dumps(masked(asdict(self)), indent=2) + "\n")
+
+
+def _of(precision: str, texts: Sequence[str]) -> str:
+    start = f"{precision}: "
+    return next((text[len(start) :] for text in texts if text.startswith(start)), "")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One precision, or one with modules kept out of it.
+
+    Attributes:
+        beside: against 32-true; None without a baseline.
+        judged: None where no seed came to its end in both.
+        step: at which it diverged.
+        found: what float32's numbers say of it.
+        predicted: see Question.
+    """
+
+    group: Group
+    outcome: Outcome
+    beside: Comparison | None = None
+    judged: Judgement | None = None
+    step: int | None = None
+    emulated: bool = False
+    command: Sequence[str] = ()
+    found: str = ""
+    predicted: tuple[float, int] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.group.name
+
+    @property
+    def good(self) -> bool:
+        """Whether it trains as well as float32."""
+        return self.outcome in ("recommended", "baseline", "fit")
+
+    @property
+    def failing(self) -> bool:
+        """Whether its numbers are what is wrong with it."""
+        return self.outcome in ("worse", "diverged")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer.
+
+    Attributes:
+        lines: best first.
+        spread: standard deviation of 32-true's final loss between seeds; NaN below two.
+        loss: 32-true's mean.
+    """
+
+    question: Question
+    lines: Sequence[Line]
+    spread: float
+    loss: float
+
+    @property
+    def pick(self) -> Line | None:
+        """The recommended one; None where 32-true came to nothing."""
+        return next((line for line in self.lines if line.outcome == "recommended"), None)
+
+
+def advise(results: Sequence[RunResult], question: Question) -> Advice:
+    """Judge and rank every precision's trials."""
+    trials = [g for g in groups(results) if not _other(g)]
+    base = next((g for g in trials if g.name == BASE), None)
+    losses = _losses(base, question) if base else {}
+    spread = yardstick([*losses.values()])
+    mean = sum(losses.values()) / len(losses) if losses else math.nan
+    found = [(g, [q - losses[s] for s, q in _losses(g, question).items() if s in losses])
+             for g in trials if g is not base]  # fmt: skip
+    judged = sum(len(gaps) >= LEAST for _, gaps in found)
+    lines = [
+        _line(g, base, judge(gaps, spread, question.tolerance, judged) if gaps else None, question)
+        for g, gaps in found
+    ]
+    if base is not None:
+        lines.append(_baseline(base, question))
+    return Advice(question, _ranked(lines, question.objective), spread, mean)
+
+
+def _other(group: Group) -> bool:
+    """Whether its jobs are looks at the numbers, or tries of a search that went on elsewhere."""
+    tried = bool(group.settings) and group.counts.get("finished", 0) < LEAST
+    return tried or "numerics." in group.settings
+
+
+def _losses(group: Group, question: Question) -> dict[int | None, float]:
+    """Final losses by seed, of the trials that came to their end."""
+    return {
+        job.seed: job.metrics[LOSS]
+        for job in group.jobs
+        if job.outcome == "finished" and job.steps >= question.steps and LOSS in job.metrics
+    }
+
+
+def _baseline(base: Group, question: Question) -> Line:
+    line = _line(base, base, None, question)
+    return replace(line, outcome="baseline") if base.finished and not line.failing else line
+
+
+def _line(group: Group, base: Group | None, judged: Judgement | None, question: Question) -> Line:
+    outcome, step = _outcome(group, judged, question), None
+    if outcome == "diverged":
+        step = min(_end(job) for job in group.jobs if job.outcome == "diverged")
+    return Line(
+        group, outcome, comparison(group, base), judged, step,
+        group.precision in question.emulated, _command(group, question),
+        "" if group.settings else question.told(group.precision),
+        None if group.settings else question.predicted(group.precision),
+    )  # fmt: skip
+
+
+def _outcome(group: Group, judged: Judgement | None, question: Question) -> Outcome:
+    if group.counts.get("unavailable"):
+        return "unavailable"
+    if group.counts.get("diverged"):
+        return "diverged"
+    if group.counts.get("failed"):
+        return "failed"
+    if any(job.status == "finished" and job.steps < question.steps for job in group.jobs):
+        return "slow"
+    if judged is None or judged.verdict == "unclear":
+        return "unclear"
+    return "worse" if judged.verdict == "worse" else "fit"
+
+
+def _end(job: RunResult) -> int:
+    """The step that a guard names, else the last one."""
+    named = re.search(r"step (\d+)", job.error)
+    return int(named[1]) if named else job.steps
+
+
+def _command(group: Group, question: Question) -> Sequence[str]:
+    own = [w.partition(" ")[2] for w in question.own if w.startswith(f"{group.precision} ")]
+    return [*question.command, f"precision={group.precision}", *own, *group.settings.split()]
+
+
+_ORDER: Mapping[Outcome, int] = {
+    "recommended": 0, "fit": 1, "baseline": 1, "unclear": 2, "worse": 3, "diverged": 4, "slow": 5,
+    "failed": 6, "unavailable": 7,
+}  # fmt: skip
+
+
+def _ranked(lines: Sequence[Line], objective: str) -> list[Line]:
+    """The recommended one first, then what is as good by the objective, then the rest by how far
+    it is from being good."""
+    fit = [line for line in lines if line.outcome in ("fit", "baseline") and not line.emulated]
+    merits = {id(line): _merit(line, objective) for line in lines}
+    best = max(fit, key=lambda line: merits[id(line)], default=None)
+    if not any(line.outcome == "baseline" for line in fit):
+        best = None
+    named = [replace(line, outcome="recommended") if line is best else line for line in lines]
+    merit = {id(new): merits[id(old)] for new, old in zip(named, lines, strict=True)}
+
+    def place(line: Line) -> tuple[float, ...]:
+        gap = line.judged.gap if line.judged and line.outcome == "worse" else 0.0
+        return _ORDER[line.outcome], line.emulated, gap, *(-m for m in merit[id(line)])
+
+    return sorted(named, key=place)
+
+
+def _merit(line: Line, objective: str) -> tuple[float, ...]:
+    """The greater the better; what was not measured to be a gain counts as none."""
+    c, home = line.beside, float(line.outcome == "baseline")
+    speed = c.speed.value if c and c.speed and c.pace in ("faster", "slower") else 1.0
+    memory = c.memory if c and c.memory is not None and abs(c.memory - 1) > GAIN else 1.0
+    quality = -line.judged.gap if line.judged and line.judged.verdict == "better" else 0.0
+    if line.emulated:
+        speed = memory = 1.0
+    order = {
+        "time": (speed, home, -memory, quality),
+        "memory": (-memory, speed, home, quality),
+        "quality": (quality, home, speed, -memory),
+    }
+    return order[objective]

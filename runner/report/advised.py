@@ -1,0 +1,241 @@
+"""The advice in words and as a table, for the terminal, the report and MLflow's page."""
+
+import math
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table as Grid
+
+from runner.memory_plan import MOST
+from runner.report.advice import Advice, Line
+from runner.report.compare import BASE
+from runner.report.conclusion import plus_minus, reach, times
+from runner.report.judge import ERROR, LEAST
+from runner.report.render import Block, Cell, Commands, Heading, Items, Table, Text, Tone
+from runner.result import LOSS, number
+from runner.shown import typed
+
+HEAD = ("precision", "verdict", "speed", "memory", "predicted peak", "health", "why")
+NUMBERS = ("speed", "memory", "predicted peak")
+TONES: dict[str, Tone] = {"recommended": "good", "worse": "bad", "diverged": "bad", "failed": "bad",
+                          "unclear": "quiet", "slow": "quiet", "unavailable": "quiet"}  # fmt: skip
+
+
+def answer(advice: Advice) -> str:
+    """Which precision to use, and why, in a sentence."""
+    pick = advice.pick
+    if pick is None:
+        return f"No advice: {BASE} itself came to no finite result, so nothing can be judged by it."
+    unsure = [line.name for line in advice.lines if line.outcome == "unclear"]
+    more = (
+        f" Not enough evidence in this budget about {', '.join(unsure)}; a larger advise.budget "
+        "or advise.seeds may tell."
+        if unsure
+        else ""
+    )
+    if unsure and not any(line.judged and line.outcome != "unclear" for line in advice.lines):
+        return f"Stay with {BASE} for now: nothing could be judged.{more}"
+    aim = {"time": "faster", "memory": "smaller", "quality": "better"}[advice.question.objective]
+    if pick.group.name == BASE:
+        return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}.{more}"
+    gains = " and ".join(filter(None, [_speed_gain(pick), _memory_gain(pick)]))
+    return f"Use {pick.name}: {gains or 'no costlier'}, and its loss is {_verdict(pick)}.{more}"
+
+
+def blocks(advice: Advice) -> Iterator[Block]:
+    """The answer, the command to run next, the table, and how it was judged."""
+    yield Text(answer(advice), "answer")
+    if advice.pick is not None:
+        yield Text("Type next:")
+        yield Commands(next_lines(advice))
+    yield table(advice)
+    others = [line for line in advice.lines if line.outcome in ("fit", "baseline")]
+    if others:
+        yield Heading("What else trains as well")
+        yield Commands([typed(line.command) for line in others])
+    if advice.question.absent:
+        yield Heading("Not on this machine")
+        yield Items([(n, why) for n, _, why in (t.partition(": ") for t in advice.question.absent)])
+    yield Heading("How this was judged")
+    yield Items(list(_how(advice)), small=True)
+
+
+def summary(advice: Advice) -> tuple[list[Block], Table]:
+    """The answer with its command, and the table, for the note of the parent run."""
+    return [Text(answer(advice), "answer"), Commands(next_lines(advice))], table(advice)
+
+
+def table(advice: Advice) -> Table:
+    """A row per precision, best first."""
+    rows = [_row(line) for line in advice.lines]
+    shown = [i for i in range(len(HEAD)) if any(row[i].text for row in rows)]
+    marked = 0 if advice.pick is not None else None
+    cells = [[row[i] for i in shown] for row in rows]
+    words = frozenset(n for n, i in enumerate(shown) if HEAD[i] not in NUMBERS)
+    return Table([_head(i) for i in shown], cells, words, marked, cards=True)
+
+
+def _head(column: int) -> str:
+    name = HEAD[column]
+    return f"{name} × {BASE}" if name in ("speed", "memory") else name
+
+
+def _row(line: Line) -> list[Cell]:
+    speed = line.beside.speed if line.beside else None
+    memory = line.beside.memory if line.beside else None
+    mib = line.group.memory_mib
+    return [
+        Cell(line.name),
+        Cell(_outcome(line), TONES.get(line.outcome, "")),
+        Cell("unknown", "quiet", "emulated") if line.emulated else
+        Cell(times(speed), note=reach(speed)),
+        Cell("" if memory is None else f"{memory:.2f}",
+             note="" if mib is None else f"{number(mib)} MiB"),
+        _predicted(line),
+        Cell(health(line)),
+        Cell(reason(line), note=line.found),
+    ]  # fmt: skip
+
+
+def _predicted(line: Line) -> Cell:
+    if line.predicted is None:
+        return Cell("")
+    peak, batch = line.predicted
+    more = " or more" if batch == MOST else ""
+    return Cell(f"{number(peak)} MiB", note=f"largest batch {batch}{more}" if batch else "")
+
+
+def _outcome(line: Line) -> str:
+    if line.outcome == "diverged":
+        return f"diverged at step {line.step}"
+    if line.outcome == "worse" and line.judged:
+        return f"worse by {plus_minus(line.judged.gap, line.judged.half)}"
+    words = {"fit": "indistinguishable", "unclear": "not enough evidence", "slow": "too slow here",
+             "failed": "cannot train this", "unavailable": "not on this machine",
+             "baseline": "the yardstick"}  # fmt: skip
+    if line.outcome == "recommended":
+        return "recommended"
+    if line.judged and line.judged.verdict == "better":
+        return "better"
+    return words[line.outcome]
+
+
+def _verdict(line: Line) -> str:
+    judged = line.judged
+    if judged is None:
+        return "the yardstick"
+    if judged.verdict == "better":
+        return f"lower by {plus_minus(-judged.gap, judged.half)}"
+    return f"indistinguishable from {BASE}'s"
+
+
+def health(line: Line) -> str:
+    """What the numbers went through: skipped steps, the scale, weights that did not move."""
+    group, parts = line.group, []
+    steps = sum(job.steps for job in group.jobs)
+    skipped = sum(job.skipped_steps or 0 for job in group.jobs)
+    if skipped:
+        parts.append(f"{skipped / max(steps, 1):.1%} of steps overflowed")
+    if group.loss_scale:
+        parts.append(f"loss scale {number(group.loss_scale.low)} at the end")
+    stagnant = [job.stagnant_share for job in group.jobs if job.stagnant_share]
+    if stagnant and max(stagnant) >= 0.01:
+        parts.append(f"{max(stagnant):.0%} of the weights did not move")
+    return "; ".join(parts)
+
+
+def reason(line: Line) -> str:
+    """The numbers behind the verdict, or what kept the precision from one."""
+    group, judged = line.group, line.judged
+    if line.outcome in ("failed", "unavailable", "diverged") and group.reasons:
+        return group.reasons[0].split("\n")[0]
+    if line.outcome == "slow":
+        least = min(job.steps for job in group.jobs)
+        return f"a trial came to step {least} in four times what {BASE} takes"
+    if judged is None:
+        return _spread(line) if line.name == BASE else ""
+    seeds = f"{judged.n} seeds"
+    if judged.n < LEAST:
+        return f"loss {judged.gap:+.2g} over {judged.n} of {LEAST} seeds that a verdict needs"
+    tolerated = f"tolerated {number(judged.margin)}"
+    return f"loss {plus_minus(judged.gap, judged.half, '+')}, {tolerated}, {seeds}"
+
+
+def _spread(line: Line) -> str:
+    loss = line.group.loss
+    if loss is None:
+        return ""
+    if loss.sd is None:
+        return f"loss {number(loss.mean)}, one seed"
+    return f"loss {number(loss.mean)}, seeds differ by {number(loss.sd)}"
+
+
+def _speed_gain(line: Line) -> str:
+    c = line.beside
+    if c is None or c.speed is None or c.pace not in ("faster", "slower"):
+        return ""
+    return f"{times(c.speed)} × as fast as {BASE}"
+
+
+def _memory_gain(line: Line) -> str:
+    c = line.beside
+    if c is None or c.memory is None or f"{c.memory:.2f}" == "1.00":
+        return ""
+    what = "weights and optimizer state" if line.group.on_cpu else "peak memory"
+    return f"{c.memory:.2f} × its {what}"
+
+
+def _how(advice: Advice) -> Iterator[tuple[str, str]]:
+    question = advice.question
+    yield (
+        "Trials",
+        f"{question.steps} optimizer steps each; every precision from the same weights on the same "
+        f"batches as {BASE}, for each seed. Jobs ran in turn, seed by seed.",
+    )
+    if not math.isnan(advice.spread):
+        yield (
+            "Yardstick",
+            f"{BASE} ends at {LOSS} {number(advice.loss)}; its seeds differ by a standard "
+            f"deviation of {number(advice.spread)}. Tolerated are {question.tolerance:g} of them "
+            "(advise.tolerance).",
+        )
+    yield (
+        "Worse",
+        "the mean difference is beyond the tolerance, and above 0 by a one-sided paired t test "
+        f"(Student 1908), at {ERROR:.0%} for all precisions together (Bonferroni): the chance "
+        "that any that is as good as float32 is called worse. ± is half the interval.",
+    )
+    yield (
+        "Indistinguishable",
+        f"the same test, at {ERROR:.0%} for each, finds the difference below the tolerance "
+        "(non-inferiority). Neither: not enough evidence.",
+    )
+    if any(line.predicted for line in advice.lines):
+        yield (
+            "Predicted peak",
+            "of a step at train.batch_size, weights to temporaries, without libraries and data; "
+            "the largest batch is a power of two that fits this machine (mode=plan).",
+        )
+    yield (
+        "What this is not",
+        f"{question.steps} steps are not a whole training: what goes wrong later is not seen.",
+    )
+
+
+def next_lines(advice: Advice) -> list[str]:
+    """The command to run next, if there is one."""
+    return [typed(advice.pick.command)] if advice.pick else []
+
+
+def show(console: Console, advice: Advice) -> None:
+    """The table, the answer and the command to run next."""
+    made = table(advice)
+    shown = Grid(title="which precision?", title_justify="left")
+    for i, name in enumerate(made.head):
+        shown.add_column(name, justify="left" if i in made.words else "right", overflow="fold")
+    for row in made.rows:
+        shown.add_row(*("\n".join(filter(None, (cell.text, cell.note))) for cell in row))
+    console.print(shown)
+    console.print(answer(advice), soft_wrap=True)
+    for line in next_lines(advice):
+        console.print(f"type next: {line}", soft_wrap=True)

@@ -1,0 +1,116 @@
+"""mode=advise by its command: real trials, a real store, one answer."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from runner.result import RunResult
+
+WORDS = ("mode=advise", "model=mlp", "data=digits", "precision=bf16-mixed,16-true",
+         "advise.steps=30", "advise.seeds=3", "optimizer.lr=3e-3")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def advised(tmp_path_factory, inside, store, reader):
+    """(what was printed, the sweep's folder, the parent run, its children, the client)."""
+    folder = tmp_path_factory.mktemp("advise")
+    with inside(folder) as main:
+        done = main(*WORDS, f"tracking.uri={store}", "tracking.experiment=advise")
+    client = reader()
+    runs = client.search_runs([client.get_experiment_by_name("advise").experiment_id])
+    (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
+    (out,) = folder.glob("outputs/sweeps/*")
+    return done, out, parent, [run for run in runs if run is not parent], client
+
+
+def test_it_answers_and_is_done(advised):
+    done, *_ = advised
+    assert done.rc == 0, done.stderr
+    assert "type next: python -m runner model=mlp data=digits optimizer.lr=3e-3" in done.stdout
+    assert "cannot train this" in done.stdout  # Adam's eps is 0 in float16
+    assert "optimizer.eps=1e-4" in done.stdout
+
+
+def test_the_trials_are_paired_and_of_one_length(advised):
+    _, out, *_ = advised
+    results = [RunResult.read(path.parent) for path in out.glob("*/result.json")]
+    tried = {(r.precision, r.seed) for r in results if r.status == "finished"}
+    assert tried == {(p, s) for p in ("32-true", "bf16-mixed") for s in range(3)}
+    assert {r.steps for r in results if r.status == "finished"} == {30}
+    assert [r.seed for r in results if r.status == "failed"] == [0]  # not tried again
+    assert {r.group for r in results} == {"32-true", "bf16-mixed", "16-true"}
+
+
+def test_mlflow_has_a_parent_with_the_answer_and_nested_children(advised):
+    _, out, parent, children, client = advised
+    assert parent.info.status == "FINISHED"
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    words = sorted(run.info.status for run in children)
+    assert words == ["FAILED"] + ["FINISHED"] * 6  # 16-true was refused once
+    note = client.get_run(parent.info.run_id).data.tags["mlflow.note.content"]
+    assert "python -m runner model=mlp data=digits" in note
+    names = {item.path for item in client.list_artifacts(parent.info.run_id)}
+    assert {"report.html", "report.md"} <= names
+    assert (out / "report.md").read_text().startswith("# Which precision for mlp on digits?")
+
+
+def test_the_report_is_rebuilt_from_the_store_alone(advised, inside, tmp_path, store):
+    _, out, parent, *_ = advised
+    with inside(tmp_path) as main:
+        done = main("report", parent.info.run_id, f"tracking.uri={store}")
+    assert done.rc == 0, done.stderr
+    before = (out / "report.md").read_text().partition("## Curves")[0]
+    assert done.stdout.startswith(before[:200])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["precision=32-true"], "compares precisions with 32-true"),
+        (["precision=bf16-mixed,nonsense"], "mode=advise does not know it"),
+        (["optimizer.lr=1e-3,1e-2"], "answers for one config"),
+        (["advise.budget=soon"], "Type for example 90s, 5m or 1h"),
+        (["advise.seeds=2"], "Allowed: 3 and up"),
+        (["advise.objective=fame"], "Allowed: time, memory, quality"),
+        (["advise.tolerance=-1"], "Allowed: 0 and up"),
+        (["hydra/sweeper=basic", "-m"], "without another hydra/sweeper"),
+    ],
+)
+def test_what_makes_no_sense_is_said_before_anything_runs(inside, tmp_path, words, says):
+    with inside(tmp_path) as main:
+        done = main("mode=advise", "model=mlp", *words)
+    assert (done.rc, done.stderr.count("error:")) == (2, 1), done.stderr
+    assert says in done.stderr
+    assert not list(tmp_path.glob("outputs/sweeps/*/*/result.json"))
+
+
+def test_a_stop_keeps_what_was_found_and_it_can_be_gone_on_with(clean, tmp_path):
+    def begun(*words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "runner", *words], cwd=tmp_path, env=clean, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def results() -> list[RunResult]:
+        return [RunResult.read(p.parent) for p in tmp_path.glob("outputs/sweeps/*/*/result.json")]
+
+    run, until = begun(*WORDS, "tracking=none", "advise.steps=60"), time.monotonic() + 90
+    while len(results()) < 4:  # in the second seed
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    told = run.communicate(timeout=60)[0]
+    assert run.returncode == 130, told
+    assert "which precision?" in told
+    assert "sweep.resume=" in told
+    done = {r.folder: r.seconds for r in results() if r.status == "finished"}
+    assert len(done) >= 2
+    again = begun("sweep.resume=last")
+    told = again.communicate(timeout=120)[0]
+    assert again.returncode == 0, told
+    after = {r.folder: r.seconds for r in results() if r.status == "finished"}
+    assert len(after) == 6
+    assert done.items() <= after.items()  # not done again

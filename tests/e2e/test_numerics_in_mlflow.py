@@ -1,0 +1,46 @@
+"""What a run that looks at its numbers leaves in a store, and in two processes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from runner.numerics import read
+
+FILES = {"numerics.json", "numerics.html", "numerics.png"}
+TYPED = ("model=mlp", "model.hidden=[16]", "numerics.every=5", "train.max_steps=10")
+
+
+def test_artifacts_and_metrics_are_in_the_store(main, store, run_named, reader, tmp_path):
+    named = f"tracking.uri={store}", "tracking.run_name=numerics"
+    done = main(*TYPED, "train.log_every=4", *named)
+    assert done.rc == 0, done.stderr
+    client, run = reader(), run_named("numerics")
+    assert {item.path for item in client.list_artifacts(run.info.run_id)} >= FILES
+    for name in ("underflow", "overflow", "swallowed"):
+        points = client.get_metric_history(run.info.run_id, f"numerics/{name}_share")
+        assert [p.step for p in points] == [5, 10]
+        assert all(0 <= p.value <= 1 for p in points)
+    fetched = tmp_path / "fetched"
+    fetched.mkdir()
+    client.download_artifacts(run.info.run_id, "numerics.json", str(fetched))
+    found = read(fetched)
+    assert [look.step for look in found.looks] == [5, 10]
+    worst = max(
+        m.formats["bfloat16"].swallowed for m in found.looks[-1].measured if m.kind == "updates"
+    )
+    assert worst == points[-1].value
+
+
+@pytest.mark.slow
+def test_two_processes_leave_one(tmp_path, clean):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               "-m", "runner", *TYPED, "strategy=ddp", "tracking=none"]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.rglob("numerics.json")
+    numbers = {(m.module, m.kind): m for m in read(path.parent).looks[0].measured}
+    assert numbers["head", "activations"].elements == 32 * 10  # of a batch of 64, half
+    assert ("head", "updates") in numbers

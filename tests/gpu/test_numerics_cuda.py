@@ -1,0 +1,40 @@
+"""What is measured of numbers on a GPU is what is measured on a CPU."""
+
+import pytest
+import torch
+
+from runner.numerics.measure import Row, count, lost, sample
+from runner.precision.rounding import FORMATS, rounded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_rounding_is_the_same_bit_by_bit(fmt):
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (2_000_000,), generator=generator)
+    x = bits.to(torch.int32).view(torch.float32)
+    x = x[~x.isnan()]
+    assert torch.equal(
+        rounded(x.cuda(), fmt).cpu().view(torch.int32), rounded(x, fmt).view(torch.int32)
+    )
+
+
+def test_measures_are_the_same():
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(n, generator=generator) * 10.0 ** (i % 7 - 5)
+               for i, n in enumerate([1, 1000, 100_000] * 9)]  # fmt: skip
+    here = count([Row(sample(x)) for x in tensors])
+    there = count([Row(sample(x.cuda())) for x in tensors])
+    for one, other in zip(here, there, strict=True):
+        assert (one.elements, one.zeros, one.largest) == (
+            other.elements,
+            other.zeros,
+            other.largest,
+        )
+        assert (one.exponents == other.exponents).all()
+        for name, wanted in lost([one]).items():
+            assert lost([other])[name][:4] == pytest.approx(wanted[:4], rel=1e-4)

@@ -1,0 +1,156 @@
+"""runner.report.advice and advised: the ranking, the pick, and how both are told."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.report.advice import Advice, Question, advise
+from runner.report.advised import answer, blocks, health, next_lines, reason, table
+from runner.report.data import Job, SweepData
+from runner.report.pages import write_report
+from runner.report.render import to_markdown
+from runner.result import LOSS, RunResult
+
+ASKED = Question("time", 1.0, 100, 60, 5, "5m", ["python", "-m", "runner", "model=mlp"])
+NOISE = (0.0, 0.01, -0.01, 0.02, -0.02)
+
+
+def trials(
+    precision: str, gap: float = 0.0, rate: float = 100.0, mib: float = 10.0, seeds: int = 5,
+    settings: str = "", wobble: float = 0.0005, **more: object,
+) -> list[RunResult]:  # fmt: skip
+    group = f"{precision} {settings}".strip()
+    return [
+        RunResult(
+            precision, group, f"{precision}-{seed}", group=group, seed=seed,
+            device="CPU (1 threads)", quality=LOSS, direction="min", steps=100,
+            examples_per_second=rate, weights_mib=mib, optimizer_mib=0.0,
+            metrics={LOSS: 1.0 + NOISE[seed] + (gap and gap + wobble * (seed % 2))},
+        )
+        for seed in range(seeds)
+    ]  # fmt: skip
+
+
+def changed(jobs: list[RunResult], **values: object) -> list[RunResult]:
+    return [replace(job, **values) for job in jobs]
+
+
+def asked(*groups: list[RunResult], question: Question = ASKED) -> Advice:
+    return advise([job for group in groups for job in group], question)
+
+
+BASE = trials("32-true")
+
+
+def outcomes(advice: Advice) -> dict[str, str]:
+    return {line.name: line.outcome for line in advice.lines}
+
+
+def test_the_fastest_that_is_not_worse_is_recommended() -> None:
+    found = asked(
+        BASE, trials("bf16-mixed", 0.001, 150.0), trials("16-mixed", 0.002, 130.0),
+        trials("bf16-true", 0.5, 200.0),
+    )  # fmt: skip
+    assert [line.name for line in found.lines] == ["bf16-mixed", "16-mixed", "32-true", "bf16-true"]
+    assert outcomes(found) == {"bf16-mixed": "recommended", "16-mixed": "fit",
+                               "32-true": "baseline", "bf16-true": "worse"}  # fmt: skip
+    assert next_lines(found) == ["python -m runner model=mlp precision=bf16-mixed"]
+    assert answer(found).startswith("Use bf16-mixed: 1.50 × as fast as 32-true, and its loss is")
+
+
+def test_nothing_faster_means_float32() -> None:
+    found = asked(BASE, trials("bf16-mixed", 0.001, 101.0), trials("16-mixed", 0.0, 50.0))
+    assert found.pick is not None
+    assert found.pick.name == "32-true"
+    assert answer(found).startswith("Stay with 32-true")
+
+
+@pytest.mark.parametrize(
+    ("objective", "best"), [("time", "bf16-mixed"), ("memory", "bf16-true"), ("quality", "64-true")]
+)
+def test_the_objective_decides_among_the_good(objective: str, best: str) -> None:
+    found = asked(
+        BASE, trials("bf16-mixed", 0.001, 150.0), trials("bf16-true", 0.001, 120.0, 5.0),
+        trials("64-true", -0.5, 50.0, 20.0), question=replace(ASKED, objective=objective),
+    )  # fmt: skip
+    assert found.pick is not None
+    assert found.pick.name == best
+
+
+def test_what_diverged_says_when() -> None:
+    bad = changed(trials("16-mixed", seeds=1), status="failed", diverged=True, metrics={}, steps=60,
+                  error="guard.non_finite: the loss is nan at step 42.")  # fmt: skip
+    line = asked(BASE, bad).lines[-1]
+    assert (line.outcome, line.step, line.failing) == ("diverged", 42, True)
+    assert "diverged at step 42" in to_markdown("", [table(asked(BASE, bad))])
+
+
+def test_few_seeds_are_not_enough_evidence() -> None:
+    found = asked(trials("32-true", seeds=2), trials("bf16-mixed", 0.5, 200.0, seeds=2))
+    assert outcomes(found)["bf16-mixed"] == "unclear"
+    assert "of 3 seeds" in reason(found.lines[-1])
+    assert "Not enough evidence in this budget about bf16-mixed" in answer(found)
+
+
+def test_a_trial_that_was_cut_is_slow_and_not_judged() -> None:
+    found = asked(BASE, changed(trials("16-true", 0.0), steps=30))
+    assert outcomes(found)["16-true"] == "slow"
+    assert "step 30" in reason(found.lines[-1])
+
+
+def test_emulation_tells_of_quality_alone() -> None:
+    question = replace(ASKED, emulated=["float8-tensorwise"],
+                       own=["float8-tensorwise precision.emulate=true"])  # fmt: skip
+    found = asked(BASE, trials("float8-tensorwise", 0.001, 900.0, 1.0), question=question)
+    assert found.pick is not None
+    assert found.pick.name == "32-true"
+    line = next(line for line in found.lines if line.emulated)
+    assert line.command[-2:] == ["precision=float8-tensorwise", "precision.emulate=true"]
+    assert "unknown" in to_markdown("", [table(found)])
+
+
+def test_islands_that_heal_are_lines_of_their_own_and_tries_are_none() -> None:
+    kept = "precision.keep_fp32=[head]"
+    found = asked(
+        BASE, trials("16-mixed", 0.5, 150.0), trials("16-mixed", 0.001, 140.0, settings=kept),
+        trials("16-mixed", 0.4, 140.0, seeds=1, settings="precision.keep_fp32=[stem]"),
+    )  # fmt: skip
+    assert outcomes(found) == {f"16-mixed {kept}": "recommended", "32-true": "baseline",
+                               "16-mixed": "worse"}  # fmt: skip
+    assert next_lines(found) == [f"python -m runner model=mlp precision=16-mixed '{kept}'"]
+
+
+def test_float32_that_diverges_leaves_no_advice() -> None:
+    found = asked(changed(BASE, diverged=True, status="failed"), trials("bf16-mixed"))
+    assert found.pick is None
+    assert answer(found).startswith("No advice")
+
+
+def test_health_tells_of_overflows_the_scale_and_weights_that_stand_still() -> None:
+    jobs = changed(trials("16-mixed"), skipped_steps=3, loss_scale=1024.0, stagnant_share=0.25)
+    line = next(line for line in asked(BASE, jobs).lines if line.name == "16-mixed")
+    assert health(line) == (
+        "3.0% of steps overflowed; loss scale 1024 at the end; 25% of the weights did not move"
+    )
+
+
+def test_the_page_says_what_to_type_and_how_it_was_judged(tmp_path: Path) -> None:
+    jobs = [Job(job) for job in [*BASE, *trials("bf16-mixed", 0.001, 150.0)]]
+    paths = write_report(SweepData(jobs, ["mode=advise"], question=ASKED), tmp_path)
+    text = paths[0].read_text()
+    assert text.startswith("# Which precision for this model?")
+    assert "python -m runner model=mlp precision=bf16-mixed" in text
+    assert "Student 1908" in text
+    assert "not a whole training" in paths[1].read_text()
+    assert len(list(blocks(advise([j.result for j in jobs], ASKED)))) > 4
+
+
+def test_the_question_survives_its_file_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    question = replace(ASKED, command=("python",), own=("a b",), emulated=("a",))
+    question.write(tmp_path)
+    assert Question.read(tmp_path) == question
+    (tmp_path / "advise.json").write_text("{]")
+    assert Question.read(tmp_path) is None
+    assert Question.read(tmp_path / "none") is None
+    assert Question.of({"objective": 3}) is None
