@@ -15,7 +15,7 @@ from runner.report.render import Block, Cell, Commands, Heading, Items, Table, T
 from runner.result import LOSS, number
 from runner.shown import typed
 
-HEAD = ("precision", "verdict", "speed", "memory", "predicted peak", "health", "why")
+HEAD = ("precision", "verdict", "speed", "memory", "predicted peak", "health")
 NUMBERS = ("speed", "memory", "predicted peak")
 TONES: dict[str, Tone] = {"recommended": "good", "worse": "bad", "diverged": "bad", "failed": "bad",
                           "unclear": "quiet", "slow": "quiet", "unavailable": "quiet"}  # fmt: skip
@@ -86,14 +86,13 @@ def _row(line: Line) -> list[Cell]:
     mib = line.group.memory_mib
     return [
         Cell(line.name),
-        Cell(_outcome(line), TONES.get(line.outcome, "")),
+        Cell(_outcome(line), TONES.get(line.outcome, ""), _why(line)),
         Cell("unknown", "quiet", "emulated") if line.emulated else
         Cell(times(speed), note=reach(speed)),
         Cell("" if memory is None else f"{memory:.2f}",
              note="" if mib is None else f"{number(mib)} MiB"),
         _predicted(line),
         Cell(health(line)),
-        Cell(reason(line), note=line.found),
     ]  # fmt: skip
 
 
@@ -118,6 +117,10 @@ def _outcome(line: Line) -> str:
     if line.judged and line.judged.verdict == "better":
         return "better"
     return words[line.outcome]
+
+
+def _why(line: Line) -> str:
+    return "; ".join(filter(None, (reason(line), line.found)))
 
 
 def _verdict(line: Line) -> str:
