@@ -25,7 +25,9 @@ def answer(advice: Advice) -> str:
     """Which precision to use, and why, in a sentence."""
     pick = advice.pick
     if pick is None:
-        return f"No advice: {BASE} itself came to no finite result, so nothing can be judged by it."
+        return (
+            f"No advice: {BASE} itself did not train in every trial, and others are judged by it."
+        )
     unsure = [line.name for line in advice.lines if line.outcome == "unclear"]
     more = (
         f" Not enough evidence in this budget about {', '.join(unsure)}; a larger advise.budget "
@@ -206,12 +208,14 @@ def _how(advice: Advice) -> Iterator[tuple[str, str]]:
         "Worse",
         "the mean difference is beyond the tolerance, and above 0 by a one-sided paired t test "
         f"(Student 1908), at {ERROR:.0%} for all precisions together (Bonferroni): the chance "
-        "that any that is as good as float32 is called worse. ± is half the interval.",
+        "that any that is as good as float32 is called worse. ± is half the interval. A set of "
+        "modules is judged without the seed that chose it.",
     )
     yield (
         "Indistinguishable",
         f"the same test, at {ERROR:.0%} for each, finds the difference below the tolerance "
-        "(non-inferiority). Neither: not enough evidence.",
+        "(non-inferiority), were the yardstick exact; it is measured by as many seeds, see "
+        "docs/advise.md. Neither: not enough evidence.",
     )
     if any(line.predicted for line in advice.lines):
         yield (
