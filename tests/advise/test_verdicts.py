@@ -62,9 +62,10 @@ def test_what_float16_breaks_is_healed_by_its_one_wide_module(planted):
     assert (broken.outcome, broken.step) == ("diverged", 30)  # overflows in a row
     assert "short of float16's range: in wide" in broken.found
     healed = line(advice, "16-mixed precision.keep_fp32=[wide]")
-    assert good(healed)
+    assert not healed.failing
     assert healed.judged is not None
     assert healed.judged.n == 5  # not the seed that chose the set
+    assert abs(healed.judged.gap) < healed.judged.margin
 
 
 def test_what_bfloat16_harms_is_healed_by_its_clock(planted):
