@@ -39,6 +39,8 @@ START = 0.7
 """Seconds of a job before and after its run: its process, its imports, its record's end."""
 PATIENCE = 4.0
 """A trial is cut after so many times what float32 takes."""
+SLACK, SLACK_SHARE = 30.0, 0.1
+"""Seconds more, at most this share of the budget: a machine may be held up."""
 _NEVER = 10**9
 
 
@@ -148,9 +150,11 @@ class Course:
     def _ask(self, step: float, start: float, most: int) -> None:
         asked, settings = self.asked, self.settings
         steps = min(most, settings.steps or self._steps(step, start, most))
+        slack = min(SLACK, SLACK_SHARE * self.trials.budget)
+        seconds = math.ceil(PATIENCE * steps * step + slack)
         own = [f"{name} {word}" for name, words in asked.own.items() for word in words]
         self.question = Question(
-            settings.objective, settings.tolerance, steps, math.ceil(PATIENCE * steps * step + 5),
+            settings.objective, settings.tolerance, steps, seconds,
             settings.seeds, settings.budget, [*asked.command, *asked.words, *asked.seeded],
             asked.emulated, own, asked.absent,
         )  # fmt: skip

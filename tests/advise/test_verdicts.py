@@ -11,7 +11,7 @@ from runner.report.advice import Advice, Line
 from runner.report.gather import from_folder
 
 HERE = Path(__file__).parent
-QUICK = ("mode=advise", "tracking=none", "advise.seeds=3", "accelerator=cpu", "advise.budget=10m")
+QUICK = ("mode=advise", "tracking=none", "advise.seeds=3", "accelerator=cpu", "advise.budget=4m")
 
 
 @pytest.fixture(scope="module")
