@@ -53,7 +53,7 @@ def _advising(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
     asks = [text for text in overrides if text.startswith("mode=")][-1:] == ["mode=advise"]
     if not asks or any(flag.partition("=")[0] in _LOOKS for flag in flags):
         return []
-    if any(text.startswith("hydra/sweeper=") for text in overrides):
+    if any(text.startswith(("hydra/sweeper=", "sweep=")) for text in overrides):
         return []  # two of them: the runner says so
     several = {"-m", "--multirun"} & {*flags}
     return [_SWEEPER] if several else [*_ADVISES]

@@ -144,7 +144,8 @@ def job(config: DictConfig) -> float | None:
     except RunnerError as error:
         if sweeping and _is_trial():
             name = " ".join(origin(True).swept).removeprefix("precision=")
-            print(plain(f"{name}: {str(error).splitlines()[0]}"), flush=True)
+            if (folder.parent / "advise.json").is_file():  # else the command says so, and ends
+                print(plain(f"{name}: {str(error).splitlines()[0]}"), flush=True)
         elif torchrun.speaks(str(error)):
             complain(str(error))
         kind = "unavailable" if isinstance(error, Unavailable) else "failed"

@@ -13,6 +13,7 @@ from runner.plugins import ADVISE, ISOLATED
 from runner.quiet import quiet
 from runner.secrets import masked
 from runner.shown import complain
+from runner.spec_advise import LONE_ADVICE
 
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -52,10 +53,7 @@ class SweepCallback(Callback):
                 )
             sweeper = str(config.hydra.sweeper.get("_target_"))
             if (sweeper == ADVISE) != (config.mode == "advise"):
-                raise ConfigError(
-                    "mode=advise chooses its own jobs. Type it on the command line, without "
-                    "another hydra/sweeper and without mode= in a config."
-                )
+                raise ConfigError(LONE_ADVICE)
             if sweeper == ADVISE:
                 from runner.advise import sweeper as advisor
 

@@ -31,6 +31,7 @@ from runner.replay import replay
 from runner.result import FILE, RunResult, show
 from runner.secrets import hide
 from runner.spec import RunSpec
+from runner.spec_advise import LONE_ADVICE
 from runner.stop import Stopped, StopSignals
 from runner.strategy.base import Strategy
 from runner.tasks.base import Task
@@ -70,6 +71,8 @@ def _run(
         console = Console(file=io.StringIO())
     if was := _begin(spec, origin, out, console, strategy):
         out, resumed, spec, origin = was
+    if spec.mode == "advise":
+        raise ConfigError(LONE_ADVICE)
     if problems := [*spec.problems(), *check_targets(spec)]:
         raise ConfigError(*problems)
     torchrun.lies_in(out)

@@ -4,6 +4,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+LONE_ADVICE = (
+    "mode=advise chooses its own jobs. Type mode=advise on the command line, without sweep= and "
+    "without another hydra/sweeper."
+)
 OBJECTIVES = ("time", "memory", "quality")
 
 

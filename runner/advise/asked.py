@@ -3,22 +3,25 @@
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any
 
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
 
 from runner.accelerator import choose
+from runner.argv import PRECISION_ALIASES
 from runner.config import check_targets, resolve
 from runner.errors import ConfigError, Unavailable
+from runner.plugins import ISOLATED, REMOTE
 from runner.precision.base import Precision
-from runner.precision.support import load, names, support
+from runner.precision.support import CONF, load, names, support
 from runner.report.compare import BASE
 from runner.spec import RunSpec
 
+_NOTHING_KEPT = ("checkpoint.final=false", "checkpoint.best=false", "checkpoint.every_steps=null",
+                 "checkpoint.safetensors=false")  # fmt: skip
 _OURS = ("mode", "precision", "seed", "advise", "hydra")
 _RIVALS = ("train.max_steps", "train.max_seconds", "train.eval_every", "train.early_stop",
            "checkpoint", "tracking.log_model", "numerics")  # fmt: skip
@@ -32,6 +35,7 @@ class Asked:
     Attributes:
         spec: resolved, with the baseline's precision or the one that was typed.
         words: the user's, without precision, seed, mode and advise.
+        seeded: the seed as it was typed, if it was.
         command: words of a command before them.
         precisions: to try, the baseline first.
         own: further words of a precision.
@@ -42,6 +46,7 @@ class Asked:
 
     spec: RunSpec
     words: Sequence[str]
+    seeded: Sequence[str]
     command: Sequence[str]
     precisions: Sequence[str]
     own: Mapping[str, Sequence[str]]
@@ -52,6 +57,7 @@ class Asked:
     @classmethod
     def of(cls, config: DictConfig) -> "Asked":
         """Raises ConfigError and Unavailable for what cannot be compared."""
+        _refuse_elsewhere(config)
         typed = _parsed([str(text) for text in config.hydra.overrides.task])
         _refuse_sweeps(typed)
         keys = {o.get_key_element().lstrip("+~"): o for o in typed}
@@ -74,11 +80,14 @@ class Asked:
             )
         fitting = {name: [*_fitting(name, extras)] for name in precisions}
         _refuse_alien(extras, fitting)
-        emulated = [n for n in precisions if any("emulate=" in w for w in fitting[n])]
+        emulated = [n for n in precisions if _emulates(n, extras)]
         lacking = [] if named else [s for s in support(device) if s.why and s.name not in chosen]
         absent = [f"{s.name}: {s.why}" for s in lacking]
         words = [o.input_line for o in typed if _head(o) not in _OURS and o.input_line]
-        return cls(spec, words, _command(config), precisions, fitting, emulated, absent, spec.seed)
+        seeded = [o.input_line for o in typed if o.get_key_element() == "seed" and o.input_line]
+        return cls(
+            spec, words, seeded, _command(config), precisions, fitting, emulated, absent, spec.seed
+        )
 
     def trial(self, precision: str, seed: int, *more: str) -> list[str]:
         """Overrides of one job."""
@@ -94,12 +103,26 @@ class Asked:
 
     def _one(self, precision: str, seed: int) -> list[str]:
         own = self.own.get(precision, ())
-        return ["mode=train", f"precision={precision}", *own, f"seed={seed}",
-                "checkpoint.final=false"]  # fmt: skip
+        return ["mode=train", f"precision={precision}", *own, f"seed={seed}", *_NOTHING_KEPT]
 
     def _unkept(self) -> list[str]:
         """No model is stored of a trial."""
         return ["tracking.log_model=false"] if "log_model" in self.spec.tracking else []
+
+
+def _refuse_elsewhere(config: DictConfig) -> None:
+    """Trials are timed against each other: one after another, on this machine."""
+    hydra = config.hydra
+    launcher, count = str(hydra.launcher.get("_target_")), hydra.launcher.get("n_jobs", 1)
+    if launcher == REMOTE or "hydra_plugins." in launcher.replace(ISOLATED, "") or count != 1:
+        raise ConfigError(
+            "mode=advise times its trials on this machine, one after another. Leave launcher= and "
+            "hydra.launcher.n_jobs= out; on a cluster, start the command in a job of its own."
+        )
+    if str(OmegaConf.to_container(hydra.sweep)["subdir"]) != "${hydra.job.num}":  # type: ignore[index]
+        raise ConfigError(
+            "mode=advise names its jobs' folders itself. Leave hydra.sweep.subdir= out."
+        )
 
 
 def _spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
@@ -116,7 +139,8 @@ def _spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
 def _command(config: DictConfig) -> list[str]:
     sources = config.hydra.runtime.config_sources
     mine = [os.path.relpath(s.path) for s in sources if s.provider == "command-line"]
-    return ["python", "-m", "runner", *(["--config-dir", *mine] if mine else [])]
+    named = [] if (name := config.hydra.job.config_name) == "config" else ["--config-name", name]
+    return ["python", "-m", "runner", *(["--config-dir", *mine] if mine else []), *named]
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:
@@ -128,9 +152,12 @@ def _head(override: Override) -> str:
 
 
 def _names(override: Override) -> list[str]:
-    if override.is_sweep_override():
-        return [str(text) for text in override.sweep_string_iterator()]
-    return [str(override.value())]
+    listed = (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP)
+    if override.is_sweep_override() and override.value_type not in listed:
+        raise ConfigError(f"{override.input_line}: name the precisions, one after another.")
+    found = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
+    bare = (str(name).strip("'\"") for name in found)
+    return list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in bare))
 
 
 def _refuse_sweeps(typed: Sequence[Override]) -> None:
@@ -178,7 +205,7 @@ def _emulates(name: str, extras: Mapping[str, Override]) -> bool:
 
 
 def _takes(name: str, key: str) -> bool:
-    return key in signature(type(load(name)).__init__).parameters
+    return key in OmegaConf.load(CONF / f"{name}.yaml")
 
 
 def _fitting(name: str, extras: Mapping[str, Override]) -> Iterator[str]:

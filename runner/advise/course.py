@@ -12,7 +12,7 @@ from runner.advise.cause import about, suspects
 from runner.advise.heal import Healing
 from runner.advise.trials import Trials
 from runner.console import plain_console
-from runner.errors import RunnerError
+from runner.errors import ConfigError, RunnerError
 from runner.memory_plan import forecast, largest
 from runner.numerics import read
 from runner.precision.base import Precision
@@ -39,6 +39,8 @@ START = 0.7
 """Seconds of a job before and after its run: its process, its imports, its record's end."""
 PATIENCE = 4.0
 """A trial is cut after so many times what float32 takes."""
+SLACK, SLACK_SHARE = 30.0, 0.1
+"""Seconds more, at most this share of the budget: a machine may be held up."""
 _NEVER = 10**9
 
 
@@ -55,10 +57,8 @@ class Course:
 
     def run(self) -> None:
         """Raises SystemExit where a signal has stopped it."""
-        if self.question is None and (pace := self._pace()):
-            self._ask(*pace)
         if self.question is None:
-            return  # the one job says why
+            self._ask(*self._pace())
         self._rounds()
         self._heal()
         self._predict()
@@ -99,20 +99,29 @@ class Course:
         each of them harms most."""
         assert self.question is not None
         every = max(1, self.question.steps // LOOKS)
-        words = [*self._words(), f"numerics.every={every}"]
+        words = [*self._words(), f"numerics.every={every}", "train.compile=false"]
+        if self.trials.left <= 0:
+            return {}
         result = self.trials.launch([self.asked.trial(BASE, self.asked.seed, *words)])[0]
         if result.status != "finished":
             return {}
-        numbers = read(self.trials.folder / Path(result.folder).name)
+        try:
+            numbers = read(self.trials.folder / Path(result.folder).name)
+        except RunnerError:
+            return {}
         told = {name: about(numbers, name) for name in failing}
         found = [f"{name}: {text}" for name, text in told.items() if text]
         self.question = replace(self.question, found=found)
         self.question.write(self.trials.folder)
         return {name: suspects(numbers, name) for name in failing}
 
-    def _pace(self) -> tuple[float, float, int] | None:
+    def _pace(self) -> tuple[float, float, int]:
         """Seconds of a step of float32 and of what a job needs beside them, and the steps of the
-        whole run as far as they are known; None where it does not train."""
+        whole run as far as they are known.
+
+        Raises:
+            ConfigError: it does not train, or measures no loss.
+        """
         seconds = max(1.0, FIRST_LOOK * self.trials.budget)
         words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_NEVER}"]
         if limit := self.asked.spec.train.max_steps:
@@ -120,7 +129,11 @@ class Course:
         self.console.print(f"{BASE} for {seconds:.0f} s, to see its pace")
         result = self.trials.launch([self.asked.look(BASE, self.asked.seed, *words)])[0]
         if result.status != "finished" or not result.step_ms:
-            return None
+            self.trials.discard()
+            raise ConfigError(result.error or f"{BASE} took no step: there is nothing to compare.")
+        if LOSS not in result.metrics:
+            self.trials.discard()
+            raise ConfigError(f"mode=advise judges by {LOSS}, which task= does not measure.")
         step = result.step_ms / 1e3
         start = max(0.0, result.seconds - result.steps * step) + START
         ended = result.steps * step < 0.8 * seconds
@@ -137,19 +150,29 @@ class Course:
     def _ask(self, step: float, start: float, most: int) -> None:
         asked, settings = self.asked, self.settings
         steps = min(most, settings.steps or self._steps(step, start, most))
+        slack = min(SLACK, SLACK_SHARE * self.trials.budget)
+        seconds = math.ceil(PATIENCE * steps * step + slack)
         own = [f"{name} {word}" for name, words in asked.own.items() for word in words]
         self.question = Question(
-            settings.objective, settings.tolerance, steps, math.ceil(PATIENCE * steps * step + 5),
-            settings.seeds, settings.budget, [*asked.command, *asked.words],
+            settings.objective, settings.tolerance, steps, seconds,
+            settings.seeds, settings.budget, [*asked.command, *asked.words, *asked.seeded],
             asked.emulated, own, asked.absent,
         )  # fmt: skip
-        self.question.write(self.trials.folder)
         shared = {word for words in asked.own.values() for word in words}
         fixed = asked.trial(BASE, asked.seed, *self._words())
         ours = ("precision=", "seed=")
         self.trials.settle([*(w for w in fixed if not w.startswith(ours)), *sorted(shared)])
+        self.question.write(self.trials.folder)
+        self._warn(steps * step + start)
         text = f"{steps} steps, {settings.seeds} seeds, {len(asked.precisions)} precisions"
         self.console.print(f"{text}: {', '.join(asked.precisions)}")
+
+    def _warn(self, trial: float) -> None:
+        """Of a budget that gives no verdict, as far as float32 tells."""
+        needs = LEAST * trial * len(self.asked.precisions)
+        if needs > self.trials.left:
+            text = f"warning: {LEAST} seeds of each precision take about {needs / 60:.0f} minutes"
+            self.console.print(f"{text}, and advise.budget={self.settings.budget}.")
 
     def _words(self) -> list[str]:
         """Overrides that set a trial's length."""
@@ -162,7 +185,7 @@ class Course:
         """Seed after seed, each precision in turn. Those that failed are left out, and so are the
         least promising ones where the budget would give no verdict on all; a round that it has no
         time for is not begun."""
-        alive, costs = list(self.asked.precisions), dict[str, float]()
+        alive, costs, diverged = list(self.asked.precisions), dict[str, float](), False
         for number in range(self.settings.seeds):
             if number and self.trials.left < sum(costs[name] for name in alive):
                 self.console.print(f"the budget ends after {number} seeds")
@@ -174,15 +197,16 @@ class Course:
             )
             costs = {r.precision: r.seconds + START for r in found}
             alive = [name for name in alive if name in self._sound(found)]
-            if BASE not in alive or len(alive) == 1:
-                return
+            diverged |= any(r.outcome == "diverged" for r in found)
+            if BASE not in alive or (len(alive) == 1 and not diverged):
+                return  # float32's other seeds are what a healed precision is judged by
             alive = self._affordable(alive, found, costs, LEAST - number - 1)
 
     def _affordable(
         self, alive: list[str], found: Sequence[RunResult], costs: Mapping[str, float], rounds: int
     ) -> list[str]:
         """Those on which the budget gives a verdict, which takes so many rounds more."""
-        merits = {r.precision: self._merit(r) for r in found}
+        merits = {r.precision: self._merit(r) for r in found if r.precision in alive}
         others = sorted((n for n in alive if n != BASE), key=lambda n: merits[n], reverse=True)
         left, kept = self.trials.left - rounds * costs[BASE], {BASE}
         for name in others:

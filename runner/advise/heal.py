@@ -1,6 +1,7 @@
 """What to keep out of a precision that fails, found by trials and verified by all seeds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isnan
 from time import perf_counter
 
 import torch
@@ -44,11 +45,12 @@ class Healing:
         Args:
             suspects: of each, modules by dotted name, the most suspicious first.
         """
-        if self.asked.spec.precision.get("keep_fp32"):
-            return  # the user has chosen
         advice = self.advice()
         tree = _tree(self.asked)
-        for line in sorted(_failing(advice), key=_promise, reverse=True):
+        if isnan(advice.spread):
+            self.console.print("no time to look for modules that heal what fails")
+            return
+        for line in sorted(self._failing(advice), key=_promise, reverse=True):
             self._heal(line, advice, tree, suspects.get(line.group.precision, ()))
 
     def _heal(
@@ -56,7 +58,7 @@ class Healing:
     ) -> None:
         name, key = line.group.precision, _key(line.group.precision)
         allowed = self._allowed(line, advice)
-        base = self._base_loss()
+        base = self._base()[self.asked.seed]
         # Without any module it would convert nothing: what it is then needs no trial.
         all_out = frozenset(tree[""]) if key == _IGNORE else None
         tried: dict[frozenset[str] | None, bool] = {all_out: True}
@@ -71,27 +73,39 @@ class Healing:
         self.console.print(f"{name} fails: looking for modules to keep out of it")
         found = smallest(tree, suspects, heals)
         if found is None or frozenset(found) == all_out:
-            self.console.print(f"{name}: nothing that was tried heals it")
+            late = " in the time that there was" if self.trials.left < self.took else ""
+            self.console.print(f"{name}: nothing that was tried heals it{late}")
             return
-        self.console.print(f"{name}: {key}=[{','.join(found)}] heals it; verifying")
-        for seed in range(self.asked.seed + 1, self.asked.seed + self.asked.spec.advise.seeds):
+        self.console.print(f"{name}: {_word(key, found)} heals it; verifying")
+        first, count = self.asked.seed, self.asked.spec.advise.seeds
+        for seed in range(first + 1, first + count + 1):  # the first one has chosen the set
+            if seed not in self._base() and self.trials.left > self.took:
+                self.trials.launch([self.asked.trial(BASE, seed, *self.words)])
             if self._try(name, key, found, seed) is None:
                 return
+
+    def _failing(self, advice: Advice) -> Iterator[Line]:
+        """Precisions whose numbers fail, and that can leave modules out, as nobody has said yet."""
+        for line in advice.lines:
+            name = line.group.precision
+            key = "" if line.group.settings or not line.failing else _key(name)
+            if key and not any(word.startswith(key) for word in self.asked.own.get(name, ())):
+                yield line
 
     def _try(self, name: str, key: str, found: Set, seed: int) -> RunResult | None:
         """One trial with the set; None where the budget has no time for it."""
         if self.trials.left < self.took:
             return None
         began = perf_counter()
-        word = f"{key}=[{','.join(found)}]"
-        result = self.trials.launch([self.asked.trial(name, seed, *self.words, word)])[0]
+        trial = self.asked.trial(name, seed, *self.words, _word(key, found))
+        result = self.trials.launch([trial])[0]
         self.took = max(self.took, perf_counter() - began)
         return result
 
-    def _base_loss(self) -> float:
-        seed = self.asked.seed
-        found = (r for r in self.trials.results() if (r.group, r.seed) == (BASE, seed))
-        return next(found).metrics[LOSS]
+    def _base(self) -> dict[int | None, float]:
+        """Float32's losses by seed."""
+        found = (r for r in self.trials.results() if r.group == BASE and r.outcome == "finished")
+        return {r.seed: r.metrics[LOSS] for r in found}
 
     def _allowed(self, line: Line, advice: Advice) -> float:
         """Gap of one seed that counts as healed."""
@@ -108,13 +122,6 @@ def _gap(result: RunResult, base: float) -> float:
     return loss - base
 
 
-def _failing(advice: Advice) -> Iterator[Line]:
-    """Precisions whose numbers fail, and that can leave modules out."""
-    for line in advice.lines:
-        if line.failing and not line.group.settings and _key(line.group.precision):
-            yield line
-
-
 def _promise(line: Line) -> float:
     return line.beside.speed.value if line.beside and line.beside.speed else 0.0
 
@@ -129,10 +136,20 @@ def _key(precision: str) -> str:
     return "precision.keep_fp32" if policy.compute.itemsize < 4 else ""
 
 
+def _word(key: str, found: Set) -> str:
+    """An override; names that YAML or Hydra would read as numbers are quoted."""
+    names = (name if name.replace(".", "_").isidentifier() else f"'{name}'" for name in found)
+    return f"{key}=[{','.join(names)}]"
+
+
 def _tree(asked: Asked) -> dict[str, list[str]]:
     """The children of every module, by dotted name; the model's own is empty."""
-    with torch.device("meta"):
-        model: nn.Module = build_group("model", asked.spec.model)
+    node = asked.spec.model
+    try:
+        with torch.device("meta"):
+            model: nn.Module = build_group("model", node)
+    except (NotImplementedError, RuntimeError):  # its code reads values
+        model = build_group("model", node)
     tree: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         tree[name] = [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]

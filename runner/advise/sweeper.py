@@ -22,8 +22,8 @@ def prepare(config: DictConfig) -> None:
     Raises:
         ConfigError, Unavailable: it is not.
     """
-    Asked.of(config)
     register(AdviseSweeper)
+    Asked.of(config)
 
 
 @final

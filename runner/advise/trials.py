@@ -34,7 +34,7 @@ class Trials:
         """Their results, in order. Raises SystemExit where a signal has stopped the sweep."""
         first, self._next = self._next, self._next + len(jobs)
         self.launcher.launch([[*words] for words in jobs], initial_job_idx=first)
-        return [r for r in self.results() if int(Path(r.folder).name) >= first]
+        return [r for r in self.results() if first <= int(Path(r.folder).name) < self._next]
 
     def settle(self, words: Sequence[str]) -> None:
         """Overrides that all jobs share, so that none is named after them."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from runner.numerics.found import KINDS, Look, Measured
@@ -15,7 +16,9 @@ from runner.numerics.measure import Counted, Row, Sample, count, lost, sample, s
 from runner.state import TrainState
 
 CALLS = 4
-"""Of a module that a forward calls several times, so many are measured."""
+"""Of a module that a forward calls several times, so many outputs are measured."""
+INSIDE = 16
+"""So many results of operations in a module's own forward."""
 
 
 def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, Sequence[Tensor]]]:
@@ -28,6 +31,32 @@ def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, Sequence[Tensor]
         seen.update(map(id, held))
         if held:
             yield name or "(model)", module, mine
+
+
+class Operations(TorchFunctionMode):
+    """Shows the results of operations inside modules' own code, where numbers may leave a format
+    that inputs and outputs fit in. torch's own modules have nothing inside that counts."""
+
+    def __init__(self, seen: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self.seen = seen
+        self._within: list[str] = []
+
+    def watch(self, name: str, module: nn.Module) -> Iterator[Any]:
+        """Hooks that tell when a module's forward runs."""
+        inside = "" if type(module).__module__.startswith("torch.") else name
+        yield module.register_forward_pre_hook(lambda *_: self._within.append(inside))
+        yield module.register_forward_hook(lambda *_: void(self._within.pop()), always_call=True)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._within and self._within[-1]:
+            self.seen(self._within[-1], result)
+        return result
+
+
+def void(_: object) -> None:
+    """What a hook returns that changes nothing."""
 
 
 class Probe:
@@ -46,10 +75,17 @@ class Probe:
     def __enter__(self) -> None:
         self._scale = self.state.scale.value
         self._activations: dict[str, list[Sample]] = defaultdict(list)
+        self._inside: dict[str, list[Sample]] = defaultdict(list)
+        self._counted: dict[str, list[Tensor]] = defaultdict(list)
         self._gradients: dict[int, Sample] = {}
         self._weights: list[tuple[str, Tensor, Sample]] = []
         model, trainable = self.state.plain_model, {id(p) for p in self.state.trainable}
         self._hooks.callback(model.register_forward_pre_hook(self._begin).remove)
+        operations = Operations(self._operation)
+        for name, module in model.named_modules():
+            for hook in operations.watch(name or "(model)", module):
+                self._hooks.callback(hook.remove)
+        self._hooks.enter_context(operations)
         for name, module, params in holders(model):
             self._hooks.callback(module.register_forward_hook(self._output(name)).remove)
             for p in filter(takes, params):
@@ -61,19 +97,28 @@ class Probe:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._hooks.close()
         look = None if error else self._look()
-        del self._activations, self._gradients, self._weights
+        del self._activations, self._inside, self._counted, self._gradients, self._weights
         if look:
             self.seen(look)
 
     def _begin(self, *_: object) -> None:
         """Of several micro-batches the last one counts."""
         self._activations.clear()
+        self._inside.clear()
+
+    def _operation(self, name: str, result: Any) -> None:
+        held = self._inside[name]
+        if isinstance(result, Tensor) and takes(result) and len(held) < INSIDE:
+            held.append(sample(result))
+            self._counted[name].append(result)
 
     def _output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def after(_: nn.Module, args: Any, output: Any) -> None:
             if len(held := self._activations[name]) < CALLS:
+                counted = {id(t) for t in self._counted[name]}
                 found = (t for t in tree_leaves(output) if isinstance(t, Tensor) and takes(t))
-                held.extend(map(sample, found))
+                held.extend(sample(t) for t in found if id(t) not in counted)
+            self._counted[name].clear()
 
         return after
 
@@ -85,8 +130,8 @@ class Probe:
 
     @torch.no_grad()
     def _look(self) -> Look:
-        named = [(name, "activations", Row(s)) for name, all_ in self._activations.items()
-                 for s in all_]  # fmt: skip
+        named = [(name, "activations", Row(s)) for found in (self._activations, self._inside)
+                 for name, all_ in found.items() for s in all_]  # fmt: skip
         named += [(name, "weights", Row(s)) for name, _, s in self._weights]
         for name, p, before in self._weights:
             if id(p) in self._gradients:
@@ -99,7 +144,7 @@ class Probe:
             parts[name, kind].append(found)
         if not any(c.largest for (_, kind), cs in parts.items() if kind == "updates" for c in cs):
             parts = {key: cs for key, cs in parts.items() if key[1] != "updates"}  # it was skipped
-        names = dict.fromkeys(name for name, *_ in holders(self.state.plain_model))
+        names = [name or "(model)" for name, _ in self.state.plain_model.named_modules()]
         order = [(n, k) for n in names for k in KINDS if (n, k) in parts]
         scale = None if self._scale is None else self._scale.item()
         return Look(self.state.step, scale, tuple(_measured(*key, parts[key]) for key in order))

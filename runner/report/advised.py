@@ -15,7 +15,7 @@ from runner.report.render import Block, Cell, Commands, Heading, Items, Table, T
 from runner.result import LOSS, number
 from runner.shown import typed
 
-HEAD = ("precision", "verdict", "speed", "memory", "predicted peak", "health", "why")
+HEAD = ("precision", "verdict", "speed", "memory", "predicted peak", "health")
 NUMBERS = ("speed", "memory", "predicted peak")
 TONES: dict[str, Tone] = {"recommended": "good", "worse": "bad", "diverged": "bad", "failed": "bad",
                           "unclear": "quiet", "slow": "quiet", "unavailable": "quiet"}  # fmt: skip
@@ -25,7 +25,9 @@ def answer(advice: Advice) -> str:
     """Which precision to use, and why, in a sentence."""
     pick = advice.pick
     if pick is None:
-        return f"No advice: {BASE} itself came to no finite result, so nothing can be judged by it."
+        return (
+            f"No advice: {BASE} itself did not train in every trial, and others are judged by it."
+        )
     unsure = [line.name for line in advice.lines if line.outcome == "unclear"]
     more = (
         f" Not enough evidence in this budget about {', '.join(unsure)}; a larger advise.budget "
@@ -86,14 +88,13 @@ def _row(line: Line) -> list[Cell]:
     mib = line.group.memory_mib
     return [
         Cell(line.name),
-        Cell(_outcome(line), TONES.get(line.outcome, "")),
+        Cell(_outcome(line), TONES.get(line.outcome, ""), _why(line)),
         Cell("unknown", "quiet", "emulated") if line.emulated else
         Cell(times(speed), note=reach(speed)),
         Cell("" if memory is None else f"{memory:.2f}",
              note="" if mib is None else f"{number(mib)} MiB"),
         _predicted(line),
         Cell(health(line)),
-        Cell(reason(line), note=line.found),
     ]  # fmt: skip
 
 
@@ -118,6 +119,10 @@ def _outcome(line: Line) -> str:
     if line.judged and line.judged.verdict == "better":
         return "better"
     return words[line.outcome]
+
+
+def _why(line: Line) -> str:
+    return "; ".join(filter(None, (reason(line), line.found)))
 
 
 def _verdict(line: Line) -> str:
@@ -203,12 +208,14 @@ def _how(advice: Advice) -> Iterator[tuple[str, str]]:
         "Worse",
         "the mean difference is beyond the tolerance, and above 0 by a one-sided paired t test "
         f"(Student 1908), at {ERROR:.0%} for all precisions together (Bonferroni): the chance "
-        "that any that is as good as float32 is called worse. ± is half the interval.",
+        "that any that is as good as float32 is called worse. ± is half the interval. A set of "
+        "modules is judged without the seed that chose it.",
     )
     yield (
         "Indistinguishable",
         f"the same test, at {ERROR:.0%} for each, finds the difference below the tolerance "
-        "(non-inferiority). Neither: not enough evidence.",
+        "(non-inferiority), were the yardstick exact; it is measured by as many seeds, see "
+        "docs/advise.md. Neither: not enough evidence.",
     )
     if any(line.predicted for line in advice.lines):
         yield (

@@ -63,7 +63,7 @@ def from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     results = [*told, *(_result(reader, r) for r in runs.values() if r.run_id not in listed)]
     jobs = [
         Job(result, _curves(reader, runs.get(result.run_id or "")))
-        for result in named_apart(results)
+        for result in (results if question else named_apart(results))
     ]
     commands = commands or [parent.tags.get("command", "")]
     return SweepData(jobs, commands, parent.tags.get("sweep_id", ""), stopped, asked, question)

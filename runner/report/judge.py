@@ -8,8 +8,9 @@ from statistics import fmean, stdev
 from typing import Literal
 
 ERROR = 0.05
-"""Chance that of all precisions judged together any that is as good as float32 is called worse or
-better; and, of each, that one beyond the tolerance is called indistinguishable."""
+"""Chance that of all precisions judged together any that is as good as float32 is called worse; as
+much that any is called better; and, of each, that one just beyond a tolerance that is known exactly
+is called indistinguishable (bench/false_alarms.py: with the tolerance measured by five seeds)."""
 LEAST = 3
 """Seeds below which no verdict is given."""
 Verdict = Literal["indistinguishable", "worse", "better", "unclear"]

@@ -47,6 +47,9 @@ _SECTIONS: dict[str, list[_Chart]] = {
         ("LINE", ["val/accuracy"], {}),
         ("LINE", ["val/perplexity"], _LOG),
         ("LINE", ["guard/stagnant_share"], {}),
+        ("LINE", ["numerics/underflow_share"], {}),
+        ("LINE", ["numerics/overflow_share"], {}),
+        ("LINE", ["numerics/swallowed_share"], {}),
     ],
     "Gradient norm": [("LINE", ["train/grad_norm"], _LOG), ("LINE", ["train/lr"], {})],
     "Cost": [

@@ -10,6 +10,8 @@ import pytest
 from runner.result import RunResult
 
 WORDS = ("mode=advise", "model=mlp", "data=digits", "precision=bf16-mixed,16-true",
+         "seed=0",
+         "advise.objective=quality",
          "advise.steps=30", "advise.seeds=3", "optimizer.lr=3e-3")  # fmt: skip
 
 
@@ -30,6 +32,7 @@ def test_it_answers_and_is_done(advised):
     done, *_ = advised
     assert done.rc == 0, done.stderr
     assert "type next: python -m runner model=mlp data=digits optimizer.lr=3e-3" in done.stdout
+    assert "tracking.experiment=advise seed=0 precision=" in done.stdout
     assert "cannot train this" in done.stdout  # Adam's eps is 0 in float16
     assert "optimizer.eps=1e-4" in done.stdout
 
@@ -77,6 +80,12 @@ def test_the_report_is_rebuilt_from_the_store_alone(advised, inside, tmp_path, s
         (["advise.objective=fame"], "Allowed: time, memory, quality"),
         (["advise.tolerance=-1"], "Allowed: 0 and up"),
         (["hydra/sweeper=basic", "-m"], "without another hydra/sweeper"),
+        (["sweep=precisions"], "without sweep="),
+        (["precision=glob(*)"], "name the precisions"),
+        (["hydra.launcher.n_jobs=2"], "one after another"),
+        (["hydra.sweep.subdir=x"], "Leave hydra.sweep.subdir= out"),
+        (["precision.nonsense=1"], "none of"),
+        (["model=gpt", "data=digits", "tracking=none"], "error: "),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_runs(inside, tmp_path, words, says):

@@ -110,4 +110,4 @@ def test_tab_completion(lab, root):
     assert offered("model=") == [
         f"model={p.stem}" for p in sorted((root / "conf" / "model").glob("*.yaml"))
     ]
-    assert offered("train.max_") == ["train.max_steps="]
+    assert offered("train.max_st") == ["train.max_steps="]

@@ -34,7 +34,7 @@ def test_a_run_leaves_what_it_saw(quick, folder):
     found = read(folder())
     assert steps(found) == [2, 4]
     assert (found.every, found.precision, found.compute) == (2, "32-true", "float32")
-    assert {m.module for m in found.looks[0].measured} == {"layers.0", "head"}
+    assert {m.module for m in found.looks[0].measured} == {"layers.0", "head", "(model)"}
     assert all((folder() / name).stat().st_size for name in FILES)
     assert re.search(r"numerics: float16 .*, bfloat16 .*numerics\.html", done.stdout)
 

@@ -69,7 +69,8 @@ def net(**sizes):
 
 def test_each_module_with_parameters_in_four_kinds():
     one = look(made(net()))
-    assert list(by_key(one)) == [(m, k) for m in ("body", "head") for k in KINDS]
+    own = [("(model)", "activations")]  # of operations in its forward
+    assert list(by_key(one)) == [*own, *((m, k) for m in ("body", "head") for k in KINDS)]
     assert (one.step, one.loss_scale) == (1, None)
     numbers = by_key(one)
     assert numbers["body", "activations"].elements == 8 * 16
@@ -95,6 +96,33 @@ def test_updates_under_bfloat16s_spacing_lack_its_precision():
     assert (module, kind, what) == ("head", "updates", "swallowed")
     assert share > 0.9
     assert numerics.sensitivity("bfloat16") == "precision"
+
+
+class Ratio(nn.Module):
+    """Squares that leave float16's range, between an input and an output of unit order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.wide = nn.Linear(4, 4), Squares()
+
+    def forward(self, x):
+        return self.wide(self.plain(x))
+
+
+class Squares(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+
+    def forward(self, x):
+        energy = (1000 * (super().forward(x) + 2)) ** 2
+        return energy / energy.mean(-1, keepdim=True)
+
+
+def test_what_overflows_inside_a_module_is_seen():
+    found = judged(look(made(Ratio())))
+    assert found.worst("float16", 1)[0][:3] == ("wide", "activations", "overflow")
+    assert found.sensitivity("float16") == "range"
+    assert found.sensitivity("bfloat16", ["activations"]) == "none"
 
 
 def test_gradients_vanish_in_float16_without_a_scale_alone():
