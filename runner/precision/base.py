@@ -72,6 +72,7 @@ class Precision(ABC):
             it can be loaded into the model that was never converted.
         freezes: converted weights do not train.
         whole: why its weights cannot be parted among processes; empty where they can.
+        emulated: its arithmetic is imitated, so that speed and memory tell nothing of it.
         unrepeatable: why a forward can neither be compiled nor computed a second time for the
             backward, and what to type; empty where it can.
     """
@@ -83,6 +84,7 @@ class Precision(ABC):
     autocast_loss: bool = False
     layout: str = ""
     freezes: bool = False
+    emulated: bool = False
     whole: str = ""
     unrepeatable: str = ""
 

@@ -129,7 +129,8 @@ def _check(rules: Rules, report: ConversionReport, chosen: Sequence[tuple[str, n
         )
 
 
-_LOW = ("bitsandbytes.", "transformer_engine.", "torchao.", "runner.precision.bitsandbytes_")
+_LOW = ("bitsandbytes.", "transformer_engine.", "torchao.", "runner.precision.bitsandbytes_",
+        "runner.precision.te_emulated")  # fmt: skip
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ class Format:
 
     Attributes:
         name: of its dtype in torch.
-        dtype: torch's.
+        dtype: torch's; of E2M1 the one that holds two of its values.
         mantissa: stored bits of the significand.
         exponent: of the least normal value, a power of two.
         largest: finite value.
@@ -46,6 +46,7 @@ E4M3: Final = Format(
     "float8_e4m3fn", torch.float8_e4m3fn, 3, -6, 448.0, 464.0 + 2.0**-15, saturates=True
 )
 E5M2: Final = Format("float8_e5m2", torch.float8_e5m2, 2, -14, 57344.0, 61440.0)
+E2M1: Final = Format("float4_e2m1fn", torch.float4_e2m1fn_x2, 1, 0, 6.0, 7.0, saturates=True)
 FORMATS: Final = {f.name: f for f in (FLOAT16, BFLOAT16, E4M3, E5M2)}
 
 
@@ -72,3 +73,18 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
     past = fmt.largest if fmt.saturates else torch.inf
     nearest = torch.where(magnitude >= fmt.overflow, past, nearest)
     return torch.where(bits > _INFINITE, x, nearest.copysign(x))
+
+
+def as_tf32(x: Tensor) -> Tensor:
+    """The nearest values with 10 bits of mantissa, ties away from zero, as CUDA's conversion
+    `cvt.rna.tf32.f32` rounds.
+
+    Args:
+        x: float32.
+
+    Returns:
+        float32, with infinities and NaN.
+    """
+    bits = x.view(torch.int32)
+    nearest = ((bits + (1 << 12)) & -(1 << 13)).view(torch.float32)
+    return torch.where(x.isfinite(), nearest, x)

@@ -186,11 +186,16 @@ def library() -> Any:
         raise ImportError(f"{type(error).__name__}: {error}") from error
 
 
+def whole(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe with its kind and all its keys, those that are left out at their defaults."""
+    return {k: entry.default for k, entry in KINDS[recipe["kind"]].keys.items()} | dict(recipe)
+
+
 def build(recipe: Mapping[str, Any]) -> Any:
     """The library's recipe object, every key given, so that the environment changes none."""
-    kind = KINDS[recipe["kind"]]
+    values = whole(recipe)
+    kind = KINDS[values.pop("kind")]
     made = importlib.import_module("transformer_engine.common.recipe")
-    values = {key: recipe.get(key, entry.default) for key, entry in kind.keys.items()}
     if "format" in values:
         values["fp8_format"] = made.Format[values.pop("format")]
     built = getattr(made, kind.recipe)(**values)

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.errors import ConfigError
-from runner.precision import te_recipes
+from runner.errors import ConfigError, Unavailable
+from runner.precision import te_emulated, te_recipes
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import DefaultDtype, cast_floats, cast_nest
 from runner.precision.convert import ROOT, Rules
 from runner.precision.islands import find_islands, make_islands
+from runner.precision.rounding import E4M3
 from runner.precision.te_layers import convert_layers, unfit
 from runner.precision.true import DTYPES, check_eps, float32_matmul
+from runner.strategy.base import Strategy
 
 WEIGHTS = ("bfloat16", "float16")
 _UNREPEATABLE = (
@@ -40,6 +42,8 @@ class TransformerEnginePrecision(Precision):
         weights: bfloat16 or float16.
         recipe: its kind (delayed, current, block, mxfp8, nvfp4) and the keys of that kind; see
             te_recipes.KINDS.
+        emulate: round as the recipe does and multiply in float32, on any device. Its speed means
+            nothing.
         fuse: one layer for a norm and the linear layer that alone takes its output.
         keep_fp32: patterns of modules that store and compute in float32.
         ignore_modules: patterns of modules that are not converted.
@@ -55,6 +59,7 @@ class TransformerEnginePrecision(Precision):
         name: str,
         weights: str,
         recipe: Mapping[str, Any],
+        emulate: bool = False,
         fuse: bool = False,
         keep_fp32: Sequence[str] = (),
         ignore_modules: Sequence[str] = (),
@@ -67,7 +72,9 @@ class TransformerEnginePrecision(Precision):
             problems.append(f"precision.weights={weights} is not known. Allowed: {allowed}.")
         problems += [
             f"precision.{key}={value} is not known. Allowed: true, false."
-            for key, value in (("fuse", fuse), ("update_in_eval", update_in_eval))
+            for key, value in (
+                ("emulate", emulate), ("fuse", fuse), ("update_in_eval", update_in_eval),
+            )
             if not isinstance(value, bool)
         ]
         if problems:
@@ -76,25 +83,36 @@ class TransformerEnginePrecision(Precision):
         self.storage = self.compute = DTYPES[weights]
         self.recipe, self.kind = dict(recipe), te_recipes.KINDS[recipe["kind"]]
         self.fuse, self.ignore_modules = fuse, ignore_modules
-        self.update_in_eval = update_in_eval
+        self.update_in_eval, self.emulated = update_in_eval, emulate
         if self._is_delayed:
             self.unrepeatable = _UNREPEATABLE
         self._built: Any = None
         self._forward: dict[str, AbstractContextManager[Any]] = {}
 
     def require(self, device: torch.device) -> None:
-        te_recipes.require(self.name, self.kind, device)
+        if not self.emulated:
+            te_recipes.require(self.name, self.kind, device)
+
+    def require_strategy(self, strategy: Strategy) -> None:
+        if self.emulated and self._is_delayed and strategy.place.world > 1:
+            raise Unavailable(
+                f"precision={self.name} precision.emulate=true runs in one process: what several "
+                "share of their scales is not emulated.",
+                "Type precision=transformer-engine-current, which scales by its own process's "
+                "numbers.",
+            )
+        super().require_strategy(strategy)
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        own = _own_amaxes(model) if device.type == "cuda" else nullcontext()
+        own = _own_amaxes(model) if self._on_hardware(device) else nullcontext()
         with float32_matmul("highest"), own:
             yield
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU
     ) -> tuple[nn.Module, ConversionReport]:
-        library = te_recipes.library()
+        library = self._library
         islands = find_islands(model, self.keep_fp32, self.storage)
         judge = partial(unfit, multiple=self.kind.multiple)
         rules = Rules(self.name, self.ignore_modules, islands, judge)
@@ -115,8 +133,8 @@ class TransformerEnginePrecision(Precision):
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type not in self._forward:
             floats = DefaultDtype(self.storage)
-            on_gpu = device.type == "cuda"
-            made = _Forward(self._autocast(), floats) if on_gpu else floats
+            scaled = self.emulated or self._on_hardware(device)
+            made = _Forward(self._autocast(), floats) if scaled else floats
             self._forward[device.type] = made
         return self._forward[device.type]
 
@@ -157,7 +175,7 @@ class TransformerEnginePrecision(Precision):
             # Its end would move every scale, were gradients on.
             with torch.no_grad(), self._autocast():
                 layer.init_fp8_meta_tensors(self._recipe)
-        length = self._recipe.amax_history_len
+        length = te_recipes.whole(self.recipe)["amax_history_len"]
         layer.reset_fp8_meta_tensors(
             {
                 key: [saved[f"{which}_scale"], _fit(saved[f"{which}_amax_history"], length)]
@@ -172,12 +190,13 @@ class TransformerEnginePrecision(Precision):
         if not self._is_delayed:
             return {}
         found: dict[str, Tensor] = {}
+        margin = te_recipes.whole(self.recipe)["margin"]
         for name, layer in _layers(model).items():
             if (held := layer.fp8_meta.get(PASSES["forward"])) is None:
                 continue
             history, scale = held.amax_history[:, 0], held.scale[0]
             # The library clears the first row at the end of a step, and with it a history of one.
-            top = self._recipe.fp8_format.value.max_fwd / 2**self._recipe.margin
+            top = E4M3.largest / 2**margin
             found[f"fp8/amax/{name}"] = history[-1].clone() if len(history) > 1 else top / scale
             found[f"fp8/scale/{name}"] = scale.clone()
         return found
@@ -186,14 +205,24 @@ class TransformerEnginePrecision(Precision):
     def _is_delayed(self) -> bool:
         return self.recipe["kind"] == "delayed"
 
+    def _on_hardware(self, device: torch.device) -> bool:
+        return device.type == "cuda" and not self.emulated
+
+    @property
+    def _library(self) -> Any:
+        """transformer_engine.pytorch, or what stands in for it."""
+        return te_emulated if self.emulated else te_recipes.library()
+
     @property
     def _recipe(self) -> Any:
+        """As the library takes it."""
         if self._built is None:
-            self._built = te_recipes.build(self.recipe)
+            build = te_recipes.whole if self.emulated else te_recipes.build
+            self._built = build(self.recipe)
         return self._built
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return te_recipes.library().autocast(enabled=True, recipe=self._recipe)
+        return self._library.autocast(enabled=True, recipe=self._recipe)
 
 
 class _Forward:
