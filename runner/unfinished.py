@@ -81,7 +81,12 @@ def done(folder: Path, overrides: Sequence[str]) -> RunResult | None:
         return None
     result = RunResult.read(folder)
     settled = result.status == "finished" or result.diverged
-    return result if settled and _settings(result.overrides) == _settings(overrides) else None
+    return result if settled and same(result.overrides, overrides) else None
+
+
+def same(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether two jobs' overrides ask for the same, wherever they are recorded."""
+    return _settings(one) == _settings(other)
 
 
 def _settings(overrides: Sequence[str]) -> set[str]:

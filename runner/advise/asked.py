@@ -3,7 +3,6 @@
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,10 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from runner.accelerator import choose
 from runner.argv import PRECISION_ALIASES
 from runner.config import check_targets, resolve
-from runner.errors import ConfigError, Unavailable
+from runner.errors import ConfigError
 from runner.plugins import ISOLATED, REMOTE
 from runner.precision.base import Precision
-from runner.precision.support import CONF, load, names, support
+from runner.precision.support import CONF, Support, load, names, support
 from runner.report.compare import BASE
 from runner.spec import RunSpec
 
@@ -63,14 +62,17 @@ class Asked:
         keys = {o.get_key_element().lstrip("+~"): o for o in typed}
         extras = {k: o for k, o in keys.items() if k.startswith("precision.")}
         spec = _spec(config, extras)
-        device = choose(spec.accelerator).device
+        rows = support(choose(spec.accelerator).device)
         named = next((_names(o) for o in typed if o.get_key_element() == "precision"), None)
         if unknown := [name for name in named or () if name not in names()]:
             raise ConfigError(
                 f"precision={unknown[0]}: mode=advise does not know it. Allowed: "
                 f"{', '.join(names())}."
             )
-        chosen = named or [*_here(spec, device, extras)]
+        wanted = extras.get("precision.emulate")
+        imitated = wanted is not None and wanted.value() is True
+        emulated = [s.name for s in rows if s.why and imitated and _takes(s.name, "emulate")]
+        chosen = named or [*_here(spec, emulated, rows)]
         precisions = [BASE, *(name for name in chosen if name != BASE)]
         if len(precisions) == 1:
             raise ConfigError(
@@ -78,11 +80,10 @@ class Asked:
                 "precision= out to try all that this machine has, or name some: "
                 "precision=bf16-mixed,16-mixed."
             )
-        fitting = {name: [*_fitting(name, extras)] for name in precisions}
+        fitting = {name: [*_fitting(name, extras, name in emulated)] for name in precisions}
         _refuse_alien(extras, fitting)
-        emulated = [n for n in precisions if _emulates(n, extras)]
-        lacking = [] if named else [s for s in support(device) if s.why and s.name not in chosen]
-        absent = [f"{s.name}: {s.why}" for s in lacking]
+        emulated = [name for name in precisions if name in emulated]
+        absent = [f"{s.name}: {s.why}" for s in rows if s.why and not named and s.name not in chosen]
         words = [o.input_line for o in typed if _head(o) not in _OURS and o.input_line]
         seeded = [o.input_line for o in typed if o.get_key_element() == "seed" and o.input_line]
         return cls(
@@ -172,6 +173,11 @@ def _refuse_sweeps(typed: Sequence[Override]) -> None:
 
 def _refuse_alien(extras: Mapping[str, Override], fitting: Mapping[str, Sequence[str]]) -> None:
     used = {word.partition("=")[0] for words in fitting.values() for word in words}
+    if "precision.emulate" in {*extras} - used:
+        raise ConfigError(
+            f"{extras['precision.emulate'].input_line}: of {', '.join(fitting)}, this machine lacks "
+            "none that can be emulated. Leave it out."
+        )
     if alien := [key for key in extras if key not in used]:
         raise ConfigError(
             f"{alien[0]}: none of {', '.join(fitting)} has such a key. Leave it out, or name the "
@@ -179,38 +185,27 @@ def _refuse_alien(extras: Mapping[str, Override], fitting: Mapping[str, Sequence
         )
 
 
-def _here(spec: RunSpec, device: torch.device, extras: Mapping[str, Override]) -> Iterator[str]:
-    """Precisions that this device has, and that train this config: float64 only where the best
-    quality is looked for, frozen 4-bit and 8-bit weights only beside an adapter."""
+def _here(spec: RunSpec, emulated: Collection[str], rows: Sequence[Support]) -> Iterator[str]:
+    """Precisions that this device has or that are emulated, and that train this config: float64
+    only where the best quality is looked for, frozen 4-bit and 8-bit weights only beside an
+    adapter."""
     adapts = bool(spec.adapter.get("_target_"))
-    for name in names():
-        changes: dict[str, Any] = {}
-        if _emulates(name, extras):
-            changes["emulate"] = True
-        precision: Precision = load(name, **changes)
-        if (precision.freezes and not adapts) or (
+    for row in rows:
+        precision: Precision = load(row.name)
+        useless = (precision.freezes and not adapts) or (
             precision.storage is torch.float64 and spec.advise.objective != "quality"
-        ):
-            continue
-        try:
-            precision.require(device)
-        except Unavailable:
-            continue
-        yield name
-
-
-def _emulates(name: str, extras: Mapping[str, Override]) -> bool:
-    wanted = extras.get("precision.emulate")
-    return wanted is not None and wanted.value() is True and _takes(name, "emulate")
+        )
+        if not useless and (row.runs or row.name in emulated):
+            yield row.name
 
 
 def _takes(name: str, key: str) -> bool:
     return key in OmegaConf.load(CONF / f"{name}.yaml")
 
 
-def _fitting(name: str, extras: Mapping[str, Override]) -> Iterator[str]:
-    """Of the keys under precision, those that this one has."""
+def _fitting(name: str, extras: Mapping[str, Override], emulated: bool) -> Iterator[str]:
+    """Of the keys under precision, those that this one has; what runs is not emulated."""
     for key, override in extras.items():
-        if _takes(name, key.split(".")[1]):
+        if _takes(name, key.split(".")[1]) and (emulated or key != "precision.emulate"):
             assert override.input_line is not None
             yield override.input_line.lstrip("+")

@@ -28,7 +28,7 @@ FIRST_LOOK = 0.05
 SHARE = 0.6
 """Share of it that the trials are laid out for: precisions differ in pace, and what fails is looked
 into."""
-PACE = 1.5
+PACE, EMULATED_PACE = 1.5, 5.0
 """Expected time of a precision's step over float32's, before it is known."""
 LEAST_STEPS = 20
 LOOKS = 4
@@ -71,11 +71,12 @@ class Course:
             return
         suspects = self._look(failing)
         if self.settings.islands:
-            Healing(self.asked, self.trials, self._words(), self._advice).run(suspects)
+            Healing(self.asked, self.trials, self._words, self._advice).run(suspects)
 
     def _predict(self) -> None:
         """The memory of those that train as well."""
-        good = [line for line in self._advice().lines if line.good and not line.group.settings]
+        lines = self._advice().lines
+        good = [line for line in lines if line.good and not (line.group.settings or line.emulated)]
         texts = [self._memory(line.group.precision) for line in good]
         assert self.question is not None
         self.question = replace(self.question, memory=[text for text in texts if text])
@@ -84,8 +85,7 @@ class Course:
     def _memory(self, name: str) -> str:
         """As Question.memory has it; empty where it cannot be told."""
         spec, device = self.asked.spec, choose(self.asked.spec.accelerator).device
-        changes = {"emulate": True} if name in self.asked.emulated else {}
-        precision: Precision = load(name, **changes)
+        precision: Precision = load(name)
         try:
             need = forecast(spec, precision, device)
             peak = need(spec.train.batch_size).total / MIB
@@ -142,7 +142,9 @@ class Course:
 
     def _steps(self, step: float, start: float, most: int) -> int:
         """A round number, so that the same machine gives the same one again."""
-        count = self.settings.seeds * (1 + PACE * (len(self.asked.precisions) - 1))
+        slow = len(self.asked.emulated)
+        others = len(self.asked.precisions) - 1 - slow
+        count = self.settings.seeds * (1 + PACE * others + EMULATED_PACE * slow)
         each = SHARE * self.trials.budget / count - start
         least = max(LEAST_STEPS, _round(2 * LEAST_SECONDS / step))
         return min(most, max(least, _round(each / step)))
@@ -174,10 +176,12 @@ class Course:
             text = f"warning: {LEAST} seeds of each precision take about {needs / 60:.0f} minutes"
             self.console.print(f"{text}, and advise.budget={self.settings.budget}.")
 
-    def _words(self) -> list[str]:
+    def _words(self, precision: str = BASE) -> list[str]:
         """Overrides that set a trial's length."""
         assert self.question is not None
         steps, seconds = self.question.steps, self.question.seconds
+        if precision in self.asked.emulated:
+            seconds = math.ceil(EMULATED_PACE * seconds)
         return [f"train.max_steps={steps}", f"train.eval_every={steps}",
                 f"train.max_seconds={seconds}", "train.early_stop=null"]  # fmt: skip
 
@@ -193,7 +197,7 @@ class Course:
             seed, turn = self.asked.seed + number, number % len(alive)
             order = alive[turn:] + alive[:turn]
             found = self.trials.launch(
-                [self.asked.trial(name, seed, *self._words()) for name in order]
+                [self.asked.trial(name, seed, *self._words(name)) for name in order]
             )
             costs = {r.precision: r.seconds + START for r in found}
             alive = [name for name in alive if name in self._sound(found)]

@@ -1,4 +1,4 @@
-"""What to keep out of a precision that fails, found by trials and verified by all seeds."""
+"""What to keep out of a precision that fails, found by trials and verified by other seeds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isnan
@@ -29,13 +29,14 @@ class Healing:
     Args:
         asked: the command.
         trials: where jobs run.
-        words: overrides that set a trial's length.
+        words: overrides that set the length of a precision's trial.
         advice: on what the trials so far say.
     """
 
     def __init__(
-        self, asked: Asked, trials: Trials, words: Sequence[str], advice: Callable[[], Advice]
-    ) -> None:
+        self, asked: Asked, trials: Trials, words: Callable[[str], Sequence[str]],
+        advice: Callable[[], Advice],
+    ) -> None:  # fmt: skip
         self.asked, self.trials, self.words, self.advice = asked, trials, words, advice
         self.console, self.took = plain_console(), 0.0
 
@@ -80,7 +81,7 @@ class Healing:
         first, count = self.asked.seed, self.asked.spec.advise.seeds
         for seed in range(first + 1, first + count + 1):  # the first one has chosen the set
             if seed not in self._base() and self.trials.left > self.took:
-                self.trials.launch([self.asked.trial(BASE, seed, *self.words)])
+                self.trials.launch([self.asked.trial(BASE, seed, *self.words(BASE))])
             if self._try(name, key, found, seed) is None:
                 return
 
@@ -97,7 +98,7 @@ class Healing:
         if self.trials.left < self.took:
             return None
         began = perf_counter()
-        trial = self.asked.trial(name, seed, *self.words, _word(key, found))
+        trial = self.asked.trial(name, seed, *self.words(name), _word(key, found))
         result = self.trials.launch([trial])[0]
         self.took = max(self.took, perf_counter() - began)
         return result

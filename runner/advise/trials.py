@@ -10,6 +10,7 @@ from hydra.plugins.launcher import Launcher
 
 from runner.result import RunResult, read_results
 from runner.sweep import Sweep
+from runner.unfinished import done, same
 
 
 class Trials:
@@ -17,13 +18,15 @@ class Trials:
 
     Args:
         launcher: set up.
-        folder: the sweep's.
+        folder: the sweep's. Where it holds jobs, these go on with them.
         budget: seconds from now.
     """
 
     def __init__(self, launcher: Launcher, folder: Path, budget: float) -> None:
         self.launcher, self.folder, self.budget = launcher, folder, budget
-        self._began, self._next = perf_counter(), 0
+        self._began = perf_counter()
+        self._before = {int(Path(r.folder).name): r for r in self.results()}
+        self._next = max(self._before, default=-1) + 1
 
     @property
     def left(self) -> float:
@@ -31,10 +34,22 @@ class Trials:
         return self.budget - (perf_counter() - self._began)
 
     def launch(self, jobs: Sequence[Sequence[str]]) -> list[RunResult]:
-        """Their results, in order. Raises SystemExit where a signal has stopped the sweep."""
-        first, self._next = self._next, self._next + len(jobs)
-        self.launcher.launch([[*words] for words in jobs], initial_job_idx=first)
-        return [r for r in self.results() if first <= int(Path(r.folder).name) < self._next]
+        """Their results, in order; what an earlier command has done is not done again. Raises
+        SystemExit where a signal has stopped the sweep."""
+        numbers = [self._number(words) for words in jobs]
+        for number, words in zip(numbers, jobs, strict=True):
+            if done(self.folder / str(number), words) is None:
+                self.launcher.launch([[*words]], initial_job_idx=number)
+        found = {int(Path(r.folder).name): r for r in self.results()}
+        return [found[number] for number in numbers if number in found]
+
+    def _number(self, words: Sequence[str]) -> int:
+        """That it had before; else the next."""
+        for number, result in self._before.items():
+            if same(result.overrides, words):
+                return number
+        self._next += 1
+        return self._next - 1
 
     def settle(self, words: Sequence[str]) -> None:
         """Overrides that all jobs share, so that none is named after them."""
@@ -50,4 +65,4 @@ class Trials:
         """Forget the jobs so far: their numbers are given again."""
         for number in range(self._next):
             shutil.rmtree(self.folder / str(number), ignore_errors=True)
-        self._next = 0
+        self._before, self._next = {}, 0

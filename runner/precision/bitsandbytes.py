@@ -101,7 +101,7 @@ class BitsandbytesPrecision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        self._kernels, kernels = cpu_kernels(self.cpu_float16, self.compute, model, device)
+        self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
         with float32_matmul(self.float32_matmul), kernels:
             yield
 

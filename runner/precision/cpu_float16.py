@@ -10,10 +10,10 @@ is inf, one under 6e-8 is 0. bench/cpu_float16.py measures it.
 One difference to the native kernels: their convolution backward also rounds partial sums to
 float16 (the unfolded columns, the sum over the batch), so they are less exact, and can overflow
 where the gradient itself does not.
+
+bfloat16, whose kernels are fast, goes the same way where it is emulated.
 """
 
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from runner.errors import ConfigError
+from runner.precision.cpu_kernels import INTO, Boxed, Kernels, original, replaced
 
 Choice = Literal["auto", "native", "float32_accumulate"]
 Resolved = Literal["native", "float32_accumulate"]
@@ -64,24 +65,6 @@ KERNELS: dict[str, Kernel] = {
     "mkldnn_rnn_layer_backward": Kernel(13),
 }
 """Operators whose native float16 kernel costs far more than twice the float32 one."""
-
-INTO = {
-    "mm.out": "mm",
-    "bmm.out": "bmm",
-    "addmm.out": "addmm",
-    "baddbmm.out": "baddbmm",
-    "addbmm.out": "addbmm",
-    "addmm_": "addmm",
-    "baddbmm_": "baddbmm",
-    "addbmm_": "addbmm",
-}
-"""Variants that write into a given tensor, and the operator that they write. Compiled graphs
-call them."""
-
-_Boxed = Callable[..., Any]
-_lock = threading.Lock()
-_depth = 0
-_library: torch.library.Library | None = None
 
 
 @cache
@@ -162,27 +145,19 @@ def resolve(choice: Choice, model: nn.Module) -> Resolved:
 
 
 @contextmanager
-def float32_accumulate() -> Iterator[None]:
-    """Context in which the operators of KERNELS accumulate float16 in float32 on the CPU.
+def float32_accumulate(half: torch.dtype = torch.float16) -> Iterator[None]:
+    """Context in which the operators of KERNELS accumulate a half dtype in float32 on the CPU.
 
-    Covers the forward, the backward and the optimizer. Process-wide while it is open: every
-    thread and every forked worker has it, which the autograd engine needs; other dtypes and
-    devices keep their kernels, at 2 µs more per operator of the table. It nests; the last exit,
-    also after an exception, restores the dispatcher. Compile inside it and stay inside it.
-
-    Open the first and close the last while no other thread computes: PyTorch's dispatcher takes
-    a kernel away without waiting for a thread that is in it, which ends in an error or a crash.
+    Covers the forward, the backward and the optimizer; other dtypes and devices keep their
+    kernels, at 2 µs more per operator of the table. See cpu_kernels.replaced.
 
     Raises:
         ConfigError: float32 products are set to compute in bfloat16, which float16 would lose
             three bits to.
     """
     _refuse_bfloat16_products()
-    _enter()
-    try:
+    with replaced(half, lambda: _kernels(half)):
         yield
-    finally:
-        _exit()
 
 
 def _refuse_bfloat16_products() -> None:
@@ -196,51 +171,16 @@ def _refuse_bfloat16_products() -> None:
             )
 
 
-def _enter() -> None:
-    global _depth, _library
-    with _lock:
-        if _depth == 0:
-            _library = _install()
-        _depth += 1
+def _kernels(half: torch.dtype) -> Kernels:
+    kernels = {name: _accumulating(name, kernel, half) for name, kernel in KERNELS.items()}
+    kernels |= {name: _writing(name, kernels[source], half) for name, source in INTO.items()}
+    on_cpu = {(name, "CPU"): kernel for name, kernel in kernels.items()}
+    # A CPU kernel changes what AutogradCPU holds, which is original here still.
+    return on_cpu | {("lstm.input", key): _lstm(key, half) for key in ("CPU", "AutogradCPU")}
 
 
-def _exit() -> None:
-    global _depth, _library
-    with _lock:
-        _depth -= 1
-        if _depth == 0 and _library is not None:
-            # Its last reference going would do it too, but a kept traceback may hold one.
-            _library._destroy()
-            _library = None
-
-
-def _install() -> torch.library.Library:
-    """The library that holds the kernels: active until it is destroyed."""
-    kernels = {name: _accumulating(name, kernel) for name, kernel in KERNELS.items()}
-    kernels |= {name: _writing(name, kernels[source]) for name, source in INTO.items()}
-    # All before the first registration: a CPU kernel changes what AutogradCPU holds.
-    lstms = {key: _lstm(key) for key in ("CPU", "AutogradCPU")}
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():  # before torch 2.12 it tells of each override
-            warnings.filterwarnings("ignore", "Warning only once for all operators")
-            for name, kernel in kernels.items():
-                library.impl(name, kernel, "CPU", with_keyset=True)
-            for key, lstm in lstms.items():
-                library.impl("lstm.input", lstm, key, with_keyset=True)
-    except BaseException:
-        library._destroy()
-        raise
-    return library
-
-
-def _original(name: str, key: str = "CPU") -> _Boxed:
-    """The kernel registered now, called as f(dispatch keys, *args, **kwargs)."""
-    return torch.library.get_kernel(f"aten::{name}", key).call_boxed
-
-
-def _accumulating(name: str, kernel: Kernel) -> _Boxed:
-    native, half = _original(name), torch.float16
+def _accumulating(name: str, kernel: Kernel, half: torch.dtype) -> Boxed:
+    native = original(name)
     halves, rounded = kernel
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -252,17 +192,17 @@ def _accumulating(name: str, kernel: Kernel) -> _Boxed:
         if any(t is not None and t.dtype is not half for t in tensors):
             return native(keys, *args, **kwargs)
         wide = [None if t is None else t.float() for t in tensors]
-        kwargs = {key: _widen(value) for key, value in kwargs.items()}
+        kwargs = {key: _widen(value, half) for key, value in kwargs.items()}
         result = native(keys, *wide, *args[halves:], **kwargs)
         if isinstance(result, torch.Tensor):
-            return result.half()
-        return tuple(t if t is None or i >= rounded else t.half() for i, t in enumerate(result))
+            return result.to(half)
+        return tuple(t if t is None or i >= rounded else t.to(half) for i, t in enumerate(result))
 
     return run
 
 
-def _writing(name: str, compute: _Boxed) -> _Boxed:
-    native, half = _original(name), torch.float16
+def _writing(name: str, compute: Boxed, half: torch.dtype) -> Boxed:
+    native = original(name)
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         target = kwargs.get("out", args[0])
@@ -277,24 +217,24 @@ def _writing(name: str, compute: _Boxed) -> _Boxed:
     return run
 
 
-def _lstm(key: str) -> _Boxed:
-    """LSTM in float32, where oneDNN has one fused kernel, with float16 in and out.
+def _lstm(key: str, half: torch.dtype) -> Boxed:
+    """LSTM in float32, where oneDNN has one fused kernel, with half precision in and out.
 
     Above autograd (AutogradCPU), because it is a composite: autograd records the casts.
     """
-    native = _original("lstm.input", key)
+    native = original("lstm.input", key)
 
     def run(keys: Any, x: torch.Tensor, hx: Any, params: Any, *args: Any) -> Any:
-        same = all(t.dtype is torch.float16 for t in (*hx, *params))
-        if x.dtype is not torch.float16 or not (same or torch.is_autocast_enabled("cpu")):
+        same = all(t.dtype is half for t in (*hx, *params))
+        if x.dtype is not half or not (same or torch.is_autocast_enabled("cpu")):
             return native(keys, x, hx, params, *args)
-        wide = [[_widen(t) for t in tensors] for tensors in (hx, params)]
+        wide = [[_widen(t, half) for t in tensors] for tensors in (hx, params)]
         results = torch.ops.aten.lstm.input(x.float(), *wide, *args)
-        return tuple(t.half() for t in results)
+        return tuple(t.to(half) for t in results)
 
     return run
 
 
-def _widen(value: Any) -> Any:
-    half = isinstance(value, torch.Tensor) and value.dtype is torch.float16
-    return value.float() if half else value
+def _widen(value: Any, half: torch.dtype) -> Any:
+    narrow = isinstance(value, torch.Tensor) and value.dtype is half
+    return value.float() if narrow else value

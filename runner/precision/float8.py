@@ -71,13 +71,13 @@ class Float8Precision(Precision):
         check_kernels(float32_matmul, "auto")
         self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
         self.storage, self.compute = DTYPES[weights], torch.bfloat16
-        self.recipe, self.emulate = recipe, emulate
+        self.recipe, self.emulated = recipe, emulate
         self.ignore_modules, self.min_features = ignore_modules, min_features
         self.float32_matmul = float32_matmul
         self._forward: dict[str, AbstractContextManager[Any]] = {}
 
     def require(self, device: torch.device) -> None:
-        _require_device(self.name, device, self.emulate)
+        _require_device(self.name, device, self.emulated)
         if find_spec("torchao") is None:
             raise Unavailable(
                 f"precision={self.name} needs the package torchao.", "Type pip install torchao."
@@ -91,7 +91,7 @@ class Float8Precision(Precision):
     def convert(
         self, model: nn.Module, device: torch.device = CPU
     ) -> tuple[nn.Module, ConversionReport]:
-        config = _config(self.recipe, self.emulate)
+        config = _config(self.recipe, self.emulated)
         islands = find_islands(model, self.keep_fp32, self.storage)
         judge = partial(unfit, least=self.min_features)
         rules = Rules(self.name, self.ignore_modules, islands, judge)

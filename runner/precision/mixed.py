@@ -13,7 +13,7 @@ from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import narrow
 from runner.precision.cpu_float16 import Choice
 from runner.precision.scale import DynamicScale, NoScale, Scale, check_loss_scale
-from runner.precision.true import DTYPES, check_kernels, cpu_kernels, float32_matmul
+from runner.precision.true import DTYPES, check_kernels, cpu_kernels, float32_matmul, require_cpu
 from runner.tpu import is_tpu
 
 
@@ -29,6 +29,8 @@ class MixedPrecision(Precision):
         autocast_loss: compute the loss under autocast too, else outside it on float32 outputs.
         float32_matmul: precision of the float32 products that autocast leaves.
         cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
+        emulate: on a CPU, products as tensor cores compute them, with sums in float32. Its speed
+            means nothing.
         allow_substitute: on a TPU, which has no float16, be bf16-mixed, in name too.
 
     Raises:
@@ -44,11 +46,12 @@ class MixedPrecision(Precision):
         autocast_loss: bool = False,
         float32_matmul: str = "highest",
         cpu_float16: Choice = "auto",
+        emulate: bool = False,
         allow_substitute: bool = False,
     ) -> None:
         if dtype not in ("float16", "bfloat16"):
             raise ConfigError(f"precision.dtype={dtype} is not known. Allowed: float16, bfloat16.")
-        check_kernels(float32_matmul, cpu_float16)
+        check_kernels(float32_matmul, cpu_float16, emulate)
         if not isinstance(allow_substitute, bool):
             text = f"precision.allow_substitute={allow_substitute} is not known."
             raise ConfigError(f"{text} Allowed: true, false.")
@@ -63,13 +66,15 @@ class MixedPrecision(Precision):
         self.compute, self.loss_scale = DTYPES[dtype], loss_scale
         self.float32_matmul = float32_matmul
         self.cpu_float16: Choice = cpu_float16
-        self.allow_substitute = allow_substitute
+        self.emulated, self.allow_substitute = emulate, allow_substitute
         self._kernels = ""
         self._forward: dict[str, torch.autocast] = {}
 
     def require(self, device: torch.device) -> None:
         if is_tpu(device) and self.compute is torch.float16:
             self._substitute()
+        if self.emulated:
+            require_cpu(self.name, device)
         if device.type != "cuda" or self.compute is not torch.bfloat16:
             return
         if torch.cuda.get_device_capability(device) < (8, 0):
@@ -90,7 +95,7 @@ class MixedPrecision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        self._kernels, kernels = cpu_kernels(self.cpu_float16, self.compute, model, device)
+        self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
         with float32_matmul(self.float32_matmul), kernels:
             yield
 

@@ -11,6 +11,7 @@ from runner.errors import ConfigError, Unavailable
 from runner.precision.base import Precision
 from runner.precision.cast import DefaultDtype, cast_nest
 from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
+from runner.precision.cpu_tf32 import tf32_products
 from runner.tpu import is_tpu, kind
 
 MATMUL = ("highest", "high", "medium")
@@ -34,6 +35,8 @@ class TruePrecision(Precision):
         keep_fp32: patterns of modules that stay in float32.
         autocast_loss: compute the loss in the dtype as well, else in float32 (64-true: float64).
         cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
+        emulate: on a CPU, products as tensor cores compute them: operands in half precision or
+            TF32, sums in float32. Its speed means nothing.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -47,17 +50,20 @@ class TruePrecision(Precision):
         keep_fp32: Sequence[str] = (),
         autocast_loss: bool = False,
         cpu_float16: Choice = "auto",
+        emulate: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(
                 f"precision.dtype={dtype} is not known. Allowed: {', '.join(DTYPES)}."
             )
-        check_kernels(float32_matmul, cpu_float16)
+        check_kernels(float32_matmul, cpu_float16, emulate)
         self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
         self.storage = self.compute = DTYPES[dtype]
         self.float32_matmul = float32_matmul
         self.cpu_float16: Choice = cpu_float16
-        self._kernels = ""
+        self.emulated, self._kernels = emulate, ""
+        if emulate and not self._is_tf32 and self.storage.itemsize > 2:
+            raise ConfigError(f"precision.emulate=true: precision={name} runs everywhere as it is.")
         # Tensors that a forward makes itself come out in the policy's dtype.
         plain = self.storage is torch.float32
         self._forward = nullcontext() if plain else DefaultDtype(self.storage)
@@ -78,12 +84,22 @@ class TruePrecision(Precision):
                 "precision=16-true cannot run on a TPU, whose half precision is bfloat16.",
                 "Type precision=bf16-true.",
             )
-        if self.storage is torch.float32 and self.float32_matmul != "highest":
+        if self.emulated:
+            require_cpu(self.name, device)
+        elif self._is_tf32:
             require_tf32(self.name, device)
+
+    @property
+    def _is_tf32(self) -> bool:
+        return self.storage is torch.float32 and self.float32_matmul != "highest"
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        self._kernels, kernels = cpu_kernels(self.cpu_float16, self.compute, model, device)
+        if self.emulated and self._is_tf32:
+            with float32_matmul("highest"), tf32_products(model):
+                yield
+            return
+        self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
         with float32_matmul(self.float32_matmul), kernels:
             yield
 
@@ -102,14 +118,15 @@ class TruePrecision(Precision):
 
 
 def cpu_kernels(
-    choice: Choice, compute: torch.dtype, model: nn.Module, device: torch.device
+    precision: Precision, choice: Choice, model: nn.Module, device: torch.device
 ) -> tuple[str, AbstractContextManager[Any]]:
-    """Which kernels float16 takes on a CPU, and the context that puts them in place; empty where
-    the question does not arise."""
-    if device.type != "cpu" or compute is not torch.float16:
+    """Which kernels half precision takes on a CPU, and the context that puts them in place; empty
+    where the question does not arise."""
+    half = precision.compute
+    if device.type != "cpu" or not (half is torch.float16 or precision.emulated):
         return "", nullcontext()
-    kernels = resolve(choice, model)
-    return kernels, float32_accumulate() if kernels == "float32_accumulate" else nullcontext()
+    kernels = resolve("float32_accumulate" if precision.emulated else choice, model)
+    return kernels, float32_accumulate(half) if kernels != "native" else nullcontext()
 
 
 def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -129,19 +146,30 @@ def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
-def check_kernels(float32_matmul: str, cpu_float16: str) -> None:
+def check_kernels(float32_matmul: str, cpu_float16: str, emulate: object = False) -> None:
     """Raise ConfigError for values that are not known; torch only warns of the first."""
     allowed = {
         "float32_matmul": (float32_matmul, MATMUL),
         "cpu_float16": (cpu_float16, get_args(Choice)),
+        "emulate": (emulate if isinstance(emulate, bool) else str(emulate), (True, False)),
     }
     problems = [
-        f"precision.{key}={value} is not known. Allowed: {', '.join(known)}."
+        f"precision.{key}={value} is not known. Allowed: {', '.join(map(str, known)).lower()}."
         for key, (value, known) in allowed.items()
         if value not in known
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+def require_cpu(name: str, device: torch.device) -> None:
+    """Raise Unavailable for a precision that is emulated on a CPU only."""
+    if device.type != "cpu":
+        raise Unavailable(
+            f"precision={name} precision.emulate=true runs on a CPU; this run is on "
+            f"{kind(device)}.",
+            "Type accelerator=cpu, or leave precision.emulate out.",
+        )
 
 
 def require_tf32(name: str, device: torch.device) -> None:
@@ -150,7 +178,8 @@ def require_tf32(name: str, device: torch.device) -> None:
         raise Unavailable(
             f"precision={name} needs an NVIDIA GPU of compute capability 8.0 or higher; "
             f"this run is on {kind(device)}.",
-            "Nearest that runs here: precision=32-true.",
+            "Type precision.emulate=true for its numbers without its speed, or precision=32-true, "
+            "the nearest that runs here.",
         )
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):

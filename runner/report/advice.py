@@ -245,7 +245,8 @@ def _ranked(lines: Sequence[Line], objective: str) -> list[Line]:
     """The recommended one first, then what is as good by the objective, then the rest by how far
     it is from being good."""
     fit = [line for line in lines if line.outcome in ("fit", "baseline") and not line.emulated]
-    merits = {id(line): _merit(line, objective) for line in lines}
+    paces = _paces(lines)
+    merits = {id(line): _merit(line, objective, paces[id(line)]) for line in lines}
     best = max(fit, key=lambda line: merits[id(line)], default=None)
     if not any(line.outcome == "baseline" for line in fit):
         best = None
@@ -259,10 +260,22 @@ def _ranked(lines: Sequence[Line], objective: str) -> list[Line]:
     return sorted(named, key=place)
 
 
-def _merit(line: Line, objective: str) -> tuple[float, ...]:
+def _paces(lines: Sequence[Line]) -> dict[int, float]:
+    """Speeds over 32-true's by the lines' identity: 1 where no difference was measured, and that
+    of the fastest where its seeds' range and theirs overlap, so that chance ranks nobody."""
+    sure = {id(n): c.speed for n in lines if (c := n.beside) and c.pace in ("faster", "slower")}
+    found, leader = dict.fromkeys(map(id, lines), 1.0), None
+    for key, speed in sorted(sure.items(), key=lambda item: item[1].value, reverse=True):
+        overlaps = leader is not None and speed.high >= leader.low
+        if not overlaps or (leader.value > 1) != (speed.value > 1):
+            leader = speed
+        found[key] = leader.value
+    return found
+
+
+def _merit(line: Line, objective: str, speed: float) -> tuple[float, ...]:
     """The greater the better; what was not measured to be a gain counts as none."""
     c, home = line.beside, float(line.outcome == "baseline")
-    speed = c.speed.value if c and c.speed and c.pace in ("faster", "slower") else 1.0
     memory = c.memory if c and c.memory is not None and abs(c.memory - 1) > GAIN else 1.0
     quality = -line.judged.gap if line.judged and line.judged.verdict == "better" else 0.0
     if line.emulated:

@@ -37,6 +37,8 @@ def answer(advice: Advice) -> str:
     )
     if unsure and not any(line.judged and line.outcome != "unclear" for line in advice.lines):
         return f"Stay with {BASE} for now: nothing could be judged.{more}"
+    if imitated := [n.name for n in advice.lines if n.emulated and n.outcome == "fit"]:
+        more += f" Emulated, {', '.join(imitated)} trained as well; only its hardware tells speed."
     aim = {"time": "faster", "memory": "smaller", "quality": "better"}[advice.question.objective]
     if pick.group.name == BASE:
         return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}.{more}"
@@ -52,12 +54,19 @@ def blocks(advice: Advice) -> Iterator[Block]:
         yield Commands(next_lines(advice))
     yield table(advice)
     others = [line for line in advice.lines if line.outcome in ("fit", "baseline")]
-    if others:
+    if here := [typed(line.command) for line in others if not line.emulated]:
         yield Heading("What else trains as well")
-        yield Commands([typed(line.command) for line in others])
+        yield Commands(here)
+    if elsewhere := [line.command for line in others if line.emulated]:
+        yield Heading("What trains as well by its numbers, where its hardware is")
+        kept = ([w for w in words if w != "precision.emulate=true"] for words in elsewhere)
+        yield Commands([typed(words) for words in kept])
     if advice.question.absent:
         yield Heading("Not on this machine")
         yield Items([(n, why) for n, _, why in (t.partition(": ") for t in advice.question.absent)])
+        if not advice.question.emulated:
+            yield Text("precision.emulate=true tries the numbers of those that can be emulated, "
+                       "without their speed.")  # fmt: skip
     yield Heading("How this was judged")
     yield Items(list(_how(advice)), small=True)
 
@@ -84,8 +93,9 @@ def _head(column: int) -> str:
 
 def _row(line: Line) -> list[Cell]:
     speed = line.beside.speed if line.beside else None
-    memory = line.beside.memory if line.beside else None
-    mib = line.group.memory_mib
+    told = line.beside and (line.group.on_cpu or not line.emulated)  # there it is the peak
+    memory = line.beside.memory if line.beside and told else None
+    mib = line.group.memory_mib if told else None
     return [
         Cell(line.name),
         Cell(_outcome(line), TONES.get(line.outcome, ""), _why(line)),
@@ -156,7 +166,7 @@ def reason(line: Line) -> str:
         return group.reasons[0].split("\n")[0]
     if line.outcome == "slow":
         least = min(job.steps for job in group.jobs)
-        return f"a trial came to step {least} in four times what {BASE} takes"
+        return f"a trial came to step {least} in more than four times what {BASE} takes"
     if judged is None:
         return _spread(line) if line.name == BASE else ""
     seeds = f"{judged.n} seeds"

@@ -25,15 +25,16 @@ NAMES = support.names()
 
 
 def load(name, **changes):
-    """A precision as it can be tried on a CPU: FP8 rounds, and multiplies in float32."""
-    return support.load(name, **({"emulate": True} if name.startswith("float8") else {}), **changes)
+    """A precision as it can be tried on a CPU: TF32, FP8 and FP4 round, and multiply in float32."""
+    imitated = name.startswith(("tf32", "float8", "transformer-engine"))
+    return support.load(name, **({"emulate": True} if imitated else {}), **changes)
 
 
 def _runs(name):
     try:
         load(name).require(CPU)
     except Unavailable:
-        return name == "tf32"  # float32 with switches that a CPU does not have
+        return False
     return True
 
 
@@ -60,12 +61,12 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.bn = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
-        self.qkv, self.norm = nn.Linear(16, 48), nn.LayerNorm(16)
-        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
-        self.twin = nn.Linear(16, 16)
+        self.qkv, self.norm = nn.Linear(32, 96), nn.LayerNorm(32)
+        self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 3)
+        self.twin = nn.Linear(32, 32)
         self.twin.weight = self.body.weight
         self.body.bias.requires_grad_(False)
-        self.register_buffer("shift", torch.zeros(16))
+        self.register_buffer("shift", torch.zeros(32))
 
     def forward(self, images):
         hidden = F.relu(self.bn(self.conv(images))).flatten(2)
@@ -77,7 +78,7 @@ class Net(nn.Module):
 
 def batch(count=4):
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(count, 1, 6, 6, generator=generator)
+    images = torch.randn(count, 1, 6, 10, generator=generator)
     return images, torch.randint(3, (count,), generator=generator)
 
 

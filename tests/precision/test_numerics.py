@@ -32,20 +32,25 @@ UNIT = {
     "bnb-nf4": 0.138, "bnb-nf4-dq": 0.138, "bnb-fp4": 0.167, "bnb-fp4-dq": 0.167,
     "bnb-int8": 1 / 254 + 2**-8, "bnb-int8-training": 1 / 254 + 2**-8,  # and bfloat16's
     "float8-tensorwise": 2**-4, "float8-rowwise": 2**-4, "float8-rowwise-hp": 2**-4,
+    "tf32": 2**-11, "transformer-engine": 2**-4, "transformer-engine-current": 2**-4,
+    "transformer-engine-block": 2**-4, "transformer-engine-mxfp8": 2**-4,
+    "transformer-engine-float16": 2**-4, "transformer-engine-nvfp4": 2**-2,
 }  # fmt: skip
 # What the products take, as the probe sees it on a CPU.
 COMPUTES = {
-    "64-true": {"float64"}, "32-true": {"float32"},
+    "64-true": {"float64"}, "32-true": {"float32"}, "tf32": {"float32"},
     "bf16-mixed": {"bfloat16"}, "bf16-true": {"bfloat16"},
     "16-mixed": {"float16"}, "16-true": {"float16"},
 }  # fmt: skip
 STORES = {"bnb-nf4": "uint8", "bnb-nf4-dq": "uint8", "bnb-fp4": "uint8", "bnb-fp4-dq": "uint8",
           "bnb-int8": "int8", "64-true": "float64", "16-true": "float16",
-          "bf16-true": "bfloat16"}  # fmt: skip
+          "bf16-true": "bfloat16", "transformer-engine": "bfloat16",
+          "transformer-engine-float16": "float16"}  # fmt: skip
 
 
 def load(name):
-    return support.load(name, **({"emulate": True} if name.startswith("float8") else {}))
+    imitated = name.startswith(("tf32", "float8", "transformer-engine"))
+    return support.load(name, **({"emulate": True} if imitated else {}))
 
 
 def here():
@@ -108,7 +113,8 @@ def test_the_first_loss_is_float32s_and_training_lowers_it(name, exact):
     # A loss scale skips the first steps; packed weights leave biases, norms and embeddings.
     assert losses[-1] < (0.97 if name.startswith("bnb") else 0.8) * losses[0]
     row = rows[watched]
-    assert STORES.get(name, "float32") in row["stores"].split()
+    kind = name if name in STORES else name.rpartition("-")[0]
+    assert STORES.get(kind, "float32") in row["stores"].split()
     computes = COMPUTES.get(name, {"bfloat16"})
-    if not name.startswith("float8"):
+    if not name.startswith(("float8", "transformer-engine")):
         assert computes <= set(row["computes"].split())
