@@ -83,7 +83,9 @@ class Asked:
         fitting = {name: [*_fitting(name, extras, name in emulated)] for name in precisions}
         _refuse_alien(extras, fitting)
         emulated = [name for name in precisions if name in emulated]
-        absent = [f"{s.name}: {s.why}" for s in rows if s.why and not named and s.name not in chosen]
+        absent = [
+            f"{s.name}: {s.why}" for s in rows if s.why and not named and s.name not in chosen
+        ]
         words = [o.input_line for o in typed if _head(o) not in _OURS and o.input_line]
         seeded = [o.input_line for o in typed if o.get_key_element() == "seed" and o.input_line]
         return cls(
@@ -175,8 +177,8 @@ def _refuse_alien(extras: Mapping[str, Override], fitting: Mapping[str, Sequence
     used = {word.partition("=")[0] for words in fitting.values() for word in words}
     if "precision.emulate" in {*extras} - used:
         raise ConfigError(
-            f"{extras['precision.emulate'].input_line}: of {', '.join(fitting)}, this machine lacks "
-            "none that can be emulated. Leave it out."
+            f"{extras['precision.emulate'].input_line}: this machine lacks none of "
+            f"{', '.join(fitting)} that could be emulated. Leave it out."
         )
     if alien := [key for key in extras if key not in used]:
         raise ConfigError(

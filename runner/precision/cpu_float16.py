@@ -14,7 +14,7 @@ where the gradient itself does not.
 bfloat16, whose kernels are fast, goes the same way where it is emulated.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from time import perf_counter

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from runner.precision.rounding import E2M1, E4M3, Format, rounded
 
 Rule = Callable[[Tensor, Format], Tensor]
-"""From the largest magnitudes (float32) and the format, the factors that bring them to its range."""
+"""From the largest magnitudes (float32), the factors that bring them to a format's range."""
 
 Quantizer = Callable[[Tensor], Tensor]
 """From an operand [rows, contracted] in float32, the values that the product sees, in float32."""

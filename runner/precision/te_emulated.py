@@ -8,7 +8,7 @@ the forward's FP8 products accumulate in fewer bits, and the order of summation 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +77,11 @@ def operands(recipe: Mapping[str, Any]) -> Operands:
     else:
         dims = tuple(keys[f"{part}_block_scaling_dim"] for part in ("x", "w", "grad"))
         edge, rule = 128, to_the_top if keys["use_f32_scales"] else by_power_of_two
-    made = [_blocks(f, rule, d, edge) for f, d in zip((E4M3, E4M3, low), dims, strict=True)]
-    return Operands(*made, backward)
+    x, weight, grad = dims
+    return Operands(
+        _blocks(E4M3, rule, x, edge), _blocks(E4M3, rule, weight, edge),
+        _blocks(low, rule, grad, edge), backward,
+    )  # fmt: skip
 
 
 def _blocks(fmt: Format, rule: Rule, dim: int, edge: int) -> Operand:
@@ -102,7 +105,7 @@ def _nvfp4(keys: Mapping[str, Any]) -> Operands:
 class Autocast:
     """Context in which the layers quantize; it serves again, and nests."""
 
-    entered: "list[Autocast]" = []
+    entered: ClassVar[list["Autocast"]] = []
 
     def __init__(self, recipe: Mapping[str, Any]) -> None:
         self.recipe = recipe
@@ -276,5 +279,3 @@ class _Products(torch.autograd.Function):
             wide.sum(0).to(stored) if ctx.biased and wants[2] else None,
             None,
         )
-
-

@@ -73,7 +73,9 @@ class TransformerEnginePrecision(Precision):
         problems += [
             f"precision.{key}={value} is not known. Allowed: true, false."
             for key, value in (
-                ("emulate", emulate), ("fuse", fuse), ("update_in_eval", update_in_eval),
+                ("emulate", emulate),
+                ("fuse", fuse),
+                ("update_in_eval", update_in_eval),
             )
             if not isinstance(value, bool)
         ]

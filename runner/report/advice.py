@@ -13,6 +13,7 @@ from runner.config import known
 from runner.files import write_text
 from runner.report.compare import BASE, Comparison, Group, comparison, groups
 from runner.report.judge import LEAST, Judgement, judge, yardstick
+from runner.report.stats import Ratio
 from runner.result import LOSS, RunResult
 from runner.secrets import masked
 
@@ -263,11 +264,15 @@ def _ranked(lines: Sequence[Line], objective: str) -> list[Line]:
 def _paces(lines: Sequence[Line]) -> dict[int, float]:
     """Speeds over 32-true's by the lines' identity: 1 where no difference was measured, and that
     of the fastest where its seeds' range and theirs overlap, so that chance ranks nobody."""
-    sure = {id(n): c.speed for n in lines if (c := n.beside) and c.pace in ("faster", "slower")}
-    found, leader = dict.fromkeys(map(id, lines), 1.0), None
-    for key, speed in sorted(sure.items(), key=lambda item: item[1].value, reverse=True):
-        overlaps = leader is not None and speed.high >= leader.low
-        if not overlaps or (leader.value > 1) != (speed.value > 1):
+    sure = [
+        (id(line), beside.speed)
+        for line in lines
+        if (beside := line.beside) and beside.speed and beside.pace in ("faster", "slower")
+    ]
+    found = dict.fromkeys(map(id, lines), 1.0)
+    leader: Ratio | None = None
+    for key, speed in sorted(sure, key=lambda pair: pair[1].value, reverse=True):
+        if leader is None or speed.high < leader.low or (speed.value > 1) != (leader.value > 1):
             leader = speed
         found[key] = leader.value
     return found

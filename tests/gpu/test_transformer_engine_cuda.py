@@ -100,6 +100,30 @@ def test_every_shape_that_is_converted_runs(name, into, out):
     assert max(errors.values()) < NOISE.get(precision.recipe["kind"], 0.15), errors
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "nvfp4" not in name])  # it rolls dice
+def test_emulation_computes_what_the_hardware_does(name, record_property):
+    hardware, emulated = load(name), support.load(name, emulate=True)
+    torch.manual_seed(0)
+    plain = nn.Linear(128, 256)
+    inputs = torch.randn(3, 64, 128, device=DEVICE).to(hardware.storage)
+    found = []
+    for precision in (hardware, emulated):
+        layer, _ = precision.convert(copy.deepcopy(plain), DEVICE)
+        layer.to(DEVICE)
+        for x in inputs:  # delayed scaling goes by the steps before
+            layer.zero_grad()
+            x = x.clone().requires_grad_()
+            with precision.forward(DEVICE):
+                out = layer(x)
+            (out.float() * torch.linspace(-1, 1, 256, device=DEVICE)).sum().backward()
+        found.append([out, x.grad, layer.weight.grad, layer.bias.grad])
+    errors = [
+        ((a - b).float().norm() / b.float().norm()).item() for a, b in zip(*found, strict=True)
+    ]
+    record_property("errors", str(errors))
+    assert max(errors) < 2**-7  # summed in another order, and rounded to bfloat16
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_shape_rule_leaves_out(name, record_property, capsys):
     """A table for people: bare layers of the library at shapes that the rule forbids."""

@@ -1,7 +1,16 @@
 import pytest
 import torch
 
-from runner.precision.rounding import BFLOAT16, E4M3, E5M2, FLOAT16, FORMATS, rounded
+from runner.precision.rounding import (
+    BFLOAT16,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT16,
+    FORMATS,
+    as_tf32,
+    rounded,
+)
 
 EVERY = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 INFINITY = float("inf")
@@ -91,3 +100,27 @@ def test_values_of_a_format_stay():
         x = everything(fmt.dtype)
         x = x[~x.isnan()]
         assert torch.equal(rounded(x, fmt), x)
+
+
+def test_four_bits():
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    middle = (values[1:] + values[:-1]) / 2
+    even = torch.tensor([0, 1, 1, 2, 2, 4, 4.0])  # the neighbour whose last bit is 0
+    spots = torch.cat([values, middle, middle - 1e-3, middle + 1e-3, torch.tensor([6.9, 7, 1e9])])
+    expected = torch.cat([values, even, values[:-1], values[1:], torch.tensor([6.0, 6, 6])])
+    assert torch.equal(rounded(spots, E2M1), expected)
+    assert torch.equal(rounded(-spots, E2M1), -expected)
+
+
+def test_tf32_is_the_nearest_of_ten_bits_ties_away_from_zero():
+    generator = torch.Generator().manual_seed(0)
+    x = of_bits(torch.randint(-(2**31), 2**31, (1_000_000,), generator=generator))
+    ties = torch.tensor([1 + 2**-11, -1 - 2**-11, 1 + 2**-12])
+    x = torch.cat([x, everything(torch.float16), ties])
+    x = x[x.isfinite() & (x.abs() < 2.0**127) & (x.abs() >= 2.0**-126)]
+    mantissa, exponent = torch.frexp(x.double())
+    scaled = mantissa * 2.0**11  # ten bits and the leading one
+    nearest = (scaled.abs() + 0.5).floor().copysign(scaled)
+    assert torch.equal(as_tf32(x).double(), torch.ldexp(nearest / 2.0**11, exponent))
+    odd = torch.tensor([INFINITY, -INFINITY, float("nan"), -0.0])
+    assert str(as_tf32(odd)) == str(odd)

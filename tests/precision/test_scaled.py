@@ -1,0 +1,129 @@
+"""Operands in blocks: what recipes round, and how they scale it."""
+
+import pytest
+import torch
+
+from runner.precision.rounding import E4M3, E5M2
+from runner.precision.scaled import (
+    Blocks,
+    Nvfp4,
+    by_exponent,
+    by_power_of_two,
+    rotation,
+    tiled,
+    to_the_top,
+    untiled,
+)
+
+CPU = torch.device("cpu")
+RULES = [to_the_top, by_power_of_two, by_exponent]
+
+
+def spread(*shape, seed=0):
+    """Values over many powers of ten, with a block of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * 10 ** torch.randn(shape, generator=generator)
+    x[:1, :16] = 0
+    return x
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (1, 128), (128, 128), (16, 16)])
+def test_a_matrix_comes_back_from_its_blocks(shape):
+    x = spread(50, 70)
+    blocks = tiled(x, shape)
+    assert blocks.shape[1::2] == shape
+    assert torch.equal(untiled(blocks, x.shape), x)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
+def test_the_largest_value_stays_in_range_and_near_its_end(rule, fmt):
+    amax = 10.0 ** torch.linspace(-30, 30, 999)
+    top = amax * rule(amax, fmt)
+    # The one that divides may round above by a last bit, which saturates.
+    assert (top <= fmt.largest * (1 + 2**-22)).all()
+    assert (top > fmt.largest / (1.001 if rule is to_the_top else 2.001)).all()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
+def test_nothing_to_scale_by(rule):
+    amax = torch.tensor([0.0, float("inf"), float("nan")])
+    assert rule(amax, E4M3).tolist() == [1, 1, 1]
+
+
+def test_e8m0_keeps_the_largest_value_where_a_power_of_two_is_enough():
+    assert by_exponent(torch.tensor([448.0, 449.0, 224.0]), E4M3).tolist() == [1, 0.5, 2]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
+def test_each_block_is_as_if_it_were_alone(rule):
+    x = spread(8, 128)
+    whole = Blocks(E4M3, rule, (1, 32))(x)
+    alone = [
+        Blocks(E4M3, rule)(x[i : i + 1, j : j + 32]) for i in range(8) for j in (0, 32, 64, 96)
+    ]
+    assert torch.equal(whole.view(-1, 32), torch.cat(alone))
+    # E4M3's steps are 2**-3 apart; below its normal values, 2**-9 under a scaled 448.
+    bound = torch.maximum(x.abs() * 2**-4, x.view(8, 4, 32).abs().amax(2).repeat_interleave(32, 1)
+                          * (2**-10 / 224))  # fmt: skip
+    assert ((whole - x).abs() <= bound).all()
+
+
+def test_a_power_of_two_scales_without_rounding():
+    x = torch.tensor([[1.0, 3.0, 100.0, 448.0]])
+    assert torch.equal(Blocks(E4M3, by_power_of_two)(x), torch.tensor([[1.0, 3.0, 96.0, 448.0]]))
+
+
+def test_infinite_gradients_saturate_and_nan_stays():
+    x = torch.tensor([[float("inf"), 1.0, -float("inf"), float("nan")]])
+    got = Blocks(E5M2, to_the_top)(x)[0]
+    assert got[:3].tolist() == [57344, 1, -57344]
+    assert got[3].isnan()
+
+
+def test_the_rotation_cancels_in_a_product():
+    a, b = spread(8, 64), spread(12, 64, seed=1)
+    turn = rotation(CPU)
+    assert torch.allclose(turn @ turn.t(), torch.eye(16), atol=1e-6)
+    turned = [(x.unflatten(1, (-1, 16)) @ turn).flatten(1) for x in (a, b)]
+    assert torch.allclose(turned[0] @ turned[1].t(), a @ b.t(), rtol=1e-4, atol=1e-2)
+
+
+def test_stochastic_rounding_is_right_on_average():
+    torch.manual_seed(0)
+    x = torch.full((4000, 16), 0.3)
+    x[:, 0] = 6  # sets the scale
+    got = Nvfp4(stochastic=True)(x)
+    assert sorted(got[:, 1:].unique().tolist()) == [0, 0.5]
+    assert abs(got[:, 1:].mean().item() - 0.3) < 0.003
+    assert Nvfp4()(x)[:, 1:].unique().tolist() == [0.5]
+
+
+def test_the_librarys_own_reference_agrees():
+    """Bit by bit, for scaling of whole tensors and for NVFP4."""
+    pytest.importorskip("transformer_engine.pytorch", reason="TransformerEngine is not installed")
+    from transformer_engine.pytorch.custom_recipes import (
+        reference_current_scaling,
+        reference_nvfp4,
+        reference_utils,
+    )
+
+    x = spread(64, 96)
+    for fmt in (E4M3, E5M2):
+        for rule in (to_the_top, by_power_of_two):
+            reference = reference_current_scaling.CurrentScalingQuantizerRef(
+                fmt.dtype, pow_2_scales=rule is by_power_of_two
+            )
+            values, scale = reference._quantize(x)[:2]
+            assert torch.equal(Blocks(fmt, rule)(x), values.float() * scale)
+    for shape in ((1, 16), (16, 16)):
+        reference = reference_nvfp4.NVFP4QuantizerRef(
+            reference_utils.Fp4Formats.E2M1, quant_tile_shape=shape, with_rht=shape == (1, 16)
+        )
+        along, scale, across, scale_t, amax, amax_t = reference._quantize(x)
+        turned = Nvfp4(shape, rotates=shape == (1, 16))(x.t())
+        found = (along, scale, amax, Nvfp4(shape)(x)), (across, scale_t, amax_t, turned)
+        for values, scales, largest, ours in found:
+            whole = (torch.full_like(largest, 2688.0) / largest).reciprocal()
+            wide = (scales.float() * whole).repeat_interleave(16, 1)
+            assert torch.equal(reference_nvfp4.cast_from_fp4x2(values, torch.float32) * wide, ours)
