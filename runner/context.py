@@ -133,8 +133,10 @@ def prepare(this: Run) -> None:
 
 
 def result_of(this: Run, summary: dict[str, Any], seconds: float) -> RunResult:
-    """What the run came to."""
-    spec, origin = this.spec, this.origin
+    """What the run came to. The speed of emulated arithmetic is that of nothing."""
+    spec, origin, emulated = this.spec, this.origin, this.precision.emulated
+    if emulated:
+        summary = summary | {"examples_per_second": None, "step_ms": None}
     return RunResult(
         precision=this.precision.name,
         label=this.label,
@@ -147,7 +149,7 @@ def result_of(this: Run, summary: dict[str, Any], seconds: float) -> RunResult:
         device=this.device_name,
         quality=this.task.quality,
         direction=this.task.direction,
-        kernels=this.precision.kernels(),
+        kernels="emulated" if emulated else this.precision.kernels(),
         seconds=seconds,
         tracking_uri=hide(getattr(this.tracker, "uri", "")) or None,
         experiment=getattr(this.tracker, "experiment", ""),

@@ -28,6 +28,8 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
     tags = {"converted": str(report)} if report.modules else {}
     if kernels := this.precision.kernels():
         tags["cpu_float16"] = kernels
+    if this.precision.emulated:
+        tags["emulated"] = "true"
     if this.spec.mode == "train" and trainable < every:
         tags["trainable"] = f"{trainable}/{every}"
         _say_what_trains(this, trainable, every)

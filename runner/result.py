@@ -38,6 +38,7 @@ class RunResult:
         trains: share of the parameters' elements that train.
         as_trained: in mode=evaluate, what the checkpoint reached in its own precision, trained_in.
         loss_scale: scale in force in the last step; None without one.
+        kernels: of float16 on a CPU; "emulated" where the arithmetic is, which then has no speed.
         dashboard: the page that shows it beside others of its experiment, without the server.
     """
 
@@ -154,7 +155,7 @@ def rows(result: RunResult) -> list[tuple[str, str]]:
         lines.append(("skipped steps", str(result.skipped_steps)))
         lines.append(("final loss scale", number(result.loss_scale)))
     if result.kernels:
-        lines.append(("float16 kernels", result.kernels))
+        lines.append(("kernels", result.kernels))
     lines += [("device", result.device), ("folder", result.folder), ("MLflow", where(result))]
     if result.dashboard:
         lines.append(("dashboard", page(result.tracking_uri, result.dashboard)))

@@ -149,6 +149,8 @@ def _untimed(others: Sequence[Comparison]) -> str:
     ]
     quality = others[0].group.jobs[0].quality if others else ""
     against = f" {quality} against {BASE}: {names(told)}." if told else ""
+    if all(job.kernels == "emulated" for c in others for job in c.group.jobs):
+        return f"Emulated: only the hardware tells speed.{against}"
     return f"Too short for a comparison of speed; train for more steps.{against}"
 
 

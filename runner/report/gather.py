@@ -140,6 +140,8 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
         "step_ms": run.metrics.get("perf/step_ms"),
         "converted": run.tags.get("converted", ""),
     }
+    if run.tags.get("emulated"):
+        values |= {"examples_per_second": None, "step_ms": None, "kernels": "emulated"}
     if (skipped := run.metrics.get("loss_scale/skipped_steps")) is not None:
         values["skipped_steps"] = int(skipped)
     values["direction"] = "max" if values["quality"] == "val/accuracy" else "min"
