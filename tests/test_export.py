@@ -40,7 +40,11 @@ CASES = {
     "int8-training": ("precision=bnb-int8-training", "model=mlp"),
     "float8-rowwise": ("precision=float8-rowwise", "precision.emulate=true", *GPT),
     "float8-tensorwise": ("precision=float8-tensorwise", "precision.emulate=true", "model=vit"),
-}
+    "transformer-engine": ("precision=transformer-engine", "precision.emulate=true", *GPT),
+    "transformer-engine-mxfp8": ("precision=transformer-engine-mxfp8", "precision.emulate=true",
+                                 *GPT),
+    "tf32": ("precision=tf32", "precision.emulate=true", *GPT),
+}  # fmt: skip
 
 
 def built(compose, *overrides):
@@ -77,7 +81,7 @@ def test_the_program_computes_what_the_evaluation_computes(compose, tmp_path, ca
         if "tensorwise" in case:  # one scale for the whole batch
             wanted = evaluated(model, precision, inputs[:rows])
         # A last bit that differs may move a value to the next of the few that FP8 has.
-        eps = 0.125 if case.startswith(("float8", "int8")) else torch.finfo(precision.compute).eps
+        eps = 0.125 if case.startswith(("float8", "int8", "transformer")) else torch.finfo(precision.compute).eps
         wanted_rows = wanted[:rows]
         assert (found - wanted_rows).norm() / wanted_rows.norm() < eps**0.5
 

@@ -210,7 +210,8 @@ class Course:
         self, alive: list[str], found: Sequence[RunResult], costs: Mapping[str, float], rounds: int
     ) -> list[str]:
         """Those on which the budget gives a verdict, which takes so many rounds more."""
-        merits = {r.precision: self._merit(r) for r in found if r.precision in alive}
+        home = next(r for r in found if r.precision == BASE)
+        merits = {r.precision: self._merit(r, home) for r in found if r.precision in alive}
         others = sorted((n for n in alive if n != BASE), key=lambda n: merits[n], reverse=True)
         left, kept = self.trials.left - rounds * costs[BASE], {BASE}
         for name in others:
@@ -221,11 +222,11 @@ class Course:
             self.console.print(f"no time for more seeds of {', '.join(dropped)}")
         return [name for name in alive if name in kept]
 
-    def _merit(self, result: RunResult) -> float:
-        """By the objective, of one trial."""
+    def _merit(self, result: RunResult, base: RunResult) -> float:
+        """By the objective, of one trial; nobody knows whether what is emulated would be faster."""
         match self.settings.objective:
             case "time":
-                return 0.0 if result.precision in self.asked.emulated else -(result.step_ms or 0.0)
+                return -(result.step_ms or base.step_ms or 0.0)
             case "memory":
                 return -((result.weights_mib or 0.0) + (result.optimizer_mib or 0.0))
             case _:
