@@ -26,11 +26,12 @@ from runner.tasks.language import Language
 
 CPU = torch.device("cpu")
 WIDTH = 1024
+EMULATED = ("tf32", "float8", "transformer-engine")
 OPTIMIZERS = ("Adam8bit", "AdamW8bit", "Lion8bit", "AdamW4bit", "AdamWFp8")
 
 
 def here() -> list[str]:
-    """Precisions that run here; FP8 emulated."""
+    """Precisions that run here, or are emulated."""
     found = []
     for name in names():
         try:
@@ -42,7 +43,7 @@ def here() -> list[str]:
 
 
 def made(name: str):
-    return load(name, **({"emulate": True} if name.startswith("float8") else {}))
+    return load(name, **({"emulate": True} if name.startswith(EMULATED) else {}))
 
 
 def layer(name: str) -> tuple[float, float]:
@@ -115,7 +116,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     chosen = here()
-    timed = {name: steps(name) for name in chosen if not name.startswith("float8")}
+    timed = {name: steps(name) for name in chosen if not name.startswith(EMULATED)}
     times = interleave(timed, rounds)
     base = [wall for _, wall in times["32-true"]]
     figures, rows = {}, []

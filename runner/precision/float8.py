@@ -152,17 +152,20 @@ def _require_device(name: str, device: torch.device, emulate: bool) -> None:
     if device.type == "mps":  # it has neither the dtypes nor the float64 that scales are made in
         raise Unavailable(
             f"precision={name} cannot run on mps, not even emulated: it has no FP8 dtypes.",
-            "Type precision=bf16-mixed.",
+            "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
         )
     if is_tpu(device):
         raise Unavailable(
             f"precision={name} cannot run on a TPU, not even emulated: its recipes are those of "
             "NVIDIA GPUs.",
-            "Type precision=bf16-mixed.",
+            "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
         )
     if emulate:
         return
-    remedy = "Type precision.emulate=true, which is slow, or precision=bf16-mixed."
+    remedy = (
+        "Type precision.emulate=true for its numbers without its speed, or precision=bf16-mixed, "
+        "the nearest that runs here."
+    )
     wants = f"precision={name} needs an NVIDIA GPU of compute capability 8.9 or higher;"
     if device.type != "cuda":
         raise Unavailable(f"{wants} this run is on {kind(device)}.", remedy)

@@ -14,7 +14,10 @@ import torch
 from runner import tpu
 from runner.errors import Unavailable
 
-NEAREST = "Nearest that runs here: precision=bf16-mixed."
+NEAREST = (
+    "Type precision.emulate=true for its numbers without its speed, or precision=bf16-mixed, the "
+    "nearest that runs here."
+)
 INSTALL = 'Type pip install "precision-runner[transformer-engine]".'
 
 

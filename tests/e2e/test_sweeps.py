@@ -102,7 +102,7 @@ def test_a_sweep_tells_what_this_machine_lacks_from_what_failed(quick, tmp_path)
     assert done.rc == 2
     (line,) = [row for row in done.stdout.splitlines() if row.startswith("│ tf32 ")]
     assert "unavailable" in line
-    assert "Nearest that runs here: precision=32-true." in done.stdout.replace("\n", "")
+    assert "precision=32-true, the nearest that runs here." in done.stdout.replace("\n", "")
     assert "Traceback" not in done.stderr
     (result,) = tmp_path.glob("outputs/sweeps/*/0/result.json")
     assert json.loads(result.read_text())["status"] == "unavailable"

@@ -126,7 +126,8 @@ def test_the_device_is_asked_first(name):
         error = refusal(name, device)
         assert f"precision={name} needs an NVIDIA GPU of compute capability" in error.what
         assert error.what.endswith(f"this run is on {device}.")
-        assert error.remedy == "Nearest that runs here: precision=bf16-mixed."
+        assert error.remedy.startswith("Type precision.emulate=true for its numbers")
+        assert error.remedy.endswith("precision=bf16-mixed, the nearest that runs here.")
 
 
 RUNS = {
