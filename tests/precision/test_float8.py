@@ -341,7 +341,7 @@ def test_what_a_gpu_must_be(name, monkeypatch):
 @pytest.mark.parametrize("emulate", [False, True])
 def test_mps_has_no_fp8(emulate):
     error = refusal(support.load(TENSORWISE, emulate=emulate), MPS)
-    assert error.remedy == "Type precision=bf16-mixed."
+    assert error.remedy == ("Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.")
 
 
 def test_a_missing_package_is_named_after_the_device(monkeypatch):
