@@ -1,9 +1,12 @@
 """mode=advise by its command: real trials, a real store, one answer."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +88,7 @@ def test_the_report_is_rebuilt_from_the_store_alone(advised, inside, tmp_path, s
         (["hydra.launcher.n_jobs=2"], "one after another"),
         (["hydra.sweep.subdir=x"], "Leave hydra.sweep.subdir= out"),
         (["precision.nonsense=1"], "none of"),
+        (["precision=bf16-mixed", "precision.emulate=true"], "lacks none of 32-true, bf16-mixed"),
         (["model=gpt", "data=digits", "tracking=none"], "error: "),
     ],
 )
@@ -96,7 +100,26 @@ def test_what_makes_no_sense_is_said_before_anything_runs(inside, tmp_path, word
     assert not list(tmp_path.glob("outputs/sweeps/*/*/result.json"))
 
 
-def test_a_stop_keeps_what_was_found_and_it_can_be_gone_on_with(clean, tmp_path):
+def test_what_is_missing_is_emulated_and_what_is_here_is_not(inside, tmp_path):
+    words = ("precision=bf16-mixed,tf32,transformer-engine", "precision.emulate=true",
+             "model.hidden=[32]", "tracking=none", "advise.budget=3m",
+             "advise.islands=false")  # fmt: skip
+    with inside(tmp_path) as main:
+        done = main(*WORDS[:3], *WORDS[4:], *words)
+    assert done.rc == 0, done.stderr
+    results = [RunResult.read(p.parent) for p in tmp_path.glob("outputs/sweeps/*/*/result.json")]
+    emulated = {r.precision for r in results if r.kernels == "emulated"}
+    assert emulated == {"tf32", "transformer-engine"}
+    assert all(r.examples_per_second is None for r in results if r.precision in emulated)
+    assert done.stdout.count("unknown") == 2
+    (page,) = tmp_path.glob("outputs/sweeps/*/report.md")
+    assert "precision=tf32 precision.emulate" not in page.read_text()  # where its hardware is
+
+
+@pytest.fixture
+def gone_on_with(clean, tmp_path):
+    """Stops a command where it is due, goes on with it, and gives all results of both."""
+
     def begun(*words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "runner", *words], cwd=tmp_path, env=clean, text=True,
@@ -106,20 +129,48 @@ def test_a_stop_keeps_what_was_found_and_it_can_be_gone_on_with(clean, tmp_path)
     def results() -> list[RunResult]:
         return [RunResult.read(p.parent) for p in tmp_path.glob("outputs/sweeps/*/*/result.json")]
 
-    run, until = begun(*WORDS, "tracking=none", "advise.steps=60"), time.monotonic() + 90
-    while len(results()) < 4:  # in the second seed
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    run.send_signal(signal.SIGINT)
-    told = run.communicate(timeout=60)[0]
-    assert run.returncode == 130, told
-    assert "which precision?" in told
-    assert "sweep.resume=" in told
-    done = {r.folder: r.seconds for r in results() if r.status == "finished"}
-    assert len(done) >= 2
-    again = begun("sweep.resume=last")
-    told = again.communicate(timeout=120)[0]
-    assert again.returncode == 0, told
-    after = {r.folder: r.seconds for r in results() if r.status == "finished"}
-    assert len(after) == 6
-    assert done.items() <= after.items()  # not done again
+    def run(due: Callable[[list[RunResult]], bool], *words: str):
+        first, until = begun(*words), time.monotonic() + 120
+        while not due(results()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        first.send_signal(signal.SIGINT)
+        told = first.communicate(timeout=60)[0]
+        assert first.returncode == 130, told
+        assert "which precision?" in told
+        assert "sweep.resume=" in told
+        before = [r for r in results() if r.status == "finished" or r.diverged]
+        again = begun("sweep.resume=last")
+        told = again.communicate(timeout=180)[0]
+        assert again.returncode == 0, told
+        return before, results()
+
+    return run
+
+
+def taken(results: list[RunResult]) -> set[tuple[str, float]]:
+    return {(r.folder, r.seconds) for r in results}
+
+
+def test_a_stop_keeps_what_was_found_and_it_can_be_gone_on_with(gone_on_with):
+    before, after = gone_on_with(
+        lambda found: len(found) >= 4,  # in the second seed
+        *WORDS, "tracking=none", "advise.steps=60",
+    )  # fmt: skip
+    assert len(before) >= 2
+    assert len([r for r in after if r.status == "finished"]) == 6
+    assert taken(before) <= taken(after)  # not done again
+
+
+def test_a_search_for_islands_is_gone_on_with(gone_on_with, clean):
+    here = Path(__file__).parents[1] / "advise"
+    clean["PYTHONPATH"] = os.pathsep.join([str(here), clean.get("PYTHONPATH", "")])
+    before, after = gone_on_with(
+        lambda found: any("keep_fp32" in r.group for r in found),
+        "mode=advise", "--config-dir", str(here / "planted" / "conf"), "precision=16-mixed",
+        "experiment=broken_by_range", "tracking=none", "accelerator=cpu", "advise.steps=200",
+        "advise.seeds=3", "advise.budget=3m",
+    )  # fmt: skip
+    assert taken(before) <= taken(after)
+    assert len({tuple(r.overrides) for r in after}) == len(after)  # none was laid out anew
+    assert sum("keep_fp32=[wide]" in r.group for r in after) >= 3
