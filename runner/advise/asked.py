@@ -69,8 +69,7 @@ class Asked:
                 f"precision={unknown[0]}: mode=advise does not know it. Allowed: "
                 f"{', '.join(names())}."
             )
-        wanted = extras.get("precision.emulate")
-        imitated = wanted is not None and wanted.value() is True
+        imitated = _imitated(extras)
         emulated = [s.name for s in rows if s.why and imitated and _takes(s.name, "emulate")]
         chosen = named or [*_here(spec, emulated, rows)]
         precisions = [BASE, *(name for name in chosen if name != BASE)]
@@ -185,6 +184,18 @@ def _refuse_alien(extras: Mapping[str, Override], fitting: Mapping[str, Sequence
             f"{alien[0]}: none of {', '.join(fitting)} has such a key. Leave it out, or name the "
             "precisions that it is for."
         )
+
+
+def _imitated(extras: dict[str, Override]) -> bool:
+    """Whether what is missing is to be emulated; to say that it is not says nothing."""
+    if "precision.emulate" not in extras:
+        return False
+    wanted = extras["precision.emulate"]
+    if not isinstance(wanted.value(), bool):
+        raise ConfigError(f"{wanted.input_line} is not known. Allowed: true, false.")
+    if not wanted.value():
+        del extras["precision.emulate"]
+    return bool(wanted.value())
 
 
 def _here(spec: RunSpec, emulated: Collection[str], rows: Sequence[Support]) -> Iterator[str]:

@@ -45,7 +45,8 @@ class AdviseSweeper(Sweeper):
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
         asked = Asked.of(self.config)
-        resumed = Question.read(folder) if self.config.hydra.callbacks.sweep.resume else None
-        trials = Trials(self.launcher, folder, asked.spec.advise.seconds or 0.0)
+        resumes = bool(self.config.hydra.callbacks.sweep.resume)
+        resumed = Question.read(folder) if resumes else None
+        trials = Trials(self.launcher, folder, asked.spec.advise.seconds or 0.0, resumes)
         Course(asked, trials, resumed).run()
         return None

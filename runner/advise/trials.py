@@ -18,14 +18,15 @@ class Trials:
 
     Args:
         launcher: set up.
-        folder: the sweep's. Where it holds jobs, these go on with them.
+        folder: the sweep's.
         budget: seconds from now.
+        resumes: goes on with the jobs that the folder holds.
     """
 
-    def __init__(self, launcher: Launcher, folder: Path, budget: float) -> None:
+    def __init__(self, launcher: Launcher, folder: Path, budget: float, resumes: bool) -> None:
         self.launcher, self.folder, self.budget = launcher, folder, budget
         self._began = perf_counter()
-        self._before = {int(Path(r.folder).name): r for r in self.results()}
+        self._before = {int(Path(r.folder).name): r for r in self.results() if resumes}
         self._next = max(self._before, default=-1) + 1
 
     @property
@@ -38,7 +39,7 @@ class Trials:
         SystemExit where a signal has stopped the sweep."""
         numbers = [self._number(words) for words in jobs]
         for number, words in zip(numbers, jobs, strict=True):
-            if done(self.folder / str(number), words) is None:
+            if number not in self._before or not done(self.folder / str(number), words):
                 self.launcher.launch([[*words]], initial_job_idx=number)
         found = {int(Path(r.folder).name): r for r in self.results()}
         return [found[number] for number in numbers if number in found]

@@ -88,6 +88,7 @@ def test_the_report_is_rebuilt_from_the_store_alone(advised, inside, tmp_path, s
         (["hydra.launcher.n_jobs=2"], "one after another"),
         (["hydra.sweep.subdir=x"], "Leave hydra.sweep.subdir= out"),
         (["precision.nonsense=1"], "none of"),
+        (["precision.emulate=maybe"], "Allowed: true, false"),
         (["precision=bf16-mixed", "precision.emulate=true"], "lacks none of 32-true, bf16-mixed"),
         (["model=gpt", "data=digits", "tracking=none"], "error: "),
     ],
