@@ -41,8 +41,6 @@ CASES = {
     "float8-rowwise": ("precision=float8-rowwise", "precision.emulate=true", *GPT),
     "float8-tensorwise": ("precision=float8-tensorwise", "precision.emulate=true", "model=vit"),
     "transformer-engine": ("precision=transformer-engine", "precision.emulate=true", *GPT),
-    "transformer-engine-mxfp8": ("precision=transformer-engine-mxfp8", "precision.emulate=true",
-                                 *GPT),
     "tf32": ("precision=tf32", "precision.emulate=true", *GPT),
 }  # fmt: skip
 

@@ -125,11 +125,11 @@ def check(main, records, tmp_path, at, *typed):
 @pytest.mark.parametrize(
     "precision",
     ["64-true", "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true",
-     "bnb-int8-training", "tf32", "float8-tensorwise", "float8-rowwise", "transformer-engine",
+     "bnb-int8-training", "float8-tensorwise", "float8-rowwise", "transformer-engine",
      "transformer-engine-nvfp4"],
 )  # fmt: skip
 def test_every_precision_goes_on_as_if_nothing_had_happened(precision, main, records, tmp_path):
-    imitated = precision.startswith(("tf32", "float8", "transformer-engine"))
+    imitated = precision.startswith(("float8", "transformer-engine"))
     more = ("precision.emulate=true",) if imitated else ()
     if precision == "16-true":
         more = ("optimizer.eps=1e-4",)

@@ -124,9 +124,10 @@ class Course:
         """
         seconds = max(1.0, FIRST_LOOK * self.trials.budget)
         words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_NEVER}"]
-        if limit := self.asked.spec.train.max_steps:
-            words.append(f"train.max_steps={limit}")
-        self.console.print(f"{BASE} for {seconds:.0f} s, to see its pace")
+        limits = [n for n in (self.asked.spec.train.max_steps, self.settings.steps) if n]
+        if limits:
+            words.append(f"train.max_steps={min(limits)}")
+        self.console.print(f"{BASE} for {seconds:.0f} s at most, to see its pace")
         result = self.trials.launch([self.asked.look(BASE, self.asked.seed, *words)])[0]
         if result.status != "finished" or not result.step_ms:
             self.trials.discard()
@@ -138,7 +139,7 @@ class Course:
         start = max(0.0, result.seconds - result.steps * step) + START
         ended = result.steps * step < 0.8 * seconds
         self.trials.discard()
-        return step, start, result.steps if ended else limit or _NEVER
+        return step, start, result.steps if ended else min(limits, default=_NEVER)
 
     def _steps(self, step: float, start: float, most: int) -> int:
         """A round number, so that the same machine gives the same one again."""
