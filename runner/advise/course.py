@@ -128,7 +128,9 @@ class Course:
         if limits:
             words.append(f"train.max_steps={min(limits)}")
         self.console.print(f"{BASE} for {seconds:.0f} s at most, to see its pace")
-        result = self.trials.launch([self.asked.look(BASE, self.asked.seed, *words)])[0]
+        look = self.asked.look(BASE, self.asked.seed, *words)
+        self._settle(look)
+        result = self.trials.launch([look])[0]
         if result.status != "finished" or not result.step_ms:
             self.trials.discard()
             raise ConfigError(result.error or f"{BASE} took no step: there is nothing to compare.")
@@ -162,19 +164,22 @@ class Course:
             asked.emulated, own, asked.absent,
         )  # fmt: skip
         shared = {word for words in asked.own.values() for word in words}
-        fixed = asked.trial(BASE, asked.seed, *self._words())
-        ours = ("precision=", "seed=")
-        self.trials.settle([*(w for w in fixed if not w.startswith(ours)), *sorted(shared)])
+        self._settle([*asked.trial(BASE, asked.seed, *self._words()), *sorted(shared)])
         self.question.write(self.trials.folder)
         self._warn(steps * step + start)
         text = f"{steps} steps, {settings.seeds} seeds, {len(asked.precisions)} precisions"
         self.console.print(f"{text}: {', '.join(asked.precisions)}")
 
+    def _settle(self, words: Sequence[str]) -> None:
+        """Trials are named by what differs: their precision, their seed, and what heals."""
+        self.trials.settle([word for word in words if not word.startswith(("precision=", "seed="))])
+
     def _warn(self, trial: float) -> None:
         """Of a budget that gives no verdict, as far as float32 tells."""
         needs = LEAST * trial * len(self.asked.precisions)
         if needs > self.trials.left:
-            text = f"warning: {LEAST} seeds of each precision take about {needs / 60:.0f} minutes"
+            time = f"{needs / 60:.0f} minutes" if needs >= 120 else f"{needs:.0f} s"
+            text = f"warning: {LEAST} seeds of each precision take about {time}"
             self.console.print(f"{text}, and advise.budget={self.settings.budget}.")
 
     def _words(self, precision: str = BASE) -> list[str]:
