@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from runner.advise.asked import Asked
-from runner.advise.islands import Set, smallest
+from runner.advise.islands import Modules, smallest
 from runner.advise.trials import Trials
 from runner.build import build_group
 from runner.console import plain_console
@@ -64,7 +64,7 @@ class Healing:
         all_out = frozenset(tree[""]) if key == _IGNORE else None
         tried: dict[frozenset[str] | None, bool] = {all_out: True}
 
-        def heals(found: Set) -> bool:
+        def heals(found: Modules) -> bool:
             if frozenset(found) not in tried:
                 result = self._try(name, key, found, self.asked.seed)
                 gap = _gap(result, base) if result else float("inf")
@@ -93,7 +93,7 @@ class Healing:
             if key and not any(word.startswith(key) for word in self.asked.own.get(name, ())):
                 yield line
 
-    def _try(self, name: str, key: str, found: Set, seed: int) -> RunResult | None:
+    def _try(self, name: str, key: str, found: Modules, seed: int) -> RunResult | None:
         """One trial with the set; None where the budget has no time for it."""
         if self.trials.left < self.took:
             return None
@@ -137,7 +137,7 @@ def _key(precision: str) -> str:
     return "precision.keep_fp32" if policy.compute.itemsize < 4 else ""
 
 
-def _word(key: str, found: Set) -> str:
+def _word(key: str, found: Modules) -> str:
     """An override; names that YAML or Hydra would read as numbers are quoted."""
     names = (name if name.replace(".", "_").isidentifier() else f"'{name}'" for name in found)
     return f"{key}=[{','.join(names)}]"

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-Set = tuple[str, ...]
+Modules = tuple[str, ...]
 
 
 def smallest(
-    tree: Mapping[str, Sequence[str]], suspects: Sequence[str], heals: Callable[[Set], bool]
-) -> Set | None:
+    tree: Mapping[str, Sequence[str]], suspects: Sequence[str], heals: Callable[[Modules], bool]
+) -> Modules | None:
     """A set of modules none of which can be left out, or be narrowed to its parts.
 
     First the most suspicious modules alone, then all; of those that heal, one after another is
@@ -33,9 +33,9 @@ def smallest(
     return found
 
 
-def _first(suspects: Sequence[str], top: Sequence[str]) -> list[Set]:
+def _first(suspects: Sequence[str], top: Sequence[str]) -> list[Modules]:
     """Sets to begin with: one, two and four suspects, then everything."""
-    tries: list[Set] = [tuple(suspects[:n]) for n in (1, 2, 4) if n <= len(suspects)]
+    tries: list[Modules] = [tuple(suspects[:n]) for n in (1, 2, 4) if n <= len(suspects)]
     return [*tries, tuple(top)]
 
 
@@ -45,7 +45,7 @@ def _rank(name: str, rank: Mapping[str, int]) -> int:
     return min(inside, default=len(rank))
 
 
-def _without(found: Set, rank: Mapping[str, int], heals: Callable[[Set], bool]) -> Set:
+def _without(found: Modules, rank: Mapping[str, int], heals: Callable[[Modules], bool]) -> Modules:
     for name in sorted(found, key=lambda name: -_rank(name, rank)):
         fewer = tuple(other for other in found if other != name)
         if fewer and heals(fewer):
@@ -54,11 +54,11 @@ def _without(found: Set, rank: Mapping[str, int], heals: Callable[[Set], bool]) 
 
 
 def _narrowed(
-    found: Set,
+    found: Modules,
     tree: Mapping[str, Sequence[str]],
     rank: Mapping[str, int],
-    heals: Callable[[Set], bool],
-) -> Set | None:
+    heals: Callable[[Modules], bool],
+) -> Modules | None:
     """The set with one of its modules replaced by as few of its parts as do."""
     for name in found:
         others = tuple(other for other in found if other != name)
