@@ -28,27 +28,34 @@ def answer(advice: Advice) -> str:
         return (
             f"No advice: {BASE} itself did not train in every trial, and others are judged by it."
         )
-    unsure = [line.name for line in advice.lines if line.outcome == "unclear"]
-    more = (
-        f" Not enough evidence in this budget about {', '.join(unsure)}; a larger advise.budget "
-        "or advise.seeds may tell."
-        if unsure
-        else ""
-    )
+    unsure = any(line.outcome == "unclear" for line in advice.lines)
     if unsure and not any(line.judged and line.outcome != "unclear" for line in advice.lines):
-        return f"Stay with {BASE} for now: nothing could be judged.{more}"
-    if imitated := [n.name for n in advice.lines if n.emulated and n.outcome == "fit"]:
-        more += f" Emulated, {', '.join(imitated)} trained as well; only its hardware tells speed."
+        return f"Stay with {BASE} for now: nothing could be judged."
     aim = {"time": "faster", "memory": "smaller", "quality": "better"}[advice.question.objective]
     if pick.group.name == BASE:
-        return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}.{more}"
+        return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}."
     gains = " and ".join(filter(None, [_speed_gain(pick), _memory_gain(pick)]))
-    return f"Use {pick.name}: {gains or 'no costlier'}, and its loss is {_verdict(pick)}.{more}"
+    return f"Use {pick.name}: {gains or 'no costlier'}, and its loss is {_verdict(pick)}."
+
+
+def besides(advice: Advice) -> str:
+    """What else there is to say of the answer; empty where there is nothing."""
+    told = []
+    if unsure := [line.name for line in advice.lines if line.outcome == "unclear"]:
+        told.append(
+            f"Not enough evidence in this budget about {', '.join(unsure)}; a larger advise.budget "
+            "or advise.seeds may tell."
+        )
+    if imitated := [n.name for n in advice.lines if n.emulated and n.outcome == "fit"]:
+        told.append(
+            f"Emulated, {', '.join(imitated)} trained as well; only the hardware tells how fast."
+        )
+    return " ".join(told)
 
 
 def blocks(advice: Advice) -> Iterator[Block]:
     """The answer, the command to run next, the table, and how it was judged."""
-    yield Text(answer(advice), "answer")
+    yield from _told(advice)
     if advice.pick is not None:
         yield Text("Type next:")
         yield Commands(next_lines(advice))
@@ -73,7 +80,13 @@ def blocks(advice: Advice) -> Iterator[Block]:
 
 def summary(advice: Advice) -> tuple[list[Block], Table]:
     """The answer with its command, and the table, for the note of the parent run."""
-    return [Text(answer(advice), "answer"), Commands(next_lines(advice))], table(advice)
+    return [*_told(advice), Commands(next_lines(advice))], table(advice)
+
+
+def _told(advice: Advice) -> Iterator[Text]:
+    yield Text(answer(advice), "answer")
+    if more := besides(advice):
+        yield Text(more)
 
 
 def table(advice: Advice) -> Table:
@@ -253,6 +266,6 @@ def show(console: Console, advice: Advice) -> None:
     for row in made.rows:
         shown.add_row(*("\n".join(filter(None, (cell.text, cell.note))) for cell in row))
     console.print(shown)
-    console.print(answer(advice), soft_wrap=True)
+    console.print(" ".join(filter(None, [answer(advice), besides(advice)])), soft_wrap=True)
     for line in next_lines(advice):
         console.print(f"type next: {line}", soft_wrap=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runner.report.advice import Advice, Question, advise
-from runner.report.advised import answer, blocks, health, next_lines, reason, table
+from runner.report.advised import answer, besides, blocks, health, next_lines, reason, table
 from runner.report.data import Job, SweepData
 from runner.report.pages import write_report
 from runner.report.render import to_markdown
@@ -90,7 +90,7 @@ def test_few_seeds_are_not_enough_evidence() -> None:
     found = asked(trials("32-true", seeds=2), trials("bf16-mixed", 0.5, 200.0, seeds=2))
     assert outcomes(found)["bf16-mixed"] == "unclear"
     assert "of 3 seeds" in reason(found.lines[-1])
-    assert "Not enough evidence in this budget about bf16-mixed" in answer(found)
+    assert "Not enough evidence in this budget about bf16-mixed" in besides(found)
 
 
 def test_a_trial_that_was_cut_is_slow_and_not_judged() -> None:
