@@ -17,6 +17,7 @@ _NOT_TEXT = re.compile(r"^([-+]?\d+(\.\d*)?|null|true|false)$", re.IGNORECASE)
 _VALUED = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c",
            "--package", "-p", "--info", "--experimental-rerun"}  # fmt: skip
 
+_PRECISION = "precision."
 _SWEEPER = "hydra/sweeper=advise"
 _ADVISES = (_SWEEPER, "--multirun")
 _LOOKS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
@@ -45,7 +46,7 @@ def rewrite(argv: Sequence[str]) -> list[str]:
 
 def _lenient(text: str) -> str:
     """A key of some precisions, which the others that mode=advise tries do not have."""
-    return f"++{text}" if text.startswith("precision.") else text
+    return f"++{text}" if text.startswith(_PRECISION) else text
 
 
 def _advising(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -61,7 +62,12 @@ def _advising(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 def shorn(argv: Sequence[str]) -> list[str]:
     """A rewritten command as it was typed: without what makes mode=advise a sweep."""
-    return [text for text in argv if text not in _ADVISES] if _SWEEPER in argv else [*argv]
+    if _SWEEPER not in argv:
+        return [*argv]
+    typed = (
+        text.removeprefix("++") if text.startswith(f"++{_PRECISION}") else text for text in argv
+    )
+    return [text for text in typed if text not in _ADVISES]
 
 
 def _option(text: str) -> str:

@@ -26,7 +26,7 @@ class RunResult:
     """One run's outcome; written to `result.json` in its folder.
 
     Attributes:
-        status: finished, failed (diverged: by a guard), unavailable (on this machine) or stopped.
+        status: finished, failed (diverged: by a guard), unavailable (on this machine), stopped.
         group: the label without the seed; jobs of one group differ in it alone.
         quality: name of the metric that decides; its last value is metrics[quality].
         direction: "max" or "min", whether a greater or a smaller quality is better.
@@ -35,7 +35,7 @@ class RunResult:
         weights_mib: parameters and buffers after conversion; plain_weights_mib: in float32;
             optimizer_mib: what the optimizers hold.
         converted: layers, for example 53/54; empty for a precision that converts none.
-        trains: share of the parameters' elements that train.
+        trains: share of the parameters' elements that train; planned_steps: of the whole training.
         as_trained: in mode=evaluate, what the checkpoint reached in its own precision, trained_in.
         loss_scale: scale in force in the last step; None without one.
         kernels: of float16 on a CPU; "emulated" where the arithmetic is, which then has no speed.
@@ -58,6 +58,7 @@ class RunResult:
     metrics: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     steps: int = 0
+    planned_steps: int = 0
     train_loss: float | None = None
     examples_per_second: float | None = None
     step_ms: float | None = None

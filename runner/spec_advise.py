@@ -8,6 +8,7 @@ LONE_ADVICE = (
     "mode=advise chooses its own jobs. Type mode=advise on the command line, without sweep= and "
     "without another hydra/sweeper."
 )
+LEAST_BUDGET = 10
 OBJECTIVES = ("time", "memory", "quality")
 
 
@@ -43,6 +44,11 @@ class AdviseSpec:
         """What is wrong with the values, one message each."""
         if not self.seconds:
             yield f"advise.budget={self.budget} is no time. Type for example 90s, 5m or 1h."
+        elif self.seconds < LEAST_BUDGET:
+            yield (
+                f"advise.budget={self.budget} is too short for a trial of each precision. Allowed: "
+                f"{LEAST_BUDGET}s and more; a verdict takes minutes."
+            )
         if self.objective not in OBJECTIVES:
             allowed = ", ".join(OBJECTIVES)
             yield f"advise.objective={self.objective} is not known. Allowed: {allowed}."

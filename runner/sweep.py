@@ -113,9 +113,12 @@ class Sweep:
         self.tracker.close(word, error)
         reached = self.joins or self.tracker.complete
         whole = self._whole(console, data, jobs) if jobs and reached else data
+        if whole.jobs and whole.stopped:
+            console.print("Stopped. So far:")
         if whole.jobs:
             _conclude(console, whole)
-        self._say_where(console, results)
+        if results or status != 2:  # refused before its first job, it would be refused again
+            self._say_where(console, results)
         self.manifest.write(self.folder)
         self._held.close()
         return status or (1 if bad or self._refused() else 2 if lacking else 0)

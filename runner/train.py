@@ -67,6 +67,7 @@ def train(this: Run) -> RunResult:
         sizes["peak_memory_mib"] = leave_processes(this, tally.summary())  # the export has its own
         if not this.trouble:
             leave_model(this, state, loaders[1])
+        sizes["planned_steps"] = steps
         sizes["optimizer_mib"] = tensor_bytes(*state.state_tensors()) / MIB
     result = result_of(this, sizes | tally.summary(), perf_counter() - started)
     if this.trouble:

@@ -176,7 +176,7 @@ def _refuse_alien(extras: Mapping[str, Override], fitting: Mapping[str, Sequence
     used = {word.partition("=")[0] for words in fitting.values() for word in words}
     if "precision.emulate" in {*extras} - used:
         raise ConfigError(
-            f"{extras['precision.emulate'].input_line}: this machine lacks none of "
+            "precision.emulate=true: this machine lacks none of "
             f"{', '.join(fitting)} that could be emulated. Leave it out."
         )
     if alien := [key for key in extras if key not in used]:
@@ -192,7 +192,7 @@ def _imitated(extras: dict[str, Override]) -> bool:
         return False
     wanted = extras["precision.emulate"]
     if not isinstance(wanted.value(), bool):
-        raise ConfigError(f"{wanted.input_line} is not known. Allowed: true, false.")
+        raise ConfigError(f"precision.emulate={wanted.value()} is not known. Allowed: true, false.")
     if not wanted.value():
         del extras["precision.emulate"]
     return bool(wanted.value())

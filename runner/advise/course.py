@@ -117,7 +117,7 @@ class Course:
 
     def _pace(self) -> tuple[float, float, int]:
         """Seconds of a step of float32 and of what a job needs beside them, and the steps of the
-        whole run as far as they are known.
+        whole run.
 
         Raises:
             ConfigError: it does not train, or measures no loss.
@@ -138,10 +138,9 @@ class Course:
             self.trials.discard()
             raise ConfigError(f"mode=advise judges by {LOSS}, which task= does not measure.")
         step = result.step_ms / 1e3
-        start = max(0.0, result.seconds - result.steps * step) + START
-        ended = result.steps * step < 0.8 * seconds
+        start = max(0.0, result.seconds - result.steps * step) + START  # it may compile
         self.trials.discard()
-        return step, start, result.steps if ended else min(limits, default=_NEVER)
+        return step, start, result.planned_steps
 
     def _steps(self, step: float, start: float, most: int) -> int:
         """A round number, so that the same machine gives the same one again."""
@@ -202,15 +201,23 @@ class Course:
                 return
             seed, turn = self.asked.seed + number, number % len(alive)
             order = alive[turn:] + alive[:turn]
-            found = self.trials.launch(
-                [self.asked.trial(name, seed, *self._words(name)) for name in order]
-            )
+            found = self._round(order, seed)
             costs = {r.precision: r.seconds + START for r in found}
             alive = [name for name in alive if name in self._sound(found)]
             diverged |= any(r.outcome == "diverged" for r in found)
             if BASE not in alive or (len(alive) == 1 and not diverged):
                 return  # float32's other seeds are what a healed precision is judged by
             alive = self._affordable(alive, found, costs, LEAST - number - 1)
+
+    def _round(self, order: Sequence[str], seed: int) -> list[RunResult]:
+        """A trial of each, as far as the budget reaches."""
+        found: list[RunResult] = []
+        for number, name in enumerate(order):
+            if number and self.trials.left <= 0:
+                self.console.print(f"the budget ends before {', '.join(order[number:])}")
+                break
+            found += self.trials.launch([self.asked.trial(name, seed, *self._words(name))])
+        return found
 
     def _affordable(
         self, alive: list[str], found: Sequence[RunResult], costs: Mapping[str, float], rounds: int
@@ -232,7 +239,7 @@ class Course:
         """By the objective, of one trial; nobody knows whether what is emulated would be faster."""
         match self.settings.objective:
             case "time":
-                return -(result.step_ms or base.step_ms or 0.0)
+                return -(result.step_ms or base.step_ms or math.inf)
             case "memory":
                 return -((result.weights_mib or 0.0) + (result.optimizer_mib or 0.0))
             case _:

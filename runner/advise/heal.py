@@ -83,7 +83,10 @@ class Healing:
             if seed not in self._base() and self.trials.left > self.took:
                 self.trials.launch([self.asked.trial(BASE, seed, *self.words(BASE))])
             if self._try(name, key, found, seed) is None:
-                return
+                break
+        healed = f"{name} {_word(key, found)}"
+        if any(one.name == healed and one.failing for one in self.advice().lines):
+            self.console.print(f"{healed}: other seeds say that it does not heal it")
 
     def _failing(self, advice: Advice) -> Iterator[Line]:
         """Precisions whose numbers fail, and that can leave modules out, as nobody has said yet."""

@@ -32,6 +32,12 @@ def answer(advice: Advice) -> str:
     if unsure and not any(line.judged and line.outcome != "unclear" for line in advice.lines):
         return f"Stay with {BASE} for now: nothing could be judged."
     aim = {"time": "faster", "memory": "smaller", "quality": "better"}[advice.question.objective]
+    untimed = not any(n.beside and n.beside.speed for n in advice.lines if n.name != BASE)
+    if pick.group.name == BASE and advice.question.objective == "time" and untimed:
+        return (
+            f"Stay with {BASE} for now: no trial was long enough to tell a speed. Train for longer "
+            "(train.epochs, advise.steps, advise.budget), or type advise.objective=memory."
+        )
     if pick.group.name == BASE:
         return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}."
     gains = " and ".join(filter(None, [_speed_gain(pick), _memory_gain(pick)]))
@@ -41,11 +47,12 @@ def answer(advice: Advice) -> str:
 def besides(advice: Advice) -> str:
     """What else there is to say of the answer; empty where there is nothing."""
     told = []
-    if unsure := [line.name for line in advice.lines if line.outcome == "unclear"]:
-        told.append(
-            f"Not enough evidence in this budget about {', '.join(unsure)}; a larger advise.budget "
-            "or advise.seeds may tell."
-        )
+    unsure = [line for line in advice.lines if line.outcome == "unclear"]
+    if unsure:
+        tried = min(len(line.group.jobs) for line in unsure)
+        more = "a larger advise.budget" if tried < advice.question.seeds else "more advise.seeds"
+        names = ", ".join(line.name for line in unsure)
+        told.append(f"Not enough evidence in this budget about {names}; {more} may tell.")
     if imitated := [n.name for n in advice.lines if n.emulated and n.outcome == "fit"]:
         told.append(
             f"Emulated, {', '.join(imitated)} trained as well; only the hardware tells how fast."

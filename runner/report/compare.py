@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from runner.report.stats import Difference, Ratio, Spread, difference, paired
+from runner.report.stats import Difference, Ratio, Spread, difference
 from runner.result import LOSS, RunResult, change, shared
 
 BASE = "32-true"
@@ -196,13 +196,22 @@ def _qualities(group: Group) -> list[tuple[int | None, float]]:
 
 
 def _speed(group: Group, base: Group) -> Ratio | None:
-    """Ratios of examples/s, with the range that seeds span."""
+    """Ratios of examples/s, with the range that seeds span. A job that was too short has none, and
+    is no reason to compare others across seeds."""
     mine, others = _rates(group), _rates(base)
-    if (pairs := paired(mine, others)) or not mine or not others:
-        return Ratio.of(a / b for a, b in pairs)
+    if _share_seeds(group, base) or not mine or not others:
+        rates = dict(others)
+        return Ratio.of(rate / rates[seed] for seed, rate in mine if seed in rates)
     a, b = (sorted(rate for _, rate in rates) for rates in (mine, others))
     value = median(a) / median(b)
     return Ratio(value, min(len(a), len(b)), a[0] / b[-1], a[-1] / b[0])
+
+
+def _share_seeds(group: Group, base: Group) -> bool:
+    """Whether some seeds are in both, and each once."""
+    mine, others = ([job.seed for job in one.jobs] for one in (group, base))
+    once = len({*mine}) == len(mine) and len({*others}) == len(others)
+    return once and bool({*mine} & {*others} - {None})
 
 
 def _rates(group: Group) -> list[tuple[int | None, float]]:

@@ -154,3 +154,33 @@ def test_the_question_survives_its_file_and_a_damaged_one_is_none(tmp_path: Path
     assert Question.read(tmp_path) is None
     assert Question.read(tmp_path / "none") is None
     assert Question.of({"objective": 3}) is None
+
+
+def test_speeds_that_some_jobs_lack_are_compared_seed_by_seed() -> None:
+    slow = [replace(job, examples_per_second=10.0 * (job.seed or 1)) for job in BASE]
+    some = [replace(j, examples_per_second=None) if j.seed in (0, 1, 2) else j for j in slow]
+    half = [replace(j, examples_per_second=5.0 * (j.seed or 1)) for j in trials("bf16-mixed")]
+    line = next(n for n in asked(some, half).lines if n.name == "bf16-mixed")
+    assert line.beside is not None
+    assert line.beside.speed is not None
+    assert (line.beside.speed.low, line.beside.speed.high, line.beside.speed.n) == (0.5, 0.5, 2)
+    none = [replace(j, examples_per_second=None) for j in BASE]
+    found = asked(none, trials("bf16-mixed"))
+    assert answer(found).startswith("Stay with 32-true for now: no trial was long enough to tell")
+
+
+def test_equal_speeds_rank_by_what_is_known() -> None:
+    """Ranges that overlap are no order: the lighter one is the better."""
+    fast = changed(trials("bf16-mixed"), examples_per_second=200.0)
+    noisy = [replace(j, examples_per_second=195.0 + 5 * (j.seed or 0))
+             for j in trials("bf16-true", mib=5.0)]  # fmt: skip
+    assert asked(BASE, fast, noisy).lines[0].name == "bf16-true"
+    distinct = changed(trials("bf16-true", mib=5.0), examples_per_second=150.0)
+    assert asked(BASE, fast, distinct).lines[0].name == "bf16-mixed"
+
+
+def test_more_seeds_are_named_where_the_budget_was_enough() -> None:
+    unclear = [replace(j, metrics={LOSS: 1.0 + 0.05 * (-1) ** (j.seed or 0)})
+               for j in trials("bf16-mixed")]  # fmt: skip
+    assert "more advise.seeds may tell" in besides(asked(BASE, unclear))
+    assert "a larger advise.budget may tell" in besides(asked(BASE, unclear[:2]))
