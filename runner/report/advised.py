@@ -32,7 +32,10 @@ def answer(advice: Advice) -> str:
     if unsure and not any(line.judged and line.outcome != "unclear" for line in advice.lines):
         return f"Stay with {BASE} for now: nothing could be judged."
     aim = {"time": "faster", "memory": "smaller", "quality": "better"}[advice.question.objective]
-    untimed = not any(n.beside and n.beside.speed for n in advice.lines if n.name != BASE)
+    rivals = [line for line in advice.lines if line.name != BASE and not line.emulated]
+    if pick.group.name == BASE and not rivals:
+        return f"Stay with {BASE} on this machine: whatever else was tried is emulated."
+    untimed = not any(line.beside and line.beside.speed for line in rivals)
     if pick.group.name == BASE and advice.question.objective == "time" and untimed:
         return (
             f"Stay with {BASE} for now: no trial was long enough to tell a speed. Train for longer "
