@@ -62,7 +62,8 @@ class Sweep:
 
     def _open(self, resume: bool) -> None:
         command = self.manifest.command
-        name = f"sweep {' '.join(map(hide_override, self.manifest.overrides))}"[:250]
+        words = (hide_override(word).removeprefix("++") for word in self.manifest.overrides)
+        name = f"sweep {' '.join(words)}"[:250]
         tags = {"sweep_id": self.id, "output_dir": str(self.folder), "command": typed(command)}
         before = newest(self.folder) if resume else None
         self.tracker.open(

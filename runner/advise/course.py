@@ -110,7 +110,8 @@ class Course:
         except RunnerError:
             return {}
         told = {name: about(numbers, name) for name in failing}
-        found = [f"{name}: {text}" for name, text in told.items() if text]
+        nothing = f"in every module {BASE}'s numbers fit its formats"
+        found = [f"{name}: {text or nothing}" for name, text in told.items()]
         self.question = replace(self.question, found=found)
         self.question.write(self.trials.folder)
         return {name: suspects(numbers, name) for name in failing}

@@ -155,7 +155,18 @@ def _outcome(line: Line) -> str:
 
 
 def _why(line: Line) -> str:
-    return "; ".join(filter(None, (reason(line), line.found)))
+    return "; ".join(filter(None, (reason(line), line.found, _skips(line))))
+
+
+def _skips(line: Line) -> str:
+    """The remedy where a loss scale begins too high."""
+    scale, skipped = line.group.loss_scale, line.group.skipped
+    if line.outcome != "worse" or scale is None or skipped is None or not skipped.high:
+        return ""
+    return (
+        "steps were skipped until the loss scale had fallen; try "
+        f"precision.loss_scale.init_scale={scale.low:g}"
+    )
 
 
 def _verdict(line: Line) -> str:

@@ -184,3 +184,9 @@ def test_more_seeds_are_named_where_the_budget_was_enough() -> None:
                for j in trials("bf16-mixed")]  # fmt: skip
     assert "more advise.seeds may tell" in besides(asked(BASE, unclear))
     assert "a larger advise.budget may tell" in besides(asked(BASE, unclear[:2]))
+
+
+def test_a_scale_that_begins_too_high_is_named() -> None:
+    jobs = changed(trials("16-mixed", 0.5), skipped_steps=7, loss_scale=512.0)
+    made = table(asked(BASE, jobs))
+    assert "try precision.loss_scale.init_scale=512" in str(made.rows)
