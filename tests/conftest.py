@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+# Two test runs on one machine would wait for each other's threads at every tiny operation. Read as
+# torch is imported, by this process and by those that it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
@@ -21,10 +26,6 @@ from runner.config import register_schema, resolve
 
 ROOT = Path(__file__).parents[1]
 QUICK = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
-
-
-# Two test runs on one machine would wait for each other's threads at every tiny operation.
-torch.set_num_threads(1)
 
 
 def pytest_collection_finish():

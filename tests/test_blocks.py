@@ -13,7 +13,6 @@ from runner.state import Driven, TrainState
 from runner.step import train_step
 from runner.tasks.regression import Regression
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 

@@ -21,7 +21,6 @@ from runner.model import build_model
 from runner.precision import support
 from runner.spec import RunSpec
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1}
 MUON = {

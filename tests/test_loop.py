@@ -20,7 +20,6 @@ from runner.step import train_step
 from runner.stop import Stopped
 from runner.tasks.classification import Classification
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 

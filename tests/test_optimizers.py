@@ -17,7 +17,6 @@ from runner.precision.scale import DynamicScale
 from runner.spec import RunSpec
 from runner.state import Driven
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 BLOCKWISE = ("adam8bit", "adamw8bit", "lion8bit",
              "paged_adam8bit", "paged_adamw8bit", "paged_lion8bit")  # fmt: skip

@@ -14,7 +14,6 @@ from runner.step import examples_in, grad_norms, loss_of, train_step
 from runner.tasks.base import Task
 from runner.tasks.regression import Regression
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),

@@ -16,8 +16,6 @@ from runner.numerics.measure import (
 )
 from runner.precision.rounding import FLOAT16, FORMATS
 
-torch.set_num_threads(1)
-
 
 def measured(x, **more):
     (counted,) = count([Row(sample(x), **more)])
