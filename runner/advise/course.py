@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runner.accelerator import MIB, choose
 from runner.advise.asked import Asked
+from runner.advise.busy import busy
 from runner.advise.cause import about, suspects
 from runner.advise.heal import Healing
 from runner.advise.trials import Trials
@@ -17,9 +18,10 @@ from runner.memory_plan import forecast, largest
 from runner.numerics import read
 from runner.precision.base import Precision
 from runner.precision.support import load
-from runner.report.advice import Advice, Question, advise
+from runner.report.advice import Advice, advise
 from runner.report.compare import BASE
 from runner.report.judge import LEAST
+from runner.report.question import Question
 from runner.result import LOSS, RunResult
 from runner.room import USABLE, free
 
@@ -162,6 +164,7 @@ class Course:
             settings.objective, settings.tolerance, steps, seconds,
             settings.seeds, settings.budget, [*asked.command, *asked.words, *asked.seeded],
             asked.emulated, own, asked.absent,
+            busy=busy(choose(asked.spec.accelerator).device),
         )  # fmt: skip
         shared = {word for words in asked.own.values() for word in words}
         self._settle([*asked.trial(BASE, asked.seed, *self._words()), *sorted(shared)])

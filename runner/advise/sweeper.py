@@ -13,7 +13,7 @@ from runner.advise.asked import Asked
 from runner.advise.course import Course
 from runner.advise.trials import Trials
 from runner.plugins import register
-from runner.report.advice import Question
+from runner.report.question import Question
 
 
 def prepare(config: DictConfig) -> None:

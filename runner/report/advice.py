@@ -1,97 +1,21 @@
 """What trials in several precisions say about the one to use: ranked, judged, with its reasons."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from runner.config import known
-from runner.files import write_text
 from runner.report.compare import BASE, Comparison, Group, comparison, groups
 from runner.report.judge import LEAST, Judgement, judge, yardstick
+from runner.report.question import Question
 from runner.report.stats import Ratio
 from runner.result import LOSS, RunResult
-from runner.secrets import masked
 
 Outcome = Literal["recommended", "baseline", "fit", "unclear", "worse", "diverged", "slow",
                   "failed", "unavailable"]  # fmt: skip
-FILE = "advise.json"
 GAIN = 0.02
 """A share of memory below this is no gain."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What was asked.
-
-    Attributes:
-        objective: time, memory or quality.
-        tolerance: in standard deviations of 32-true's loss between seeds.
-        steps: of each trial.
-        seconds: after which a trial is cut.
-        seeds: that were asked for.
-        budget: as it was typed.
-        command: words of the command, without precision and mode, that trains the config.
-        emulated: precisions whose arithmetic is imitated here, which tells nothing of speed.
-        own: further words of a precision, as `float8-rowwise precision.emulate=true`.
-        absent: precisions that this machine lacks, as `tf32: why`.
-        found: what float32's numbers say of a precision that fails, as `16-mixed: what`.
-        memory: predicted of a precision, as `16-mixed: <MiB at the peak> <largest batch>`.
-    """
-
-    objective: str
-    tolerance: float
-    steps: int
-    seconds: int
-    seeds: int
-    budget: str
-    command: Sequence[str]
-    emulated: Sequence[str] = ()
-    own: Sequence[str] = ()
-    absent: Sequence[str] = ()
-    found: Sequence[str] = ()
-    memory: Sequence[str] = ()
-
-    def told(self, precision: str) -> str:
-        """What was found of a precision."""
-        return _of(precision, self.found)
-
-    def predicted(self, precision: str) -> tuple[float, int] | None:
-        """MiB at the peak, and the largest batch that fits (0: unknown)."""
-        with suppress(ValueError):
-            peak, batch = _of(precision, self.memory).split()
-            return float(peak), int(batch)
-        return None
-
-    @classmethod
-    def of(cls, values: object) -> "Question | None":
-        """From what was written; None where nothing that fits was."""
-        try:
-            found: dict[str, Any] = known(cls, values)
-            lists = {key: tuple(value) for key, value in found.items() if isinstance(value, list)}
-            return cls(**{**found, **lists})
-        except ValueError:
-            return None
-
-    @classmethod
-    def read(cls, folder: Path) -> "Question | None":
-        """That of a sweep's folder; None where it asked nothing."""
-        with suppress(OSError, ValueError):
-            return cls.of(json.loads((folder / FILE).read_text()))
-        return None
-
-    def write(self, folder: Path) -> None:
-        """Whole or not at all, without secrets. Raises OSError."""
-        write_text(folder / FILE, json.dumps(masked(asdict(self)), indent=2) + "\n")
-
-
-def _of(precision: str, texts: Sequence[str]) -> str:
-    start = f"{precision}: "
-    return next((text[len(start) :] for text in texts if text.startswith(start)), "")
 
 
 @dataclass(frozen=True)
@@ -104,6 +28,7 @@ class Line:
         step: at which it diverged.
         found: what float32's numbers say of it.
         predicted: see Question.
+        tried: words that leave modules out of it, none of which mended it.
     """
 
     group: Group
@@ -115,6 +40,7 @@ class Line:
     command: Sequence[str] = ()
     found: str = ""
     predicted: tuple[float, int] | None = None
+    tried: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -154,7 +80,8 @@ class Advice:
 
 def advise(results: Sequence[RunResult], question: Question) -> Advice:
     """Judge and rank every precision's trials."""
-    trials = [g for g in groups(results) if not _other(g)]
+    every = groups(results)
+    trials = [g for g in every if not _other(g)]
     base = next((g for g in trials if g.name == BASE), None)
     losses = _losses(base, question) if base else {}
     spread = yardstick([*losses.values()])
@@ -167,7 +94,8 @@ def advise(results: Sequence[RunResult], question: Question) -> Advice:
     ]
     if base is not None:
         lines.append(_baseline(base, question))
-    return Advice(question, _ranked(lines, question.objective), spread, mean)
+    ranked = _ranked([_tried(line, lines, every) for line in lines], question.objective)
+    return Advice(question, ranked, spread, mean)
 
 
 def _other(group: Group) -> bool:
@@ -192,6 +120,15 @@ def _gaps(group: Group, losses: Mapping[int | None, float], question: Question) 
     return [
         q - losses[s] for s, q in found.items() if s in losses and (chose is None or s != chose)
     ]
+
+
+def _tried(line: Line, lines: Sequence[Line], every: Sequence[Group]) -> Line:
+    """With what was tried on it, where none of it is good."""
+    own = [n for n in lines if n.group.settings and n.group.precision == line.group.precision]
+    if not line.failing or line.group.settings or any(one.good for one in own):
+        return line
+    tries = [g for g in every if g.precision == line.group.precision and g.settings]
+    return replace(line, tried=[g.settings for g in tries if "numerics." not in g.settings])
 
 
 def _baseline(base: Group, question: Question) -> Line:

@@ -9,9 +9,10 @@ from rich.table import Table as Grid
 from runner.memory_plan import MOST
 from runner.report.advice import Advice, Line
 from runner.report.compare import BASE
-from runner.report.conclusion import plus_minus, reach, times
-from runner.report.judge import ERROR, LEAST
+from runner.report.conclusion import reach, times
+from runner.report.judge import ERROR
 from runner.report.render import Block, Cell, Commands, Heading, Items, Table, Text, Tone
+from runner.report.verdict import gains, health, outcome, why
 from runner.result import LOSS, number
 from runner.shown import typed
 
@@ -19,6 +20,8 @@ HEAD = ("precision", "verdict", "speed", "memory", "predicted peak", "health")
 NUMBERS = ("speed", "memory", "predicted peak")
 TONES: dict[str, Tone] = {"recommended": "good", "worse": "bad", "diverged": "bad", "failed": "bad",
                           "unclear": "quiet", "slow": "quiet", "unavailable": "quiet"}  # fmt: skip
+BUSY = 0.25
+"""Share of the processors busy with other work above which speeds are in doubt."""
 
 
 def answer(advice: Advice) -> str:
@@ -43,8 +46,7 @@ def answer(advice: Advice) -> str:
         )
     if pick.group.name == BASE:
         return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}."
-    gains = " and ".join(filter(None, [_speed_gain(pick), _memory_gain(pick)]))
-    return f"Use {pick.name}: {gains or 'no costlier'}, and its loss is {_verdict(pick)}."
+    return f"Use {pick.name}: {gains(pick)}."
 
 
 def besides(advice: Advice) -> str:
@@ -59,6 +61,11 @@ def besides(advice: Advice) -> str:
     if imitated := [n.name for n in advice.lines if n.emulated and n.outcome == "fit"]:
         told.append(
             f"Emulated, {', '.join(imitated)} trained as well; only the hardware tells how fast."
+        )
+    if advice.question.busy > BUSY:
+        told.append(
+            f"Other programs kept {advice.question.busy:.0%} of the processors busy when this "
+            "began; speeds may differ on a quiet machine."
         )
     return " ".join(told)
 
@@ -121,7 +128,7 @@ def _row(line: Line) -> list[Cell]:
     mib = line.group.memory_mib if told else None
     return [
         Cell(line.name),
-        Cell(_outcome(line), TONES.get(line.outcome, ""), _why(line)),
+        Cell(outcome(line), TONES.get(line.outcome, ""), why(line)),
         Cell("unknown", "quiet", "emulated") if line.emulated else
         Cell(times(speed), note=reach(speed)),
         Cell("" if memory is None else f"{memory:.2f}",
@@ -137,101 +144,6 @@ def _predicted(line: Line) -> Cell:
     peak, batch = line.predicted
     more = " or more" if batch == MOST else ""
     return Cell(f"{number(peak)} MiB", note=f"largest batch {batch}{more}" if batch else "")
-
-
-def _outcome(line: Line) -> str:
-    if line.outcome == "diverged":
-        return f"diverged at step {line.step}"
-    if line.outcome == "worse" and line.judged:
-        return f"worse by {plus_minus(line.judged.gap, line.judged.half)}"
-    words = {"fit": "indistinguishable", "unclear": "not enough evidence", "slow": "too slow here",
-             "failed": "cannot train this", "unavailable": "not on this machine",
-             "baseline": "the yardstick"}  # fmt: skip
-    if line.outcome == "recommended":
-        return "recommended"
-    if line.judged and line.judged.verdict == "better":
-        return "better"
-    return words[line.outcome]
-
-
-def _why(line: Line) -> str:
-    return "; ".join(filter(None, (reason(line), line.found, _skips(line))))
-
-
-def _skips(line: Line) -> str:
-    """The remedy where a loss scale begins too high."""
-    scale, skipped = line.group.loss_scale, line.group.skipped
-    if line.outcome != "worse" or scale is None or skipped is None or not skipped.high:
-        return ""
-    return (
-        "steps were skipped until the loss scale had fallen; try "
-        f"precision.loss_scale.init_scale={scale.low:g}"
-    )
-
-
-def _verdict(line: Line) -> str:
-    judged = line.judged
-    if judged is None:
-        return "the yardstick"
-    if judged.verdict == "better":
-        return f"lower by {plus_minus(-judged.gap, judged.half)}"
-    return f"indistinguishable from {BASE}'s"
-
-
-def health(line: Line) -> str:
-    """What the numbers went through: skipped steps, the scale, weights that did not move."""
-    group, parts = line.group, []
-    steps = sum(job.steps for job in group.jobs)
-    skipped = sum(job.skipped_steps or 0 for job in group.jobs)
-    if skipped:
-        parts.append(f"{skipped / max(steps, 1):.1%} of steps overflowed")
-    if group.loss_scale:
-        parts.append(f"loss scale {number(group.loss_scale.low)} at the end")
-    stagnant = [job.stagnant_share for job in group.jobs if job.stagnant_share]
-    if stagnant and max(stagnant) >= 0.01:
-        parts.append(f"{max(stagnant):.0%} of the weights did not move")
-    return "; ".join(parts)
-
-
-def reason(line: Line) -> str:
-    """The numbers behind the verdict, or what kept the precision from one."""
-    group, judged = line.group, line.judged
-    if line.outcome in ("failed", "unavailable", "diverged") and group.reasons:
-        return group.reasons[0].split("\n")[0]
-    if line.outcome == "slow":
-        least = min(job.steps for job in group.jobs)
-        return f"a trial came to step {least} in more than four times what {BASE} takes"
-    if judged is None:
-        return _spread(line) if line.name == BASE else ""
-    seeds = f"{judged.n} seeds"
-    if judged.n < LEAST:
-        return f"loss {judged.gap:+.2g} over {judged.n} of {LEAST} seeds that a verdict needs"
-    tolerated = f"tolerated {number(judged.margin)}"
-    return f"loss {plus_minus(judged.gap, judged.half, '+')}, {tolerated}, {seeds}"
-
-
-def _spread(line: Line) -> str:
-    loss = line.group.loss
-    if loss is None:
-        return ""
-    if loss.sd is None:
-        return f"loss {number(loss.mean)}, one seed"
-    return f"loss {number(loss.mean)}, seeds differ by {number(loss.sd)}"
-
-
-def _speed_gain(line: Line) -> str:
-    c = line.beside
-    if c is None or c.speed is None or c.pace not in ("faster", "slower"):
-        return ""
-    return f"{times(c.speed)} × as fast as {BASE}"
-
-
-def _memory_gain(line: Line) -> str:
-    c = line.beside
-    if c is None or c.memory is None or f"{c.memory:.2f}" == "1.00":
-        return ""
-    what = "weights and optimizer state" if line.group.on_cpu else "peak memory"
-    return f"{c.memory:.2f} × its {what}"
 
 
 def _how(advice: Advice) -> Iterator[tuple[str, str]]:

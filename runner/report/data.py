@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runner.report.advice import Advice, Question, advise
+from runner.report.advice import Advice, advise
+from runner.report.question import Question
 from runner.result import RunResult
 from runner.tracking.history import Curve
 

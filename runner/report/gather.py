@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from runner.manifest import Manifest
 from runner.origin import short
-from runner.report.advice import Question
 from runner.report.data import Job, SweepData
+from runner.report.question import Question
 from runner.result import FILE, RunResult, read_results
 from runner.secrets import hide, masked
 from runner.shown import typed

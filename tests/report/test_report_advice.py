@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from runner.report.advice import Advice, Question, advise
-from runner.report.advised import answer, besides, blocks, health, next_lines, reason, table
+from runner.report.advice import Advice, advise
+from runner.report.advised import answer, besides, blocks, next_lines, table
 from runner.report.data import Job, SweepData
 from runner.report.pages import write_report
+from runner.report.question import Question
 from runner.report.render import to_markdown
+from runner.report.verdict import health, reason
 from runner.result import LOSS, RunResult
 
 ASKED = Question("time", 1.0, 100, 60, 5, "5m", ["python", "-m", "runner", "model=mlp"])
@@ -119,6 +121,23 @@ def test_islands_that_heal_are_lines_of_their_own_and_tries_are_none() -> None:
     assert outcomes(found) == {f"16-mixed {kept}": "recommended", "32-true": "baseline",
                                "16-mixed": "worse"}  # fmt: skip
     assert next_lines(found) == [f"python -m runner model=mlp precision=16-mixed '{kept}'"]
+
+
+def test_what_was_tried_in_vain_is_told_where_nothing_mends() -> None:
+    stem, head = "precision.keep_fp32=[stem]", "precision.keep_fp32=[stem,head]"
+    bad = [trials("16-mixed", 0.5), *(trials("16-mixed", 0.4, seeds=1, settings=s)
+                                      for s in (stem, head))]  # fmt: skip
+    page = to_markdown("", [table(asked(BASE, *bad))])
+    assert f"tried in vain: {stem}, {head}" in page.replace("\\", "")
+    mended = trials("16-mixed", 0.001, settings="precision.keep_fp32=[head]")
+    assert "in vain" not in to_markdown("", [table(asked(BASE, *bad, mended))])
+
+
+def test_a_busy_machine_is_named() -> None:
+    jobs = trials("bf16-mixed", 0.001, 150.0)
+    assert besides(asked(BASE, jobs, question=replace(ASKED, busy=0.05))) == ""
+    loaded = asked(BASE, jobs, question=replace(ASKED, busy=0.6))
+    assert "60% of the processors busy" in besides(loaded)
 
 
 def test_float32_that_diverges_leaves_no_advice() -> None:
