@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from serving import Server
 
 JOBS = '''
 import os
@@ -166,20 +166,10 @@ def slurm(tmp_path, monkeypatch):
 @pytest.fixture
 def server(tmp_path_factory):
     """The address of `mlflow server`, with its first answer under way."""
-    folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = [f"--backend-store-uri=sqlite:///{folder}/mlflow.db", "--workers=1",
-               f"--artifacts-destination={folder}/artifacts", f"--port={port}"]  # fmt: skip
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", *options],
-            stdout=log, stderr=log, cwd=folder, start_new_session=True,
-        )  # fmt: skip
-    yield f"http://127.0.0.1:{port}"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=20)
+    running = Server(tmp_path_factory.mktemp("server"))
+    running.start(wait=False)
+    yield running.url
+    running.stop()
 
 
 @pytest.mark.slow

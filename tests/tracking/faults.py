@@ -2,15 +2,12 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
 from pathlib import Path
-from urllib.request import urlopen
 
 from fault_trainer import BEGAN_MS, values
 
@@ -23,47 +20,6 @@ with warnings.catch_warnings():
 
 ROOT = Path(__file__).parents[2]
 GREATEST = 1.7976931348623157e308
-
-
-class Server:
-    """An MLflow server with one worker on SQLite, at one address through all its lives."""
-
-    def __init__(self, folder):
-        self.folder, self.process = folder, None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.uri = f"http://127.0.0.1:{self.port}"
-
-    def start(self, wait=True):
-        options = [
-            f"--backend-store-uri=sqlite:///{self.folder}/mlflow.db",
-            f"--artifacts-destination={self.folder}/artifacts",
-            "--host=127.0.0.1", f"--port={self.port}", "--workers=1",
-        ]  # fmt: skip
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mlflow", "server", *options],
-                stdout=log, stderr=log, cwd=self.folder, start_new_session=True,
-                env={**clean_env(), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},  # starts sooner
-            )  # fmt: skip
-        while wait and not self.answers():
-            assert self.process.poll() is None, (self.folder / "server.log").read_text()
-            time.sleep(0.1)
-
-    def answers(self):
-        try:
-            with urlopen(f"{self.uri}/health", timeout=1) as answer:
-                return answer.status == 200
-        except OSError:
-            return False
-
-    def kill(self):
-        """SIGKILL to the server and its workers."""
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(timeout=20)
-            self.process = None
 
 
 def clean_env():

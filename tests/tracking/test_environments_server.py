@@ -5,19 +5,16 @@ import http.client
 import os
 import pwd
 import shutil
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
-import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from serving import Server, free_port
 
 pytestmark = pytest.mark.slow
 TINY = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
@@ -25,41 +22,15 @@ SECRET = "pass-word-17"
 DRIVERS = [name for name in ("psycopg2", "psycopg") if find_spec(name)]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextmanager
-def serving(backend, folder):
-    """`mlflow server` with one worker; gives its address once it answers."""
-    port = free_port()
-    options = [f"--backend-store-uri={backend}", f"--artifacts-destination={folder}/artifacts",
-               "--host=127.0.0.1", f"--port={port}", "--workers=1"]  # fmt: skip
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", *options],
-            stdout=log, stderr=log, cwd=folder, start_new_session=True,
-        )  # fmt: skip
+def serving(store, folder):
+    """Gives a server's address once it answers."""
+    server = Server(folder, store)
     try:
-        _await(port, server, folder / "server.log")
-        yield f"http://127.0.0.1:{port}"
+        server.start()
+        yield server.url
     finally:
-        os.killpg(server.pid, signal.SIGKILL)  # its workers take long to end on request
-        server.wait(timeout=20)
-
-
-def _await(port, server, log):
-    for _ in range(900):
-        assert server.poll() is None, log.read_text()
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise AssertionError(log.read_text())
+        server.stop()
 
 
 @contextmanager

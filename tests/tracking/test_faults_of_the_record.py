@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 
 import pytest
+from serving import Server
 
 sys.path.insert(0, str(Path(__file__).parent))
-from faults import ROOT, Server, Trainer, counted, progress_of, status_of
+from faults import ROOT, Trainer, counted, progress_of, status_of
 
 from runner.sync import sync
 from runner.tracking import journal as journals
@@ -35,7 +36,7 @@ def server(tmp_path):
     folder.mkdir()
     server = Server(folder)
     yield server
-    server.kill()
+    server.stop()
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def outages(server, number, chance, up=(0.5, 4.0), down=(0.2, 2.0)):
     away = []
     for _ in range(number):
         time.sleep(chance.uniform(*up))
-        server.kill()
+        server.stop()
         began = time.monotonic()
         time.sleep(chance.uniform(*down))
         server.start()
@@ -81,10 +82,10 @@ def lonely(tmp_path_factory):
 @pytest.mark.usefixtures("lonely")
 def test_a_server_killed_at_random_moments_loses_nothing(server, tmp_path, whole):
     """It is away when training begins, once in between, and when training ends."""
-    trainer = Trainer(server.uri, tmp_path / "run").training()
+    trainer = Trainer(server.url, tmp_path / "run").training()
     server.start()
     outages(server, 1, random.Random())
-    server.kill()
+    server.stop()
     trainer.stop()
     server.start()
     done, stderr = trainer.result()
@@ -100,7 +101,7 @@ def test_four_runs_at_once_on_a_store_that_does_not_exist(tmp_path, whole):
 
 def test_four_runs_at_once_on_one_server(server, tmp_path, whole):
     server.start()
-    four(server.uri, tmp_path, whole)
+    four(server.url, tmp_path, whole)
 
 
 def four(uri, tmp_path, whole):
@@ -232,10 +233,10 @@ def test_sync_beside_a_writer_at_work_and_after_a_part_was_sent_doubles_nothing(
 ):
     """The writer of a run that has ended is still at it; sync takes over where it is."""
     server.start()
-    trainer = Trainer(server.uri, tmp_path / "run", patience=1).training()
+    trainer = Trainer(server.url, tmp_path / "run", patience=1).training()
     trainer.opened()
     time.sleep(2)
-    server.kill()
+    server.stop()
     time.sleep(2)
     trainer.stop()
     done, _ = trainer.result()
@@ -289,20 +290,20 @@ def test_soak(server, tmp_path):
     long = float(os.environ.get("SOAK_LONG", "600"))
     seed = int(os.environ.get("SOAK_SEED", "1"))
     began = time.monotonic()
-    trainer = Trainer(server.uri, tmp_path / "run", pause=0.05).training()
+    trainer = Trainer(server.url, tmp_path / "run", pause=0.05).training()
     server.start()
     number = int(os.environ.get("SOAK_OUTAGES", "20"))
     away = outages(server, number, random.Random(seed), up=(0.5, 8.0))
-    server.kill()
+    server.stop()
     time.sleep(long)
     server.start()
     away += [long, *outages(server, 2, random.Random(seed + 1))]
     trainer.stop()
     done, stderr = trainer.result(timeout=900)
     assert done["complete"], stderr
-    gone = Trainer(server.uri, tmp_path / "gone", pause=0.05, patience=2).training()
+    gone = Trainer(server.url, tmp_path / "gone", pause=0.05, patience=2).training()
     time.sleep(5)
-    server.kill()
+    server.stop()
     time.sleep(5)
     gone.stop()
     left, stderr = gone.result()
@@ -314,7 +315,7 @@ def test_soak(server, tmp_path):
             ("server gone for good, then `runner sync`", left, gone, 1, "for good")]  # fmt: skip
     for name, result, one, times, longest in runs:
         run_id = progress_of(one.folder).run_id
-        found = counted(server.uri, run_id, result["steps"], tmp_path)
+        found = counted(server.url, run_id, result["steps"], tmp_path)
         rows.append([name, str(times), longest, *(f"{n:,}" for n in found.values()),
                      f"{result['slowest_ms']:.1f}", f"{result['close_s']:.1f}"])  # fmt: skip
         assert found == {"logged": 3 * result["steps"], **NONE}

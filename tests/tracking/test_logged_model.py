@@ -3,14 +3,13 @@ sent."""
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
+from serving import Server
 from torch import nn
 
 from runner.export import export
@@ -165,34 +164,14 @@ def test_the_writer_needs_no_torch_for_it(quiet_store, exported, tmp_path, root)
 
 @pytest.fixture
 def server(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = [
-        f"--backend-store-uri=sqlite:///{tmp_path}/mlflow.db",
-        f"--artifacts-destination={tmp_path}/artifacts",
-        "--host=127.0.0.1", f"--port={port}", "--workers=1",
-    ]  # fmt: skip
-    log = (tmp_path / "server.log").open("wb")
-    running = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", *options],
-        stdout=log, stderr=log, cwd=tmp_path, start_new_session=True,
-    )  # fmt: skip
-    log.close()
-    yield f"http://127.0.0.1:{port}"
-    os.killpg(running.pid, signal.SIGKILL)
-    running.wait(timeout=20)
-
-
-def answers(uri):
-    host, port = uri.removeprefix("http://").split(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
+    running = Server(tmp_path)
+    running.start()
+    yield running.url
+    running.stop()
 
 
 @pytest.mark.slow
-def test_the_same_over_http(server, reader, until, exported, tmp_path):
-    until(lambda: answers(server), seconds=120)
+def test_the_same_over_http(server, reader, exported, tmp_path):
     store = reader(server)
     run_id = opened(store, "http")
     model_id = logged(store, run_id, exported, registered_name="over-http")

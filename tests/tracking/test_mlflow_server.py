@@ -1,17 +1,13 @@
 """The same over HTTP: a real server with one worker, started after the run."""
 
 import math
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from serving import Server
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -28,37 +24,16 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def late_server(tmp_path_factory):
-    """A free port, and what starts a server there."""
-    folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    running = []
-
-    def start():
-        options = [
-            f"--backend-store-uri=sqlite:///{folder}/mlflow.db",
-            f"--artifacts-destination={folder}/artifacts",
-            "--host=127.0.0.1", f"--port={port}", "--workers=1",
-        ]  # fmt: skip
-        command = [sys.executable, "-m", "mlflow", "server", *options]
-        log = (folder / "server.log").open("wb")
-        running.append(
-            subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True)
-        )
-        log.close()
-
-    start.running = running
-    yield f"http://127.0.0.1:{port}", start
-    for server in running:
-        os.killpg(server.pid, signal.SIGKILL)  # its workers take long to end on request
-        server.wait(timeout=20)
+    """A server that has not begun yet."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.stop()
 
 
 def test_a_run_that_opens_before_its_server_is_stored_completely(
     late_server, reader, until, tmp_path
 ):
-    uri, start = late_server
+    uri = late_server.url
     tracker = MlflowTracker(uri=uri)
     tracker.open(RunInfo(tmp_path / "run", params={"a": "1"}))
     expected = [(step, 1_700_000_000_000 + step, step / 3) for step in range(1, 1501)]
@@ -67,7 +42,7 @@ def test_a_run_that_opens_before_its_server_is_stored_completely(
     )
     (tmp_path / "run" / "note.txt").write_text("kept by the server")
     tracker.artifact(tmp_path / "run" / "note.txt")
-    start()
+    late_server.start(wait=False)
     until(lambda: tracker.run_id is not None, seconds=120)
     tracker.close("FINISHED")
     tracker.check()
@@ -90,32 +65,16 @@ def model_folder(folder):
     return folder, {**made.facts, "step": 2}
 
 
-@pytest.fixture
-def stops(late_server):
-    """Kills the server as a power cut would."""
-    _, start = late_server
-
-    def stop():
-        for server in start.running:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait(timeout=20)
-        start.running.clear()
-
-    return stop
-
-
-def test_what_a_run_leaves_arrives_when_the_server_comes_back(
-    late_server, stops, reader, until, tmp_path
-):
+def test_what_a_run_leaves_arrives_when_the_server_comes_back(late_server, reader, until, tmp_path):
     """It goes away while the run trains and stays away while it ends."""
-    uri, start = late_server
-    if not start.running:
-        start()
+    uri = late_server.url
+    if not late_server.process:
+        late_server.start()
     tracker = MlflowTracker(uri=uri, register="net")
     tracker.open(RunInfo(tmp_path / "run"))
     tracker.metrics(1, 1000, {"train/loss": math.inf, "val/loss": 0.5})
     until(lambda: tracker.run_id is not None, seconds=120)
-    stops()
+    late_server.stop()
     tracker.metrics(2, 2000, {"train/loss": math.nan, "val/loss": 0.25})
     tracker.inputs(
         describe("digits", {"_target_": "d"}, Splits(*2 * [TensorDataset(torch.ones(3))]))
@@ -126,7 +85,7 @@ def test_what_a_run_leaves_arrives_when_the_server_comes_back(
     closing.start()
     time.sleep(3)
     assert closing.is_alive()
-    start()
+    late_server.start()
     closing.join(timeout=120)
     assert not closing.is_alive()
     tracker.check()
