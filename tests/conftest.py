@@ -28,6 +28,12 @@ ROOT = Path(__file__).parents[1]
 QUICK = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
 
 
+def pytest_collection_modifyitems(items):
+    """Files with slow tests first, so that no worker is left with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_collection_finish():
     """A run collects garbage when it begins; what the imports left is none of its business."""
     gc.collect()

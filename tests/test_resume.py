@@ -14,6 +14,8 @@ from runner.observers.base import tell
 from runner.records import EvalRecord
 from runner.restore import rng_state, set_rng_state
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 QUICK = ("train.max_steps=12", "train.eval_every=5", "train.log_every=3", "train.batch_size=8",
          "checkpoint.every_steps=1", "checkpoint.keep=99", "tracking=none")  # fmt: skip

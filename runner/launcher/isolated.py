@@ -5,7 +5,7 @@ import os
 import pickle
 import signal
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
@@ -22,7 +22,7 @@ from runner.launcher.order import LateOrder, Order, Surroundings, composed
 from runner.launcher.parent import JobProcess, Nursery
 from runner.launcher.stop import StopRequests
 from runner.plugins import register
-from runner.shown import complain
+from runner.shown import complain, plain
 from runner.tracking.process import Followed, shared_writer
 
 GRACE_SECONDS = 10.0
@@ -141,18 +141,23 @@ class IsolatedLauncher(Launcher):
             return job.answer
         told = job.answer is not None and (folder_of(config) / "result.json").exists()
         if not told:
-            self._bury(number, job, config, bool(stop.came))
+            self._bury(number, job, config, stop.came)
         overrides = OmegaConf.to_container(config.hydra.overrides.task)
         assert isinstance(overrides, list)
         return JobReturn(overrides=overrides, cfg=config, status=JobStatus.COMPLETED)
 
-    def _bury(self, number: int, job: JobProcess, config: DictConfig, stopped: bool) -> None:
+    def _bury(
+        self, number: int, job: JobProcess, config: DictConfig, asked: Collection[int]
+    ) -> None:
         """Says, records and stores why a job died."""
         from runner import notes
         from runner.cli import origin, record
 
-        reason = job.reason()
-        complain(f"job {number}: {reason}")
+        reason, stopped = job.reason(asked), bool(asked)
+        if stopped:
+            print(plain(f"job {number}: {reason}"), flush=True)
+        else:
+            complain(f"job {number}: {reason}")
         with as_job(config):
             record(config, folder_of(config), "stopped" if stopped else "failed", reason)
             command = origin(sweeping=True).command

@@ -3,6 +3,7 @@
 import os
 import signal
 from codecs import getincrementaldecoder
+from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
 
@@ -36,14 +37,17 @@ class Stream:
         return bool(data)
 
 
-def reason(status: int | None, tail: str, kills: int) -> str:
+def reason(status: int | None, tail: str, kills: int, asked: Collection[int] = ()) -> str:
     """Why a job's process ended without a result.
 
     Args:
         status: what os.waitpid said; None where nobody was there to ask.
         tail: what it wrote last.
         kills: processes that the kernel killed meanwhile for want of memory.
+        asked: signals that it was sent to stop it.
     """
+    if status is not None and (number := _signal(status)) in asked:
+        return f"Stopped by {signal.Signals(number).name} before its result."
     if status is None:
         how = "The process that starts jobs was killed, and this one with it."
     elif os.WIFSIGNALED(status):
@@ -56,6 +60,11 @@ def reason(status: int | None, tail: str, kills: int) -> str:
         how = f"Its process ended with exit status {os.WEXITSTATUS(status)} before its result."
     lines = last_lines(tail)
     return f"{how} Last lines: {' | '.join(lines)}" if lines else how
+
+
+def _signal(status: int) -> int:
+    """That ended it, itself or as shells tell it."""
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) - 128
 
 
 def last_lines(text: str) -> list[str]:

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -107,12 +107,12 @@ class JobProcess:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def reason(self) -> str:
-        """Why it died."""
+    def reason(self, asked: Collection[int]) -> str:
+        """Why it died; `asked` are signals that were to stop it."""
         told = len(self._life) == 2 * LIFE.size
         status = LIFE.unpack_from(self._life, LIFE.size)[0] if told else None
         tail = self._err.tail.strip() or self._out.tail
-        return reason(status, tail, oom_kills() - self._kills)
+        return reason(status, tail, oom_kills() - self._kills, asked)
 
     def close(self) -> None:
         """Takes what it has left unread. What escaped its process group may hold a pipe open."""

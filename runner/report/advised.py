@@ -57,7 +57,11 @@ def besides(advice: Advice) -> str:
         tried = min(len(line.group.jobs) for line in unsure)
         more = "a larger advise.budget" if tried < advice.question.seeds else "more advise.seeds"
         names = ", ".join(line.name for line in unsure)
-        told.append(f"Not enough evidence in this budget about {names}; {more} may tell.")
+        stopped = any(line.group.counts.get("stopped") for line in advice.lines)
+        told.append(
+            f"It was stopped before it could judge {names}." if stopped else
+            f"Not enough evidence in this budget about {names}; {more} may tell."
+        )  # fmt: skip
     if imitated := [n.name for n in advice.lines if n.emulated and n.outcome == "fit"]:
         told.append(
             f"Emulated, {', '.join(imitated)} trained as well; only the hardware tells how fast."

@@ -10,6 +10,8 @@ import pytest
 from runner.report.advice import Advice, Line
 from runner.report.gather import from_folder
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 QUICK = ("mode=advise", "tracking=none", "advise.seeds=3", "accelerator=cpu", "advise.budget=10m")
 

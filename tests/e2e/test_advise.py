@@ -12,6 +12,8 @@ import pytest
 
 from runner.result import RunResult
 
+pytestmark = pytest.mark.slow
+
 WORDS = ("mode=advise", "model=mlp", "data=digits", "precision=bf16-mixed,16-true",
          "seed=0",
          "advise.objective=quality",

@@ -16,6 +16,8 @@ from runner.checkpoint import contents
 from runner.data.loading import Loader
 from runner.data.samples import of_step
 
+pytestmark = pytest.mark.slow
+
 FAULTS = '''
 import os
 import signal

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from runner import checkpoint
 from runner.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 QUICK = ("model=mlp", "model.hidden=[4]", "train.max_steps=2", "train.log_every=1",
          "tracking=none", "accelerator=cpu")  # fmt: skip
 CANARY = "touched"

@@ -8,6 +8,8 @@ from hostile import cases, ended_well
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow
+
 QUICK = ("model=mlp", "model.hidden=[4]", "train.max_steps=1", "train.log_every=1",
          "tracking=none", "checkpoint.final=false", "accelerator=cpu")  # fmt: skip
 KEYS = (

@@ -12,6 +12,8 @@ from runner.strategy.base import Single
 from runner.strategy.ddp import DDP
 from runner.strategy.fsdp import FSDP
 
+pytestmark = pytest.mark.slow
+
 FILES = ("numerics.json", "numerics.html", "numerics.png")
 
 

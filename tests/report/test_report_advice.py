@@ -133,6 +133,11 @@ def test_what_was_tried_in_vain_is_told_where_nothing_mends() -> None:
     assert "in vain" not in to_markdown("", [table(asked(BASE, *bad, mended))])
 
 
+def test_a_stop_is_named_where_it_left_no_verdict() -> None:
+    cut = changed(trials("bf16-mixed", seeds=1), status="stopped")
+    assert besides(asked(BASE, cut)) == "It was stopped before it could judge bf16-mixed."
+
+
 def test_a_busy_machine_is_named() -> None:
     jobs = trials("bf16-mixed", 0.001, 150.0)
     assert besides(asked(BASE, jobs, question=replace(ASKED, busy=0.05))) == ""

@@ -1,0 +1,22 @@
+"""runner.launcher.output: why a job ended without a result."""
+
+import signal
+
+import pytest
+
+from runner.launcher.output import reason
+
+BY_SHELL, BY_SIGNAL, BY_ITSELF = (128 + signal.SIGINT) << 8, signal.SIGINT, 3 << 8
+
+
+@pytest.mark.parametrize("status", [BY_SHELL, BY_SIGNAL])
+def test_a_stop_that_was_asked_for_is_told_as_one(status):
+    told = "Stopped by SIGINT before its result."
+    assert reason(status, "KeyboardInterrupt", 0, [signal.SIGINT]) == told
+    assert told not in reason(status, "", 0)
+
+
+def test_what_ends_by_itself_is_not_taken_for_it():
+    assert "exit status 3" in reason(BY_ITSELF, "boom", 0, [signal.SIGINT])
+    assert "SIGKILL" in reason(signal.SIGKILL, "", 0, [signal.SIGINT])
+    assert "killed" in reason(None, "", 0, [signal.SIGINT])
