@@ -141,11 +141,18 @@ def _line(group: Group, base: Group | None, judged: Judgement | None, question: 
     if outcome == "diverged":
         step = min(_end(job) for job in group.jobs if job.outcome == "diverged")
     return Line(
-        group, outcome, comparison(group, base), judged, step,
+        group, outcome, _beside(group, base), judged, step,
         group.precision in question.emulated, _command(group, question),
         "" if group.settings else question.told(group.precision),
         None if group.settings else question.predicted(group.precision),
     )  # fmt: skip
+
+
+def _beside(group: Group, base: Group | None) -> Comparison:
+    """Without a speed that fewer seeds tell than a verdict needs: the others were too short."""
+    found = comparison(group, base)
+    sure = found.speed is not None and found.speed.n >= LEAST
+    return found if sure else replace(found, speed=None)
 
 
 def _outcome(group: Group, judged: Judgement | None, question: Question) -> Outcome:
