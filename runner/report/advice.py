@@ -28,7 +28,8 @@ class Line:
         step: at which it diverged.
         found: what float32's numbers say of it.
         predicted: see Question.
-        tried: words that leave modules out of it, none of which mended it.
+        tried: words that leave modules out of it, and what the first seed's loss then is beside
+            32-true's; NaN where it did not come to its end. Empty where any mended it.
     """
 
     group: Group
@@ -40,7 +41,7 @@ class Line:
     command: Sequence[str] = ()
     found: str = ""
     predicted: tuple[float, int] | None = None
-    tried: Sequence[str] = ()
+    tried: Sequence[tuple[str, float]] = ()
 
     @property
     def name(self) -> str:
@@ -94,7 +95,8 @@ def advise(results: Sequence[RunResult], question: Question) -> Advice:
     ]
     if base is not None:
         lines.append(_baseline(base, question))
-    ranked = _ranked([_tried(line, lines, every) for line in lines], question.objective)
+    tries = [(g, _first(g, losses, question)) for g in every if _other(g)]
+    ranked = _ranked([_tried(line, lines, tries) for line in lines], question.objective)
     return Advice(question, ranked, spread, mean)
 
 
@@ -122,13 +124,19 @@ def _gaps(group: Group, losses: Mapping[int | None, float], question: Question) 
     ]
 
 
-def _tried(line: Line, lines: Sequence[Line], every: Sequence[Group]) -> Line:
-    """With what was tried on it, where none of it is good."""
+def _first(group: Group, losses: Mapping[int | None, float], question: Question) -> float:
+    """Difference to 32-true of the first seed; NaN where it did not come to its end."""
+    found = _losses(group, question)
+    return next((loss - losses[seed] for seed, loss in found.items() if seed in losses), math.nan)
+
+
+def _tried(line: Line, lines: Sequence[Line], tries: Sequence[tuple[Group, float]]) -> Line:
+    """With what was tried on it, where no verdict says that any of it is good."""
     own = [n for n in lines if n.group.settings and n.group.precision == line.group.precision]
     if not line.failing or line.group.settings or any(one.good for one in own):
         return line
-    tries = [g for g in every if g.precision == line.group.precision and g.settings]
-    return replace(line, tried=[g.settings for g in tries if "numerics." not in g.settings])
+    mine = [(g.settings, gap) for g, gap in tries if g.precision == line.group.precision]
+    return replace(line, tried=mine)
 
 
 def _baseline(base: Group, question: Question) -> Line:

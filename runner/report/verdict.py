@@ -1,5 +1,7 @@
 """What is said of one precision: its verdict, the reason, its health."""
 
+import math
+
 from runner.report.advice import Line
 from runner.report.compare import BASE
 from runner.report.conclusion import plus_minus, times
@@ -49,7 +51,11 @@ def _loss(line: Line) -> str:
 
 
 def _tried(line: Line) -> str:
-    return f"tried in vain: {', '.join(line.tried)}" if line.tried else ""
+    gaps = (
+        f"{words} did not come to its end" if math.isnan(gap) else f"{words} loss {gap:+.2g}"
+        for words, gap in line.tried
+    )
+    return f"tried on one seed: {', '.join(gaps)}" if line.tried else ""
 
 
 def health(line: Line) -> str:
