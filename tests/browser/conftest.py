@@ -11,9 +11,10 @@ localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"""
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """Playwright's chromium without a window."""
+    """Playwright's chromium without a window. It ends before other files' tests fork: its driver
+    waits until nobody holds its input open."""
     reason = "needs playwright: pip install playwright"
     playwright = pytest.importorskip("playwright.sync_api", reason=reason)
     program = next(filter(None, map(shutil.which, _NAMES)), None)
