@@ -41,8 +41,8 @@ def answer(advice: Advice) -> str:
     untimed = not any(line.beside and line.beside.speed for line in rivals)
     if pick.group.name == BASE and advice.question.objective == "time" and untimed:
         return (
-            f"Stay with {BASE} for now: no trial was long enough to tell a speed. Train for longer "
-            "(train.epochs, advise.steps, advise.budget), or type advise.objective=memory."
+            f"Stay with {BASE} for now: too few trials were long enough to tell a speed. Train for "
+            "longer (train.epochs, advise.steps, advise.budget), or type advise.objective=memory."
         )
     if pick.group.name == BASE:
         return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}."

@@ -1,6 +1,7 @@
-"""runner.advise.busy: other programs are seen where this one may run, and only there."""
+"""runner.advise.busy: other programs are seen where this one may run, and its own are not."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,6 +11,9 @@ import torch
 from runner.advise.busy import busy
 
 CPU = torch.device("cpu")
+LOOP = "while True: pass"
+STRAY = f"""import subprocess, sys
+print(subprocess.Popen([sys.executable, '-c', {LOOP!r}], stdout=subprocess.DEVNULL).pid)"""
 
 
 @pytest.fixture
@@ -22,11 +26,23 @@ def one_processor():
 
 
 @pytest.mark.usefixtures("one_processor")
-def test_a_busy_program_is_seen():
-    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # on the same processor
-    try:
-        assert max(busy(CPU) for _ in range(4)) > 0.8  # it starts
+def test_another_program_is_seen():
+    started = subprocess.run(
+        [sys.executable, "-c", STRAY], stdout=subprocess.PIPE, check=True, timeout=60
+    )
+    try:  # its parent is gone: it is nobody's here
+        assert max(busy(CPU) for _ in range(4)) > 0.8
     finally:
-        loop.kill()
-        loop.wait()
+        os.kill(int(started.stdout), signal.SIGKILL)
     assert busy(torch.device("meta")) == 0
+
+
+@pytest.mark.usefixtures("one_processor")
+def test_processes_of_its_own_are_not():
+    loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(8)]
+    try:
+        assert min(busy(CPU) for _ in range(4)) < 0.6  # others may run here as well
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()

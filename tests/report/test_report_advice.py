@@ -196,7 +196,7 @@ def test_speeds_that_some_jobs_lack_are_compared_seed_by_seed() -> None:
     assert speed(0, 1, 2) is None  # two seeds are chance
     none = [replace(j, examples_per_second=None) for j in BASE]
     found = asked(none, trials("bf16-mixed"))
-    assert answer(found).startswith("Stay with 32-true for now: no trial was long enough to tell")
+    assert answer(found).startswith("Stay with 32-true for now: too few trials were long enough")
 
 
 def test_equal_speeds_rank_by_what_is_known() -> None:
