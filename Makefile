@@ -24,9 +24,12 @@ docs: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m bench.peers
 
+# rxnmapper is 3 MB with a pretrained ALBERT for the tests; its own requirements pin an old
+# transformers, hence --no-deps.
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "rxnmapper>=0.4.3,<0.5"
 	touch $@
 
 clean:
