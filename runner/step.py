@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from itertools import chain
+from math import nan
 from time import perf_counter, time
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from runner.precision.cast import cast_nest
+from runner.precision.cast import cast_nest, widest
 from runner.precision.scale import HostFlag
 from runner.state import Driven, TrainState
+from runner.tasks.base import labels_of
 
 Batch = tuple[Any, Any]
 
@@ -87,7 +89,7 @@ def train_step(
 
 
 def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
-    """Accumulate the gradients of the mean over all examples. Returns that mean, detached; of
+    """Accumulate the gradients of the mean over all labels. Returns that mean, detached; of
     several processes each has a number of its own, and theirs is the mean."""
     if len(micros) == state.strategy.place.world == 1:
         loss = loss_of(state, *micros[0])
@@ -100,19 +102,56 @@ def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) 
     return total
 
 
+class _Shares(NamedTuple):
+    """What the mean loss of each micro-batch is multiplied by; and bool [], whether no label of
+    the whole step counts (None where examples are counted)."""
+
+    each: Sequence[float | Tensor]
+    none: Tensor | None
+
+
 def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
-    place, examples = state.strategy.place, sum(sizes)
+    shares = _shares(state, micros, sizes)
     total: Tensor | None = None
-    for i, (micro, size) in enumerate(zip(micros, sizes, strict=True), 1):
+    for i, (micro, share) in enumerate(zip(micros, shares.each, strict=True), 1):
         with state.strategy.accumulating(last=i == len(micros)):
-            loss = loss_of(state, *micro)
-            # Gradients are averaged over processes, whose parts may differ by an example.
-            if (share := place.examples(size) * place.world / examples) != 1:
-                loss = loss * share
+            loss = _weighed(loss_of(state, *micro), share)
             state.scale.multiply(loss).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
-    return total
+    return total if shares.none is None else total.masked_fill(shares.none, nan)
+
+
+def _shares(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _Shares:
+    """Return the share that each micro-batch has of the labels of the step, in all processes; of
+    its examples where the task counts no labels. Labels are counted on the device.
+
+    Gradients are averaged over the processes, so a share is multiplied by their number.
+    """
+    place = state.strategy.place
+    examples = [place.examples(size) for size in sizes]
+    counts = [labels_of(state.task, target) for _, target in micros]
+    labels = [count for count in counts if count is not None]
+    if len(labels) < len(counts):
+        whole = sum(sizes)
+        return _Shares([count * place.world / whole for count in examples], None)
+    own = torch.stack(labels).to(widest(state.device))
+    for i, count in enumerate(examples):
+        if not count:
+            own[i] = 0  # the micro-batch was lent an example
+    total = own.sum()
+    if place.world > 1:
+        total = state.strategy.sum(total)
+    none = total == 0
+    return _Shares((own * place.world / total).masked_fill(none, 0).unbind(), none)
+
+
+def _weighed(loss: Tensor, share: float | Tensor) -> Tensor:
+    """Return the mean loss of a micro-batch times its share: 0 without a label, where the mean is
+    NaN."""
+    if isinstance(share, Tensor):
+        return (loss * share.to(loss.dtype)).masked_fill(share == 0, 0)
+    return loss if share == 1 else loss * share
 
 
 def _grads(driven: Driven) -> list[Tensor]:

@@ -2,18 +2,19 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from runner.errors import ConfigError
 from runner.precision.cast import widest
 
 
 class Task(ABC):
     """Loss and metrics of one kind of problem.
 
-    Validation metrics are sums over examples: `totals` of every batch (and process) are added
+    Validation metrics are sums over labels: `totals` of every batch (and process) are added
     on the device and `summarise` divides once, so a partial last batch weighs what it should.
     """
 
@@ -30,6 +31,19 @@ class Task(ABC):
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return one batch's sums: [K] on the device, float64 where it has it, without a sync."""
 
+    def labels(self, target: Tensor) -> Tensor | None:
+        """Return how many labels `loss` averages over: a scalar on the device, without a sync.
+
+        The micro-batches of a step, and the parts of several processes, weigh by this number, so
+        that their gradients add up to those of one large batch. One that has no label weighs
+        nothing; the gradient of its `loss` is multiplied by 0, so it must be finite.
+
+        Returns:
+            A number that may be a fraction (a sum of weights); None, for every target, where each
+            example weighs alike.
+        """
+        return None
+
     def misplaced(self, target: Tensor, classes: int) -> Tensor | None:
         """Return bool [B], which examples have a label that is none of the classes 0 to
         classes - 1; None where labels are no classes."""
@@ -39,12 +53,33 @@ class Task(ABC):
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Turn the sums over all batches, K numbers, into metrics named "val/...".
 
-        No examples at all give NaN.
+        No labels at all give NaN.
         """
 
 
 IGNORED = -100
 """The label that torch's cross entropy leaves out."""
+
+
+def counted(target: Tensor) -> Tensor:
+    """Return how many of the labels torch's cross entropy averages over: int64 []."""
+    return (target != IGNORED).sum()
+
+
+def labels_of(task: Task, target: Any) -> Tensor | None:
+    """Return what `task.labels` does.
+
+    Raises:
+        ConfigError: it is no scalar tensor.
+    """
+    found = task.labels(target)
+    if found is None or (isinstance(found, Tensor) and not found.ndim):
+        return found
+    shape = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    raise ConfigError(
+        f"task={type(task).__name__}: labels() returned {shape}. It returns a scalar tensor, the "
+        "number of labels that the mean loss divides by, or None. Type return mask.sum()."
+    )
 
 
 def outside(target: Tensor, classes: int) -> Tensor:
@@ -68,5 +103,5 @@ def wide(like: Tensor) -> torch.dtype:
 
 
 def mean(total: float, count: float) -> float:
-    """Divide, with NaN for no examples."""
+    """Divide, with NaN for no labels."""
     return total / count if count else math.nan

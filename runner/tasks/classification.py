@@ -6,11 +6,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.errors import ConfigError
-from runner.tasks.base import Task, mean, outside, stack, wide
+from runner.tasks.base import Task, counted, mean, outside, stack, wide
 
 
 class Classification(Task):
-    """Cross entropy over logits [B, C] and integer targets [B].
+    """Cross entropy over logits [B, C] and integer targets [B], of which -100 does not count.
 
     Args:
         label_smoothing: share of each target spread over all classes, in [0, 1) (Szegedy et al.
@@ -42,11 +42,15 @@ class Classification(Task):
         return F.cross_entropy(output, target, label_smoothing=self.label_smoothing)
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return [summed cross entropy in nats, correct predictions, examples]."""
+        """Return [summed cross entropy in nats, correct predictions, labels that count]."""
         _check(output, target)
         losses = F.cross_entropy(output, target, reduction="none").to(wide(output))
         correct = (output.argmax(1) == target).sum()
-        return stack(losses.sum(), correct, len(target))
+        return stack(losses.sum(), correct, counted(target))
+
+    def labels(self, target: Tensor) -> Tensor:
+        """Return how many labels count."""
+        return counted(target)
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor:
         """Return bool [B], which labels are no class."""

@@ -6,11 +6,14 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.tasks.base import Task, mean, outside, stack, wide
+from runner.tasks.base import Task, counted, mean, outside, stack, wide
 
 
 class Language(Task):
-    """Cross entropy over logits [B, T, V] and tokens int64 [B, T], every position weighing 1."""
+    """Cross entropy over logits [B, T, V] and tokens int64 [B, T].
+
+    Every position weighs 1, and one whose token is -100 (padding, a prompt) does not count.
+    """
 
     quality: ClassVar[str] = "val/loss"
     direction = "min"
@@ -25,10 +28,14 @@ class Language(Task):
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return [summed cross entropy in nats, tokens]."""
+        """Return [summed cross entropy in nats, tokens that count]."""
         _check(output, target)
         losses = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
-        return stack(losses.to(wide(output)).sum(), target.numel())
+        return stack(losses.to(wide(output)).sum(), counted(target))
+
+    def labels(self, target: Tensor) -> Tensor:
+        """Return how many tokens count."""
+        return counted(target)
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor:
         """Return bool [B], which sequences hold a token that is no class."""

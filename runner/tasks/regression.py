@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,6 +30,10 @@ class Regression(Task):
         # Widened before squaring: at 1e-12 the squares' own rounding would show.
         error = output.to(wide(output)) - target.to(wide(output))
         return stack(error.square().sum(), error.numel())
+
+    def labels(self, target: Tensor) -> Tensor:
+        """Return the number of elements."""
+        return torch.full((), target.numel(), device=target.device)
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss, the mean squared error."""
