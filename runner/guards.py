@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from runner.data.checks import label_problem, problems
+from runner.data.checks import label_problem, no_label_counts, problems
 from runner.data.loading import Loader
 from runner.data.samples import of_step, targets
 from runner.data.workers import PREFETCH, failure, raised
 from runner.errors import ConfigError, DataError, Diverged, RunnerError
+from runner.isolation import set_streams, streams
 from runner.kept import keep, near
 from runner.memory_error import is_out_of_memory
 from runner.observers.guard import Guard
@@ -39,7 +40,17 @@ def make_guard(this: "Run", loader: Loader) -> Guard:
         begun = this.resumed.content["step"] if this.resumed else 0
         return keep(this, loader, record.step, why, record.loss_scale, begun=begun)
 
-    return Guard(this.spec, this.precision.name, this.say, kept)
+    def cause(record: StepRecord) -> str | None:
+        samples = of_step(loader, _accumulate(this), record.step).flat
+        drawn = streams()
+        try:
+            return no_label_counts(loader, samples, this.task)
+        except Exception:  # what explains an error must not hide it
+            return None
+        finally:
+            set_streams(drawn)  # a data set may draw random numbers for its samples
+
+    return Guard(this.spec, this.precision.name, this.say, kept, cause)
 
 
 def check_data(this: "Run", loaders: tuple[Loader | None, Loader]) -> None:

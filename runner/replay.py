@@ -34,7 +34,7 @@ from runner.result import RunResult, number
 from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.step import examples_in, loss_of
-from runner.tasks.base import Task
+from runner.tasks.base import Task, labels_of, mean
 
 BEFORE, AFTER, MOST = 3, 4, 5  # rows shown around the beginning; of a sound batch in all
 CHEAP_MIB = 4096.0  # weights in float32 up to which a run in 32-true is made beside it
@@ -131,7 +131,7 @@ def _through(
 def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replayed:
     """Forward and backward of each micro-batch as in a step, without the step."""
     rows: list[Seen] = []
-    total, examples, task = 0.0, 0, type(state.task).__name__
+    total, whole, task = 0.0, 0.0, type(state.task).__name__
     for inputs, target in batches:
         state.model.zero_grad(set_to_none=True)
         with Trace(state.model) as trace:
@@ -139,11 +139,16 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
             loss = loss_of(state, inputs, target)
             trace.rows.append(seen("forward", "(loss)", task, "loss", loss))
             (loss * scale).backward()
-        count = examples_in((inputs, target))
-        total, examples = total + loss.item() * count, examples + count
+        labels = labels_of(state.task, target)
+        count = examples_in((inputs, target)) if labels is None else labels.item()
+        if not count:
+            continue  # a mean over no labels is NaN and weighs nothing in the step
+        total, whole = total + loss.item() * count, whole + count
         if not any(row.lost for row in rows):
             rows = trace.rows
-    return Replayed(total / examples, rows, float32_bytes(state.model) / MIB)
+    if not whole:
+        rows = trace.rows
+    return Replayed(mean(total, whole), rows, float32_bytes(state.model) / MIB)
 
 
 def _lost_weights(model: nn.Module) -> Iterator[str]:

@@ -112,13 +112,19 @@ class _Shares(NamedTuple):
 
 def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
     shares = _shares(state, micros, sizes)
-    total: Tensor | None = None
+    losses: list[Tensor] = []
+    weights: list[Tensor] = []
     for i, (micro, share) in enumerate(zip(micros, shares.each, strict=True), 1):
         with state.strategy.accumulating(last=i == len(micros)):
-            loss = _weighed(loss_of(state, *micro), share)
-            state.scale.multiply(loss).backward()
-        total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None
+            loss = loss_of(state, *micro)
+            mean = loss.detach()
+            weight = share.to(mean.dtype) if isinstance(share, Tensor) else mean.new_full((), share)
+            state.scale.multiply(loss).backward(weight)
+        losses.append(mean)
+        weights.append(weight)
+    shown = torch.stack(weights)
+    # A micro-batch without a label adds nothing: its mean is NaN.
+    total = (torch.stack(losses) * shown).masked_fill(shown == 0, 0).sum()
     return total if shares.none is None else total.masked_fill(shares.none, nan)
 
 
@@ -144,14 +150,6 @@ def _shares(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) ->
         total = state.strategy.sum(total)
     none = total == 0
     return _Shares((own * place.world / total).masked_fill(none, 0).unbind(), none)
-
-
-def _weighed(loss: Tensor, share: float | Tensor) -> Tensor:
-    """Return the mean loss of a micro-batch times its share: 0 without a label, where the mean is
-    NaN."""
-    if isinstance(share, Tensor):
-        return (loss * share.to(loss.dtype)).masked_fill(share == 0, 0)
-    return loss if share == 1 else loss * share
 
 
 def _grads(driven: Driven) -> list[Tensor]:

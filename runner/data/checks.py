@@ -1,6 +1,7 @@
-"""A look at the data before training: numbers that are not finite, labels that are no class."""
+"""A look at the data before training: numbers that are not finite, labels that are no class, sets
+without a label that counts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -10,10 +11,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 from runner.data.loading import Batch, Loader
-from runner.tasks.base import IGNORED, Task
+from runner.data.samples import targets
+from runner.tasks.base import IGNORED, Task, labels_of
 
 ROWS = 4096  # of data in memory, looked at in one piece
 BATCHES, SECONDS = 8, 2.0
+_LEFT_OUT = f"cross entropy leaves {IGNORED} out"
 
 
 def problems(loader: Loader, split: str, task: Task, classes: int | None) -> Iterator[str]:
@@ -31,8 +34,10 @@ def problems(loader: Loader, split: str, task: Task, classes: int | None) -> Ite
     found: dict[str, list[int]] = {"inputs": [], "targets": [], "label": []}
     first: Any = None
     seen, until = 0, perf_counter() + SECONDS
+    labelled = False
     for indices, (inputs, target) in _portions(loader):
         seen += len(indices)
+        labelled = labelled or _has_labels(task, target)
         for name, nest in (("inputs", inputs), ("targets", target)):
             found[name] += indices[_not_finite(nest, len(indices))].tolist()
         wrong = task.misplaced(target, classes) if classes and isinstance(target, Tensor) else None
@@ -47,6 +52,31 @@ def problems(loader: Loader, split: str, task: Task, classes: int | None) -> Ite
     if found["label"]:
         assert classes is not None
         yield f"{_whose(found['label'], split, seen)}: {label_problem(first, classes)}"
+    if not labelled:
+        which = f"the {seen} samples of the {split} set that were looked at"
+        yield f"data: no label of {which} counts ({_LEFT_OUT}): the loss would be NaN."
+
+
+def no_label_counts(loader: Loader, samples: Sequence[int], task: Task) -> str | None:
+    """Return what to do about a step none of whose labels counts; None where one does.
+
+    Args:
+        loader: of the training set.
+        samples: indices of the samples of the step.
+        task: counts the labels.
+    """
+    if _has_labels(task, targets(loader.dataset, samples)):
+        return None
+    return (
+        f"No label of its {len(samples)} samples counts ({_LEFT_OUT}), and a mean over none is "
+        "NaN. Leave such samples out of the data, or type a larger train.batch_size"
+    )
+
+
+def _has_labels(task: Task, target: Any) -> bool:
+    """Whether a label counts; also True where the task does not count labels."""
+    labels = labels_of(task, target) if isinstance(target, Tensor) else None
+    return labels is None or bool(labels)
 
 
 def label_problem(target: Tensor, classes: int) -> str:

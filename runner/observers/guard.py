@@ -31,6 +31,8 @@ class Guard(Observer):
         precision: its name.
         say: prints a warning.
         keep: saves the samples of a record's step; returns where they are and how to replay them.
+        cause: returns why the loss of a record's step is not finite, and what to do about it,
+            where its samples tell.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class Guard(Observer):
         precision: str,
         say: Callable[[str], None],
         keep: Callable[[StepRecord, str], str],
+        cause: Callable[[StepRecord], str | None] = lambda _: None,
     ) -> None:
         self.spec, self.precision, self.say, self.keep = spec, precision, say, keep
+        self.cause = cause
         self.finding: Finding | None = None
         self.message = ""
         self._said: set[str] = set()
@@ -97,9 +101,11 @@ class Guard(Observer):
         action = getattr(self.spec.guard, key)
         if action == "ignore" or (action == "warn" and key in self._said):
             return
-        tries = " or ".join(remedies(self.spec, self.precision, key))
+        advice = self.cause(record) if key == "non_finite" else None
+        if advice is None:
+            advice = "Try " + " or ".join(remedies(self.spec, self.precision, key))
         regardless = f"; guard.{key}=warn goes on regardless" if action == "stop" else ""
-        message = f"{what}.\nTry {tries}{regardless}.\n{self.keep(record, what)}"
+        message = f"{what}.\n{advice}{regardless}.\n{self.keep(record, what)}"
         if action == "stop":
             self.finding, self.message = finding, f"guard.{key}: {message}"
         else:
