@@ -150,7 +150,8 @@ class GuardSpec:
         scale_floor: a loss scale that falls under 1.
         spike: a loss so many times the median of the last 50, and twice the largest of them.
         spike_factor: how many.
-        data: before training, inputs that are not finite and labels that are no class.
+        data: before training, inputs that are not finite, labels that are no class and sets
+            without a label that counts.
     """
 
     non_finite: str = "stop"

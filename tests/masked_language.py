@@ -19,6 +19,7 @@ class GPT2(nn.Module):
         self.gpt = GPT2LMHeadModel(GPT2Config(
             vocab_size=VOCAB, n_positions=LONGEST, n_embd=width, n_layer=1, n_head=2,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager",
+            bos_token_id=0, eos_token_id=0,
         ))  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():

@@ -68,7 +68,8 @@ BATCHES = st.lists(
     seed=st.integers(0, 1000),
 )
 def test_padded_and_masked_micro_batches_of_gpt2_equal_one_large_batch(batches, shares, seed):
-    parts = [sequences(b, s, seed + i) for i, (b, s) in enumerate(zip(batches, shares))]  # noqa: B905
+    drawn = zip(batches, shares, strict=False)
+    parts = [sequences(lengths, share, seed + len(lengths)) for lengths, share in drawn]
     parts[0][0].counts[0] = True  # else no label may count at all
     whole = GPT2().double()
     wanted = by_hand(whole, *pad([one for part in parts for one in part]))
@@ -181,11 +182,9 @@ def test_a_step_without_a_label_has_no_loss_and_no_gradient(name, micros, smooth
     assert all((g == 0).all() for g in found)
 
 
-@pytest.mark.parametrize("task", [Classification(), Language(), Regression(), Weighted()])
+@pytest.mark.parametrize("task", [Classification(), Language(), Regression()])
 def test_counting_reads_nothing_from_the_device(task):
     """A meta tensor raises on any read of its value."""
-    if isinstance(task, Weighted):
-        pytest.skip("its weights are on the CPU")
     target = torch.empty(4, 3, device="meta", dtype=torch.int64)
     assert task.labels(target).shape == ()
 
@@ -205,6 +204,65 @@ def test_a_replay_weighs_by_labels_and_passes_over_micro_batches_without_one():
 
 # Whole runs
 
-OWN = ("model._target_=tests.masked_language.GPT2", "data._target_=tests.masked_language.sets",
-       "~model.hidden", "~model.input_shape", "model=mlp",
-       "task=language", "tracking=none", "train.max_steps=2", "precision=64-true")  # fmt: skip
+OWN = (
+    "~model", "+model._target_=masked_language.GPT2", "~data", "task=language",
+    "+data._target_=masked_language.sets", "tracking=none", "train.batch_size=3",
+    "optimizer=sgd", "optimizer.lr=0.1", "scheduler=constant", "train.max_steps=3",
+    "precision=64-true", "train.log_every=1",
+)  # fmt: skip
+
+
+@pytest.fixture
+def trained(main, tmp_path):
+    """Run with GPT-2 and masked sequences; the command's outcome and its result."""
+
+    def run(*typed):
+        done = main(*OWN, *typed)
+        found = [*tmp_path.glob("outputs/runs/*/result.json")]
+        return done, json.loads(found[0].read_text()) if found else {}
+
+    return run
+
+
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_validation_is_the_mean_over_the_labels_that_count(trained, tmp_path, share):
+    """With nine of ten labels at -100, and with padding alone."""
+    done, result = trained(f"+data.share={share}", "train.batch_size=13")
+    assert done.rc == 0, done.stderr
+    (path,) = tmp_path.glob("outputs/runs/*/checkpoints/step-*.pt")
+    model = GPT2().double()
+    model.load_state_dict(torch.load(path)["model"])
+    inputs, target = pad(sets(share=share)[1].sequences)
+    assert share == 1.0 or (target == IGNORED).float().mean() > 0.85
+    loss = by_hand(model, inputs, target).item()
+    assert result["metrics"]["val/loss"] == pytest.approx(loss, rel=1e-12)
+    assert result["metrics"]["val/perplexity"] == pytest.approx(math.exp(loss), rel=1e-12)
+
+
+def test_accumulation_trains_as_larger_batches_do(trained, tmp_path):
+    """The loss of every step, with micro-batches of which some have no label."""
+    losses = []
+    for sizes in (("train.batch_size=4",), ("train.batch_size=1", "train.accumulate=4")):
+        done, result = trained(*sizes, f"hydra.run.dir=outputs/runs/{len(losses)}")
+        assert done.rc == 0, done.stderr
+        losses.append(result["metrics"]["val/loss"])
+        (tmp_path / f"outputs/runs/{len(losses) - 1}/result.json").unlink()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_a_step_without_a_label_is_named(trained):
+    done, _ = trained("train.batch_size=1", "data.shuffle=false", "guard.data=ignore")
+    assert done.rc == 1
+    assert "guard.non_finite: the loss is nan at step" in done.stderr
+    assert "No label of its 1 samples counts (cross entropy leaves -100 out)" in done.stderr
+    assert "Try " not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_set_without_a_label_is_refused_before_training(trained):
+    done, _ = trained("+data.share=0")
+    assert done.rc == 2
+    for split, count in (("train", 13), ("val", 7)):
+        told = f"data: no label of the {count} samples of the {split} set that were looked at"
+        assert told in done.stderr
+    assert "guard.data=warn" in done.stderr

@@ -11,6 +11,7 @@ from processes import Outcome
 
 WORKER = Path(__file__).parent / "worker.py"
 ROOT = WORKER.parents[2]
+PATH = f"{ROOT}:{ROOT / 'tests'}"
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +25,7 @@ def together():
         command = [sys.executable, str(WORKER), str(file), str(processes)]
         done = subprocess.run(
             command, cwd=folder, text=True, timeout=timeout,
-            env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True,
+            env={**kept, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}, capture_output=True,
         )  # fmt: skip
         found = {name: Outcome(folder / name) for name in jobs}
         assert done.returncode == 0, done.stderr[-3000:] + "".join(
