@@ -25,7 +25,10 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
     this.say(f"{this.label} on {this.device_name}: {every:,} parameters, {size}")
     for line in report.lines():
         this.say(line)
-    tags = {"converted": str(report)} if report.modules else {}
+    tags = {}
+    if report.modules:
+        converted, weights = report.weights
+        tags = {"converted": str(report), "converted_weights": f"{converted}/{weights}"}
     if kernels := this.precision.kernels():
         tags["cpu_float16"] = kernels
     if this.precision.emulated:
@@ -41,6 +44,7 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
         "weights_mib": weights,
         "plain_weights_mib": built.plain_bytes / MIB,
         "converted": tags.get("converted", ""),
+        "converted_weights": tags.get("converted_weights", ""),
         "trains": trainable / every if every and this.spec.mode == "train" else None,
     }
 

@@ -34,7 +34,8 @@ class RunResult:
         peak_memory_mib: see Accelerator.peak_memory_mib.
         weights_mib: parameters and buffers after conversion; plain_weights_mib: in float32;
             optimizer_mib: what the optimizers hold.
-        converted: layers, for example 53/54; empty for a precision that converts none.
+        converted: layers that hold matrix weights, for example 53/54; converted_weights: elements
+            of these weights. Empty for a precision that converts none.
         trains: share of the parameters' elements that train; planned_steps: of the whole training.
         as_trained: in mode=evaluate, what the checkpoint reached in its own precision, trained_in.
         loss_scale: scale in force in the last step; None without one.
@@ -67,6 +68,7 @@ class RunResult:
     plain_weights_mib: float | None = None
     optimizer_mib: float | None = None
     converted: str = ""
+    converted_weights: str = ""
     trains: float | None = None
     as_trained: dict[str, float] = field(default_factory=dict)
     trained_in: str = ""
@@ -149,6 +151,7 @@ def rows(result: RunResult) -> list[tuple[str, str]]:
             lines.insert(list(result.metrics).index(name) + 1, ("  as trained", text))
     if result.converted:
         lines.append(("converted layers", result.converted))
+        lines.append(("converted matrix weights", result.converted_weights))
         lines.append(("weights", f"{number(result.weights_mib)} MiB, {saved(result)} saved"))
     if result.optimizer_mib:
         lines.append(("optimizer state", f"{number(result.optimizer_mib)} MiB"))

@@ -5,9 +5,9 @@ one yaml in conf/precision/; the contract test, `doctor` and the docs pick it up
 """
 
 from abc import ABC
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,39 +24,113 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Converted:
-    """One module's fate in a conversion: done says whether it was converted; why explains."""
+    """One module that a conversion looked at.
+
+    Attributes:
+        module: its dotted name.
+        kind: its class before the conversion.
+        done: whether it was converted.
+        why: why it was not; what else there is to say of it where it was.
+        elements: of its matrix weights: its own parameters of two dimensions or more, as it was
+            built. A parameter that modules share is in one row only.
+        converted: how many of these elements were converted.
+        counted_with: the module whose row holds the elements of a weight that both share.
+    """
 
     module: str
     kind: str
     done: bool
     why: str
+    elements: int = 0
+    converted: int = 0
+    counted_with: str = ""
+
+    def left(self, why: str) -> "Converted":
+        """Return the row of the same module, not converted for this reason."""
+        return replace(self, done=False, why=why, converted=0)
+
+    @property
+    def about(self) -> str:
+        """Return the class of the module and the size of its weights, for messages."""
+        return f"{self.kind}, {self.elements:,} weights" if self.elements else self.kind
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Every module that a conversion looked at. Empty where a precision converts no modules."""
+    """Every module that a conversion looked at, among them every one that holds matrix weights.
+
+    Empty where a precision converts no modules. A layer is a module that holds matrix weights.
+    """
 
     modules: tuple[Converted, ...] = ()
 
     def __str__(self) -> str:
-        return f"{sum(m.done for m in self.modules)}/{len(self.modules)}"
+        done, every = self.layers
+        return f"{done}/{every}"
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Return how many layers were converted, and how many there are."""
+        rows = [row for row in self.modules if row.elements]
+        return sum(row.done for row in rows), len(rows)
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """Return how many elements of matrix weights were converted, and how many there are."""
+        return sum(m.converted for m in self.modules), sum(m.elements for m in self.modules)
 
     def lines(self, most: int = 8) -> Iterator[str]:
-        """For the console: how many were converted, and what there is to say of single ones."""
+        """Yield the console's lines: what was converted, and what was left for which reason."""
         if not self.modules:
             return
-        done = [module.module for module in self.modules if module.done]
+        done = [row.module for row in self.modules if row.done and row.elements]
+        names = ", ".join(done[:most])
         more = f", and {len(done) - most} more" if len(done) > most else ""
-        yield f"converted {self} layers: {', '.join(done[:most])}{more}"
-        told = [module for module in self.modules if module.why]
-        for module in told[:most]:
-            fate = "converted" if module.done else "skipped"
-            yield f"  {fate} {module.module} ({module.kind}): {module.why}"
-        if len(told) > most:
-            yield f"  and {len(told) - most} more, all in conversion.json"
+        yield f"converted {self._counts()}{': ' * bool(done)}{names}{more}"
+        left = groups(row for row in self.modules if not row.done)
+        notes = groups(row for row in self.modules if row.done and row.why)
+        texts = [f"  left {text}" for text in left] + [f"  converted {text}" for text in notes]
+        yield from texts[:most]
+        if len(texts) > most:
+            yield f"  and {len(texts) - most} more, all in conversion.json"
+
+    def _counts(self) -> str:
+        (done, layers), (converted, weights) = self.layers, self.weights
+        text = (
+            f"{done} of {layers} layers, {converted:,} of {weights:,} matrix weights "
+            f"({_percent(converted, weights)})"
+        )
+        norms = sum(row.done and not row.elements and not row.counted_with for row in self.modules)
+        if norms:
+            text += f" and {norms} norm{'s' * (norms > 1)}"
+        return text
 
     def to_list(self) -> list[dict[str, Any]]:
         return [asdict(module) for module in self.modules]
+
+
+def groups(rows: Iterable[Converted]) -> list[str]:
+    """Return a text for the modules of each class and reason: one by its name, more as a number."""
+    alike: dict[tuple[str, str], list[Converted]] = {}
+    for row in rows:
+        alike.setdefault((row.kind, row.why), []).append(row)
+    texts = []
+    for (kind, why), found in alike.items():
+        elements = sum(row.elements for row in found)
+        size = f" ({elements:,} weights)" if elements else ""
+        who = f"{len(found)} {kind}{size}"
+        if len(found) == 1:
+            who = f"{found[0].module} ({found[0].about})"
+        texts.append(f"{who}: {why}")
+    return texts
+
+
+def _percent(part: int, whole: int) -> str:
+    """Return a share in whole percent; "100 %" is said of all of it only."""
+    share = 100 * part / max(whole, 1)
+    if 0 < share < 1:
+        return "under 1 %"
+    return f"{min(round(share), 99) if part < whole else 100} %"
 
 
 class Precision(ABC):

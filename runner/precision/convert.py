@@ -7,15 +7,16 @@ model keeps elsewhere, sharing, hooks, training mode and the user's own attribut
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from runner.errors import ConfigError
-from runner.precision.base import ConversionReport, Converted
+from runner.precision.base import ConversionReport, Converted, groups
 from runner.precision.islands import called
 from runner.precision.patterns import select
 
@@ -91,33 +92,96 @@ def convert_modules(
 def judged(
     model: nn.Module, kinds: tuple[type[nn.Module], ...], rules: Rules
 ) -> Iterator[tuple[Converted, nn.Module]]:
-    """Every module of these kinds, and of the libraries' own, with what is to become of it."""
+    """Yield what is to become of every module that holds matrix weights, is of one of these kinds,
+    or is a library's own already."""
     # By identity: a module that is registered twice can be meant by either name.
     every = dict(model.named_modules(remove_duplicate=False))
     ignored = {every[n] for n in select("precision.ignore_modules", rules.ignore, every)}
     kept = {part for name in rules.islands for part in every[name].modules()}
     holders = _holders(model)
+    found: list[tuple[Converted, nn.Module]] = []
     for name, module in model.named_modules():
         kind = next((k for k in kinds if isinstance(module, k)), None)
-        if kind is None and not is_converted(module):
+        layer = kind is not None or is_converted(module)
+        if isinstance(module, parametrize.ParametrizationList):
+            continue  # what it holds is the weight of the module around it
+        if not layer and not matrices(module):
             continue
         path = name or ROOT
         why = (
             ("kept in float32 by precision.keep_fp32" if module in kept else "")
             or ("named by precision.ignore_modules" if module in ignored else "")
-            or _foreign(module, kind)
+            or (_foreign(module, kind) if layer else _other(module, rules.name))
             or (_tied(path, module, holders) if rules.new_weights else "")
             or rules.judge(module)
         )
-        yield Converted(path, type(module).__name__, not why, why), module
+        found.append((Converted(path, type(module).__name__, not why, why), module))
+    yield from _counted(found)
+
+
+def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's own parameters of two dimensions or more; of a parametrized weight what it
+    is computed from. A lazy layer's have no dimensions yet."""
+    own = dict(module.named_parameters(recurse=False))
+    if parametrize.is_parametrized(module):
+        parametrizations = module.get_submodule("parametrizations")
+        own |= dict(parametrizations.named_parameters(prefix="parametrizations"))
+    return {
+        name: parameter
+        for name, parameter in own.items()
+        if not is_lazy(parameter)
+        and parameter.ndim >= 2
+        and (parameter.is_floating_point() or parameter.is_complex())
+    }
+
+
+def _counted(
+    found: Sequence[tuple[Converted, nn.Module]],
+) -> Iterator[tuple[Converted, nn.Module]]:
+    """Yield the rows with the elements of their matrix weights. What modules share is counted once:
+    with the first that is converted, else with the first."""
+    owners: dict[int, str] = {}
+    for row, module in sorted(found, key=lambda pair: not pair[0].done):
+        for parameter in matrices(module).values():
+            owners.setdefault(id(parameter), row.module)
+    for row, module in found:
+        held = {
+            name: parameter.numel()
+            for name, parameter in matrices(module).items()
+            if owners[id(parameter)] == row.module
+        }
+        others = {owners[id(parameter)] for parameter in matrices(module).values()}
+        others.discard(row.module)
+        counted = replace(
+            row,
+            elements=sum(held.values()),
+            converted=held.get("weight", 0) if row.done else 0,
+            counted_with="" if held else ", ".join(sorted(others)),
+        )
+        yield counted, module
+
+
+def _other(module: nn.Module, name: str) -> str:
+    """Why a module with matrix weights is no layer that a precision of this name converts."""
+    if isinstance(module, nn.MultiheadAttention):
+        packed = "in_proj_weight" if module._qkv_same_embed_dim else "q_proj_weight"
+        return f"its packed {packed} is read by F.multi_head_attention_forward"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "an embedding is a lookup without a product"
+    if type(module).__module__.startswith("torch.nn."):
+        return f"precision={name} converts linear layers only"
+    held = ", ".join(matrices(module))
+    return f"holds its own {held}; precision={name} converts linear layers only"
 
 
 def _check(rules: Rules, report: ConversionReport, chosen: Sequence[tuple[str, nn.Module]]) -> None:
     if not chosen:
-        reasons = [f"{r.module} ({r.kind}): {r.why}" for r in report.modules]
+        reasons = groups(report.modules)
         more = [f"and {len(reasons) - 4} more"] if len(reasons) > 4 else []
+        _, weights = report.weights
+        of_what = f"the model's {weights:,} matrix weights" if weights else "the model"
         raise ConfigError(
-            f"precision={rules.name} would convert nothing of the model: "
+            f"precision={rules.name} would convert nothing of {of_what}: "
             f"{'; '.join(reasons[:4] + more) or 'it has no layer of a kind that it converts'}. "
             "Type a precision without conversion, for example precision=bf16-mixed."
         )

@@ -176,27 +176,35 @@ def test_the_console_names_what_was_converted_and_what_was_not(gpt):
     done, *_ = gpt
     lines = [line.strip() for line in done.stdout.splitlines()]
     assert (
-        "converted 4/5 layers: blocks.0.attention.qkv, blocks.0.attention.projection," in lines[1]
+        "converted 4 of 6 layers, 49,152 of 66,048 matrix weights (74 %): "
+        "blocks.0.attention.qkv, blocks.0.attention.projection," in lines[1]
     )
-    assert "skipped head (Linear): shares a parameter with token_embedding" in lines
+    assert "left head (Linear): shares a parameter with token_embedding" in lines
 
 
 def test_the_conversion_is_written_whole(gpt):
     _, folder, run, client = gpt
     rows = json.loads((folder / "conversion.json").read_text())
     names = ["attention.qkv", "attention.projection", "expand", "contract"]
-    assert rows == [
-        *({"module": f"blocks.0.{n}", "kind": "Linear", "done": True, "why": ""} for n in names),
-        {"module": "head", "kind": "Linear", "done": False,
-         "why": "shares a parameter with token_embedding"},
+    assert [(row["module"], row["elements"]) for row in rows if not row["done"]] == [
+        ("token_embedding", 256 * 64), ("position_embedding", 8 * 64), ("head", 0),
     ]  # fmt: skip
+    assert rows[-1] == {
+        "module": "head", "kind": "Linear", "done": False,
+        "why": "shares a parameter with token_embedding",
+        "elements": 0, "converted": 0, "counted_with": "token_embedding",
+    }  # fmt: skip
+    done = [row for row in rows if row["done"]]
+    assert [row["module"] for row in done] == [f"blocks.0.{name}" for name in names]
+    assert [row["converted"] for row in done] == [64 * 64 * times for times in (3, 1, 4, 4)]
     assert "conversion.json" in {a.path for a in client.list_artifacts(run.info.run_id)}
 
 
 def test_the_store_has_the_counts_as_tags_and_the_size_as_a_metric(gpt):
     _, folder, run, client = gpt
     assert run.data.tags["precision"] == "bnb-nf4"
-    assert run.data.tags["converted"] == "4/5"
+    assert run.data.tags["converted"] == "4/6"
+    assert run.data.tags["converted_weights"] == "49152/66048"
     # embeddings, norms and biases train
     trains = 256 * 64 + 8 * 64 + 3 * 2 * 64 + (3 * 64 + 64 + 4 * 64 + 64)
     frozen = 64 * 64 * (3 + 1 + 4 + 4)
@@ -211,7 +219,9 @@ def test_a_run_that_converts_nothing_and_freezes_nothing_has_no_such_tags(
 ):
     assert main(*MLP, "train.max_steps=1", f"tracking.uri={store}").rc == 0
     outcome = result(tmp_path)
-    assert not {"converted", "trainable"} & set(reader().get_run(outcome["run_id"]).data.tags)
+    assert not {"converted", "converted_weights", "trainable"} & set(
+        reader().get_run(outcome["run_id"]).data.tags
+    )
     assert outcome["converted"] == ""
     assert outcome["weights_mib"] == outcome["plain_weights_mib"]
 
@@ -333,7 +343,7 @@ def test_a_plan_counts_what_would_train(main, precision, adapter, trains):
     assert done.rc == 0, done.stderr
     every = 1024 * 785 + 10 * 1025 + (trains if adapter == "lora" else 0)
     assert f"{every:,} ({trains:,} trainable)" in done.stdout
-    assert ("converted 2/2 layers" in done.stdout) == (precision != "32-true")
+    assert ("converted 2 of 2 layers" in done.stdout) == (precision != "32-true")
 
 
 def test_a_plan_prints_the_packed_size(main):

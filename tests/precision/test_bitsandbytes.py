@@ -385,19 +385,21 @@ def test_a_gpt_is_converted_but_for_its_tied_head():
     model = GPT(11, 8, layers=2, heads=2, width=16)
     _, report = load("nf4").convert(model)
     assert list(report.lines()) == [
-        "converted 8/9 layers: "
+        "converted 8 of 10 layers, 6,144 of 6,448 matrix weights (95 %): "
         + ", ".join(
             f"blocks.{i}.{n}"
             for i in (0, 1)
             for n in ("attention.qkv", "attention.projection", "expand", "contract")
         ),
-        "  skipped head (Linear): shares a parameter with token_embedding",
+        "  left 2 Embedding (304 weights): an embedding is a lookup without a product",
+        "  left head (Linear): shares a parameter with token_embedding",
     ]
     assert model.head.weight is model.token_embedding.weight
     model = GPT(11, 8, layers=2, heads=2, width=16)
     weight = model.head.weight
     _, report = load("int8-training").convert(model)
-    assert str(report) == "9/9"
+    assert str(report) == "9/10"
+    assert report.weights == (6320, 6448)
     assert model.head.weight is model.token_embedding.weight is weight
     tokens = torch.arange(8)[None]
     model(tokens).sum().backward()
@@ -478,7 +480,7 @@ def test_an_encoder_layer_works_in_training_and_in_evaluation(mode, compute):
     want = model(x).detach()
     precision = load(mode, compute)
     _, report = precision.convert(model)
-    assert str(report) == "2/3"
+    assert str(report) == "2/4"
     for train in (True, False):
         model.train(train)
         with precision.forward(CPU):

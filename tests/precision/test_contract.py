@@ -210,6 +210,7 @@ def test_where_weights_are_packed_the_rest_stays_and_a_hook_on_one_is_refused(na
     frozen = {n for n, p in after.items() if not p.requires_grad}
     assert frozen == {"body.bias", "qkv.weight", "head.weight"}
     assert {row.module: row.why for row in report.modules if not row.done} == {
+        "conv": f"precision={name} converts linear layers only",
         "body": "shares a parameter with twin",
         "twin": "shares a parameter with body",
     }
@@ -409,12 +410,19 @@ def test_the_base_is_plain():
 def test_a_report_counts_what_was_converted():
     from runner.precision.base import Converted
 
-    rows = (Converted("a", "Linear", True, ""), Converted("b", "Linear", False, "too small"))
+    rows = (
+        Converted("a", "Linear", True, "", elements=6, converted=6),
+        Converted("b", "Linear", False, "too small", elements=2),
+    )
     report = ConversionReport(rows)
     assert str(report) == "1/2"
+    assert report.weights == (6, 8)
     assert report.to_list()[1] == {
         "module": "b",
         "kind": "Linear",
         "done": False,
         "why": "too small",
+        "elements": 2,
+        "converted": 0,
+        "counted_with": "",
     }

@@ -66,8 +66,9 @@ def test_every_linear_layer_is_converted_and_nothing_else():
         Doubled, nn.LayerNorm, Doubled,
     ]  # fmt: skip
     assert report.modules == (
-        Converted("0", "Linear", True, ""), Converted("2.0", "Linear", True, ""),
-    )  # fmt: skip
+        Converted("0", "Linear", True, "", elements=16, converted=16),
+        Converted("2.0", "Linear", True, "", elements=8, converted=8),
+    )
 
 
 @pytest.mark.parametrize("swap", [in_place, grafted])
@@ -124,8 +125,8 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_and_one_without_is_convert
     model = nn.Sequential(Renamed(4, 4), Scaled(4, 4))
     report = convert(model)
     assert report.modules == (
-        Converted("0", "Renamed", True, ""),
-        Converted("1", "Scaled", False, "Scaled has a forward of its own"),
+        Converted("0", "Renamed", True, "", elements=16, converted=16),
+        Converted("1", "Scaled", False, "Scaled has a forward of its own", elements=16),
     )
     assert type(model[1]) is Scaled
 
@@ -140,6 +141,7 @@ def test_a_forward_that_was_patched_into_the_object_is_left():
 def test_what_attention_reads_without_calling_is_left():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     assert fates(convert(layer)) == {
+        "self_attn": "its packed in_proj_weight is read by F.multi_head_attention_forward",
         "self_attn.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
         "linear1": "",
         "linear2": "",
@@ -220,9 +222,12 @@ def test_a_tied_weight_that_stays_is_converted_and_still_tied():
 
 def test_a_head_tied_to_an_embedding_names_it():
     report = convert(GPT(11, 8, layers=2, heads=2, width=8), renewed, new_weights=True)
-    assert str(report) == "8/9"
+    assert str(report) == "8/10"
+    lookup = "an embedding is a lookup without a product"
     assert {k: v for k, v in fates(report).items() if v} == {
-        "head": "shares a parameter with token_embedding"
+        "token_embedding": lookup,
+        "position_embedding": lookup,
+        "head": "shares a parameter with token_embedding",
     }
 
 
@@ -264,7 +269,7 @@ def test_islands_and_what_is_inside_them_are_left():
 
 def test_a_root_that_is_an_island_leaves_nothing():
     message = refused(pair(), islands=[""])
-    assert "0 (Linear): kept in float32 by precision.keep_fp32" in message
+    assert "2 Linear (24 weights): kept in float32 by precision.keep_fp32" in message
 
 
 def test_a_pattern_that_matches_nothing_is_told():
@@ -288,7 +293,7 @@ def test_layers_of_the_libraries_are_told_and_left(package):
     assert not is_converted(model[1])
     assert fates(convert(model)) == {"0": "is a Fast already", "1": ""}
     assert type(model[0]).__name__ == "Fast"
-    assert "0 (Fast): is a Fast already" in refused(nn.Sequential(foreign(package)))
+    assert "0 (Fast, 16 weights): is a Fast already" in refused(nn.Sequential(foreign(package)))
 
 
 def test_layers_of_the_libraries_of_another_kind_are_told():
@@ -315,10 +320,13 @@ def test_nothing_to_convert_is_an_error_that_says_why():
         "precision=made-up would convert nothing of the model: it has no layer of a kind that it "
         "converts. Type a precision without conversion, for example precision=bf16-mixed."
     )
-    message = refused(nn.Sequential(*(Scaled(4, 4) for _ in range(6))))
-    assert message.count("has a forward of its own") == 4
-    assert "3 (Scaled): Scaled has a forward of its own; and 2 more. Type" in message
-    assert "more" not in refused(nn.Sequential(*(Scaled(4, 4) for _ in range(4))))
+    message = refused(nn.Sequential(*(Scaled(4, 4) for _ in range(6)), nn.Conv2d(1, 2, 3)))
+    assert (
+        "nothing of the model's 114 matrix weights: 6 Scaled (96 weights): Scaled has a forward of "
+        "its own; 6 (Conv2d, 18 weights): precision=made-up converts linear layers only. Type"
+    ) in message
+    many = nn.Sequential(*(type(f"Own{i}", (Scaled,), {})(4, 4) for i in range(6)))
+    assert "3 (Own3, 16 weights): Own3 has a forward of its own; and 2 more. Type" in refused(many)
 
 
 def _gradient_hook(weight):
@@ -527,28 +535,35 @@ def test_a_converted_model_can_be_copied():
 
 
 def rows(done, skipped):
-    made = [Converted(f"a{i}", "Linear", True, "") for i in range(done)]
-    return (*made, *(Converted(f"b{i}", "Own", False, f"reason {i}") for i in range(skipped)))
+    made = [Converted(f"a{i}", "Linear", True, "", 8, 8) for i in range(done)]
+    left = (Converted(f"b{i}", "Own", False, f"reason {i}", 16) for i in range(skipped))
+    return (*made, *left)
 
 
 def test_the_report_counts_and_names_who_was_skipped():
     report = ConversionReport(rows(8, 1))
     assert str(report) == "8/9"
     assert list(report.lines()) == [
-        "converted 8/9 layers: a0, a1, a2, a3, a4, a5, a6, a7", "  skipped b0 (Own): reason 0"
-    ]  # fmt: skip
-    assert list(ConversionReport(rows(2, 0)).lines()) == ["converted 2/2 layers: a0, a1"]
+        "converted 8 of 9 layers, 64 of 80 matrix weights (80 %): a0, a1, a2, a3, a4, a5, a6, a7",
+        "  left b0 (Own, 16 weights): reason 0",
+    ]
+    assert list(ConversionReport(rows(2, 0)).lines()) == [
+        "converted 2 of 2 layers, 16 of 16 matrix weights (100 %): a0, a1"
+    ]
     assert list(ConversionReport().lines()) == []
     assert report.to_list()[-1] == {
         "module": "b0", "kind": "Own", "done": False, "why": "reason 0",
+        "elements": 16, "converted": 0, "counted_with": "",
     }  # fmt: skip
 
 
 def test_the_report_stops_naming_after_some():
     lines = list(ConversionReport(rows(1, 10)).lines())
     assert len(lines) == 10
-    assert lines[-2:] == ["  skipped b7 (Own): reason 7", "  and 2 more, all in conversion.json"]
+    assert lines[-2:] == [
+        "  left b7 (Own, 16 weights): reason 7", "  and 2 more, all in conversion.json",
+    ]  # fmt: skip
     assert len(list(ConversionReport(rows(1, 8)).lines())) == 9
     assert list(ConversionReport(rows(1, 2)).lines(most=1))[1:] == [
-        "  skipped b0 (Own): reason 0", "  and 1 more, all in conversion.json",
+        "  left b0 (Own, 16 weights): reason 0", "  and 1 more, all in conversion.json",
     ]  # fmt: skip

@@ -79,7 +79,7 @@ def test_training_lowers_a_loss_that_starts_as_float32s(name, build, weights):
     with torch.no_grad():
         exact = loss_of(state_of(support.load("32-true"), model), *batch).item()
     precision, model, report = convert(name, model, weights=weights)
-    assert all(row.done for row in report.modules)
+    assert all(row.done or "Embedding" in row.kind for row in report.modules)
     state = state_of(precision, model)
     with precision.session(model, CPU):
         losses = [train_step(state, [tuple(batch)]).loss.item() for _ in range(20)]
