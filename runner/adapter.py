@@ -17,6 +17,7 @@ from runner.errors import ConfigError, Unavailable
 from runner.precision.convert import shared_with
 from runner.precision.patterns import select
 from runner.precision.te_layers import NormFirst
+from runner.precision.transposed import linear_kinds
 from runner.quiet import quiet
 
 
@@ -96,7 +97,8 @@ class Lora(Adapter):
         )
         full = [p for name in trained for p in model.get_submodule(name).parameters()]
         _refuse(model, trained)
-        inject_adapter_in_model(config, model)
+        with quiet():  # peft warns of a Conv1D, for which it transposes the addition by itself
+            inject_adapter_in_model(config, model)
         for added in (p for p in model.parameters() if p.requires_grad):
             added.data = added.data.to(dtype)  # peft takes the layer's compute dtype
         for parameter in full:
@@ -109,7 +111,7 @@ class Lora(Adapter):
         linear = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear)
+            if isinstance(module, linear_kinds())
             and name
             and name in wanted
             and type(module).__name__ != "NonDynamicallyQuantizableLinear"

@@ -17,6 +17,7 @@ from runner.config import stored
 from runner.errors import ConfigError
 from runner.files import written_by_torch
 from runner.precision.convert import is_converted
+from runner.precision.transposed import is_transposed
 from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.tpu import is_tpu
@@ -285,7 +286,8 @@ def load_weights(model: nn.Module, saved: Saved) -> None:
         if saved.content.get("layout") and not any(map(is_converted, model.modules())):
             from runner.precision.bitsandbytes_layers import plain_weights
 
-            weights = plain_weights(weights)
+            transposed = [name for name, m in model.named_modules() if is_transposed(m)]
+            weights = plain_weights(weights, transposed)
         model.load_state_dict(weights, strict=True)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)

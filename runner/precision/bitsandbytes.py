@@ -12,10 +12,11 @@ from torch import nn
 from runner.errors import ConfigError, Unavailable
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import cast_nest
-from runner.precision.convert import Rules, convert_modules
+from runner.precision.convert import Rules, Swap, convert_modules
 from runner.precision.cpu_float16 import Choice
 from runner.precision.islands import find_islands, make_islands
 from runner.precision.spill import Spill
+from runner.precision.transposed import linear_kinds, widths
 from runner.precision.true import DTYPES, check_kernels, cpu_kernels, float32_matmul
 from runner.tpu import kind
 
@@ -25,7 +26,7 @@ COMPUTE = ("bfloat16", "float16", "float32")
 
 @final
 class BitsandbytesPrecision(Precision):
-    """Quantised weights in every nn.Linear; everything else as it was built, under autocast.
+    """Quantised weights in every nn.Linear and Conv1D; the rest as it was built, under autocast.
 
     Args:
         name: label of the run.
@@ -118,7 +119,8 @@ class BitsandbytesPrecision(Precision):
         judge = partial(unfit, int8=self.mode.startswith("int8"), frozen=self.freezes)
         rules = Rules(self.name, self.ignore_modules, islands, judge, self.freezes)
         try:
-            report = convert_modules(model, {nn.Linear: lambda m: self._swap(m, device)}, rules)
+            swap: Swap = lambda module: self._swap(module, device)  # noqa: E731
+            report = convert_modules(model, dict.fromkeys(linear_kinds(), swap), rules)
         finally:
             self._spill.take_back(model)
         make_islands(model, self.keep_fp32, self.storage)
@@ -128,7 +130,6 @@ class BitsandbytesPrecision(Precision):
         from runner.precision.bitsandbytes_int8 import Linear8bit, Linear8bitTrained
         from runner.precision.bitsandbytes_layers import Linear4bit
 
-        assert isinstance(module, nn.Linear)
         module.to(device)
         if self.mode == "int8-training":
             Linear8bitTrained.swap(module, self.compute, self.threshold)
@@ -161,10 +162,9 @@ class BitsandbytesPrecision(Precision):
         return cast_nest(inputs, self.compute)
 
 
-def unfit(module: nn.Module, int8: bool, frozen: bool) -> str:
-    """Why a layer cannot be packed; empty where it can."""
-    assert isinstance(module, nn.Linear)
-    if int8 and module.in_features == 1:  # torch 2.11's int8 product is wrong there
+def unfit(module: Any, int8: bool, frozen: bool) -> str:
+    """Why a linear layer cannot be packed; empty where it can."""
+    if int8 and widths(module)[0] == 1:  # torch 2.11's int8 product is wrong there
         return "has one input only"
     if module.weight.is_meta:
         return ""

@@ -1,4 +1,4 @@
-"""int8 linear layers on bitsandbytes' kernels, each a torch.nn.Linear turned in place.
+"""int8 linear layers on bitsandbytes' kernels, each a torch.nn.Linear or a Conv1D turned in place.
 
 They differ from the library's own module where that misleads: weights, inputs and gradients are
 quantised within float16's range, by way of which the library does it; a trainable bias keeps its
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from runner.precision.bitsandbytes_library import bnb
 from runner.precision.convert import low_class
+from runner.precision.transposed import is_transposed, matrix, widths
 
 
 def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,13 +41,14 @@ class Linear8bit(nn.Linear):
     threshold: float
 
     @classmethod
-    def swap(cls, module: nn.Linear, compute: torch.dtype, threshold: float) -> None:
+    def swap(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
         """Turn a linear layer into one of these, where it is."""
-        codes, largest = pack_int8(module.weight)
+        codes, largest = pack_int8(matrix(module))
+        module.in_features, module.out_features = widths(module)
         module.__class__ = low_class(cls, type(module))
         module.weight = nn.Parameter(codes, requires_grad=False)
         module.register_buffer("SCB", largest)
-        module.compute_dtype, module.threshold = compute, threshold  # type: ignore[assignment]
+        module.compute_dtype, module.threshold = compute, threshold
 
     def forward(self, input: Tensor) -> Tensor:
         state = bnb.MatmulLtState()
@@ -57,6 +59,8 @@ class Linear8bit(nn.Linear):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
         """int8 with its scales, as it is; a plain weight is packed."""
         weight = state_dict.get(f"{prefix}weight")
+        if weight is not None and weight.is_floating_point() and is_transposed(self):
+            state_dict[f"{prefix}weight"] = weight = weight.t()
         if weight is not None and weight.is_floating_point() and weight.shape == self.weight.shape:
             codes, largest = pack_int8(weight.to(self.weight.device))
             state_dict |= {f"{prefix}weight": codes, f"{prefix}SCB": largest}
@@ -71,17 +75,19 @@ class Linear8bitTrained(nn.Linear):
     threshold: float
 
     @classmethod
-    def swap(cls, module: nn.Linear, compute: torch.dtype, threshold: float) -> None:
+    def swap(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
         """Turn a linear layer into one of these, where it is; its parameters stay."""
+        module.in_features, module.out_features = widths(module)
         module.__class__ = low_class(cls, type(module))
-        module.compute_dtype, module.threshold = compute, threshold  # type: ignore[assignment]
+        module.compute_dtype, module.threshold = compute, threshold
 
     def forward(self, input: Tensor) -> Tensor:
         state = bnb.MatmulLtState()
-        state.CB, state.SCB = pack_int8(self.weight)  # type: ignore[assignment]
+        weight = matrix(self)
+        state.CB, state.SCB = pack_int8(weight)  # type: ignore[assignment]
         # Without gradients the library asks for a kernel that CPUs lack if the weight may train.
         state.is_training = torch.is_grad_enabled()
-        weight = self.weight if state.is_training else self.weight.detach()
+        weight = weight if state.is_training else weight.detach()
         return _product_int8(self, input, weight, state)
 
 

@@ -1,4 +1,4 @@
-"""4-bit linear layers on bitsandbytes' kernels, each a torch.nn.Linear turned in place.
+"""4-bit linear layers on bitsandbytes' kernels, each a torch.nn.Linear or a Conv1D turned in place.
 
 They differ from the library's own module where that misleads: a trainable bias keeps its dtype, a
 checkpoint loads exactly or not at all, and on a CPU weights are unpacked rightly whatever their
@@ -9,7 +9,7 @@ Source: Dettmers et al., QLoRA, arXiv:2305.14314 (nf4, double quantisation).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from runner.precision.bitsandbytes_library import (
     unpack_tensor_to_dict,
 )
 from runner.precision.convert import low_class
+from runner.precision.transposed import is_transposed, matrix, widths
 
 Parts = dict[str, Tensor]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
@@ -85,9 +86,10 @@ class Linear4bit(bnb.nn.Linear4bit):
     mode: tuple[str, bool]  # quant_type, nested
 
     @classmethod
-    def swap(cls, module: nn.Linear, quant_type: str, nested: bool, compute: torch.dtype) -> None:
+    def swap(cls, module: Any, quant_type: str, nested: bool, compute: torch.dtype) -> None:
         """Turn a linear layer into one of these, where it is."""
-        weight = pack_4bit(module.weight, quant_type, nested)
+        weight = pack_4bit(matrix(module), quant_type, nested)
+        module.in_features, module.out_features = widths(module)
         module.__class__ = low_class(cls, type(module))
         module.mode, module.compute_dtype, module.compute_type_is_set = (  # type: ignore[assignment]
             (quant_type, nested), compute, True
@@ -125,6 +127,7 @@ class Linear4bit(bnb.nn.Linear4bit):
         device = self.weight.device
         shape = (self.out_features, self.in_features)
         if weight.is_floating_point():
+            weight = weight.t() if is_transposed(self) else weight
             if weight.shape != shape:
                 raise ValueError(f"its shape is {list(weight.shape)}, not {list(shape)}")
             return pack_4bit(weight.to(device), *self.mode)
@@ -180,8 +183,14 @@ def label(quant_type: str, nested: bool) -> str:
     return f"{quant_type}-dq" if nested else quant_type
 
 
-def plain_weights(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def plain_weights(
+    state_dict: Mapping[str, Tensor], transposed: Collection[str] = ()
+) -> dict[str, Tensor]:
     """A state dict with every packed weight as the float32 weight that it stands for.
+
+    Args:
+        state_dict: of a model with packed layers.
+        transposed: dotted names of the layers whose weight is [in, out] when it is not packed.
 
     Raises:
         ValueError: a packed weight lacks its scales.
@@ -203,4 +212,8 @@ def plain_weights(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 raise ValueError(f"{key}: {error}") from None
             state = QuantState.from_dict(parts, value.device)
             plain[key] = unpack_4bit(value, state, torch.float32)
+        else:
+            continue
+        if key.removesuffix("weight").rstrip(".") in transposed:
+            plain[key] = plain[key].t().contiguous()
     return plain

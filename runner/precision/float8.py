@@ -1,5 +1,6 @@
 """float8-*: torchao's FP8 training products inside a bfloat16 model."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from runner.precision.cast import DefaultDtype, cast_floats, cast_nest, narrow
 from runner.precision.convert import Rules, convert_modules, graft
 from runner.precision.islands import find_islands, make_islands
 from runner.precision.rows import padded
+from runner.precision.transposed import is_transposed, linear_kinds, widths
 from runner.precision.true import DTYPES, check_kernels, float32_matmul
 from runner.quiet import quiet
 from runner.tpu import is_tpu, kind
@@ -30,7 +32,7 @@ MULTIPLE = 16  # of every dimension that torch._scaled_mm takes
 
 @final
 class Float8Precision(Precision):
-    """nn.Linear in torchao's Float8Linear, bfloat16 elsewhere.
+    """nn.Linear and Conv1D in torchao's Float8Linear, bfloat16 elsewhere.
 
     A converted layer scales activations, weights and output gradients to FP8 anew in every step
     and accumulates its products in float32; weights stay in float32 or bfloat16.
@@ -95,7 +97,8 @@ class Float8Precision(Precision):
         islands = find_islands(model, self.keep_fp32, self.storage)
         judge = partial(unfit, least=self.min_features)
         rules = Rules(self.name, self.ignore_modules, islands, judge)
-        report = convert_modules(model, {nn.Linear: partial(_swap, config=config)}, rules)
+        swap = partial(_swap, config=config)
+        report = convert_modules(model, dict.fromkeys(linear_kinds(), swap), rules)
         make_islands(model, self.keep_fp32, self.storage)
         cast_floats(model, self.storage, islands)
         return model, report
@@ -176,15 +179,14 @@ def _require_device(name: str, device: torch.device, emulate: bool) -> None:
 
 
 def unfit(module: nn.Module, least: int) -> str:
-    """Why FP8 cannot or should not hold an nn.Linear; empty where it can.
+    """Why FP8 cannot or should not hold a linear layer; empty where it can.
 
     torch._scaled_mm multiplies [m, k] by [k, n] with k and n in multiples of 16. Of a layer's
     three products the forward contracts over `in` and yields `out`, the input's gradient the
     reverse, and the weight's contracts over the rows (runner.precision.rows) and yields `in`. So
     both widths must be such multiples; emulation keeps to it, to convert what hardware would.
     """
-    assert isinstance(module, nn.Linear)
-    out, into = module.weight.shape
+    into, out = widths(module)
     shape = f"its shape {into} -> {out}"
     if out % MULTIPLE or into % MULTIPLE:
         return f"{shape} is not in multiples of {MULTIPLE}"
@@ -204,26 +206,41 @@ class _Float8:
             input = input.to(torch.get_autocast_dtype(kind))
         # The library asks CUDA's autocast only, whatever the device, through a deprecated call.
         with torch.autocast(kind, enabled=False):
-            return padded(super().forward, input, MULTIPLE)  # type: ignore[misc]
+            return padded(self._product, input, MULTIPLE)
+
+    def _product(self, input: Tensor) -> Tensor:
+        return super().forward(input)  # type: ignore[misc]
+
+
+class _Float8Transposed(_Float8):
+    """Mixin before Float8Linear that was a Conv1D: its weight is [in, out]."""
+
+    def _product(self: Any, input: Tensor) -> Tensor:
+        # Float8Linear.forward, which would transpose the weight.
+        product = sys.modules["torchao.float8.float8_linear"].matmul_with_hp_or_float8_args
+        made = product.apply(input, self.weight, self.linear_mm_config, self.config)
+        return made if self.bias is None else made + self.bias.to(made.dtype)
 
 
 def _swap(module: nn.Module, config: "Float8LinearConfig") -> None:
-    """Turn an nn.Linear into a Float8Linear that holds the same parameter objects."""
+    """Turn a linear layer into a Float8Linear that holds the same parameter objects."""
+    transposed = is_transposed(module)
+    plain = nn.Linear(*widths(module), bias=False, device="meta") if transposed else module
     with quiet():
         from torchao.float8 import convert_to_float8_training
 
         # Not Float8Linear.from_float: this one also mends a miscompilation of FP8 in Inductor.
-        made = convert_to_float8_training(module, config=config)
-    made.__class__ = _layer(type(module), type(made))
+        made = convert_to_float8_training(plain, config=config)
+    made.__class__ = _layer(type(module), type(made), _Float8Transposed if transposed else _Float8)
     for held in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
         vars(made)[held] = vars(module)[held]  # what the user registered as well
     graft(module, made)
 
 
 @cache
-def _layer(kind: type[nn.Module], converted: type[nn.Module]) -> type[nn.Module]:
+def _layer(kind: type[nn.Module], converted: type[nn.Module], mixin: type) -> type[nn.Module]:
     """A subclass of the library's layer and of the module's own class."""
-    return type(f"Float8{kind.__name__}", (_Float8, converted, kind), {})
+    return type(f"Float8{kind.__name__}", (mixin, converted, kind), {})
 
 
 def _config(recipe: str, emulate: bool) -> "Float8LinearConfig":

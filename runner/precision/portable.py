@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runner.precision.transposed import matrix
+
 CPU = torch.device("cpu")
 _STEP = 6.200124e-05  # bitsandbytes' 1 / 127²
 
@@ -126,7 +128,7 @@ class Plain8bit(nn.Module):
         from runner.precision.bitsandbytes_int8 import pack_int8
 
         if module.weight.is_floating_point():
-            codes, largest = pack_int8(module.weight)
+            codes, largest = pack_int8(matrix(module))
         else:
             codes, largest = module.weight.data, module.SCB
         _become(module, cls, codes=codes, largest=largest)
@@ -181,7 +183,7 @@ class PlainFloat8(nn.Module):
         for cast in (config.cast_config_input, config.cast_config_weight):
             if cast.scaling_type.name != "DYNAMIC":
                 raise NotImplementedError(f"FP8 with {cast.scaling_type.name} scales")
-        codes, scale = _to_float8(module.weight.detach(), config.cast_config_weight, config)
+        codes, scale = _to_float8(matrix(module).detach(), config.cast_config_weight, config)
         _become(module, cls, codes=codes, scale=scale)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ hold in FP8 or FP4 is rounded to that format, and products accumulate in float32
 the forward's FP8 products accumulate in fewer bits, and the order of summation is another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -163,6 +163,7 @@ class Linear(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    weight_names: Sequence[str] = ("weight",)  # of the attributes that hold the weight, [out, in]
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, params_dtype: torch.dtype,
@@ -176,12 +177,13 @@ class Linear(nn.Module):
         self.fp8_meta: dict[str, Any] = {}
 
     def forward(self, input: Tensor) -> Tensor:
+        weight = getattr(self, self.weight_names[0])
         if not Autocast.entered:
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(input, weight, self.bias)
         context = Autocast.entered[-1]
         how = context.operands or self._delayed(context.recipe)
         rows = input.reshape(-1, self.in_features)
-        output: Tensor = _Products.apply(rows, self.weight, self.bias, how)  # type: ignore[assignment]
+        output: Tensor = _Products.apply(rows, weight, self.bias, how)  # type: ignore[assignment]
         if context.operands is None and torch.is_grad_enabled():
             self.fp8_meta["scaling_fwd"].advance(E4M3, context.recipe)
         return output.reshape(*input.shape[:-1], self.out_features)

@@ -24,6 +24,7 @@ from runner.precision.convert import (
     judged,
 )
 from runner.precision.rows import padded
+from runner.precision.transposed import is_transposed, linear_kinds, widths
 
 
 class PlainState:
@@ -38,6 +39,11 @@ class AnyRows(PlainState):
     """Mixin before te.Linear: takes any number of rows."""
 
     _multiple: int
+
+    @property
+    def transposed_weight(self) -> Tensor:
+        """The weight of a Conv1D, stored as [in, out], as the library takes it: [out, in]."""
+        return self.weight.t().contiguous()  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
         return padded(super().forward, input, self._multiple)  # type: ignore[misc]
@@ -98,7 +104,7 @@ def layer_class(name: str, mixin: type, *kinds: type[nn.Module]) -> type[nn.Modu
 def convert_layers(
     model: nn.Module, te: Any, multiple: int, rules: Rules, fuse: bool
 ) -> ConversionReport:
-    """Convert nn.Linear and nn.LayerNorm to the library's, in place.
+    """Convert nn.Linear, Conv1D and nn.LayerNorm to the library's, in place.
 
     Args:
         model: changed in place.
@@ -108,10 +114,12 @@ def convert_layers(
         fuse: one layer for a norm and the linear layer that alone takes its output.
 
     Raises:
-        ConfigError: no nn.Linear would be converted, or a pattern matches nothing.
+        ConfigError: no linear layer would be converted, or a pattern matches nothing.
     """
-    swaps: dict[type[nn.Module], Swap] = {nn.Linear: partial(_to_linear, te=te, multiple=multiple)}
-    if any(row.done for row, _ in judged(model, (nn.Linear,), rules)):  # norms alone are no FP8
+    linear = linear_kinds()
+    to_linear: Swap = partial(_to_linear, te=te, multiple=multiple)
+    swaps = dict.fromkeys(linear, to_linear)
+    if any(row.done for row, _ in judged(model, linear, rules)):  # norms alone are no FP8
         swaps[nn.LayerNorm] = partial(_to_norm, te=te)
     report = convert_modules(model, swaps, rules)
     if fuse:
@@ -126,8 +134,8 @@ def at(model: nn.Module, path: str) -> nn.Module:
 
 def unfit(module: nn.Module, multiple: int) -> str:
     """Why the library cannot hold a layer; empty where it can."""
-    if isinstance(module, nn.Linear):
-        return unfit_shape(module.in_features, module.out_features, multiple)
+    if isinstance(module, linear_kinds()):
+        return unfit_shape(*widths(module), multiple)
     assert isinstance(module, nn.LayerNorm)
     if len(module.normalized_shape) > 1:
         return f"normalises over {len(module.normalized_shape)} dimensions"
@@ -145,12 +153,14 @@ def unfit_shape(into: int, out: int, multiple: int) -> str:
 
 
 def _to_linear(module: nn.Module, te: Any, multiple: int) -> None:
-    assert isinstance(module, nn.Linear)
+    into, out = widths(module)
     made = te.Linear(
-        module.in_features, module.out_features, bias=module.bias is not None,
+        into, out, bias=module.bias is not None,
         params_dtype=module.weight.dtype, device="meta",
     )  # fmt: skip
     made._multiple = multiple
+    if is_transposed(module):
+        made.weight_names = ["transposed_weight"]  # where the library looks for its weight
     _become(module, made, layer_class("TELinear", AnyRows, te.Linear, type(module)))
 
 
@@ -186,12 +196,14 @@ def _fuse(model: nn.Module, report: ConversionReport, te: Any, multiple: int) ->
 
 def _to_fused(norm: nn.Module, linear: nn.Module, te: Any, multiple: int) -> None:
     assert isinstance(norm, nn.LayerNorm)
-    assert isinstance(linear, nn.Linear)
+    into, out = widths(linear)
     made = te.LayerNormLinear(
-        linear.in_features, linear.out_features, eps=norm.eps, bias=linear.bias is not None,
+        into, out, eps=norm.eps, bias=linear.bias is not None,
         params_dtype=linear.weight.dtype, device="meta",
     )  # fmt: skip
     made._multiple, made._norm = multiple, (norm,)
+    if is_transposed(linear):
+        made.weight_names = ["transposed_weight"]
     _become(
         linear,
         made,

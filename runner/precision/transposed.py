@@ -1,0 +1,37 @@
+"""Linear layers, among them transformers' Conv1D, which stores its weight transposed.
+
+GPT-2 and its relatives are built of Conv1D layers: x @ weight + bias, weight [in, out]. Nothing
+here imports transformers: a model that holds such a layer has.
+"""
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+_HOME = "transformers.pytorch_utils"
+
+
+def linear_kinds() -> tuple[type[nn.Module], ...]:
+    """Return the classes of linear layers: nn.Linear, and Conv1D where transformers is imported."""
+    conv1d = getattr(sys.modules.get(_HOME), "Conv1D", None)
+    return (nn.Linear,) if conv1d is None else (nn.Linear, conv1d)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a layer is a Conv1D, or was one before its conversion."""
+    return isinstance(module, linear_kinds()[1:])
+
+
+def widths(module: Any) -> tuple[int, int]:
+    """Return the input and the output width of a linear layer that is not converted."""
+    if is_transposed(module):
+        into, out = module.weight.shape
+        return into, out
+    return module.in_features, module.out_features
+
+
+def matrix(module: Any) -> Tensor:
+    """Return the weight of a linear layer as [out, in]; of a Conv1D as a view that is not
+    contiguous."""
+    return module.weight.t() if is_transposed(module) else module.weight
