@@ -27,8 +27,8 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
         this.say(line)
     tags = {}
     if report.modules:
-        converted, weights = report.weights
-        tags = {"converted": str(report), "converted_weights": f"{converted}/{weights}"}
+        converted, elements_in_all = report.weights
+        tags = {"converted": str(report), "converted_weights": f"{converted}/{elements_in_all}"}
     if kernels := this.precision.kernels():
         tags["cpu_float16"] = kernels
     if this.precision.emulated:
