@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from runner.precision.bitsandbytes_int8 import unpack_int8

@@ -1,0 +1,159 @@
+"""The count of a conversion on models that were not written here, against counts by hand."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel, ViTConfig, ViTModel
+
+from runner.errors import ConfigError
+from runner.precision import support
+
+LINEAR_ONLY = "precision=float8-rowwise converts linear layers only"
+LOOKUP = "an embedding is a lookup without a product"
+
+
+def convert(model, name="float8-rowwise"):
+    emulate = {} if name.startswith("bnb") else {"emulate": True}
+    return support.load(name, **emulate).convert(model)[1]
+
+
+def left(report):
+    return {row.module: (row.elements, row.why) for row in report.modules if not row.done}
+
+
+def bert():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertModel(BertConfig(
+        **sizes, intermediate_size=64, vocab_size=48, max_position_embeddings=16,
+    ))  # fmt: skip
+
+
+def vit():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return ViTModel(ViTConfig(**sizes, intermediate_size=64, image_size=16, patch_size=4))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.apart = nn.MultiheadAttention(32, 2, kdim=16, vdim=16, batch_first=True)
+        self.head = nn.Linear(32, 16)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 32, 64))
+        self.down = nn.Parameter(torch.randn(4, 64, 32))
+        self.gate = nn.Linear(32, 16)
+
+
+def recurrent():
+    return nn.ModuleDict(
+        {"lstm": nn.LSTM(16, 32), "gru": nn.GRU(32, 16), "head": nn.Linear(32, 16)}
+    )
+
+
+LAYER = 4 * 32 * 32 + 2 * 32 * 64
+
+
+@pytest.mark.parametrize(
+    ("build", "layers", "converted", "weights", "reasons"),
+    [
+        # Two layers of 6 and the pooler; words, positions and two kinds of tokens.
+        (bert, (13, 16), 2 * LAYER + 32 * 32, 2 * LAYER + 32 * 32 + (48 + 16 + 2) * 32, {LOOKUP}),
+        # The class token and the positions are the embeddings' own, patches are a convolution.
+        (
+            vit,
+            (13, 15),
+            2 * LAYER + 32 * 32,
+            2 * LAYER + 32 * 32 + 3 * 4 * 4 * 32 + (1 + 17) * 32,
+            {LINEAR_ONLY, f"holds its own cls_token, position_embeddings; {LINEAR_ONLY}"},
+        ),
+        (
+            Attention,
+            (1, 5),
+            32 * 16,
+            32 * 16 + 4 * 32 * 32 + 2 * 32 * 32 + 2 * 32 * 16,
+            {
+                "its packed in_proj_weight is read by F.multi_head_attention_forward",
+                "its packed q_proj_weight is read by F.multi_head_attention_forward",
+                "nn.MultiheadAttention reads its weight and never calls it",
+            },
+        ),
+        (recurrent, (1, 3), 512, 512 + 4 * 32 * (16 + 32) + 3 * 16 * (32 + 16), {LINEAR_ONLY}),
+        (
+            Experts,
+            (1, 2),
+            512,
+            512 + 2 * 4 * 32 * 64,
+            {f"holds its own up, down; {LINEAR_ONLY}"},
+        ),
+    ],
+)
+def test_the_count_is_that_by_hand(build, layers, converted, weights, reasons):
+    model = build()
+    assert weights == sum(p.numel() for p in model.parameters() if p.ndim >= 2)
+    report = convert(model)
+    assert report.layers == layers
+    assert str(report) == f"{layers[0]}/{layers[1]}"
+    assert report.weights == (converted, weights)
+    assert {why for _, why in left(report).values()} == reasons
+
+
+@pytest.mark.parametrize("name", ["transformer-engine-current", "bnb-nf4", "bnb-int8-training"])
+def test_a_packed_weight_counts_by_the_elements_it_had(name):
+    model = bert()
+    report = convert(model, name)
+    assert report.weights[1] == sum(p.numel() for p in bert().parameters() if p.ndim >= 2)
+    assert report.weights[0] == 2 * LAYER + 32 * 32
+
+
+def test_norms_stand_beside_the_count():
+    report = convert(bert(), "transformer-engine-current")
+    assert next(report.lines()).startswith(
+        "converted 13 of 16 layers, 17,408 of 19,520 matrix weights (89 %) and 5 norms: encoder."
+    )
+
+
+def test_many_convolutions_take_one_line():
+    model = timm.create_model("resnet18", num_classes=16)
+    convolutions = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv2d)]
+    report = convert(model)
+    assert str(report) == "1/21"
+    assert list(report.lines()) == [
+        "converted 1 of 21 layers, 8,192 of 11,175,104 matrix weights (under 1 %): fc",
+        f"  left 20 Conv2d (11,166,912 weights): {LINEAR_ONLY}",
+    ]
+    assert sum(convolutions) == 11_166_912
+
+
+def test_what_is_shared_counts_once_and_with_the_layer_that_converts_it():
+    model = nn.ModuleDict({"words": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
+    model["head"].weight = model["words"].weight
+    model["body"] = nn.Linear(32, 32)
+    report = convert(model)
+    assert report.weights == (64 * 32 + 32 * 32, 64 * 32 + 32 * 32)
+    assert str(report) == "2/2"
+    words = report.modules[0]
+    assert (words.done, words.elements, words.counted_with) == (False, 0, "head")
+
+
+def test_a_parametrized_weight_counts_in_its_layer():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    nn.utils.parametrizations.orthogonal(model[0])
+    report = convert(model)
+    assert [(row.module, row.elements, row.converted) for row in report.modules] == [
+        ("0", 256, 0), ("1", 256, 256),
+    ]  # fmt: skip
+
+
+def test_a_model_without_a_linear_layer_names_what_its_weights_are_in():
+    with pytest.raises(ConfigError) as caught:
+        convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.LSTM(4, 8)))
+    assert (
+        "would convert nothing of the model's 1,176 matrix weights: 2 Conv2d (792 weights): "
+        f"{LINEAR_ONLY}; 2 (LSTM, 384 weights): {LINEAR_ONLY}. Type"
+    ) in str(caught.value)
