@@ -4,6 +4,7 @@ by bit each time, from its seed as from a checkpoint."""
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.step import train_step
 from runner.tasks.base import Task
+from runner.trial import build_proven
 
 OWN = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "init", "seed")
 
@@ -101,9 +103,10 @@ def before(
     seed_all(spec.seed)
     loader, validation = build_loaders(spec, build_splits(spec), device)
     seed_all(spec.seed)
-    built = build_model(
-        spec, precision, device, start=begin or start(spec), whole=begin is not None
+    make = partial(
+        build_model, spec, precision, device, start=begin or start(spec), whole=begin is not None
     )
+    built = build_proven(make, precision, device, spec.seed, lambda: next(validation.epoch(0))[0])
     with precision.session(built.model, device):
         steps = total_steps(spec.train, loader)
         driven = build_driven(spec, built.model, precision, steps)

@@ -58,6 +58,7 @@ def contents(
         "choices": dict(choices),
         "precision": state.precision.name,
         "layout": state.precision.layout,
+        "bypassed": dict(state.precision.bypassed),
         "precision_state": state.precision.state_dict(model),
         "metrics": dict(metrics),
         "step": state.step,
@@ -255,6 +256,11 @@ def _misfits(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"its {key} is no {kind.__name__}"
     if not all(isinstance(text, str) for pair in content["choices"].items() for text in pair):
         yield "its choices are no names"
+    bypassed = content.get("bypassed", {})  # older files have none
+    if not isinstance(bypassed, dict) or not all(
+        isinstance(text, str) for pair in bypassed.items() for text in pair
+    ):
+        yield "its bypassed are no names"
     for key in _PARTS:
         if not isinstance(content["spec"].get(key, {}), dict):
             yield f"its spec.{key} is no dict"

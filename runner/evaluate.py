@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,6 +26,7 @@ from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
 from runner.shape import check_shape, shape
 from runner.state import TrainState
+from runner.trial import prove
 
 LEAST_SECONDS = 0.5  # of an evaluation whose speed is told
 
@@ -43,7 +45,8 @@ def _evaluated(this: Run) -> RunResult:
     validation = _validation(this)
     seed_all(spec.seed)
     saved = checkpoint.Saved(path, content)
-    built = restore_model(spec, this.precision, this.device, saved)
+    make = partial(restore_model, spec, this.precision, this.device, saved)
+    built = prove(this, make, validation)
     check_shape(spec, this.precision, this.device, built.model)
     with this.precision.session(built.model, this.device):
         sizes = describe(this, built)

@@ -62,6 +62,8 @@ def build_model(
     if start is not None and not exact:
         _load(spec, model, precision, start)
     size = float32_bytes(model)
+    if start is not None and exact:  # its plain weights would be packed as they are loaded
+        precision.leave_unconverted(start.content.get("bypassed", {}))
     model, report = precision.convert(model, device)
     if (addition := adapter.make(spec.adapter)) is not None:
         addition.add(model, precision.storage)

@@ -6,6 +6,7 @@ more; fresh ones where its config is gone. Nothing is tracked.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.step import examples_in, loss_of
 from runner.tasks.base import Task, labels_of, mean
+from runner.trial import build_proven
 
 BEFORE, AFTER, MOST = 3, 4, 5  # rows shown around the beginning; of a sound batch in all
 CHEAP_MIB = 4096.0  # weights in float32 up to which a run in 32-true is made beside it
@@ -119,7 +121,8 @@ def _through(
     """What a model made anew with these weights does with the batch; in every precision with one
     loss scale, so that their gradients can be compared."""
     seed_all(spec.seed)
-    built = build_model(spec, precision, device, start=begin)
+    make = partial(build_model, spec, precision, device, start=begin)
+    built = build_proven(make, precision, device, spec.seed, lambda: batches[0][0])
     state = TrainState(built.model, precision, task, precision.scale(device), [], device)
     if rng is not None:
         set_rng_state(rng, device)

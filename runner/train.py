@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -34,6 +35,7 @@ from runner.room import limit
 from runner.shape import check_shape, shape
 from runner.shown import typed
 from runner.state import TrainState
+from runner.trial import first_step, prove
 
 _UNWATCHED = nullcontext()
 
@@ -43,10 +45,11 @@ def train(this: Run) -> RunResult:
     spec, strategy, started = this.spec, this.strategy, perf_counter()
     with this.signals.at_once():
         loaders = _loaders(this)
-        built = build_model(
-            spec, this.precision, this.device, start=this.resumed or start(spec),
+        make = partial(
+            build_model, spec, this.precision, this.device, start=this.resumed or start(spec),
             whole=this.resumed is not None,
         )  # fmt: skip
+        built = prove(this, make, loaders[1])
         check_shape(spec, this.precision, this.device, built.model)
     with this.precision.session(built.model, this.device):
         with this.signals.at_once():
@@ -68,6 +71,8 @@ def train(this: Run) -> RunResult:
         if not this.trouble:
             leave_model(this, state, loaders[1])
         sizes["planned_steps"] = steps
+        if this.report.modules:
+            sizes["converted"] = str(this.report)  # the first step may have proven more
         sizes["optimizer_mib"] = tensor_bytes(*state.state_tensors()) / MIB
     result = result_of(this, sizes | tally.summary(), perf_counter() - started)
     if this.trouble:
@@ -155,13 +160,15 @@ def _around(
 
     def around(step: int) -> AbstractContextManager[object]:
         due = looks.at(step) if looks else _UNWATCHED
-        return _first(this, probe, due) if step == first else due
+        return _first(this, course, probe, due) if step == first else due
 
     return around
 
 
 @contextmanager
-def _first(this: Run, probe: DtypeProbe, due: AbstractContextManager[object]) -> Iterator[None]:
+def _first(
+    this: Run, course: Course, probe: DtypeProbe, due: AbstractContextManager[object]
+) -> Iterator[None]:
     """Context around the first step, which may compile for minutes and has nothing to save."""
-    with this.signals.at_once(), probe, due:
+    with this.signals.at_once(), probe, first_step(this, course.state.plain_model), due:
         yield

@@ -8,6 +8,7 @@ from abc import ABC
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -149,6 +150,8 @@ class Precision(ABC):
         emulated: its arithmetic is imitated, so that speed and memory tell nothing of it.
         unrepeatable: why a forward can neither be compiled nor computed a second time for the
             backward, and what to type; empty where it can.
+        bypassed: dotted names of modules that a conversion leaves as they were, because the model
+            passes their forward by, with the reason.
     """
 
     name: str
@@ -161,6 +164,7 @@ class Precision(ABC):
     emulated: bool = False
     whole: str = ""
     unrepeatable: str = ""
+    bypassed: Mapping[str, str] = MappingProxyType({})
 
     def require(self, device: torch.device) -> None:
         """Raise Unavailable, with what is missing and the remedy, where it cannot run."""
@@ -194,6 +198,10 @@ class Precision(ABC):
         islands = make_islands(model, self.keep_fp32, self.storage)
         cast_floats(model, self.storage, islands)
         return model, ConversionReport()
+
+    def leave_unconverted(self, reasons: Mapping[str, str]) -> None:
+        """Leave further modules, by dotted name, as they were in later conversions."""
+        self.bypassed = {**self.bypassed, **reasons}
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ConfigError for an optimizer that cannot work in this precision."""

@@ -117,7 +117,7 @@ class BitsandbytesPrecision(Precision):
     ) -> tuple[nn.Module, ConversionReport]:
         islands = find_islands(model, self.keep_fp32, self.storage)
         judge = partial(unfit, int8=self.mode.startswith("int8"), frozen=self.freezes)
-        rules = Rules(self.name, self.ignore_modules, islands, judge, self.freezes)
+        rules = Rules(self.name, self.ignore_modules, islands, judge, self.freezes, self.bypassed)
         try:
             swap: Swap = lambda module: self._swap(module, device)  # noqa: E731
             report = convert_modules(model, dict.fromkeys(linear_kinds(), swap), rules)

@@ -56,6 +56,10 @@ class Linear8bit(nn.Linear):
         state.is_training = self.training
         return _product_int8(self, input, self.weight, state)
 
+    def unpacked_weight(self) -> Tensor:
+        """Return the weight, float32 [out, in], that the codes stand for."""
+        return unpack_int8(self.weight.data, self.SCB, torch.float32)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
         """int8 with its scales, as it is; a plain weight is packed."""
         weight = state_dict.get(f"{prefix}weight")

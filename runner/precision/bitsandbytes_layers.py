@@ -110,6 +110,11 @@ class Linear4bit(bnb.nn.Linear4bit):
             made = bnb.matmul_4bit(rows, self.weight, quant_state=state, bias=bias)
         return made.to(x.dtype)  # type: ignore[union-attr]
 
+    def unpacked_weight(self) -> Tensor:
+        """Return the weight [out, in] that the codes stand for, in the dtype it was packed from."""
+        state = self.weight.quant_state  # type: ignore[attr-defined]
+        return unpack_4bit(self.weight.data, state, state.dtype)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
         """A packed weight with its scales, as it is; a plain one is packed."""
         key, stem = f"{prefix}weight", f"{prefix}weight."

@@ -7,7 +7,7 @@ model keeps elsewhere, sharing, hooks, training mode and the user's own attribut
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -45,6 +45,7 @@ class Rules:
         judge: why this precision cannot hold a module; empty where it can.
         new_weights: the weight becomes another object, so that no other module may share it and
             no hook may hang on it.
+        bypassed: reasons to leave modules alone, by dotted name; see Precision.bypassed.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Rules:
     islands: Collection[str] = ()
     judge: Callable[[nn.Module], str] = lambda module: ""
     new_weights: bool = False
+    bypassed: Mapping[str, str] = field(default_factory=dict)
 
 
 def convert_modules(
@@ -111,6 +113,7 @@ def judged(
         why = (
             ("kept in float32 by precision.keep_fp32" if module in kept else "")
             or ("named by precision.ignore_modules" if module in ignored else "")
+            or rules.bypassed.get(path, "")
             or (_foreign(module, kind) if layer else _other(module, rules.name))
             or (_tied(path, module, holders) if rules.new_weights else "")
             or rules.judge(module)

@@ -96,7 +96,7 @@ class Float8Precision(Precision):
         config = _config(self.recipe, self.emulated)
         islands = find_islands(model, self.keep_fp32, self.storage)
         judge = partial(unfit, least=self.min_features)
-        rules = Rules(self.name, self.ignore_modules, islands, judge)
+        rules = Rules(self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed)
         swap = partial(_swap, config=config)
         report = convert_modules(model, dict.fromkeys(linear_kinds(), swap), rules)
         make_islands(model, self.keep_fp32, self.storage)

@@ -117,7 +117,7 @@ class TransformerEnginePrecision(Precision):
         library = self._library
         islands = find_islands(model, self.keep_fp32, self.storage)
         judge = partial(unfit, multiple=self.kind.multiple)
-        rules = Rules(self.name, self.ignore_modules, islands, judge)
+        rules = Rules(self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed)
         report = convert_layers(model, library, self.kind.multiple, rules, self.fuse)
         make_islands(model, self.keep_fp32, self.storage)
         cast_floats(model, self.storage, islands)

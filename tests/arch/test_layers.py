@@ -72,6 +72,7 @@ LAYERS = (
         "numerics",
         "memory_error",
         "train",
+        "trial",
         "run",
         "plan",
         "memory_plan",
