@@ -1,6 +1,6 @@
 """The trial forward that proves a conversion, before it is announced and before anything trains."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from runner.context import Run
 
 BYPASSED = "the model reads its weight and passes its forward by"
-IDLE = "is converted, but did not run in the first batch"
+CODES = "the model reads its weight itself, which packed would hold codes"
+IDLE = "converted, but not proven: it did not run in the first batch"
 TRAINS = "ran in the first step, not in the evaluation before it"
 
 
@@ -32,13 +33,13 @@ class Found(NamedTuple):
 
     Attributes:
         ran: names of the converted layers that ran.
-        bypassed: names of those whose weight the model reads instead.
+        bypassed: reasons why others count as not converted, by name.
         ended: whether the forward came to its end.
         matrices: names of the converted layers that hold a matrix.
     """
 
     ran: set[str]
-    bypassed: set[str]
+    bypassed: dict[str, str]
     ended: bool
     matrices: list[str]
 
@@ -80,16 +81,16 @@ def build_proven(
     trial = _Trial(precision, device, inputs, strategy or Single())
     found = trial(built)
     if found.bypassed:
-        precision.leave_unconverted(dict.fromkeys(sorted(found.bypassed), BYPASSED))
+        precision.leave_unconverted(found.bypassed)
         del built  # else both models would be in memory
         seed_all(seed)
         built = make()
         found = trial(built)
     if found.bypassed:
         raise ConfigError(
-            f"precision={precision.name}: {BYPASSED}, of {_list(found.bypassed)}, which shows only "
-            "where other layers are left as they were. "
-            f"Type precision.ignore_modules=[{','.join({*precision.bypassed, *found.bypassed})}]."
+            f"precision={precision.name}: {_reasons(found.bypassed)}. That shows only where "
+            f"{_list(precision.bypassed)} are left as they were. Type precision.ignore_modules="
+            f"[{','.join(sorted({*precision.bypassed, *found.bypassed}))}]."
         )
     if not found.ended:
         return built  # the check of the first batch, which comes next, says why
@@ -107,6 +108,17 @@ def _list(names: Any, most: int = 6) -> str:
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def _bypassed(watch: Watch) -> dict[str, str]:
+    """Why layers count as not converted, by name."""
+    return {name: CODES if name in watch.ran else BYPASSED for name in sorted(watch.bypassed)}
+
+
+def _reasons(bypassed: Mapping[str, str], most: int = 4) -> str:
+    reasons = [f"{name}: {why}" for name, why in list(bypassed.items())[:most]]
+    more = f"; and {len(bypassed) - most} more" if len(bypassed) > most else ""
+    return "; ".join(reasons) + more
 
 
 def _with_idle(report: ConversionReport, ran: set[str]) -> ConversionReport:
@@ -137,7 +149,7 @@ class _Trial:
         every = self.strategy.gather(found)
         together = found._replace(
             ran={name for one in every for name in one.ran},
-            bypassed={name for one in every for name in one.bypassed},
+            bypassed=dict(sorted(pair for one in every for pair in one.bypassed.items())),
             ended=all(one.ended for one in every),
         )
         return self.strategy.told(together)
@@ -157,7 +169,7 @@ class _Trial:
         if not ended and watch.asked and not strict:  # what was asked for may be why it failed
             return self._found(built, strict=True)
         matrices = [name for name, layer in layers.items() if multiplies(layer)]
-        return Found(watch.ran, watch.bypassed, ended, matrices)
+        return Found(watch.ran, _bypassed(watch), ended, matrices)
 
     def _forward(self, model: nn.Module, watch: Watch) -> None:
         precision = self.precision
@@ -216,10 +228,10 @@ def first_step(this: "Run", model: nn.Module) -> Iterator[None]:
         return
     with Watch(model, layers) as watch:
         yield
-    if found := watch.bypassed:
+    if found := _bypassed(watch):
         raise ConfigError(
-            f"precision={this.precision.name}: in training {BYPASSED}, of {_list(found)}. "
-            f"Type precision.ignore_modules=[{','.join(sorted(found))}]."
+            f"precision={this.precision.name}: in the first step, and not in the evaluation "
+            f"before it: {_reasons(found)}. Type precision.ignore_modules=[{','.join(found)}]."
         )
     if any(row.module in watch.ran for row in idle):
         _count_trained(this, watch.ran)
@@ -227,11 +239,13 @@ def first_step(this: "Run", model: nn.Module) -> Iterator[None]:
 
 def _count_trained(this: "Run", ran: set[str]) -> None:
     """Write the report anew with the layers that ran in the first step."""
+    proven = {row.module for row in this.report.modules if row.why == IDLE} & ran
     rows = (
-        replace(row, done=True, why=TRAINS) if row.why == IDLE and row.module in ran else row
+        replace(row, done=True, why=TRAINS) if row.module in proven else row
         for row in this.report.modules
     )
     this.report = report = replace(this.report, modules=tuple(rows))
+    this.say(f"converted {report} layers: {_list(proven)} ran in the first step")
     this.tracker.tags({"converted": str(report)})
     listed = report.to_list()
     this.leave(this.out / "conversion.json", lambda path: artifacts.write_json(path, listed))

@@ -66,7 +66,8 @@ class Limits(nn.Module):
         self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 16)
 
     def forward(self, x):
-        return self.b(self.a(x).clamp(max=torch.finfo(self.a.weight.dtype).max))
+        least = torch.finfo(self.a.weight.dtype).min / 2
+        return self.b(self.a(x).clamp(min=least))
 
 
 class Experts(nn.Module):
