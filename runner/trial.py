@@ -96,10 +96,9 @@ def build_proven(
         return built  # the check of the first batch, which comes next, says why
     if not found.ran & {*found.matrices}:
         raise ConfigError(
-            f"precision={precision.name}: none of the {len(found.matrices)} layers that it "
-            f"converts runs in the model's forward on the first batch: {_list(found.matrices)}. "
-            "Have the forward call them, or type a precision without conversion, for example "
-            "precision=bf16-mixed."
+            f"precision={precision.name}: none of the layers that it converts runs in the model's "
+            f"forward on the first batch: {_list(found.matrices)}. Have the forward call them. "
+            "Type a precision without conversion, for example precision=bf16-mixed."
         )
     return built._replace(report=_with_idle(built.report, found.ran))
 
