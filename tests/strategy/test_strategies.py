@@ -1,5 +1,7 @@
 """Several processes train what one does: the same losses, norms, weights and skipped steps."""
 
+import json
+
 import pytest
 import torch
 from processes import NET, close
@@ -81,3 +83,16 @@ def test_an_overflow_in_one_process_skips_the_step_in_all(alone, several, strate
         assert many.values(f"loss_scale/{key}") == one.values(f"loss_scale/{key}")
         assert many.values(f"loss_scale/{key}", rank=1) == one.values(f"loss_scale/{key}")
     close(one.weights(), many.weights(), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_processes_agree_on_what_was_converted(together, tmp_path):
+    typed = [*NET[2:], "~model", "+model._target_=nets.Parts", "strategy=ddp",
+             "precision=float8-tensorwise", "precision.emulate=true"]  # fmt: skip
+    found = together(2, {"parts": typed}, tmp_path)["parts"]
+    assert found.values("val/loss") == found.values("val/loss", rank=1)
+    fates = [
+        {row["module"]: row["done"] for row in json.loads(found.text(f"{own}conversion.json"))}
+        for own in ("", "ranks/1/")
+    ]
+    assert fates[0] == fates[1] == {"first": True, "second": False, "head": True}
