@@ -25,10 +25,7 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
     this.say(f"{this.label} on {this.device_name}: {every:,} parameters, {size}")
     for line in report.lines():
         this.say(line)
-    tags = {}
-    if report.modules:
-        converted, elements_in_all = report.weights
-        tags = {"converted": str(report), "converted_weights": f"{converted}/{elements_in_all}"}
+    tags = report.tags()
     if kernels := this.precision.kernels():
         tags["cpu_float16"] = kernels
     if this.precision.emulated:

@@ -71,8 +71,7 @@ def train(this: Run) -> RunResult:
         if not this.trouble:
             leave_model(this, state, loaders[1])
         sizes["planned_steps"] = steps
-        if this.report.modules:
-            sizes["converted"] = str(this.report)  # the first step may have proven more
+        sizes |= this.report.tags()  # the first step may have proven more layers
         sizes["optimizer_mib"] = tensor_bytes(*state.state_tensors()) / MIB
     result = result_of(this, sizes | tally.summary(), perf_counter() - started)
     if this.trouble:

@@ -245,6 +245,6 @@ def _count_trained(this: "Run", ran: set[str]) -> None:
     )
     this.report = report = replace(this.report, modules=tuple(rows))
     this.say(f"converted {report} layers: {_list(proven)} ran in the first step")
-    this.tracker.tags({"converted": str(report)})
+    this.tracker.tags(report.tags())
     listed = report.to_list()
     this.leave(this.out / "conversion.json", lambda path: artifacts.write_json(path, listed))

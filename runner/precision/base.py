@@ -34,7 +34,7 @@ class Converted:
         why: why it was not; what else there is to say of it where it was.
         elements: of its matrix weights: its own parameters of two dimensions or more, as it was
             built. A parameter that modules share is in one row only.
-        converted: how many of these elements were converted.
+        converted: how many of these elements are in the converted format; they count where done.
         counted_with: the module whose row holds the elements of a weight that both share.
     """
 
@@ -78,7 +78,8 @@ class ConversionReport:
     @property
     def weights(self) -> tuple[int, int]:
         """Return how many elements of matrix weights were converted, and how many there are."""
-        return sum(m.converted for m in self.modules), sum(m.elements for m in self.modules)
+        converted = sum(row.converted for row in self.modules if row.done)
+        return converted, sum(row.elements for row in self.modules)
 
     def lines(self, most: int = 8) -> Iterator[str]:
         """Yield the console's lines: what was converted, and what was left for which reason."""
@@ -105,6 +106,13 @@ class ConversionReport:
         if norms:
             text += f" and {norms} norm{'s' * (norms > 1)}"
         return text
+
+    def tags(self) -> dict[str, str]:
+        """Return the counts as a run's tags; empty where a precision converts no modules."""
+        if not self.modules:
+            return {}
+        converted, weights = self.weights
+        return {"converted": str(self), "converted_weights": f"{converted}/{weights}"}
 
     def to_list(self) -> list[dict[str, Any]]:
         return [asdict(module) for module in self.modules]
