@@ -122,6 +122,14 @@ def test_a_file_of_someone_elses_is_told(tmp_path, content):
         checkpoint.load(tmp_path / "other.pt")
 
 
+@pytest.mark.parametrize("bypassed", [["a"], {"a": 1}, {1: "why"}])
+def test_layers_that_were_left_plain_are_names_with_reasons(saved, bypassed):
+    content = checkpoint.load(saved)
+    torch.save({**content, "bypassed": bypassed}, saved)
+    with pytest.raises(ConfigError, match="its bypassed are no names"):
+        checkpoint.load(saved)
+
+
 class Evil:
     def __reduce__(self):
         return print, ("code that runs",)
