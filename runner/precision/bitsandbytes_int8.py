@@ -57,8 +57,9 @@ class Linear8bit(nn.Linear):
         return _product_int8(self, input, self.weight, state)
 
     def unpacked_weight(self) -> Tensor:
-        """Return the weight, float32 [out, in], that the codes stand for."""
-        return unpack_int8(self.weight.data, self.SCB, torch.float32)
+        """Return the weight that the codes stand for: float32 [out, in], a Conv1D's [in, out]."""
+        weight = unpack_int8(self.weight.data, self.SCB, torch.float32)
+        return weight.t() if is_transposed(self) else weight
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
         """int8 with its scales, as it is; a plain weight is packed."""

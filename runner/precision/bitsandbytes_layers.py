@@ -111,9 +111,11 @@ class Linear4bit(bnb.nn.Linear4bit):
         return made.to(x.dtype)  # type: ignore[union-attr]
 
     def unpacked_weight(self) -> Tensor:
-        """Return the weight [out, in] that the codes stand for, in the dtype it was packed from."""
+        """Return the weight that the codes stand for, in the dtype that it was packed from: its
+        shape is [out, in], a Conv1D's [in, out]."""
         state = self.weight.quant_state  # type: ignore[attr-defined]
-        return unpack_4bit(self.weight.data, state, state.dtype)
+        weight = unpack_4bit(self.weight.data, state, state.dtype)
+        return weight.t() if is_transposed(self) else weight
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
         """A packed weight with its scales, as it is; a plain one is packed."""
