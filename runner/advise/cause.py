@@ -35,7 +35,7 @@ def about(numbers: Numerics, name: str) -> str:
         lacks = numbers.sensitivity(fmt, kinds)
         if lacks == "none":
             continue
-        worst = numbers.worst(fmt, 1, kinds)
+        worst = numbers.reasons(fmt, kinds)[:1]
         where = "".join(f": in {m} {s:.0%} of {k} {_WORDS[w]}" for m, k, w, s in worst)
         return f"short of {fmt}'s {lacks}{where}"
     return ""

@@ -19,11 +19,14 @@ Worst = tuple[str, str, str, float]
 """(module, kind, what, share): what is overflow, underflow, swallowed or noise."""
 
 VANISHED = 0.05
-"""Share of a tensor's values that may become zero before a format lacks range."""
+"""Share of a module's values that may become zero before a format lacks range."""
 NOISE = 0.01
-"""Share of a tensor's energy that rounding may be: 20 dB, an error of a tenth."""
+"""Share of a module's energy that rounding may be: 20 dB, an error of a tenth."""
 SWALLOWED = 0.5
-"""Share of a tensor's updates that storage may swallow."""
+"""Share of a module's updates that storage may swallow."""
+NEGLIGIBLE = 20
+"""Powers of two below the largest value of a module and kind. What is smaller is taken for
+float32's rounding error: 2**-24 in one operation, 4 bits more in a sum of some hundred terms."""
 
 
 class Lost(NamedTuple):
@@ -38,6 +41,10 @@ class Lost(NamedTuple):
             no value changes, or there is none.
         swallowed: of weights that had a gradient, those that the update leaves as the format
             holds them; None where this was not asked.
+        negligible: become zero and are under 2**-20 of the largest of the module's values of this
+            kind, float32's own rounding error: part of `underflow`.
+        underflow_noise: energy of the rounding error of the values that become zero or subnormal,
+            over the energy of all.
     """
 
     underflow: float
@@ -45,11 +52,26 @@ class Lost(NamedTuple):
     overflow: float
     sqnr_db: float | None
     swallowed: float | None = None
+    negligible: float = 0.0
+    underflow_noise: float = 0.0
 
     @property
     def noise(self) -> float:
         """Energy of the rounding error over that of the signal."""
         return 0.0 if self.sqnr_db is None else 10 ** (-self.sqnr_db / 10)
+
+    @property
+    def vanishing(self) -> float:
+        """Share of values that become zero and are not negligible."""
+        return max(0.0, self.underflow - self.negligible)
+
+    @property
+    def lacks(self) -> Sensitivity:
+        """What activations, weights or gradients that lose this are short of. A noise that comes
+        from values under the least normal one is a matter of range: more bits do not help it."""
+        if self.overflow or self.vanishing >= VANISHED or self.underflow_noise >= NOISE:
+            return "range"
+        return "precision" if self.noise >= NOISE else "none"
 
 
 @dataclass(frozen=True)
@@ -128,10 +150,21 @@ class Numerics:
         ]
         return sorted(found, key=lambda w: (w[2] != "overflow", -w[3]))[:most]
 
+    def reasons(self, fmt: str, kinds: Sequence[str] = KINDS) -> list[Worst]:
+        """Return those of `worst` that make the verdict of `sensitivity`, worst first.
+
+        Raises:
+            ValueError: no such format was measured.
+        """
+        lacks = self.sensitivity(fmt, kinds)
+        means = self._means(fmt)
+        found = self.worst(fmt, 4 * len(means), kinds)
+        return [w for w in found if lacks != "none" and _lacks(w[1], means[w[0], w[1]]) == lacks]
+
     def sensitivity(self, fmt: str, kinds: Sequence[str] = KINDS) -> Sensitivity:
         """What the format lacks for this model, at the loss scale that was in force: "range" if
-        activations, weights or gradients of a module overflow, vanish (VANISHED) or are mostly
-        subnormal where NOISE is passed; else "precision" if NOISE is passed or its updates are
+        activations, weights or gradients of a module overflow, vanish (VANISHED) or lose NOISE by
+        becoming zero or subnormal; else "precision" if NOISE is passed or its updates are
         SWALLOWED, which matters where weights are stored in the format; else "none".
 
         Raises:
@@ -141,18 +174,10 @@ class Numerics:
         for (_, kind), lost in self._means(fmt).items():
             if kind not in kinds:
                 continue
-            noisy = lost.noise >= NOISE
-            if kind == "updates":
-                if (lost.swallowed or 0.0) >= SWALLOWED:
-                    verdict = "precision"
-            elif (
-                lost.overflow
-                or lost.underflow >= VANISHED
-                or (noisy and lost.underflow + lost.subnormal >= 0.5)
-            ):
+            lacks = _lacks(kind, lost)
+            if lacks == "range":
                 return "range"
-            elif noisy:
-                verdict = "precision"
+            verdict = lacks if lacks != "none" else verdict
         return verdict
 
     def _means(self, fmt: str) -> dict[tuple[str, str], Lost]:
@@ -208,11 +233,18 @@ def _measured(content: Mapping[str, Any]) -> Measured:
     return Measured(**{**content, "exponents": exponents, "formats": formats})
 
 
+def _lacks(kind: str, lost: Lost) -> Sensitivity:
+    """Return what one kind of a module's numbers is short of."""
+    if kind != "updates":
+        return lost.lacks
+    return "precision" if (lost.swallowed or 0.0) >= SWALLOWED else "none"
+
+
 def _complaints(kind: str, lost: Lost) -> Iterator[tuple[str, float]]:
     if kind == "updates":
         found = {"swallowed": lost.swallowed or 0.0}
     else:
-        found = {"overflow": lost.overflow, "underflow": lost.underflow}
+        found = {"overflow": lost.overflow, "underflow": lost.vanishing}
         if lost.noise >= NOISE:
             found["noise"] = min(lost.noise, 1.0)
     yield from ((what, share) for what, share in found.items() if share > 0)
@@ -230,4 +262,6 @@ def _mean(found: Sequence[Lost]) -> Lost:
         mean([lost.overflow for lost in found]),
         -10 * math.log10(noise) if noise else None,
         mean(swallowed) if swallowed else None,
+        mean([lost.negligible for lost in found]),
+        mean([lost.underflow_noise for lost in found]),
     )

@@ -64,7 +64,7 @@ class Looks(Observer):
         lost = [found for kind, found in lost if kind != "updates"]
         stored = [m.formats[numerics.stored_in].swallowed for m in look.measured]
         values = {
-            "numerics/underflow_share": max((x.underflow for x in lost), default=0.0),
+            "numerics/underflow_share": max((x.vanishing for x in lost), default=0.0),
             "numerics/overflow_share": max((x.overflow for x in lost), default=0.0),
         }
         if swallowed := [share for share in stored if share is not None]:

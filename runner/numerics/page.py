@@ -1,5 +1,6 @@
 """What looks found, as a page and as heat maps of modules over steps."""
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.numerics.found import KINDS, NOISE, SWALLOWED, VANISHED, Measured, Numerics, Sensitivity
+from runner.numerics.found import (
+    KINDS,
+    NEGLIGIBLE,
+    NOISE,
+    SWALLOWED,
+    VANISHED,
+    Measured,
+    Numerics,
+    Sensitivity,
+)
+from runner.numerics.loss_scales import FIRST, OTHERS, loss_scales, would_do
 from runner.precision.rounding import FORMATS
 from runner.report.charts import FONT, plain, svg
 from runner.report.render import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
@@ -36,11 +47,15 @@ def summary(numerics: Numerics) -> str:
 
 
 def verdict(numerics: Numerics, fmt: str) -> str:
-    """In words; updates that are swallowed matter to who stores weights in the format alone."""
-    found = numerics.sensitivity(fmt)
-    if found == "precision" and all(what != "noise" for *_, what, _ in numerics.worst(fmt, ALL)):
-        return "would do, but not to store weights in"
-    return LACKS[found]
+    """Say in words what a format lacks. Gradients that a loss scale saves lack no range; updates
+    that are swallowed matter to who stores weights in the format alone."""
+    scaled = fmt == "float16" and would_do(numerics) is not None
+    does = "would do with a loss scale" if scaled else "would do"
+    kinds = OTHERS if scaled else KINDS
+    found, reasons = numerics.sensitivity(fmt, kinds), numerics.reasons(fmt, kinds)
+    if found == "precision" and all(what != "noise" for *_, what, _ in reasons):
+        return f"{does}, but not to store weights in"
+    return does if found == "none" else LACKS[found]
 
 
 def write_page(numerics: Numerics, label: str, path: Path) -> Path:
@@ -73,17 +88,42 @@ def _top(numerics: Numerics, order: Sequence[str]) -> Iterator[Block]:
         "small",
     )
     yield Text(f"{summary(numerics)}.", "answer")
+    yield Text(about_scale(numerics), "small")
     rows = []
     for fmt in order:
         worst = [Cell("nothing is lost", "quiet")]
-        for module, kind, what, value in numerics.worst(fmt, 1):
+        for module, kind, what, value in (numerics.reasons(fmt) or numerics.worst(fmt, ALL))[:1]:
             worst = [Cell(module, note=kind), Cell(what), Cell(share(value))]
         worst += [Cell("")] * (3 - len(worst))
-        rows.append(
-            [Cell(fmt), Cell(verdict(numerics, fmt), TONES[numerics.sensitivity(fmt)]), *worst]
-        )
+        text = verdict(numerics, fmt)
+        good = text == "would do with a loss scale"
+        tone = "good" if good else TONES[numerics.sensitivity(fmt)]
+        rows.append([Cell(fmt), Cell(text, tone), *worst])
     head = ["format", "verdict", "worst module", "what", "share"]
     yield Table(head, rows, frozenset({0, 1, 2, 3}))
+
+
+def about_scale(numerics: Numerics) -> str:
+    """Say what a loss scale does to float16's gradients: the one in force, and any other."""
+    scales = [look.loss_scale for look in numerics.looks if look.loss_scale is not None]
+    force = f"{min(scales):g} to {max(scales):g}" if scales else "none"
+    lacks = numerics.sensitivity("float16", ["gradients"])
+    fate = "do not fit" if lacks == "range" else "fit"
+    begun = f"Gradients in float16: with the loss scale in force ({force}) they {fate}."
+    found = loss_scales(numerics)
+    if found is None:
+        return f"{begun} No loss scale makes all of them fit."
+    least, greatest = found
+    text = f"{begun} Loss scales from {least:g} to {greatest:g} make them fit"
+    if greatest < FIRST:
+        skipped = round(math.log2(FIRST / greatest))
+        return (
+            f"{text}; 16-mixed begins with {FIRST:g} and skips up to {skipped} steps to get there."
+        )
+    if least > FIRST:
+        typed = f"type precision.loss_scale.init_scale={least:g}"
+        return f"{text}; 16-mixed begins with {FIRST:g}: {typed}."
+    return f"{text}; 16-mixed begins with {FIRST:g}, which does."
 
 
 def _worst(numerics: Numerics, fmt: str) -> Block:
@@ -102,14 +142,18 @@ def _reading(numerics: Numerics) -> Iterator[Block]:
     yield Heading("How to read this")
     said = {
         "overflow, underflow": "shares of the values other than zero that are past the largest of "
-        "the format, that become zero",
+        f"the format, that become zero and are at least 2^-{NEGLIGIBLE} of the largest of their "
+        "module and kind (what is smaller is float32's own rounding error)",
         "swallowed": "share of the weights with a gradient that stay where they are, were they "
         "stored in the format",
-        "noise": "share of a tensor's energy that rounding is",
-        "lacks range": f"something overflows, {vanished} of a tensor become zero, or noise is "
-        f"{noise} or more where most values are subnormal",
-        "lacks precision": f"noise is {noise} or more otherwise, or {swallowed} of a tensor's "
+        "noise": "energy of the rounding error over the energy of the values, of all tensors of "
+        "a module and kind together",
+        "lacks range": f"something overflows, {vanished} of a module's values become zero, or "
+        f"values that become zero or subnormal make a noise of {noise} or more",
+        "lacks precision": f"noise is {noise} or more otherwise, or {swallowed} of a module's "
         "updates are swallowed, which matters to who stores weights in the format alone",
+        "would do with a loss scale": "only gradients lack range, and there are loss scales that "
+        "make all of them fit",
         "gradients": f"before clipping, multiplied by the loss scale ({scaled})",
         "FP8": "after a scale per tensor to the largest value of the format",
         "heat maps": "underflow and overflow together, for updates what is swallowed; white is "
@@ -134,7 +178,7 @@ def _cell(numerics: Numerics, fmt: str, m: Measured) -> float:
     lost = numerics.lost(m, fmt)
     if m.kind == "updates":
         return np.nan if lost.swallowed is None else lost.swallowed
-    return min(1.0, lost.underflow + lost.overflow)
+    return min(1.0, lost.vanishing + lost.overflow)
 
 
 def heat_maps(numerics: Numerics, fmt: str) -> "Figure":

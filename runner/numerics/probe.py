@@ -44,7 +44,7 @@ class Operations(TorchFunctionMode):
 
     def watch(self, name: str, module: nn.Module) -> Iterator[Any]:
         """Hooks that tell when a module's forward runs."""
-        inside = "" if type(module).__module__.startswith("torch.") else name
+        inside = name if own_code(module) else ""
         yield module.register_forward_pre_hook(lambda *_: self._within.append(inside))
         yield module.register_forward_hook(lambda *_: void(self._within.pop()), always_call=True)
 
@@ -53,6 +53,11 @@ class Operations(TorchFunctionMode):
         if self._within and self._within[-1]:
             self.seen(self._within[-1], result)
         return result
+
+
+def own_code(module: nn.Module) -> bool:
+    """Whether a module is not one of torch's own."""
+    return not type(module).__module__.startswith("torch.")
 
 
 def void(_: object) -> None:
@@ -87,7 +92,8 @@ class Probe:
                 self._hooks.callback(hook.remove)
         self._hooks.enter_context(operations)
         for name, module, params in holders(model):
-            self._hooks.callback(module.register_forward_hook(self._output(name)).remove)
+            after = self._output(name, own_code(module))
+            self._hooks.callback(module.register_forward_hook(after).remove)
             for p in filter(takes, params):
                 self._weights.append((name, p, sample(p)))
                 if id(p) in trainable:
@@ -109,24 +115,27 @@ class Probe:
     def _operation(self, name: str, result: Any) -> None:
         held = self._inside[name]
         if isinstance(result, Tensor) and takes(result) and len(held) < INSIDE:
-            held.append(sample(result))
+            held.append(sample(result, masked=True))
             self._counted[name].append(result)
 
-    def _output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def _output(self, name: str, masked: bool) -> Callable[[nn.Module, Any, Any], None]:
         def after(_: nn.Module, args: Any, output: Any) -> None:
             if len(held := self._activations[name]) < CALLS:
                 counted = {id(t) for t in self._counted[name]}
                 found = (t for t in tree_leaves(output) if isinstance(t, Tensor) and takes(t))
-                held.extend(sample(t) for t in found if id(t) not in counted)
+                held.extend(sample(t, masked) for t in found if id(t) not in counted)
             self._counted[name].clear()
 
         return after
 
     def _gradient(self, param: Tensor) -> None:
         """As the backward left it: multiplied by the loss scale, not clipped, the micro-batches
-        so far added up."""
-        if param.grad is not None and takes(param.grad):
-            self._gradients[id(param)] = sample(param.grad)
+        so far added up. A sparse one is measured as the dense one that it stands for."""
+        grad = param.grad
+        if grad is not None and grad.layout is torch.sparse_coo:
+            grad = grad.detach().to_dense()
+        if grad is not None and takes(grad):
+            self._gradients[id(param)] = sample(grad)
 
     @torch.no_grad()
     def _look(self) -> Look:
@@ -156,7 +165,10 @@ def _update(param: Tensor, before: Sample, gradient: Sample) -> Row:
     wide = torch.float64 if before.values.dtype is torch.float64 else torch.float32
     update = (after.values.to(wide) - before.values.to(wide)).float()
     made = Sample(update, update.abs().amax(), before.elements, before.stride)
-    return Row(made, single(before.values), gradient.values != 0)
+    pulled = gradient.values != 0
+    if before.values.itemsize >= 4:
+        pulled &= update != 0  # float32 lost it already, or its learning rate is zero
+    return Row(made, single(before.values), pulled)
 
 
 def _measured(module: str, kind: str, counted: Sequence[Counted]) -> Measured:

@@ -8,8 +8,15 @@ from runner.numerics.found import FILE, Look, Lost, Measured
 from runner.precision.rounding import FORMATS
 
 
-def lost(underflow=0.0, subnormal=0.0, overflow=0.0, sqnr_db: float | None = 70.0, swallowed=None):
-    return Lost(underflow, subnormal, overflow, sqnr_db, swallowed)
+def lost(
+    underflow=0.0,
+    subnormal=0.0,
+    overflow=0.0,
+    sqnr_db: float | None = 70.0,
+    swallowed=None,
+    **more,
+):
+    return Lost(underflow, subnormal, overflow, sqnr_db, swallowed, **more)
 
 
 def measured(module="head", kind="activations", not_finite=0.0, **shares):
@@ -68,8 +75,10 @@ def test_fields_of_a_later_version_are_no_reason_for_a_traceback(tmp_path):
         (measured(underflow=0.049), "none"),
         (measured(sqnr_db=None), "none"),
         (measured(subnormal=0.9, sqnr_db=40.0), "none"),
-        (measured(subnormal=0.5, sqnr_db=19.0), "range"),
-        (measured(subnormal=0.4, sqnr_db=19.0), "precision"),
+        (measured(underflow=0.5, negligible=0.46), "none"),
+        (measured(underflow=0.5, negligible=0.44), "range"),
+        (measured(subnormal=0.1, sqnr_db=19.0, underflow_noise=0.012), "range"),
+        (measured(subnormal=0.9, sqnr_db=19.0, underflow_noise=0.002), "precision"),
         (measured(kind="gradients", underflow=0.2), "range"),
         (measured(kind="weights", sqnr_db=12.0), "precision"),
         (measured(kind="updates", swallowed=0.5), "precision"),
@@ -118,6 +127,24 @@ def test_the_worst_come_first():
         ("d", "activations", "noise", pytest.approx(0.1)),
     ]
     assert len(found.worst("float16", 2)) == 2
+
+
+def test_the_reasons_are_those_of_the_verdict():
+    swallowed = measured("c", "updates", swallowed=0.9)
+    found = numerics([measured("a", underflow=0.3), swallowed, measured("b", underflow=0.01)])
+    assert found.reasons("float16") == [("a", "activations", "underflow", 0.3)]
+    assert found.reasons("float16", ["updates"]) == [("c", "updates", "swallowed", 0.9)]
+    assert numerics([measured("b", underflow=0.01)]).reasons("float16") == []
+
+
+def test_a_file_of_before_is_read(tmp_path):
+    path = numerics([measured(underflow=0.2)]).write(tmp_path / FILE)
+    content = json.loads(path.read_text())
+    formats = content["looks"][0]["measured"][0]["formats"]
+    for name, found in formats.items():
+        formats[name] = found[:5]
+    path.write_text(json.dumps(content))
+    assert read(tmp_path).sensitivity("float16") == "range"
 
 
 def test_a_format_that_was_not_measured():
