@@ -248,6 +248,11 @@ def sqnr(tensors, fmt, scaled):
     return 10 * math.log10(signal / noise) if noise else None
 
 
+def capped(value):
+    """Dividing by a scale rounds in float32, where the probe finds a value exact: about 170 dB."""
+    return 150.0 if value is None else min(value, 150.0)
+
+
 def by_hand(state, batch):
     """Every module's tensors of a step, by (module, kind): of a twin, with hooks of its own.
     Activations are those of torch's own modules, whose forward has nothing inside."""
@@ -289,8 +294,9 @@ def test_sqnr_is_that_of_a_module_s_tensors_together(build):
             continue  # the probe measures a part of it
         assert found[key].elements == sum(t.numel() for t in tensors)
         for name, fmt in FORMATS.items():
-            value = sqnr(tensors, fmt, scaled=name.startswith("float8"))
-            assert found[key].formats[name].sqnr_db == pytest.approx(value, abs=0.01), (key, name)
+            value = capped(sqnr(tensors, fmt, scaled=name.startswith("float8")))
+            by_probe = capped(found[key].formats[name].sqnr_db)
+            assert by_probe == pytest.approx(value, abs=0.01), (key, name)
             compared += 1
     assert compared >= len(FORMATS) * len(wanted) / 2
     kinds = {kind for _, kind in wanted}
