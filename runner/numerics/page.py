@@ -105,8 +105,7 @@ def _top(numerics: Numerics, order: Sequence[str]) -> Iterator[Block]:
 
 def about_scale(numerics: Numerics) -> str:
     """Say what a loss scale does to float16's gradients: the one in force, and any other."""
-    scales = [look.loss_scale for look in numerics.looks if look.loss_scale is not None]
-    force = f"{min(scales):g} to {max(scales):g}" if scales else "none"
+    force = _in_force(numerics) or "none"
     lacks = numerics.sensitivity("float16", ["gradients"])
     fate = "do not fit" if lacks == "range" else "fit"
     begun = f"Gradients in float16: with the loss scale in force ({force}) they {fate}."
@@ -126,6 +125,15 @@ def about_scale(numerics: Numerics) -> str:
     return f"{text}; 16-mixed begins with {FIRST:g}, which does."
 
 
+def _in_force(numerics: Numerics) -> str:
+    """Return the loss scales of the looks in words, empty where there was none."""
+    scales = [look.loss_scale for look in numerics.looks if look.loss_scale is not None]
+    if not scales:
+        return ""
+    low, high = min(scales), max(scales)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
 def _worst(numerics: Numerics, fmt: str) -> Block:
     found = numerics.worst(fmt, WORST)
     if not found:
@@ -136,8 +144,7 @@ def _worst(numerics: Numerics, fmt: str) -> Block:
 
 
 def _reading(numerics: Numerics) -> Iterator[Block]:
-    scales = [look.loss_scale for look in numerics.looks if look.loss_scale is not None]
-    scaled = f"{min(scales):g} to {max(scales):g}" if scales else "1, for the run has none"
+    scaled = _in_force(numerics) or "1, for the run has none"
     vanished, noise, swallowed = share(VANISHED), share(NOISE), share(SWALLOWED)
     yield Heading("How to read this")
     said = {

@@ -23,7 +23,8 @@ METRICS = {
     "guard/stagnant_share": "share of half-precision elements with a gradient that a step left "
     "where they were (true half precisions, at each evaluation)",
     "numerics/underflow_share": "share of values that become zero in the format that the run "
-    "computes in (float16 for a wider one), of the worst module (numerics.every)",
+    "computes in (float16 for a wider one) and are not negligible, of the worst module "
+    "(numerics.every)",
     "numerics/overflow_share": "share of values past the largest of that format, of the worst "
     "module (the same)",
     "numerics/swallowed_share": "share of weights with a gradient that a step would leave "

@@ -262,7 +262,8 @@ def test_sparse_gradients_are_those_of_a_dense_table():
     assert [m.kind for m in sparse] == ["activations", "weights", "gradients", "updates"]
     for one, other in zip(dense, sparse, strict=True):
         assert (one.elements, one.zeros) == (other.elements, other.zeros)
-        assert tuple(one.formats["float16"]) == pytest.approx(tuple(other.formats["float16"]))
+        expected = pytest.approx(tuple(other.formats["float16"]), abs=0.01)
+        assert tuple(one.formats["float16"]) == expected
     assert dense[2].zeros >= 30 / 50  # rows of words that are not in the batch, and of the padding
     assert both(sets[1]) == ["none", "none"]
 
