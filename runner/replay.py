@@ -134,6 +134,7 @@ def _through(
 def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replayed:
     """Forward and backward of each micro-batch as in a step, without the step."""
     rows: list[Seen] = []
+    last: list[Seen] = []
     total, whole, task = 0.0, 0.0, type(state.task).__name__
     for inputs, target in batches:
         state.model.zero_grad(set_to_none=True)
@@ -142,6 +143,7 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
             loss = loss_of(state, inputs, target)
             trace.rows.append(seen("forward", "(loss)", task, "loss", loss))
             (loss * scale).backward()
+        last = trace.rows
         labels = labels_of(state.task, target)
         count = examples_in((inputs, target)) if labels is None else labels.item()
         if not count:
@@ -149,9 +151,7 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
         total, whole = total + loss.item() * count, whole + count
         if not any(row.lost for row in rows):
             rows = trace.rows
-    if not whole:
-        rows = trace.rows
-    return Replayed(mean(total, whole), rows, float32_bytes(state.model) / MIB)
+    return Replayed(mean(total, whole), rows or last, float32_bytes(state.model) / MIB)
 
 
 def _lost_weights(model: nn.Module) -> Iterator[str]:

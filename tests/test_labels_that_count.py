@@ -261,7 +261,7 @@ def test_a_step_without_a_label_is_named(trained):
 
 def test_a_set_without_a_label_is_refused_before_training(trained):
     done, _ = trained("+data.share=0")
-    assert done.rc == 2
+    assert done.rc == 1
     for split, count in (("train", 13), ("val", 7)):
         told = f"data: no label of the {count} samples of the {split} set that were looked at"
         assert told in done.stderr

@@ -17,8 +17,8 @@ METRICS = {
     "fp8/amax/<module>": "largest magnitude in the amax history of the module's input (FP8 with "
     "delayed scaling, at each transfer)",
     "fp8/scale/<module>": "scale in force for the module's input (the same)",
-    "val/loss": "mean over the validation set",
-    "val/accuracy": "share of right classes (task=classification)",
+    "val/loss": "mean over the labels of the validation set that count (-100 does not)",
+    "val/accuracy": "share of right classes, of the labels that count (task=classification)",
     "val/perplexity": "exp of val/loss (task=language)",
     "guard/stagnant_share": "share of half-precision elements with a gradient that a step left "
     "where they were (true half precisions, at each evaluation)",
