@@ -15,6 +15,7 @@ from runner.data.loading import Loader
 from runner.errors import ConfigError
 from runner.precision.base import Precision
 from runner.precision.patterns import matches
+from runner.precision.transposed import linear_kinds
 from runner.spec import RunSpec
 from runner.state import Driven
 from runner.strategy.base import is_parted
@@ -184,7 +185,7 @@ def _takes(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bool
     if param.ndim != 2:
         return False
     module = model.get_submodule(name.rpartition(".")[0])
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    linears = [m for m in model.modules() if isinstance(m, linear_kinds())]
     return not isinstance(module, nn.Embedding) and module not in linears[-1:]
 
 

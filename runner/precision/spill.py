@@ -16,11 +16,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from runner.errors import ConfigError
+from runner.precision.transposed import linear_kinds
 
 
 class Spill:
-    """Context around a model's construction. Every float weight of a new nn.Linear on the CPU is
-    mapped from a file of its own, already unlinked, whose pages the system may write out; the
+    """Context around a model's construction. Every float weight of a new nn.Linear or Conv1D on the
+    CPU is mapped from a file of its own, already unlinked, whose pages the system may write out; the
     parameter object and its values are the ordinary ones.
 
     The files lie in $TMPDIR, else in /var/tmp, which is on a disk where /tmp may be memory.
@@ -42,7 +43,7 @@ class Spill:
 
     def _spill(self, module: nn.Module, name: str, parameter: Any) -> None:
         fits = isinstance(parameter, nn.Parameter) and parameter.is_floating_point()
-        if not fits or type(module) is not nn.Linear or name != "weight":
+        if not fits or type(module) not in linear_kinds() or name != "weight":
             return
         if (
             parameter.device.type != "cpu"

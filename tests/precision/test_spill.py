@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from transformers.pytorch_utils import Conv1D
 
 from runner.model import build_model
 from runner.models.gpt import GPT
@@ -80,6 +81,13 @@ def test_only_float_weights_of_plain_linear_layers_on_the_cpu_are_spilled(folder
     assert mapped(folder) == 0
     assert modules[5].weight.is_meta
     assert modules[4].weight.dtype is torch.int8
+
+
+@LINUX
+def test_the_weights_of_gpt2s_transposed_layers_are_spilled(folder):
+    layer = made(Spill(), lambda: Conv1D(6, 4))
+    assert mapped(folder) == 1
+    assert layer.weight.shape == (4, 6)
 
 
 @LINUX
