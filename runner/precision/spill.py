@@ -21,8 +21,8 @@ from runner.precision.transposed import linear_kinds
 
 class Spill:
     """Context around a model's construction. Every float weight of a new nn.Linear or Conv1D on the
-    CPU is mapped from a file of its own, already unlinked, whose pages the system may write out; the
-    parameter object and its values are the ordinary ones.
+    CPU is mapped from a file of its own, already unlinked, whose pages the system may write out;
+    the parameter object and its values are the ordinary ones.
 
     The files lie in $TMPDIR, else in /var/tmp, which is on a disk where /tmp may be memory.
     """
