@@ -18,7 +18,7 @@ def test_the_note_begins_with_what_came_out():
     note = notes.ended(COMMAND, DONE, report)
     assert note.startswith("**val/loss 0.5, val/accuracy 0.91**\n\n`python -m runner ")
     assert "| best val/accuracy | 0.93 |" in note
-    assert "- left head (Linear): ignored \\| &lt;b&gt;" in note
+    assert "- skipped head (Linear): ignored \\| &lt;b&gt;" in note
 
 
 def test_the_command_can_be_copied():

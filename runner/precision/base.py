@@ -46,7 +46,7 @@ class Converted:
     converted: int = 0
     counted_with: str = ""
 
-    def left(self, why: str) -> "Converted":
+    def skip(self, why: str) -> "Converted":
         """Return the row of the same module, not converted for this reason."""
         return replace(self, done=False, why=why, converted=0)
 
@@ -82,16 +82,16 @@ class ConversionReport:
         return converted, sum(row.elements for row in self.modules)
 
     def lines(self, most: int = 8) -> Iterator[str]:
-        """Yield the console's lines: what was converted, and what was left for which reason."""
+        """Yield the console's lines: what was converted, and what was skipped for which reason."""
         if not self.modules:
             return
         done = [row.module for row in self.modules if row.done and row.elements]
         names = ", ".join(done[:most])
         more = f", and {len(done) - most} more" if len(done) > most else ""
         yield f"converted {self._counts()}{': ' * bool(done)}{names}{more}"
-        left = groups(row for row in self.modules if not row.done)
+        skipped = groups(row for row in self.modules if not row.done)
         notes = groups(row for row in self.modules if row.done and row.why)
-        texts = [f"  left {text}" for text in left] + [f"  converted {text}" for text in notes]
+        texts = [f"  skipped {text}" for text in skipped] + [f"  converted {text}" for text in notes]
         yield from texts[:most]
         if len(texts) > most:
             yield f"  and {len(texts) - most} more, all in conversion.json"

@@ -545,7 +545,7 @@ def test_the_report_counts_and_names_who_was_skipped():
     assert str(report) == "8/9"
     assert list(report.lines()) == [
         "converted 8 of 9 layers, 64 of 80 matrix weights (80 %): a0, a1, a2, a3, a4, a5, a6, a7",
-        "  left b0 (Own, 16 weights): reason 0",
+        "  skipped b0 (Own, 16 weights): reason 0",
     ]
     assert list(ConversionReport(rows(2, 0)).lines()) == [
         "converted 2 of 2 layers, 16 of 16 matrix weights (100 %): a0, a1"
@@ -561,9 +561,9 @@ def test_the_report_stops_naming_after_some():
     lines = list(ConversionReport(rows(1, 10)).lines())
     assert len(lines) == 10
     assert lines[-2:] == [
-        "  left b7 (Own, 16 weights): reason 7", "  and 2 more, all in conversion.json",
+        "  skipped b7 (Own, 16 weights): reason 7", "  and 2 more, all in conversion.json",
     ]  # fmt: skip
     assert len(list(ConversionReport(rows(1, 8)).lines())) == 9
     assert list(ConversionReport(rows(1, 2)).lines(most=1))[1:] == [
-        "  left b0 (Own, 16 weights): reason 0", "  and 1 more, all in conversion.json",
+        "  skipped b0 (Own, 16 weights): reason 0", "  and 1 more, all in conversion.json",
     ]  # fmt: skip

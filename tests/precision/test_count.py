@@ -125,7 +125,7 @@ def test_many_convolutions_take_one_line():
     assert str(report) == "1/21"
     assert list(report.lines()) == [
         "converted 1 of 21 layers, 8,192 of 11,175,104 matrix weights (under 1 %): fc",
-        f"  left 20 Conv2d (11,166,912 weights): {LINEAR_ONLY}",
+        f"  skipped 20 Conv2d (11,166,912 weights): {LINEAR_ONLY}",
     ]
     assert sum(convolutions) == 11_166_912
 
