@@ -91,7 +91,8 @@ class ConversionReport:
         yield f"converted {self._counts()}{': ' * bool(done)}{names}{more}"
         skipped = groups(row for row in self.modules if not row.done)
         notes = groups(row for row in self.modules if row.done and row.why)
-        texts = [f"  skipped {text}" for text in skipped] + [f"  converted {text}" for text in notes]
+        texts = [f"  skipped {text}" for text in skipped]
+        texts += [f"  converted {text}" for text in notes]
         yield from texts[:most]
         if len(texts) > most:
             yield f"  and {len(texts) - most} more, all in conversion.json"
