@@ -14,6 +14,7 @@ from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import cast_nest
 from runner.precision.convert import Rules, Swap, convert_modules
 from runner.precision.cpu_float16 import Choice
+from runner.precision.cuda_half import half_sums, nearest_half, require_bfloat16
 from runner.precision.islands import find_islands, make_islands
 from runner.precision.spill import Spill
 from runner.precision.transposed import linear_kinds, widths
@@ -41,6 +42,7 @@ class BitsandbytesPrecision(Precision):
         autocast_loss: compute the loss under autocast, too.
         float32_matmul: precision of the float32 products that remain.
         cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
+        reduced_precision_reduction: products on CUDA may add their parts in half precision.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -57,14 +59,16 @@ class BitsandbytesPrecision(Precision):
         autocast_loss: bool = False,
         float32_matmul: str = "highest",
         cpu_float16: Choice = "auto",
+        reduced_precision_reduction: bool = False,
     ) -> None:
         _check_values(name, mode, compute_dtype, threshold)
-        check_kernels(float32_matmul, cpu_float16)
+        check_kernels(float32_matmul, cpu_float16, False, reduced_precision_reduction)
         self.name, self.mode, self.threshold = name, mode, threshold
         self.compute, self.autocast_loss = DTYPES[compute_dtype], autocast_loss
         self.ignore_modules, self.keep_fp32 = ignore_modules, keep_fp32
         self.float32_matmul = float32_matmul
         self.cpu_float16: Choice = cpu_float16
+        self.reduced_precision_reduction = reduced_precision_reduction
         self.freezes = mode != "int8-training"
         self.layout = f"bnb-{mode}" if self.freezes else ""
         self.whole = "packed weights cannot be parted from their scales" if self.freezes else ""
@@ -97,13 +101,20 @@ class BitsandbytesPrecision(Precision):
             raise Unavailable(
                 f"precision={self.name} needs compute capability {least[0]}.{least[1]} or higher; "
                 f"{device} ({torch.cuda.get_device_name(device)}) has {found}.",
-                "Nearest that runs here: precision=bf16-true.",
+                f"Nearest that runs here: precision={nearest_half(device)}-true.",
+            )
+        if self.compute is torch.bfloat16:
+            require_bfloat16(
+                f"{self.name} precision.compute_dtype=bfloat16",
+                device,
+                "Type precision.compute_dtype=float16, or precision.compute_dtype=float32.",
             )
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        with float32_matmul(self.float32_matmul), kernels:
+        sums = half_sums(self.reduced_precision_reduction)
+        with float32_matmul(self.float32_matmul), sums, kernels:
             yield
 
     def kernels(self) -> str:

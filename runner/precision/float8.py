@@ -15,6 +15,7 @@ from runner.errors import ConfigError, Unavailable
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import DefaultDtype, cast_floats, cast_nest, narrow
 from runner.precision.convert import Rules, convert_modules, graft
+from runner.precision.cuda_half import half_sums, nearest_half
 from runner.precision.islands import find_islands, make_islands
 from runner.precision.rows import padded
 from runner.precision.transposed import is_transposed, linear_kinds, widths
@@ -50,6 +51,7 @@ class Float8Precision(Precision):
         keep_fp32: patterns of modules that compute in float32.
         autocast_loss: compute the loss in bfloat16 too, else on float32 outputs.
         float32_matmul: precision of the float32 products that remain.
+        reduced_precision_reduction: products on CUDA may add their parts in half precision.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -68,14 +70,16 @@ class Float8Precision(Precision):
         keep_fp32: Sequence[str] = (),
         autocast_loss: bool = False,
         float32_matmul: str = "highest",
+        reduced_precision_reduction: bool = False,
     ) -> None:
         _check(name, recipe, weights, emulate, min_features)
-        check_kernels(float32_matmul, "auto")
+        check_kernels(float32_matmul, "auto", False, reduced_precision_reduction)
         self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
         self.storage, self.compute = DTYPES[weights], torch.bfloat16
         self.recipe, self.emulated = recipe, emulate
         self.ignore_modules, self.min_features = ignore_modules, min_features
         self.float32_matmul = float32_matmul
+        self.reduced_precision_reduction = reduced_precision_reduction
         self._forward: dict[str, AbstractContextManager[Any]] = {}
 
     def require(self, device: torch.device) -> None:
@@ -87,7 +91,7 @@ class Float8Precision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        with float32_matmul(self.float32_matmul):
+        with float32_matmul(self.float32_matmul), half_sums(self.reduced_precision_reduction):
             yield
 
     def convert(
@@ -166,8 +170,8 @@ def _require_device(name: str, device: torch.device, emulate: bool) -> None:
     if emulate:
         return
     remedy = (
-        "Type precision.emulate=true for its numbers without its speed, or precision=bf16-mixed, "
-        "the nearest that runs here."
+        "Type precision.emulate=true for its numbers without its speed, or "
+        f"precision={nearest_half(device)}-mixed, the nearest that runs here."
     )
     wants = f"precision={name} needs an NVIDIA GPU of compute capability 8.9 or higher;"
     if device.type != "cuda":

@@ -12,8 +12,16 @@ from runner.errors import ConfigError, Unavailable
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import narrow
 from runner.precision.cpu_float16 import Choice
+from runner.precision.cuda_half import half_sums, lacks_bfloat16, require_bfloat16
 from runner.precision.scale import DynamicScale, NoScale, Scale, check_loss_scale
-from runner.precision.true import DTYPES, check_kernels, cpu_kernels, float32_matmul, require_cpu
+from runner.precision.true import (
+    DTYPES,
+    EMULATE_BFLOAT16,
+    check_kernels,
+    cpu_kernels,
+    float32_matmul,
+    require_cpu,
+)
 from runner.tpu import is_tpu
 
 
@@ -29,9 +37,10 @@ class MixedPrecision(Precision):
         autocast_loss: compute the loss under autocast too, else outside it on float32 outputs.
         float32_matmul: precision of the float32 products that autocast leaves.
         cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
-        emulate: on a CPU, products as tensor cores compute them, with sums in float32. Its speed
-            means nothing.
+        emulate: on a CPU, products as tensor cores compute them, with sums in float32; bfloat16 on
+            a GPU without its units, too. Its speed means nothing.
         allow_substitute: on a TPU, which has no float16, be bf16-mixed, in name too.
+        reduced_precision_reduction: products on CUDA may add their parts in half precision.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -48,10 +57,11 @@ class MixedPrecision(Precision):
         cpu_float16: Choice = "auto",
         emulate: bool = False,
         allow_substitute: bool = False,
+        reduced_precision_reduction: bool = False,
     ) -> None:
         if dtype not in ("float16", "bfloat16"):
             raise ConfigError(f"precision.dtype={dtype} is not known. Allowed: float16, bfloat16.")
-        check_kernels(float32_matmul, cpu_float16, emulate)
+        check_kernels(float32_matmul, cpu_float16, emulate, reduced_precision_reduction)
         if not isinstance(allow_substitute, bool):
             text = f"precision.allow_substitute={allow_substitute} is not known."
             raise ConfigError(f"{text} Allowed: true, false.")
@@ -67,20 +77,18 @@ class MixedPrecision(Precision):
         self.float32_matmul = float32_matmul
         self.cpu_float16: Choice = cpu_float16
         self.emulated, self.allow_substitute = emulate, allow_substitute
+        self.reduced_precision_reduction = reduced_precision_reduction
         self._kernels = ""
         self._forward: dict[str, torch.autocast] = {}
 
     def require(self, device: torch.device) -> None:
         if is_tpu(device) and self.compute is torch.float16:
             self._substitute()
-        if self.emulated:
+        if self.compute is torch.bfloat16 and lacks_bfloat16(device):
+            if not self.emulated:
+                require_bfloat16(self.name, device, EMULATE_BFLOAT16.format("16-mixed"))
+        elif self.emulated:
             require_cpu(self.name, device)
-        if device.type != "cuda" or self.compute is not torch.bfloat16:
-            return
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            name = torch.cuda.get_device_name(device)
-            text = f"{name} has no bfloat16 units: precision={self.name} is emulated and slow."
-            warnings.warn(text, stacklevel=2)
 
     def _substitute(self) -> None:
         if not self.allow_substitute:
@@ -96,7 +104,8 @@ class MixedPrecision(Precision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        with float32_matmul(self.float32_matmul), kernels:
+        sums = half_sums(self.reduced_precision_reduction)
+        with float32_matmul(self.float32_matmul), sums, kernels:
             yield
 
     def kernels(self) -> str:

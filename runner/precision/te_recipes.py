@@ -13,9 +13,10 @@ import torch
 
 from runner import tpu
 from runner.errors import Unavailable
+from runner.precision.cuda_half import nearest_half
 
 NEAREST = (
-    "Type precision.emulate=true for its numbers without its speed, or precision=bf16-mixed, the "
+    "Type precision.emulate=true for its numbers without its speed, or precision={}-mixed, the "
     "nearest that runs here."
 )
 INSTALL = 'Type pip install "precision-runner[transformer-engine]".'
@@ -222,17 +223,18 @@ def require(name: str, kind: Kind, device: torch.device) -> None:
         device: that it should run on.
     """
     wants = f"precision={name} needs an NVIDIA GPU of compute capability {_range(kind)};"
+    nearest = NEAREST.format(nearest_half(device))
     if device.type != "cuda":
-        raise Unavailable(f"{wants} this run is on {tpu.kind(device)}.", NEAREST)
+        raise Unavailable(f"{wants} this run is on {tpu.kind(device)}.", nearest)
     capability = torch.cuda.get_device_capability(device)
     if not kind.least <= capability < kind.below:
         gpu = torch.cuda.get_device_name(device)
-        raise Unavailable(f"{wants} {device} ({gpu}) has {_dotted(capability)}.", NEAREST)
+        raise Unavailable(f"{wants} {device} ({gpu}) has {_dotted(capability)}.", nearest)
     if _version(torch.version.cuda) < kind.cuda:
         raise Unavailable(
             f"precision={name} needs CUDA {_dotted(kind.cuda)} or newer; this PyTorch was built "
             f"with {torch.version.cuda or 'none'}.",
-            NEAREST,
+            nearest,
         )
     try:
         te = library()
@@ -243,7 +245,7 @@ def require(name: str, kind: Kind, device: torch.device) -> None:
     runs, reason = getattr(te, kind.check)(return_reason=True)
     if not runs:
         raise Unavailable(
-            f"precision={name}: TransformerEngine refuses {device}: {reason}", NEAREST
+            f"precision={name}: TransformerEngine refuses {device}: {reason}", nearest
         )
 
 

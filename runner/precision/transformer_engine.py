@@ -16,6 +16,7 @@ from runner.precision import te_emulated, te_recipes
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import DefaultDtype, cast_floats, cast_nest
 from runner.precision.convert import ROOT, Rules
+from runner.precision.cuda_half import half_sums
 from runner.precision.islands import find_islands, make_islands
 from runner.precision.rounding import E4M3
 from runner.precision.te_layers import convert_layers, unfit
@@ -49,6 +50,7 @@ class TransformerEnginePrecision(Precision):
         ignore_modules: patterns of modules that are not converted.
         autocast_loss: compute the loss in the weights' dtype too, else in float32.
         update_in_eval: an evaluation may move the scales of delayed scaling.
+        reduced_precision_reduction: products on CUDA may add their parts in half precision.
 
     Raises:
         ConfigError: a value that is not allowed, or a key that the recipe does not have.
@@ -65,6 +67,7 @@ class TransformerEnginePrecision(Precision):
         ignore_modules: Sequence[str] = (),
         autocast_loss: bool = False,
         update_in_eval: bool = False,
+        reduced_precision_reduction: bool = False,
     ) -> None:
         problems = te_recipes.misnamed(name, recipe) or te_recipes.problems(recipe, weights)
         if weights not in WEIGHTS:
@@ -76,6 +79,7 @@ class TransformerEnginePrecision(Precision):
                 ("emulate", emulate),
                 ("fuse", fuse),
                 ("update_in_eval", update_in_eval),
+                ("reduced_precision_reduction", reduced_precision_reduction),
             )
             if not isinstance(value, bool)
         ]
@@ -86,6 +90,7 @@ class TransformerEnginePrecision(Precision):
         self.recipe, self.kind = dict(recipe), te_recipes.KINDS[recipe["kind"]]
         self.fuse, self.ignore_modules = fuse, ignore_modules
         self.update_in_eval, self.emulated = update_in_eval, emulate
+        self.reduced_precision_reduction = reduced_precision_reduction
         if self._is_delayed:
             self.unrepeatable = _UNREPEATABLE
         self._built: Any = None
@@ -108,7 +113,7 @@ class TransformerEnginePrecision(Precision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         own = _own_amaxes(model) if self._on_hardware(device) else nullcontext()
-        with float32_matmul("highest"), own:
+        with float32_matmul("highest"), half_sums(self.reduced_precision_reduction), own:
             yield
 
     def convert(

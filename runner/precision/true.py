@@ -12,9 +12,13 @@ from runner.precision.base import Precision
 from runner.precision.cast import DefaultDtype, cast_nest
 from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
 from runner.precision.cpu_tf32 import tf32_products
+from runner.precision.cuda_half import half_sums, lacks_bfloat16, require_bfloat16
 from runner.tpu import is_tpu, kind
 
 MATMUL = ("highest", "high", "medium")
+EMULATE_BFLOAT16 = (
+    "Type precision={}, or precision.emulate=true for bfloat16's numbers without its speed."
+)
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -36,7 +40,10 @@ class TruePrecision(Precision):
         autocast_loss: compute the loss in the dtype as well, else in float32 (64-true: float64).
         cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
         emulate: on a CPU, products as tensor cores compute them: operands in half precision or
-            TF32, sums in float32. Its speed means nothing.
+            TF32, sums in float32; bfloat16 on a GPU without its units, too. Its speed means
+            nothing.
+        reduced_precision_reduction: half-precision products on CUDA may add their parts in half
+            precision.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -51,19 +58,26 @@ class TruePrecision(Precision):
         autocast_loss: bool = False,
         cpu_float16: Choice = "auto",
         emulate: bool = False,
+        reduced_precision_reduction: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(
                 f"precision.dtype={dtype} is not known. Allowed: {', '.join(DTYPES)}."
             )
-        check_kernels(float32_matmul, cpu_float16, emulate)
+        check_kernels(float32_matmul, cpu_float16, emulate, reduced_precision_reduction)
         self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
         self.storage = self.compute = DTYPES[dtype]
         self.float32_matmul = float32_matmul
         self.cpu_float16: Choice = cpu_float16
+        self.reduced_precision_reduction = reduced_precision_reduction
         self.emulated, self._kernels = emulate, ""
         if emulate and not self._is_tf32 and self.storage.itemsize > 2:
             raise ConfigError(f"precision.emulate=true: precision={name} runs everywhere as it is.")
+        if reduced_precision_reduction and self.storage.itemsize > 2:
+            raise ConfigError(
+                f"precision.reduced_precision_reduction=true: precision={name} has no products in "
+                "half precision. Leave it out."
+            )
         # Tensors that a forward makes itself come out in the policy's dtype.
         plain = self.storage is torch.float32
         self._forward = nullcontext() if plain else DefaultDtype(self.storage)
@@ -84,7 +98,10 @@ class TruePrecision(Precision):
                 "precision=16-true cannot run on a TPU, whose half precision is bfloat16.",
                 "Type precision=bf16-true.",
             )
-        if self.emulated:
+        if self.storage is torch.bfloat16 and lacks_bfloat16(device):
+            if not self.emulated:
+                require_bfloat16(self.name, device, EMULATE_BFLOAT16.format("16-true"))
+        elif self.emulated:
             require_cpu(self.name, device)
         elif self._is_tf32:
             require_tf32(self.name, device)
@@ -96,11 +113,12 @@ class TruePrecision(Precision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         if self.emulated and self._is_tf32:
-            with float32_matmul("highest"), tf32_products(model):
+            with float32_matmul("highest"), half_sums(False), tf32_products(model):
                 yield
             return
         self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        with float32_matmul(self.float32_matmul), kernels:
+        sums = half_sums(self.reduced_precision_reduction)
+        with float32_matmul(self.float32_matmul), sums, kernels:
             yield
 
     def kernels(self) -> str:
@@ -146,12 +164,23 @@ def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
-def check_kernels(float32_matmul: str, cpu_float16: str, emulate: object = False) -> None:
+def check_kernels(
+    float32_matmul: str,
+    cpu_float16: str,
+    emulate: object = False,
+    reduced_precision_reduction: object = False,
+) -> None:
     """Raise ConfigError for values that are not known; torch only warns of the first."""
     allowed = {
         "float32_matmul": (float32_matmul, MATMUL),
         "cpu_float16": (cpu_float16, get_args(Choice)),
         "emulate": (emulate if isinstance(emulate, bool) else str(emulate), (True, False)),
+        "reduced_precision_reduction": (
+            reduced_precision_reduction
+            if isinstance(reduced_precision_reduction, bool)
+            else str(reduced_precision_reduction),
+            (True, False),
+        ),
     }
     problems = [
         f"precision.{key}={value} is not known. Allowed: {', '.join(map(str, known)).lower()}."

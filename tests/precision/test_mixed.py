@@ -1,5 +1,3 @@
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -85,18 +83,6 @@ def test_half_parameters_are_refused_by_name(name, instead):
         support.load(name).convert(model)
     assert "half ones: 1.weight, 1.bias, 2.weight and 1 more." in str(error.value)
     assert f"precision={instead}" in str(error.value)
-
-
-def test_an_emulated_bfloat16_is_told(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    with pytest.warns(UserWarning, match="Tesla T4 has no bfloat16 units: precision=bf16-mixed"):
-        support.load("bf16-mixed").require(CUDA)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        support.load("16-mixed").require(CUDA)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-        support.load("bf16-mixed").require(CUDA)
 
 
 @pytest.mark.parametrize("choice", ["native", "float32_accumulate"])
