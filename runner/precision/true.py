@@ -1,6 +1,8 @@
 """64-true, 32-true, tf32, 16-true, bf16-true: everything in one floating dtype."""
 
-from collections.abc import Iterator, Sequence
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final, get_args
 
@@ -148,20 +150,68 @@ def cpu_kernels(
 
 
 def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError for an eps that is 0 in float16, in which the state follows the weights
-    (an optimizer that keeps a wider state of its own says so: `wide_state`)."""
+    """Refuse, or warn of, an eps that cannot stand in for squared gradients which vanish in
+    float16, in which the state follows the weights (an optimizer that keeps a wider state of its
+    own says so: `wide_state`).
+
+    A square that rounds to 0 leaves eps alone under the fraction, so that a gradient g moves its
+    weight by lr * g / eps. Above 1 that destroys any initialisation; above 0.2 it hurts.
+
+    Raises:
+        ConfigError: eps is 0 in float16, or a single step can move a weight by more than 1.
+    """
     for optimizer in optimizers:
         eps = optimizer.defaults.get("eps")
         if getattr(optimizer, "wide_state", False) or not isinstance(eps, float) or eps <= 0:
             continue
+        key = "optimizer.eps" if len(optimizers) == 1 else "optimizer.<name>.eps"
+        says = f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
+        vanishes, reach = _largest_blind_step(optimizer)
+        works = 10.0 ** math.ceil(math.log10(max(1e-4, reach / LARGE_STEP)) - 1e-9)
+        remedy = f"Type {key}={works:.0e}, or precision=16-mixed.".replace("e-0", "e-")
         if torch.tensor(eps).half().item() == 0.0:
-            key = "optimizer.eps" if len(optimizers) == 1 else "optimizer.<name>.eps"
             raise ConfigError(
-                f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
-                f"under precision={name}, where {eps:g} is 0 (the least above is 6e-08), "
-                "and divides by it at a step whose squared gradients underflow. "
-                f"Type {key}=1e-4, or precision=16-mixed."
+                f"{says}under precision={name}, where {eps:g} is 0 (the least above is 6e-08), "
+                f"and divides by it at a step whose squared gradients underflow. {remedy}"
             )
+        step = reach / eps
+        if step <= LARGE_STEP:
+            continue
+        message = (
+            f"{says}under precision={name}, where the squares of gradients under {vanishes:.2g} "
+            f"round to 0, so that one step can move a weight by lr * {vanishes:.2g} / eps = "
+            f"{step:.2g}. {remedy}"
+        )
+        if step > DESTRUCTIVE_STEP:
+            raise ConfigError(message)
+        warnings.warn(message, stacklevel=2)
+
+
+LARGE_STEP, DESTRUCTIVE_STEP = 0.2, 1.0
+
+
+def _largest_blind_step(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+    """The gradient under which an optimizer's square rounds to 0 in float16 (half of the least
+    number above 0, 2**-24), and the largest product of it and a learning rate; zeros for an
+    optimizer that keeps no squares."""
+    found = (0.0, 0.0)
+    for group in optimizer.param_groups:
+        weight = _weight_of_square(optimizer, group)
+        if weight > 0:
+            vanishes = math.sqrt(2**-25 / weight)
+            found = max(found, (vanishes, float(group["lr"]) * vanishes), key=lambda pair: pair[1])
+    return found
+
+
+def _weight_of_square(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
+    """What a new squared gradient is multiplied by when it enters the state; 0 for no squares."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return 1.0
+    if isinstance(optimizer, torch.optim.RMSprop):
+        return 1 - group["alpha"]
+    if "betas" in group and not isinstance(optimizer, torch.optim.Adamax):  # it keeps magnitudes
+        return 1 - group["betas"][1]
+    return 0.0
 
 
 def check_kernels(

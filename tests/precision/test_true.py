@@ -1,6 +1,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from runner.errors import ConfigError, Unavailable
 from runner.precision import support
@@ -124,6 +126,76 @@ def train(eps):
 def test_the_refused_eps_fails_and_the_advised_one_works():
     assert not train(1e-8).isfinite().all()
     assert train(1e-4).isfinite().all()
+
+
+def optimizer(kind, eps, lr, **keywords):
+    return getattr(torch.optim, kind)([nn.Parameter(torch.ones(1))], lr=lr, eps=eps, **keywords)
+
+
+REFUSED = {
+    "the issue's": ("Adam", 1e-7, 1e-3, {}, "1e-4"),
+    "ten times it": ("AdamW", 1e-6, 1e-3, {}, "1e-4"),
+    "a large rate": ("NAdam", 3e-5, 1e-2, {}, "1e-3"),
+    "a long memory": ("Adam", 1e-5, 1e-3, {"betas": (0.9, 0.9999)}, "1e-4"),
+    "RMSprop's": ("RMSprop", 1e-7, 1e-3, {}, "1e-4"),
+    "Adagrad's": ("Adagrad", 1e-7, 1e-2, {}, "1e-4"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_eps_that_cannot_stand_in_for_vanished_squares_is_refused(case):
+    kind, eps, lr, keywords, works = REFUSED[case]
+    message = rf"optimizer\.eps={eps:g}: {kind} keeps .* round to 0.*Type optimizer\.eps={works},"
+    for name in ("16-true", "transformer-engine-float16"):
+        precision = support.load(name)
+        with pytest.raises(ConfigError, match=message):
+            precision.check_optimizers([optimizer(kind, eps, lr, **keywords)])
+        precision.check_optimizers([optimizer(kind, float(works), lr, **keywords)])
+    for name in ("16-mixed", "32-true", "bf16-true"):
+        support.load(name).check_optimizers([optimizer(kind, eps, lr, **keywords)])
+
+
+def test_an_eps_that_only_hurts_is_warned_of():
+    with pytest.warns(UserWarning, match=r"eps=1e-05: AdamW .*= 0\.55\. Type optimizer.eps=1e-4"):
+        support.load("16-true").check_optimizers([optimizer("AdamW", 1e-5, 1e-3)])
+
+
+def test_optimizers_without_squares_take_any_eps_that_float16_holds():
+    for kind in ("Adamax", "Adadelta"):
+        support.load("16-true").check_optimizers([optimizer(kind, 1e-6, 1e-2)])
+
+
+def worst_loss(eps, lr):
+    """(the first loss, the largest of 12 steps) of a small GPT-2 in 16-true with AdamW."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=32, n_positions=16,
+                        bos_token_id=0, eos_token_id=0)  # fmt: skip
+    precision = support.load("16-true")
+    model, _ = precision.convert(GPT2LMHeadModel(config))
+    adamw = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps)
+    tokens = torch.randint(0, 32, (8, 17))
+    losses = []
+    for _ in range(12):
+        with precision.forward(CPU):
+            output = model(tokens[:, :-1]).logits
+        loss = F.cross_entropy(output.float().flatten(0, 1), tokens[:, 1:].flatten())
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+        losses.append(loss.item())
+    return losses[0], max(losses)
+
+
+@pytest.mark.parametrize(("eps", "lr"), [(1e-6, 1e-3), (1e-7, 1e-4), (3e-5, 1e-2)])
+def test_a_refused_eps_destroys_a_gpt2_and_the_advised_one_trains_it(eps, lr):
+    precision = support.load("16-true")
+    with pytest.raises(ConfigError) as error:
+        precision.check_optimizers([optimizer("AdamW", eps, lr)])
+    works = float(str(error.value).partition("Type optimizer.eps=")[2].partition(",")[0])
+    first, worst = worst_loss(eps, lr)
+    assert not worst < 2 * first
+    first, worst = worst_loss(works, lr)
+    assert worst < 1.1 * first
 
 
 @pytest.mark.parametrize("choice", ["native", "float32_accumulate"])
