@@ -11,7 +11,7 @@ from torch import nn
 
 from runner.errors import ConfigError, Unavailable
 from runner.precision.base import CPU, ConversionReport, Precision
-from runner.precision.cast import cast_nest
+from runner.precision.cast import cast_nest, narrow
 from runner.precision.convert import Rules, Swap, convert_modules
 from runner.precision.cpu_float16 import Choice
 from runner.precision.cuda_half import half_sums, nearest_half, require_bfloat16
@@ -33,8 +33,8 @@ class BitsandbytesPrecision(Precision):
         name: label of the run.
         mode: nf4, fp4 (4 bits, frozen), nf4-dq, fp4-dq (their scales in 8 bits, too), int8
             (frozen), int8-training (float32 weights that train, products on int8 copies).
-        compute_dtype: bfloat16, float16 or float32; of the products and of the model's inputs.
-            float64 is refused: the CPU's 4-bit kernels return garbage for it.
+        compute_dtype: bfloat16, float16 or float32; of the products. float64 is refused: the
+            CPU's 4-bit kernels return garbage for it.
         ignore_modules: patterns of modules that are not converted.
         keep_fp32: patterns of modules that compute in float32 (and are not converted).
         threshold: int8 modes: columns of the inputs with a larger magnitude are
@@ -170,7 +170,11 @@ class BitsandbytesPrecision(Precision):
         return torch.autocast(device.type, dtype=self.compute)
 
     def cast(self, inputs: Any) -> Any:
-        return cast_nest(inputs, self.compute)
+        """Unchanged where autocast casts them, so that islands and unconverted layers take the
+        inputs as they are; but float64, which autocast passes by, becomes float32."""
+        if self.compute is torch.float32:
+            return cast_nest(inputs, self.compute)
+        return narrow(inputs)
 
 
 def unfit(module: Any, int8: bool, frozen: bool) -> str:

@@ -157,9 +157,33 @@ def test_an_old_gpu_is_told(monkeypatch, mode, capability, least):
 
 
 @pytest.mark.parametrize("compute", DTYPES)
-def test_inputs_are_cast_to_the_compute_dtype(compute):
-    batch = load("nf4", compute).cast({"x": torch.ones(2), "n": torch.ones(2).long()})
-    assert (batch["x"].dtype, batch["n"].dtype) == (DTYPES[compute], torch.int64)
+def test_inputs_stay_as_they_are_but_for_float64(compute):
+    batch = {"x": torch.ones(2), "n": torch.ones(2).long(), "wide": torch.ones(2).double()}
+    cast = load("nf4", compute).cast(batch)
+    dtypes = [value.dtype for value in cast.values()]
+    assert dtypes == [torch.float32, torch.int64, torch.float32]
+    assert cast["x"] is batch["x"]
+
+
+@pytest.mark.parametrize("mode", ["nf4", "int8", "int8-training"])
+def test_an_island_at_the_front_takes_float32_inputs(mode):
+    """A norm of inputs far from 0 is where a rounded input shows: 1000 has steps of 4 in bfloat16,
+    and the inputs' own spread is 1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    x = 1000 + torch.randn(32, 64)
+    with torch.no_grad():
+        normed, wanted = model[0](x), model(x)
+    precision = load(mode, "bfloat16", keep_fp32=["0"])
+    precision.convert(model)
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad(), precision.session(model, CPU), precision.forward(CPU):
+        made = model(precision.cast(x)).float()
+        rounded = model(precision.cast(x.bfloat16())).float()
+    assert torch.equal(seen[0], normed)
+    assert error(made, wanted) < (0.02 if "int8" in mode else 0.2)
+    assert error(rounded, wanted) > 0.5
 
 
 @pytest.mark.parametrize("compute", DTYPES)
@@ -458,7 +482,7 @@ def test_islands_compute_in_float32(mode):
     assert report.modules[1].why == "kept in float32 by precision.keep_fp32"
     weight = model[1].weight.detach().clone()
     with precision.forward(CPU):
-        hidden = model[0](precision.cast(torch.randn(2, 16)))
+        hidden = model[0](torch.randn(2, 16).bfloat16())
         seen.append(hidden.dtype)
         made = model[1](hidden)
     assert seen == [torch.bfloat16]
