@@ -13,7 +13,7 @@ from runner.checkpoint import Saved, load_weights
 from runner.config import to_dict
 from runner.errors import ConfigError
 from runner.precision.base import ConversionReport, Precision
-from runner.precision.cast import default_dtype
+from runner.precision.cast import cast_floats, default_dtype
 from runner.precision.memory import float32_bytes
 from runner.spec import RunSpec
 
@@ -74,23 +74,37 @@ def build_model(
 
 def _same_packing(spec: RunSpec, precision: Precision, saved: Saved) -> bool:
     """Whether a checkpoint's packed weights, and its adapter's, fit as they are."""
+    return bool(precision.layout) and _fits_as_saved(spec, precision, saved)
+
+
+def _fits_as_saved(spec: RunSpec, precision: Precision, saved: Saved) -> bool:
+    """Whether a checkpoint has this run's adapter, and packs weights as this run's precision does
+    (or neither packs any)."""
     nodes = (saved.content["spec"].get("adapter") or {}, spec.adapter)
     theirs, ours = (dict(node) if node.get("_target_") else {} for node in nodes)
-    packed = bool(precision.layout) and saved.content.get("layout") == precision.layout
-    return packed and theirs == ours
+    return theirs == ours and saved.content.get("layout", "") == precision.layout
+
+
+def keeps_adapter(spec: RunSpec, precision: Precision, saved: Saved) -> bool:
+    """Return whether the adapter that a checkpoint was trained with can be loaded as it is, in this
+    precision's dtype, and need not be merged."""
+    return bool(spec.adapter.get("_target_")) and _fits_as_saved(spec, precision, saved)
 
 
 def restore_model(spec: RunSpec, precision: Precision, device: torch.device, saved: Saved) -> Built:
     """The model with a checkpoint's weights, whatever precision they were trained in: packed
     weights come back as they are in their own precision, and as the numbers they stand for in one
-    that packs none; there an adapter is merged into them.
+    that packs none. An adapter is kept where weights are packed as they were in training, or not at
+    all in both, so that the run's own precision computes what it computed then; elsewhere it is
+    merged.
 
     Raises:
         ConfigError: the weights do not fit, or are packed in another way than this precision's.
     """
-    if not _same_packing(spec, precision, saved):
+    if not _fits_as_saved(spec, precision, saved):
         spec = replace(spec, adapter={})  # merged into the weights
-    built = build_model(spec, precision, device, start=saved)
+    whole = keeps_adapter(spec, precision, saved)
+    built = build_model(spec, precision, device, start=saved, whole=whole)
     if saved.content["precision"] == precision.name:
         precision.load_state_dict(built.model, saved.content.get("precision_state", {}))
     return built
@@ -109,11 +123,14 @@ def _load(spec: RunSpec, model: nn.Module, precision: Precision, saved: Saved) -
     theirs = saved.content["spec"]
     trust.check(theirs, ["adapter"], to_dict(spec), saved.path, "checkpoint")
     addition = adapter.make(theirs.get("adapter") or {})
+    if precision.storage is torch.float64:  # else a checkpoint's float64 is rounded on its way
+        cast_floats(model, torch.float64)
     if addition is None:
         load_weights(model, saved)
         return
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
-    addition.add(model, torch.float32)
+    wide = torch.float64 if precision.storage is torch.float64 else torch.float32
+    addition.add(model, wide)
     load_weights(model, saved)
     addition.merge(model)
     for name, parameter in model.named_parameters():

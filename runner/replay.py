@@ -24,7 +24,7 @@ from runner.data.loading import Batch
 from runner.errors import ConfigError
 from runner.isolation import seed_all
 from runner.kept import Kept
-from runner.model import build_model, start
+from runner.model import build_model, keeps_adapter, start
 from runner.origin import Origin
 from runner.precision import support
 from runner.precision.base import Precision
@@ -121,7 +121,9 @@ def _through(
     """What a model made anew with these weights does with the batch; in every precision with one
     loss scale, so that their gradients can be compared."""
     seed_all(spec.seed)
-    make = partial(build_model, spec, precision, device, start=begin)
+    # The run's own weights (rng is given) come with the adapter that its gradients were of.
+    whole = rng is not None and begin is not None and keeps_adapter(spec, precision, begin)
+    make = partial(build_model, spec, precision, device, start=begin, whole=whole)
     built = build_proven(make, precision, device, spec.seed, lambda: batches[0][0])
     state = TrainState(built.model, precision, task, precision.scale(device), [], device)
     if rng is not None:

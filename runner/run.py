@@ -271,7 +271,7 @@ def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
     if origin.touches("adapter"):
         raise ConfigError(
             "mode=evaluate takes the adapter from the checkpoint, and merges it where the "
-            "precision packs no weights. Leave adapter= out."
+            "precision packs weights otherwise. Leave adapter= out."
         )
     groups = ("model", "adapter", "data", "task", "precision")
     own = [key for key in groups if not origin.touches(key)]

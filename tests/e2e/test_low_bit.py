@@ -320,6 +320,18 @@ def test_a_tuned_model_is_evaluated_packed_and_merged(packed, evaluate, tmp_path
     assert merged["weights_mib"] == pytest.approx(PLAIN)
 
 
+@pytest.mark.parametrize("name", ["bf16-true", "bf16-mixed"])
+def test_an_unpacked_tuned_model_gives_its_own_numbers_in_its_own_precision(
+    packed, evaluate, tmp_path, result, name
+):
+    folder = packed(name, "adapter=lora", "optimizer.lr=0.01")
+    trained = json.loads((folder / "result.json").read_text())["metrics"]
+    done = evaluate(folder)  # in the precision of the training
+    assert done.rc == 0, done.stderr
+    assert result(tmp_path)["metrics"] == trained
+    assert evaluate(folder, "precision=32-true").rc == 0
+
+
 def test_a_bad_adapter_is_refused_with_every_problem(main):
     done = main(*MLP, "tracking=none", "adapter=lora", "adapter.rank=0", "adapter.dropout=1")
     assert done.rc == 2
