@@ -6,6 +6,7 @@ from runner import artifacts
 from runner.accelerator import MIB
 from runner.model import Built
 from runner.precision.memory import elements, stored_bytes
+from runner.pretrained import starts_random
 from runner.result import percent
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
         tags["emulated"] = "true"
     if this.spec.mode == "train" and trainable < every:
         tags["trainable"] = f"{trainable}/{every}"
-        _say_what_trains(this, trainable, every)
+        say_what_trains(this, trainable, every)
     this.tracker.tags(tags)
     modules = report.to_list()
     this.leave(this.out / "conversion.json", lambda path: artifacts.write_json(path, modules))
@@ -46,17 +47,20 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
     }
 
 
-def _say_what_trains(this: "Run", trainable: int, every: int) -> None:
+def say_what_trains(this: "Run", trainable: int, every: int) -> None:
+    """Print how many parameters train, and what a run should know whose weights are frozen."""
     this.say(f"{trainable:,} of {every:,} parameters train ({percent(trainable / every)})")
     adapts = bool(this.spec.adapter.get("_target_"))
+    random = starts_random(this.spec.model) and this.spec.init.weights is None
+    start = " init.weights=<checkpoint>" if random else ""
     if not adapts and this.precision.freezes:
         this.say(
             f"warning: precision={this.precision.name} freezes the weights that it quantises. "
-            "Type adapter=lora init.weights=<checkpoint> to tune a trained model, or "
+            f"Type adapter=lora{start} to tune a trained model, or "
             "precision=bnb-int8-training to train them all."
         )
-    elif adapts and this.spec.init.weights is None:
+    elif adapts and random:
         this.say(
-            "warning: the frozen weights are as the model's own code made them. "
+            "warning: the frozen weights are random ones, for the model loads none. "
             "Type init.weights=<checkpoint> to tune a trained model."
         )
