@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from runner.build import build_driven, build_group
 from runner.errors import RunnerError
+from runner.examples import Unknown, examples
+from runner.lazy_layers import materialize
 from runner.ledger import ACTIVATIONS, OPTIMIZER, WEIGHTS, Ledger, Peak
 from runner.loop import Stagnation
 from runner.model import Built, build_model
@@ -38,10 +40,7 @@ from runner.room import USABLE, free
 from runner.shape import shape
 from runner.spec import RunSpec
 from runner.state import TrainState
-from runner.step import Batch, train_step
-from runner.tasks.classification import Classification
-from runner.tasks.language import Language
-from runner.tasks.regression import Regression
+from runner.step import train_step
 from runner.tpu import is_tpu
 
 META = torch.device("meta")
@@ -49,10 +48,6 @@ GIB = 2**30
 FEW = 2
 MOST = 2**16
 """The largest batch size that is tried."""
-
-
-class Unknown(RunnerError):
-    """The memory of a run cannot be told before it runs."""
 
 
 def predict(
@@ -125,7 +120,9 @@ def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device)
     frozen, them alone, before they are packed."""
     size, room = 0, USABLE * free(device)
     with suppress(NotImplementedError, RuntimeError), META:
-        size = float32_bytes(build_group("model", spec.model))
+        model = build_group("model", spec.model)
+        materialize(spec, model, META)
+        size = float32_bytes(model)
     if (needs := size * (1.5 if precision.freezes else 4)) > room:
         raise Unknown(
             f"its operators want real numbers, and steps on a few take about {needs / GIB:.1f} of "
@@ -168,25 +165,6 @@ def build(spec: RunSpec, precision: Precision) -> Built:
         raise
     except (NotImplementedError, RuntimeError):
         return build_model(spec, precision, torch.device("cpu"))
-
-
-def examples(spec: RunSpec, size: int, device: torch.device) -> Batch:
-    """A batch of random numbers in the shapes of data.meta. Raises Unknown where those are not
-    given."""
-    meta, task = spec.data.get("meta") or {}, build_group("task", spec.task)
-    if missing := [f"data.meta.{key}" for key in ("input", "classes") if not meta.get(key)]:
-        raise Unknown(f"the shape of a batch is not known without {' and '.join(missing)}.")
-    shape, classes = meta["input"], meta["classes"]
-    dtype = getattr(torch, meta.get("dtype", "float32"))
-    if isinstance(task, Language):
-        tokens = torch.randint(classes, (size, shape[0] + 1), device=device)
-        return tokens[:, :-1], tokens[:, 1:]
-    inputs = torch.randn(size, *shape, dtype=dtype, device=device)
-    if isinstance(task, Classification):
-        return inputs, torch.randint(classes, (size,), device=device)
-    if isinstance(task, Regression):
-        return inputs, torch.randn(size, classes, dtype=dtype, device=device)
-    raise Unknown(f"the targets of {type(task).__name__} have no shape in data.meta.")
 
 
 class _Rehearsal:

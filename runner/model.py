@@ -12,6 +12,7 @@ from runner.build import build_group
 from runner.checkpoint import Saved, load_weights
 from runner.config import to_dict
 from runner.errors import ConfigError
+from runner.lazy_layers import materialize
 from runner.precision.base import ConversionReport, Precision
 from runner.precision.cast import cast_floats, default_dtype
 from runner.precision.memory import float32_bytes
@@ -149,6 +150,8 @@ def _make(
     building = precision.building() if low else nullcontext()
     with dtype, made_on or nullcontext(), building:
         model = build_group("model", spec.model)
+        if isinstance(model, nn.Module):
+            materialize(spec, model, made_on or torch.device("cpu"))
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ConfigError(f"model: {spec.model['_target_']} made a {kind}, not a torch.nn.Module.")
