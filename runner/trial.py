@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from runner import artifacts
 from runner.data.loading import Loader
@@ -187,11 +186,7 @@ class _Trial:
 
 @contextmanager
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context after which modes, buffers and generators are as before. A model with lazy layers,
-    whose weights the first forward draws, stays as the forward leaves it."""
-    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        yield
-        return
+    """Context after which modes, buffers and generators are as before."""
     drawn = rng_state(device)
     modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
     values = [(b, b.detach().clone()) for b in model.buffers()]
