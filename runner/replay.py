@@ -34,7 +34,7 @@ from runner.restore import rng_state, set_rng_state
 from runner.result import RunResult, number
 from runner.spec import RunSpec
 from runner.state import TrainState
-from runner.step import examples_in, loss_of
+from runner.step import backpropagate, examples_in, loss_of
 from runner.tasks.base import Task, labels_of, mean
 from runner.trial import build_proven
 
@@ -144,7 +144,7 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
             trace.note("forward", "(inputs)", "", "inputs", inputs)
             loss = loss_of(state, inputs, target)
             trace.rows.append(seen("forward", "(loss)", task, "loss", loss))
-            (loss * scale).backward()
+            backpropagate(state, loss * scale)
         last = trace.rows
         labels = labels_of(state.task, target)
         count = examples_in((inputs, target)) if labels is None else labels.item()

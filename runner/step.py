@@ -50,6 +50,16 @@ def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
     return task.loss(cast_nest(output, dtype), cast_nest(target, dtype))
 
 
+def backpropagate(state: TrainState, loss: Tensor, weight: Tensor | None = None) -> None:
+    """Add the gradients of a loss, times a weight, to those of the parameters.
+
+    What the model computes again in the backward (activation checkpointing) is computed in the
+    precision of its forward.
+    """
+    with state.precision.backward(state.device):
+        loss.backward(weight)
+
+
 def train_step(
     state: TrainState, micros: Sequence[Batch], sizes: Sequence[int] | None = None
 ) -> Pending:
@@ -93,7 +103,7 @@ def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) 
     several processes each has a number of its own, and theirs is the mean."""
     if len(micros) == state.strategy.place.world == 1:
         loss = loss_of(state, *micros[0])
-        state.scale.multiply(loss).backward()
+        backpropagate(state, state.scale.multiply(loss))
         total = loss.detach()
     else:
         total = _accumulate(state, micros, sizes)
@@ -119,7 +129,7 @@ def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
             loss = loss_of(state, *micro)
             mean = loss.detach()
             weight = share.to(mean.dtype) if isinstance(share, Tensor) else mean.new_full((), share)
-            state.scale.multiply(loss).backward(weight)
+            backpropagate(state, state.scale.multiply(loss), weight)
         losses.append(mean)
         weights.append(weight)
     shown = torch.stack(weights)

@@ -21,6 +21,7 @@ from runner.precision.scale import NoScale, Scale
 from runner.strategy.base import Strategy
 
 CPU = torch.device("cpu")
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,14 @@ class Precision(ABC):
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         """Context around the model's forward; reusable, entered once per micro-batch."""
         return nullcontext()
+
+    def backward(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context around the backward; reusable, entered once per micro-batch.
+
+        A model's own activation checkpointing computes forwards again there. Autocast is not in
+        it: torch.utils.checkpoint restores that by itself.
+        """
+        return _NOTHING
 
     def cast(self, inputs: Any) -> Any:
         """A batch's model inputs in the dtype that the model wants."""

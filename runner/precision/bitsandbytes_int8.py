@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.precision.backward_checks import first_order
 from runner.precision.bitsandbytes_library import bnb
 from runner.precision.convert import low_class
 from runner.precision.transposed import is_transposed, matrix, widths
@@ -90,10 +91,11 @@ class Linear8bitTrained(nn.Linear):
         state = bnb.MatmulLtState()
         weight = matrix(self)
         state.CB, state.SCB = pack_int8(weight)  # type: ignore[assignment]
+        # A reentrant checkpoint's first forward has no gradients, and multiplies as its second.
+        state.is_training = self.training or torch.is_grad_enabled()
         # Without gradients the library asks for a kernel that CPUs lack if the weight may train.
-        state.is_training = torch.is_grad_enabled()
-        weight = weight if state.is_training else weight.detach()
-        return _product_int8(self, input, weight, state)
+        weight = weight if torch.is_grad_enabled() else weight.detach()
+        return first_order(_product_int8(self, input, weight, state))
 
 
 def _product_int8(

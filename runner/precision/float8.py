@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import ConfigError, Unavailable
+from runner.precision.backward_checks import first_order
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import DefaultDtype, cast_floats, cast_nest, narrow
 from runner.precision.convert import Rules, convert_modules, graft
@@ -81,6 +82,8 @@ class Float8Precision(Precision):
         self.float32_matmul = float32_matmul
         self.reduced_precision_reduction = reduced_precision_reduction
         self._forward: dict[str, AbstractContextManager[Any]] = {}
+        plain = self.storage is torch.float32
+        self._backward = nullcontext() if plain else DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         _require_device(self.name, device, self.emulated)
@@ -119,6 +122,9 @@ class Float8Precision(Precision):
                 torch.autocast(kind, dtype=self.compute) if mixed else DefaultDtype(self.storage)
             )
         return self._forward[kind]
+
+    def backward(self, device: torch.device) -> AbstractContextManager[Any]:
+        return self._backward
 
     def cast(self, inputs: Any) -> Any:
         return narrow(inputs) if self.storage is torch.float32 else cast_nest(inputs, self.storage)
@@ -210,7 +216,7 @@ class _Float8:
             input = input.to(torch.get_autocast_dtype(kind))
         # The library asks CUDA's autocast only, whatever the device, through a deprecated call.
         with torch.autocast(kind, enabled=False):
-            return padded(self._product, input, MULTIPLE)
+            return first_order(padded(self._product, input, MULTIPLE))
 
     def _product(self, input: Tensor) -> Tensor:
         return super().forward(input)  # type: ignore[misc]

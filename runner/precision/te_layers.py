@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from runner.precision.backward_checks import first_order
 from runner.precision.base import ConversionReport
 from runner.precision.convert import (
     ROOT,
@@ -35,6 +36,13 @@ class PlainState:
     set_extra_state = nn.Module.set_extra_state
 
 
+class Norm(PlainState):
+    """Mixin before te.LayerNorm, whose gradient cannot be differentiated again."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return first_order(super().forward(input))  # type: ignore[misc]
+
+
 class AnyRows(PlainState):
     """Mixin before te.Linear: takes any number of rows."""
 
@@ -46,7 +54,7 @@ class AnyRows(PlainState):
         return self.weight.t().contiguous()  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
-        return padded(super().forward, input, self._multiple)  # type: ignore[misc]
+        return first_order(padded(super().forward, input, self._multiple))  # type: ignore[misc]
 
 
 class NormFirst(AnyRows):
@@ -169,7 +177,7 @@ def _to_norm(module: nn.Module, te: Any) -> None:
     made = te.LayerNorm(
         module.normalized_shape, eps=module.eps, dtype=module.weight.dtype, device="meta"
     )
-    _become(module, made, layer_class("TELayerNorm", PlainState, te.LayerNorm, type(module)))
+    _become(module, made, layer_class("TELayerNorm", Norm, te.LayerNorm, type(module)))
 
 
 def _become(module: nn.Module, made: nn.Module, kind: type[nn.Module]) -> None:

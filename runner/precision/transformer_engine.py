@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from runner.errors import ConfigError, Unavailable
 from runner.precision import te_emulated, te_recipes
+from runner.precision.backward_checks import refuse_recompute
 from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import DefaultDtype, cast_floats, cast_nest
 from runner.precision.convert import ROOT, Rules
@@ -95,6 +96,7 @@ class TransformerEnginePrecision(Precision):
             self.unrepeatable = _UNREPEATABLE
         self._built: Any = None
         self._forward: dict[str, AbstractContextManager[Any]] = {}
+        self._floats = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         if not self.emulated:
@@ -124,6 +126,9 @@ class TransformerEnginePrecision(Precision):
         judge = partial(unfit, multiple=self.kind.multiple)
         rules = Rules(self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed)
         report = convert_layers(model, library, self.kind.multiple, rules, self.fuse)
+        if self._is_delayed:
+            for layer in _layers(model).values():
+                layer.register_forward_pre_hook(refuse_recompute)
         make_islands(model, self.keep_fp32, self.storage)
         cast_floats(model, self.storage, islands)
         return model, report
@@ -139,11 +144,15 @@ class TransformerEnginePrecision(Precision):
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type not in self._forward:
-            floats = DefaultDtype(self.storage)
             scaled = self.emulated or self._on_hardware(device)
-            made = _Forward(self._autocast(), floats) if scaled else floats
+            made = _Forward(self._autocast(), self._floats) if scaled else self._floats
             self._forward[device.type] = made
         return self._forward[device.type]
+
+    def backward(self, device: torch.device) -> AbstractContextManager[Any]:
+        # Entering the library's context again would move the scales of delayed scaling; layers
+        # that would need it there raise.
+        return self._floats if self._is_delayed else self.forward(device)
 
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.storage)

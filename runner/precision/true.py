@@ -133,6 +133,9 @@ class TruePrecision(Precision):
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         return self._forward
 
+    def backward(self, device: torch.device) -> AbstractContextManager[Any]:
+        return self._forward
+
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.storage)
 
