@@ -75,6 +75,26 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
     return torch.where(bits > _INFINITE, x, nearest.copysign(x))
 
 
+def rounded_within(x: Tensor, fmt: Format) -> Tensor:
+    """Round to the nearest values of a format, ties to even, within its finite range; bit by bit
+    as `rounded` of the clamped tensor, in a tenth of its time.
+
+    Args:
+        x: float32. Larger magnitudes and infinity become the format's largest value.
+        fmt: of 8 bits or fewer: with wider ones the sum below overflows.
+
+    Returns:
+        float32, with signed zeros and NaN.
+    """
+    assert fmt.dtype.itemsize == 1, fmt.name
+    x = x.clamp(-fmt.largest, fmt.largest)
+    # Each value's power of two, from that of the subnormals on. Adding 1.5 times the power of two
+    # whose last place is the format's spacing there rounds to it, for either sign.
+    power = (x.view(torch.int32) & _INFINITE).view(torch.float32)
+    coarse = power.clamp_(min=fmt.normal).mul_(1.5 * 2.0 ** (23 - fmt.mantissa))
+    return x.add(coarse).sub_(coarse).copysign_(x)
+
+
 def as_tf32(x: Tensor) -> Tensor:
     """The nearest values with 10 bits of mantissa, ties away from zero, as CUDA's conversion
     `cvt.rna.tf32.f32` rounds.

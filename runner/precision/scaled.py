@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.precision.rounding import E2M1, E4M3, Format, rounded
+from runner.precision.rounding import E2M1, E4M3, Format, rounded_within
 
 Rule = Callable[[Tensor, Format], Tensor]
 """From the largest magnitudes (float32), the factors that bring them to a format's range."""
@@ -49,11 +49,6 @@ def by_exponent(amax: Tensor, fmt: Format) -> Tensor:
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
-def held(x: Tensor, fmt: Format) -> Tensor:
-    """Rounded, and saturated, as the libraries' casts do in formats with infinity too."""
-    return rounded(x.clamp(-fmt.largest, fmt.largest), fmt)
-
-
 @dataclass(frozen=True)
 class Blocks:
     """Each block of an operand scaled by its own largest magnitude.
@@ -71,7 +66,8 @@ class Blocks:
     def __call__(self, x: Tensor) -> Tensor:
         blocks = tiled(x, self.shape or (*x.shape,))
         scale = self.rule(_largest(blocks), self.fmt)
-        return untiled(held(blocks * scale, self.fmt) * scale.reciprocal(), x.shape)
+        values = rounded_within(blocks * scale, self.fmt).mul_(scale.reciprocal())
+        return untiled(values, x.shape)
 
 
 @dataclass(frozen=True)
@@ -97,17 +93,22 @@ class Nvfp4:
         amax = x.abs().amax()
         whole = torch.full_like(amax, E2M1.largest * E4M3.largest) / amax
         whole = torch.where(whole.isfinite() & (whole > 0), whole, 1.0)
-        scale = held(_largest(blocks) * (whole * _SIXTH), E4M3) * whole.reciprocal()
+        scale = rounded_within(_largest(blocks) * (whole * _SIXTH), E4M3) * whole.reciprocal()
         inverse = scale.reciprocal().clamp(max=_MOST)
-        values = (blocks * inverse).clamp(-E2M1.largest, E2M1.largest)
-        nearest = _either(values) if self.stochastic else rounded(values, E2M1)
-        return untiled(nearest * scale, x.shape)
+        values = blocks * inverse
+        if self.stochastic:
+            nearest = _either(values.clamp_(-E2M1.largest, E2M1.largest))
+        else:
+            nearest = rounded_within(values, E2M1)
+        return untiled(nearest.mul_(scale), x.shape)
 
 
 def tiled(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A matrix as [blocks down, rows, blocks across, columns], padded with zeros."""
     rows, columns = shape
-    x = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    missing = -x.shape[0] % rows, -x.shape[1] % columns
+    if any(missing):  # torch copies where nothing is missing, too
+        x = F.pad(x, (0, missing[1], 0, missing[0]))
     return x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
 
 

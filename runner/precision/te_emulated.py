@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.precision.rounding import E4M3, E5M2, Format
+from runner.precision.rounding import E4M3, E5M2, Format, rounded_within
 from runner.precision.scaled import (
     Blocks,
     Nvfp4,
@@ -22,7 +22,6 @@ from runner.precision.scaled import (
     Rule,
     by_exponent,
     by_power_of_two,
-    held,
     to_the_top,
 )
 from runner.precision.te_recipes import whole
@@ -145,7 +144,8 @@ class Memory:
         """By the scale of past steps; the amax goes into the history."""
         now = self.amax_history[0, tensor]
         now.copy_(torch.maximum(now, x.abs().amax()))
-        return held(x * self.scale[tensor], fmt) * self.scale[tensor].reciprocal()
+        scale = self.scale[tensor]
+        return rounded_within(x * scale, fmt).mul_(scale.reciprocal())
 
     def advance(self, fmt: Format, recipe: Mapping[str, Any]) -> None:
         """At the end of a step: the next scales."""
@@ -260,12 +260,13 @@ class _Products(torch.autograd.Function):
         output = inputs @ weights.t()
         if bias is not None:
             output += bias.float()
-        kept = {
-            None: (inputs_across, weights_across),
-            "dequantized": (inputs.to(rows.dtype), weights.to(weight.dtype)),
-            "high_precision": (rows, weight),
-        }
-        ctx.save_for_backward(*kept[how.backward])
+        if how.backward == "high_precision":
+            kept = rows, weight
+        elif how.backward == "dequantized":
+            kept = inputs.to(rows.dtype), weights.to(weight.dtype)
+        else:
+            kept = inputs_across, weights_across
+        ctx.save_for_backward(*kept)
         ctx.how, ctx.biased, ctx.dtypes = how, bias is not None, (rows.dtype, weight.dtype)
         return output.to(rows.dtype)
 
