@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
@@ -66,8 +65,8 @@ def materialize(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
         )
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    return chain(model.parameters(), model.buffers())
+def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    return chain(module.parameters(recurse), module.buffers(recurse))
 
 
 def _names(model: nn.Module) -> str:
@@ -75,7 +74,7 @@ def _names(model: nn.Module) -> str:
     found = [
         name or "(the model itself)"
         for name, module in model.named_modules()
-        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
+        if any(map(is_lazy, _tensors(module, recurse=False)))
     ]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return f"{', '.join(found[:3])}{more}"

@@ -79,4 +79,5 @@ def _read(switch: str) -> tuple[bool, ...]:
 
 def _write(switch: str, values: tuple[bool, ...]) -> None:
     # A bool alone would turn the second switch on, and an older torch takes nothing else.
-    setattr(torch.backends.cuda.matmul, switch, values if len(values) > 1 else values[0])
+    value, *rest = values
+    setattr(torch.backends.cuda.matmul, switch, values if rest else value)
