@@ -239,7 +239,8 @@ def _count_trained(this: "Run", ran: set[str]) -> None:
         for row in this.report.modules
     )
     this.report = report = replace(this.report, modules=tuple(rows))
-    this.say(f"converted {report} layers: {_list(proven)} ran in the first step")
+    done, layers = report.layers
+    this.say(f"converted {done} of {layers} layers: {_list(proven)} ran in the first step")
     this.tracker.tags(report.tags())
     listed = report.to_list()
     this.leave(this.out / "conversion.json", lambda path: artifacts.write_json(path, listed))

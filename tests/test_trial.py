@@ -51,7 +51,7 @@ def conversion(tmp_path, folder="out"):
 def test_layers_that_are_never_called_are_left_as_they_were(net, tmp_path, precision):
     done, found = net("Reads", precision)
     assert done.rc == 0, done.stderr
-    assert f"skipped a (Linear): {BYPASSED}" in done.stdout
+    assert f"skipped a, b (Linear, 2,048 weights): {BYPASSED}" in done.stdout
     assert found["converted"] == "1/3"
     fates = conversion(tmp_path)
     assert fates["a"] == fates["b"] == (False, BYPASSED)
@@ -69,7 +69,7 @@ def test_layers_that_are_never_called_are_left_as_they_were(net, tmp_path, preci
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ReadsAll", f"would convert nothing of the model: a (Linear): {BYPASSED}"),
+        ("ReadsAll", f"1,536 matrix weights: a, b (Linear, 1,536 weights): {BYPASSED}"),
         ("NeverCalled", "none of the layers that it converts runs in the model's forward"),
     ],
 )
@@ -113,8 +113,11 @@ def test_a_model_that_takes_the_limits_of_a_weights_dtype_runs(net, tmp_path, pr
 def test_a_layer_counts_once_it_has_run(net, tmp_path, precision):
     done, found = net("Experts", precision)
     assert done.rc == 0, done.stderr
-    assert "converted 2/4 layers: experts.0, head" in done.stdout
-    assert "converted 3/4 layers: auxiliary ran in the first step" in done.stdout
+    assert (
+        "converted 2 of 4 layers, 1,536 of 3,072 matrix weights (50 %): experts.0, head"
+        in done.stdout
+    )
+    assert "converted 3 of 4 layers: auxiliary ran in the first step" in done.stdout
     assert found["converted"] == "3/4"
     assert conversion(tmp_path) == {
         "experts.0": (True, ""), "experts.1": (False, IDLE),

@@ -51,11 +51,6 @@ class Converted:
         """Return the row of the same module, not converted for this reason."""
         return replace(self, done=False, why=why, converted=0)
 
-    @property
-    def about(self) -> str:
-        """Return the class of the module and the size of its weights, for messages."""
-        return f"{self.kind}, {self.elements:,} weights" if self.elements else self.kind
-
 
 @dataclass(frozen=True)
 class ConversionReport:
@@ -120,19 +115,21 @@ class ConversionReport:
         return [asdict(module) for module in self.modules]
 
 
-def groups(rows: Iterable[Converted]) -> list[str]:
-    """Return a text for the modules of each class and reason: one by its name, more as a number."""
+def groups(rows: Iterable[Converted], most: int = 4) -> list[str]:
+    """Return a text for the modules of each class and reason: up to `most` by their names, more as
+    a number and the first names."""
     alike: dict[tuple[str, str], list[Converted]] = {}
     for row in rows:
         alike.setdefault((row.kind, row.why), []).append(row)
     texts = []
     for (kind, why), found in alike.items():
         elements = sum(row.elements for row in found)
-        size = f" ({elements:,} weights)" if elements else ""
-        who = f"{len(found)} {kind}{size}"
-        if len(found) == 1:
-            who = f"{found[0].module} ({found[0].about})"
-        texts.append(f"{who}: {why}")
+        size = f", {elements:,} weights" if elements else ""
+        names = ", ".join(row.module for row in found[:most])
+        if len(found) > most:
+            texts.append(f"{len(found)} {kind} ({names}, …{size}): {why}")
+        else:
+            texts.append(f"{names} ({kind}{size}): {why}")
     return texts
 
 

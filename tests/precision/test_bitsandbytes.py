@@ -415,7 +415,8 @@ def test_a_gpt_is_converted_but_for_its_tied_head():
             for i in (0, 1)
             for n in ("attention.qkv", "attention.projection", "expand", "contract")
         ),
-        "  skipped 2 Embedding (304 weights): an embedding is a lookup without a product",
+        "  skipped token_embedding, position_embedding (Embedding, 304 weights): an embedding is a "
+        "lookup without a product",
         "  skipped head (Linear): shares a parameter with token_embedding",
     ]
     assert model.head.weight is model.token_embedding.weight

@@ -125,7 +125,8 @@ def test_many_convolutions_take_one_line():
     assert str(report) == "1/21"
     assert list(report.lines()) == [
         "converted 1 of 21 layers, 8,192 of 11,175,104 matrix weights (under 1 %): fc",
-        f"  skipped 20 Conv2d (11,166,912 weights): {LINEAR_ONLY}",
+        "  skipped 20 Conv2d (conv1, layer1.0.conv1, layer1.0.conv2, layer1.1.conv1, …, "
+        f"11,166,912 weights): {LINEAR_ONLY}",
     ]
     assert sum(convolutions) == 11_166_912
 
@@ -154,6 +155,6 @@ def test_a_model_without_a_linear_layer_names_what_its_weights_are_in():
     with pytest.raises(ConfigError) as caught:
         convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.LSTM(4, 8)))
     assert (
-        "would convert nothing of the model's 1,176 matrix weights: 2 Conv2d (792 weights): "
+        "would convert nothing of the model's 1,176 matrix weights: 0, 1 (Conv2d, 792 weights): "
         f"{LINEAR_ONLY}; 2 (LSTM, 384 weights): {LINEAR_ONLY}. Type"
     ) in str(caught.value)
