@@ -64,18 +64,25 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         argv = torchrun.join(rewrite(_whole(argv)))
     except RunnerError as error:
-        complain(str(error))
+        _complain_once(str(error))
         return error.exit_status
     if {"--help", "-h"} & set(argv):
         print(usage(argv), flush=True)
         argv = [*(text for text in argv if text not in ("--help", "-h")), "--cfg", "job"]
     if (folder := config_dir(argv)) and not folder.is_dir():
         text = f"{folder} is no folder in {Path.cwd()}. Type --config-dir <folder of your configs>."
-        complain(f"--config-dir={text}")
+        _complain_once(f"--config-dir={text}")
         return 2
     for warning in shadowed(folder) if folder else ():
-        print(plain(warning), file=sys.stderr)
+        if torchrun.speaks(warning):
+            print(plain(warning), file=sys.stderr)
     return _hydra(argv)
+
+
+def _complain_once(text: str) -> None:
+    """Print an error; of several processes that have it, one does."""
+    if torchrun.speaks(text):
+        complain(text)
 
 
 def _whole(argv: Sequence[str]) -> Sequence[str]:
@@ -146,8 +153,8 @@ def job(config: DictConfig) -> float | None:
             name = " ".join(origin(True).swept).removeprefix("precision=")
             if (folder.parent / "advise.json").is_file():  # else the command says so, and ends
                 print(plain(f"{name}: {str(error).splitlines()[0]}"), flush=True)
-        elif torchrun.speaks(str(error)):
-            complain(str(error))
+        else:
+            _complain_once(str(error))
         kind = "unavailable" if isinstance(error, Unavailable) else "failed"
         message, status, finished = str(error), error.exit_status, error.finished
         if status > 128:

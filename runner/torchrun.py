@@ -88,7 +88,8 @@ def join(argv: Sequence[str]) -> Sequence[str]:
             extra["hydra.run.dir"] = shared.get(_BEGUN).decode()  # waits for it
         extra["hydra.output_subdir"] = "null"
     kept = [text for text in argv if text.lstrip("+~").partition("=")[0] not in extra]
-    return [*kept, *(f"{key}={_quoted(value)}" for key, value in extra.items())]
+    # First: Hydra's parser takes overrides in one piece, and `rewrite` has put the flags last.
+    return [*(f"{key}={_quoted(value)}" for key, value in extra.items()), *kept]
 
 
 def begun(folder: Path) -> None:

@@ -55,6 +55,36 @@ def test_an_error_of_all_processes_is_told_once(torchrun):
     assert not out
 
 
+ORDERS = (
+    ("--config-dir", "lab/conf", "model=net", "data=mine"),
+    ("model=net", "--config-dir=lab/conf", "data=mine"),
+    ("model=net", "data=mine", "-cn", "config", "-cd", "lab/conf"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS, ids=["flag first", "flag between", "flags last"])
+def test_ones_own_code_runs_in_two_processes(torchrun, lab, order):
+    more = ("strategy=ddp", "train.max_steps=2", "tracking=none")
+    process = torchrun(*order, *more)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err[-2000:]
+    assert "32-true net mine" in out
+    (folder,) = (lab / "outputs" / "runs").glob("*")
+    assert (folder / "ranks" / "1" / "steps.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_an_error_before_the_config_is_told_once(torchrun):
+    for typed, told in (
+        (("--config-dir", "none/conf", "strategy=ddp"), "--config-dir=none/conf is no folder in"),
+        (("-m", "seed=0,1", "strategy=ddp"), "torchrun started 2 processes, and a sweep starts"),
+    ):
+        err = torchrun(*typed, "tracking=none").communicate(timeout=240)[1]
+        (line,) = (line for line in errors(err) if "Stopped by" not in line)
+        assert told in line
+
+
 @pytest.mark.slow
 def test_a_run_is_stopped_and_goes_on_as_one_run_in_mlflow(torchrun, tmp_path, store, reader, main):
     made = main(
