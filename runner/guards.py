@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from runner import batch_errors
 from runner.data.checks import label_problem, no_label_counts, problems
 from runner.data.loading import Loader
 from runner.data.samples import of_step, targets
@@ -100,25 +101,26 @@ def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:
     """One forward and loss in evaluation mode, which changes nothing, so that a model that does
     not fit its data or task is told from a run that fails."""
     inputs, target = next(loader.epoch(0))
+    names = {
+        key: this.origin.chosen(key, getattr(this.spec, key)) for key in ("model", "data", "task")
+    }
+    names["precision"] = this.precision.name
     state.model.eval()
-    try:
-        with torch.no_grad(), this.precision.evaluating(state.plain_model):
-            loss_of(state, inputs, target)
-    except RunnerError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
+    with batch_errors.outputs_of(state.plain_model) as outputs:
+        try:
+            with torch.no_grad(), this.precision.evaluating(state.plain_model):
+                loss = loss_of(state, inputs, target)
+        except RunnerError:
             raise
-        shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
-        names = {
-            key: this.origin.chosen(key, getattr(this.spec, key))
-            for key in ("model", "data", "task")
-        }
-        raise ConfigError(
-            f"model={names['model']} fails on the first batch of data={names['data']} (inputs "
-            f"{shape}) with task={names['task']}: {type(error).__name__}: {error} "
-            f"Choose ones that fit. {this.traceback()}"
-        ) from error
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failure = batch_errors.Failure(
+                error, state.plain_model, this.task, names, inputs, target, outputs
+            )
+            raise ConfigError(f"{batch_errors.explain(failure)} {this.traceback()}") from error
+    if problem := batch_errors.loss_problem(loss, names["task"]):
+        raise ConfigError(problem)
 
 
 def finite(this: "Run", state: TrainState) -> bool:
@@ -160,10 +162,24 @@ def mishaps(this: "Run", state: TrainState, loaders: tuple[Loader, Loader]) -> I
         raise
     except Exception as error:
         this.signals.check()  # an interrupt reaches the processes that load data, too
+        if batch_errors.lacks_gradient(error):
+            raise ConfigError(f"{_no_gradient(state, loaders[1])} {this.traceback()}") from error
         told = _told(this, state, loaders, error)
         if told is None:
             raise
         raise DataError(f"{told}\n{this.traceback()}".rstrip()) from error
+
+
+def _no_gradient(state: TrainState, loader: Loader) -> str:
+    """Why the loss has no gradient, from one more forward that changes nothing."""
+    inputs, _ = next(loader.epoch(0))
+    state.model.eval()
+
+    def call() -> Any:
+        with state.precision.forward(state.device):
+            return state.plain_model(state.precision.cast(inputs))
+
+    return batch_errors.gradient_problem(state.plain_model, call)
 
 
 @contextmanager

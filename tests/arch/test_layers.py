@@ -61,6 +61,7 @@ LAYERS = (
     {"observers"},
     {"resume", "restore"},
     {
+        "batch_errors",
         "context",
         "describe",
         "evaluate",

@@ -68,7 +68,7 @@ import pytest
         ("precision=16-mixed precision.loss_scale.fixed=-1", ["fixed=-1", "above 0, or null"]),
         ("scheduler=cosine scheduler.T_max=x", ["scheduler.T_max=x is text", "a whole number"]),
         ("data=text", ["model=mlp fails on the first batch of data=text", "task=language",
-                       "Choose ones that fit", "error.txt"]),
+                       "Type a model that takes tokens (model=gpt)", "error.txt"]),
         ("task=regression", ["regression needs float output and target of one shape"]),
         ("accelerator=mps", ["accelerator=mps is not on this machine", "Type accelerator="]),
         ("accelerator=tpu", ["accelerator=tpu", "Type ", "accelerator=cpu"]),

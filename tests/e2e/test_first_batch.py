@@ -1,0 +1,202 @@
+"""Models and tasks of a user's own that fail on a batch: exit status 2, and one message that names
+what failed and what to change."""
+
+import pytest
+
+NETS = '''
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+
+class Nothing(Base):
+    def forward(self, x):
+        self.layer(x.flatten(1))
+
+
+class Pair(Base):
+    def forward(self, x):
+        return self.layer(x.flatten(1)), x
+
+
+class Two(Base):
+    def forward(self, a, b):
+        return self.layer(a.flatten(1)) + b
+
+
+class Narrow(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(32, 10))
+
+
+class Positions(Base):
+    """Logits of every row."""
+
+    def forward(self, x):
+        return self.layer(x.flatten(1)).unsqueeze(1).expand(-1, 8, -1)
+
+
+class Same(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Detached(Base):
+    def forward(self, x):
+        return self.layer(x.flatten(1)).detach()
+
+
+class Argmax(Base):
+    def forward(self, x):
+        return nn.functional.one_hot(self.layer(x.flatten(1)).argmax(1), 10).float()
+
+
+class NoGrad(Base):
+    @torch.no_grad()
+    def forward(self, x):
+        return self.layer(x.flatten(1))
+
+
+class Unused(Base):
+    def forward(self, x):
+        return x.flatten(1)[:, :10]
+
+
+class Gpt(GPT2LMHeadModel):
+    """transformers' own output."""
+
+    def __init__(self):
+        super().__init__(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1,
+                                    bos_token_id=0, eos_token_id=0, use_cache=False))
+'''
+DATA = """
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+
+class Rows(Dataset):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        x = torch.randn(8, 8)
+        ids = torch.arange(8)
+        return {
+            "pair": ((x, x), 1),
+            "dict": ({"input_ids": ids, "attention_mask": ids}, ids),
+            "target": (x, {"label": 1}),
+        }[self.kind]
+
+
+def rows(kind):
+    return Rows(kind), Rows(kind)
+
+
+def tensors(kind):
+    x = torch.randn(8, 8, 8)
+    ids = torch.arange(8).repeat(8, 1)
+    pair = {"same": (x, x), "tokens": (ids, ids), "floats": (ids.float(), ids)}[kind]
+    return TensorDataset(*pair), TensorDataset(*pair)
+"""
+TASKS = """
+from torch.nn import functional as F
+from runner.tasks.classification import Classification
+
+
+class EachLoss(Classification):
+    def loss(self, output, target):
+        return F.cross_entropy(output, target, reduction="none")
+
+
+class NumberLoss(Classification):
+    def loss(self, output, target):
+        return float(F.cross_entropy(output, target))
+
+
+class CutLoss(Classification):
+    def loss(self, output, target):
+        return F.cross_entropy(output.data, target)
+"""
+
+
+@pytest.fixture
+def odd(main, tmp_path):
+    """A tiny run of one of the models above."""
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for name, text in (("nets", NETS), ("data", DATA), ("tasks", TASKS)):
+        (folder / f"{name}.py").write_text(text)
+    for group, name, text in (
+        ("model", "net", "_target_: odd.nets.Base\n"),
+        ("data", "rows", "_target_: odd.data.rows\nkind: pair\n"),
+        ("data", "tensors", "_target_: odd.data.tensors\nkind: same\n"),
+    ):
+        path = folder / "conf" / group / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return lambda *words: main("--config-dir", "odd/conf", "model=net", "train.max_steps=2",
+                               "tracking=none", *words)  # fmt: skip
+
+
+TOLD = [
+    ("Nothing", "", ["The model returns None", "end Nothing.forward with `return <output>`"]),
+    ("Pair", "", ["The model returns a tuple of 2", "task=classification takes a tensor, "
+                  "logits [B, C]", "`return output[0]`"]),
+    ("Gpt", "data=tensors data.kind=tokens task=language",
+     ["returns a CausalLMOutputWithCrossAttentions with the keys logits", "logits [B, T, V]",
+      "`return output.logits`"]),
+    ("Gpt", "data=rows data.kind=dict task=language",
+     ["yields as inputs a dict with the keys input_ids, attention_mask",
+      "`def forward(self, inputs): return self.net(**inputs)`"]),
+    ("Two", "data=rows", ["Two.forward takes (a, b)", "as one argument, here a list of 2",
+                          "`def forward(self, inputs): a, b = inputs`"]),
+    ("Base", "data=rows", ["yields as inputs a list of 2", "self.net(*inputs)"]),
+    ("Same", "data=rows data.kind=target task=regression",
+     ["yields as target a dict with the keys label", "task=regression takes a tensor"]),
+    ("Base", "data=tensors data.kind=tokens task=language", ["The inputs are integers"]),
+    ("Gpt", "data=tensors data.kind=floats task=language",
+     ["transformer.wte (Embedding) takes integer tokens", "x.long()"]),
+    ("Narrow", "", ["cannot be multiplied", "1 (Linear) was made for inputs of another size",
+                    "has the shape [1, 8, 8]"]),
+    ("Same", "data=tensors task=classification",
+     ["classification needs logits", "Those fit task=regression: type it"]),
+    ("Positions", "", ["classification needs logits [B, C]", "The loss fails, not the model",
+                       "returns float32 [64, 8, 10]", "the targets are int64 [64]"]),
+    ("Base", "", ["NotImplementedError", "It fails in"]),
+    ("Detached", "", ["has no gradient, so nothing can train",
+                      "The last module whose output has one is layer", ".detach(), .data"]),
+    ("Argmax", "", ["The last module whose output has one is layer", "argmax"]),
+    ("NoGrad", "", ["NoGrad.forward runs layer with gradients switched off",
+                    "Leave torch.no_grad() and"]),
+    ("Unused", "", ["No parameter that trains takes part in Unused.forward (layer.weight"]),
+    ("Pair", "task._target_=odd.tasks.EachLoss model=mlp",
+     ["returns as loss of the shape [64]", "`loss.mean()`"]),
+    ("Pair", "task._target_=odd.tasks.NumberLoss model=mlp", ["returns as loss a float"]),
+    ("Pair", "task._target_=odd.tasks.CutLoss model=mlp", ["the task's loss cuts it"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("net", "typed", "parts"), TOLD)
+def test_a_failure_on_a_batch_is_told(odd, net, typed, parts):
+    words = typed.split()
+    if "model=mlp" not in words:
+        words.append(f"model._target_=odd.nets.{net}")
+    done = odd(*words)
+    assert done.rc == 2, done
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "Choose ones that fit" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
