@@ -41,11 +41,13 @@ def rewrite(argv: Sequence[str]) -> list[str]:
         if text in _VALUED and rest and "=" not in rest[0]:
             flags.append(rest.pop(0))
     advising = _advising(overrides, flags)
-    return [*(_lenient(text) if advising else text for text in overrides), *advising, *flags]
+    if advising or _sweeps_precisions(overrides, flags):
+        overrides = [_lenient(text) for text in overrides]
+    return [*overrides, *advising, *flags]
 
 
 def _lenient(text: str) -> str:
-    """A key of some precisions, which the others that mode=advise tries do not have."""
+    """Mark a key that only some precisions of a sweep or of mode=advise have as a new one."""
     return f"++{text}" if text.startswith(_PRECISION) else text
 
 
@@ -60,9 +62,25 @@ def _advising(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
     return [_SWEEPER] if several else [*_ADVISES]
 
 
+def _sweeps_precisions(overrides: Sequence[str], flags: Sequence[str]) -> bool:
+    """Return whether a command's jobs may differ in their precision: as typed, or by a preset."""
+    keys = [text.lstrip("+").partition("=") for text in overrides]
+    if named := [value for key, _, value in keys if key == "precision"]:
+        return "," in named[-1] or "(" in named[-1]
+    if any(key == "sweep" for key, _, _ in keys):
+        return True
+    presets = any(key == "experiment" or key.startswith("hydra") for key, _, _ in keys)
+    return presets and _is_multirun(overrides, flags)
+
+
+def _is_multirun(overrides: Sequence[str], flags: Sequence[str]) -> bool:
+    return bool({"-m", "--multirun"} & {*flags}) or "hydra.mode=MULTIRUN" in overrides
+
+
 def shorn(argv: Sequence[str]) -> list[str]:
-    """A rewritten command as it was typed: without what makes mode=advise a sweep."""
-    if _SWEEPER not in argv:
+    """A rewritten command as it was typed: without what makes mode=advise a sweep, and without the
+    marks of keys that some precisions of a sweep lack."""
+    if _SWEEPER not in argv and not _sweeps_precisions(argv, argv):
         return [*argv]
     typed = (
         text.removeprefix("++") if text.startswith(f"++{_PRECISION}") else text for text in argv

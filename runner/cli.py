@@ -28,6 +28,7 @@ from runner.explain import explain
 from runner.manifest import Manifest
 from runner.origin import Origin
 from runner.plugins import ADVISE
+from runner.precision_keys import drop, kept
 from runner.secrets import hide, hide_override
 from runner.shown import PlainFormatter, complain, is_text, one_line, plain
 from runner.spec import AUTO
@@ -179,6 +180,8 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     trial = sweeping and _is_trial()
     if sweeping and not trial:
         print(f"\njob {HydraConfig.get().job.num}: {one_line(' '.join(_overrides()))}", flush=True)
+    if sweeping and not trial:
+        drop(config, _left_out())
     again = sweeping and HydraConfig.get().callbacks["sweep"].resume
     if again and config.mode == "train":
         with read_write(config):
@@ -218,8 +221,17 @@ def few_collections() -> Iterator[None]:
 
 
 def _overrides() -> tuple[str, ...]:
-    """Without secrets: they are labels, and stored."""
-    return tuple(hide_override(str(text)) for text in HydraConfig.get().overrides.task)
+    """Without secrets: they are labels, and stored. Without keys that a sweep leaves out for the
+    job's precision."""
+    texts = tuple(hide_override(str(text)) for text in HydraConfig.get().overrides.task)
+    return kept(texts, _left_out()) if HydraConfig.get().mode == RunMode.MULTIRUN else texts
+
+
+def _left_out() -> list[str]:
+    """Keys under precision that HydraConfig's job, one of a sweep, runs without."""
+    settings = HydraConfig.get()
+    manifest = Manifest.read(Path(settings.sweep.dir))
+    return manifest.keys_left_out(str(settings.runtime.choices.get("precision")))
 
 
 def origin(sweeping: bool) -> Origin:
@@ -238,7 +250,7 @@ def origin(sweeping: bool) -> Origin:
     keyed = ((text.lstrip("+~").partition("=")[0], text) for text in overrides)
     # Where a run is recorded names no job; sweep.resume takes it beside the sweep's own overrides.
     swept = (t for key, t in keyed if key not in fixed and not key.startswith("tracking."))
-    return Origin(choices, overrides, tuple(swept), sweep.id, mine)
+    return Origin(choices, overrides, tuple(swept), sweep.id, mine, tuple(_left_out()))
 
 
 def record(config: DictConfig, folder: Path, status: str, message: str) -> None:
@@ -251,7 +263,7 @@ def record(config: DictConfig, folder: Path, status: str, message: str) -> None:
     unseeded = [text for text in others if not text.startswith("seed=")]
     RunResult(
         precision, " ".join([precision, *others]), str(folder), status, message, _overrides(),  # type: ignore[arg-type]
-        " ".join([precision, *unseeded]), config.get("seed"),
+        " ".join([precision, *unseeded]), config.get("seed"), left_out=_left_out(),
     ).write(folder)  # fmt: skip
 
 

@@ -4,10 +4,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -109,12 +111,47 @@ def _unknown_key(error: OmegaConfBaseException, argv: Sequence[str]) -> str:
     near = get_close_matches(name, keys, 1, 0.5)
     hint = f" Type {prefix}{near[0]}=<value>." if near else ""
     known = ", ".join(f"{prefix}{key}" for key in keys) or "none"
-    return f"{_typed(full, argv) or full} is not known. Allowed: {known}.{hint}"
+    given = _typed(full, argv) or full
+    if full.startswith("precision."):
+        return f"{given} is not known. {_precision_keys(full, error, known)}{hint}"
+    return f"{given} is not known. Allowed: {known}.{hint}"
+
+
+def _precision_keys(full: str, error: OmegaConfBaseException, known: str) -> str:
+    """Say whose keys are allowed under precision, and which precisions have the one that was
+    given."""
+    root: Any = error.parent_node
+    while root is not None and root._get_parent() is not None:
+        root = root._get_parent()
+    option = OmegaConf.select(root, "precision.name") if isinstance(root, DictConfig) else None
+    text = f"Allowed for precision={option or '<yours>'}: {known}."
+    if having := precisions_with(full.removeprefix("precision.")):
+        text += f" Precisions that have it: {', '.join(having)}."
+    return text
+
+
+def has_key(config: object, key: str) -> bool:
+    """Return whether a config holds a dotted key, whatever its value."""
+    for part in key.split("."):
+        if not isinstance(config, DictConfig) or part not in list(config.keys()):
+            return False
+        config = config._get_node(part)
+    return True
+
+
+def precisions_with(key: str) -> list[str]:
+    """Return the names of the built-in precisions that have a key, given without `precision.`."""
+    folder = Path(str(files("runner.conf"))) / "precision"
+    return [path.stem for path in sorted(folder.glob("*.yaml")) if has_key(_load(path), key)]
+
+
+def _load(path: Path) -> object:
+    return OmegaConf.load(path)
 
 
 def _typed(key: str, argv: Sequence[str]) -> str | None:
-    """The override that sets a key, the last one where several do."""
-    found = [text for text in argv if text.lstrip("+~").startswith(f"{key}=")]
+    """The override that sets a key or one under it, the last one where several do."""
+    found = [text for text in argv if text.lstrip("+~").startswith((f"{key}=", f"{key}."))]
     return found[-1] if found else None
 
 

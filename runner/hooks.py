@@ -1,6 +1,7 @@
 """The Hydra callback that opens a sweep's parent run."""
 
 import logging
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from runner.errors import ConfigError, RunnerError
+from runner.errors import ConfigError, RunnerError, Unavailable
 from runner.plugins import ADVISE, ISOLATED
+from runner.precision_keys import left_out, messages
 from runner.quiet import quiet
 from runner.secrets import masked
-from runner.shown import complain
+from runner.shown import complain, plain
 from runner.spec_advise import LONE_ADVICE
 
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
@@ -64,7 +66,10 @@ class SweepCallback(Callback):
                 from runner.launcher import remote
 
                 remote.prepare(config)
-            Sweep.begin(folder, overrides, tracking, self._resume)  # type: ignore[arg-type]
+            pairs = [] if sweeper == ADVISE else left_out(config, _runs_as_it_is)
+            Sweep.begin(folder, overrides, tracking, self._resume, pairs)  # type: ignore[arg-type]
+            for message in messages(pairs):
+                print(plain(message), flush=True)
         except RunnerError as error:  # Hydra turns a callback's Exception into a warning
             complain(str(error))
             raise SystemExit(error.exit_status) from error
@@ -77,6 +82,24 @@ class SweepCallback(Callback):
                 content = OmegaConf.to_container(OmegaConf.load(path))
                 if (hidden := masked(content)) != content:
                     path.write_text(OmegaConf.to_yaml(OmegaConf.create(hidden)))
+
+
+def _runs_as_it_is(config: DictConfig) -> bool:
+    """Return whether the precision of a job's config runs on this machine's device, which cannot
+    emulate it."""
+    from runner.accelerator import choose
+    from runner.config import instantiate, resolve
+
+    own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    with suppress(ConfigError, Unavailable):
+        spec = resolve(own)
+        device = choose(spec.accelerator).device
+        instantiate(spec.precision).require(device)
+        try:
+            instantiate({**spec.precision, "emulate": True}).require(device)
+        except Unavailable:
+            return True
+    return False
 
 
 def prepare_search(config: DictConfig) -> None:

@@ -11,7 +11,7 @@ from runner.files import write_text
 from runner.secrets import masked
 
 FILE = "sweep.json"
-_WORDS = ("command", "overrides")
+_WORDS = ("command", "overrides", "left_out")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Manifest:
         began_ms: Unix time in milliseconds.
         jobs: how many it asks for; 0 where the launcher does not say.
         finished: every job came to an end that need not be tried again.
+        left_out: `<precision> <key>` for each key under precision that the command sets and that
+            one of its precisions does not take; jobs of that precision run without it.
     """
 
     id: str
@@ -35,6 +37,12 @@ class Manifest:
     began_ms: int = 0
     jobs: int = 0
     finished: bool = False
+    left_out: Sequence[str] = ()
+
+    def keys_left_out(self, precision: str) -> list[str]:
+        """Return the keys that jobs of one precision run without."""
+        pairs = (text.partition(" ") for text in self.left_out)
+        return [key for name, _, key in pairs if name == precision]
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":

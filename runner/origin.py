@@ -26,6 +26,7 @@ class Origin:
         swept: those of them that differ between the jobs of the sweep.
         sweep: id of the sweep, None for a single run.
         config_dir: folder of the user's own configs.
+        left_out: keys that the sweep sets and that this job's precision does not take.
     """
 
     choices: dict[str, str] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class Origin:
     swept: tuple[str, ...] = ()
     sweep: str | None = None
     config_dir: str | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def command(self) -> list[str]:

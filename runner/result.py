@@ -41,6 +41,7 @@ class RunResult:
         loss_scale: scale in force in the last step; None without one.
         kernels: of float16 on a CPU; "emulated" where the arithmetic is, which then has no speed.
         dashboard: the page that shows it beside others of its experiment, without the server.
+        left_out: keys that the sweep sets and that its precision does not take.
     """
 
     precision: str
@@ -83,6 +84,7 @@ class RunResult:
     experiment: str = ""
     dashboard: str | None = None
     diverged: bool = False
+    left_out: Sequence[str] = ()
 
     @property
     def objective(self) -> float:

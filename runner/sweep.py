@@ -42,12 +42,13 @@ class Sweep:
 
     def __init__(
         self, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any],
-        resume: bool = False,
+        resume: bool = False, left_out: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.folder, self._held = folder, ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
         self._held.enter_context(alone(folder))
         self.manifest = Manifest.read(folder) if resume else _asked(overrides, tracking)
+        self.manifest = replace(self.manifest, left_out=left_out)
         replace(self.manifest, finished=False).write(folder)
         self.tracker: Tracker = build_group("tracking", tracking)
         self.joins = tracking.get("sweep") is not None and self.tracker.takes_runs
@@ -73,14 +74,16 @@ class Sweep:
 
     @classmethod
     def begin(
-        cls, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any], resume: bool
-    ) -> None:
+        cls, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any], resume: bool,
+        left_out: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """Open the parent run, so that the store exists before any job needs it.
 
         Args:
             resume: go on with the sweep that the folder holds.
+            left_out: keys that some of its precisions do not take, see Manifest.
         """
-        cls.current = cls(folder, overrides, tracking, resume)
+        cls.current = cls(folder, overrides, tracking, resume, left_out)
 
     def asks_for(self, jobs: int) -> None:
         """How many jobs it has, once that is known."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from runner.precision_keys import messages
 from runner.report.compare import SURE_SEEDS, SURE_SINGLE, Comparison
 
 TESTS = {
@@ -36,7 +37,16 @@ def footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]]:
         yield "Verdict", VERDICT.format(test=TESTS["Welch" if "Welch" in tests else "paired t"])
     if any(c.speed and not c.is_base for c in compared):
         yield "Speed", SPEED.format(several=SURE_SEEDS, single=SURE_SINGLE)
+    if left := _left_out(compared):
+        yield "Keys", left
     if any(g.on_cpu for g in done):
         yield "Memory on a CPU", CPU
     if any(not g.on_cpu and g.peak_mib for g in done):
         yield "Memory on a GPU", GPU
+
+
+def _left_out(compared: Sequence[Comparison]) -> str:
+    """Return which keys of the command which precisions ran without; empty for none."""
+    jobs = [job for c in compared for job in c.group.jobs]
+    pairs = [f"{job.precision} {key}" for job in jobs for key in job.left_out]
+    return " ".join(messages(list(dict.fromkeys(pairs))))
