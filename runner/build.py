@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from runner.config import arguments, instantiate, locate
 from runner.data.base import Splits
+from runner.data.contract import some_of, splits_problems
 from runner.data.loading import Loader
 from runner.errors import ConfigError
 from runner.precision.base import Precision
@@ -36,20 +37,11 @@ def build_group(key: str, node: Mapping[str, Any], *leading: object) -> Any:
 def build_splits(spec: RunSpec) -> Splits:
     """The data sets; with debug.overfit both are the same few examples."""
     made = build_group("data", spec.data)
-    if not (isinstance(made, tuple) and len(made) == 2):
-        raise ConfigError(
-            f"data: {spec.data['_target_']} must return (train, val), two map-style data sets; "
-            f"it returned a {type(made).__name__}."
-        )
-    for name, dataset in zip(("train", "val"), made, strict=True):
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise ConfigError(
-                f"data: the {name} set is a {type(dataset).__name__}; it needs __len__ and "
-                "__getitem__ that yields (input, target)."
-            )
+    if problems := [*splits_problems(made, spec.data["_target_"])]:
+        raise ConfigError(*problems)
     _check_meta(spec, made[0])
     if spec.debug.overfit:
-        few = Subset(made[0], range(min(spec.debug.overfit, len(made[0]))))
+        few = some_of(made[0], spec.debug.overfit)
         return Splits(few, few)
     return Splits(*made)
 

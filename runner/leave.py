@@ -29,6 +29,16 @@ def tell_inputs(this: "Run", splits: Splits) -> None:
         this.tracker.inputs(fingerprint.describe(name, masked(this.spec.data), splits))
 
 
+def tell_workers(this: "Run", loader: Loader) -> None:
+    """Say that loading processes which were asked for have nothing to do."""
+    if loader.workers and not loader.uses_workers:
+        name = this.origin.chosen("data", this.spec.data)
+        this.say(
+            f"train.num_workers={loader.workers} starts no process: data={name} is in memory, and "
+            "its batches are slices of it."
+        )
+
+
 def leave_dtypes(this: "Run", probe: DtypeProbe) -> None:
     """Module by module what stores and computes in which dtype, a table on MLflow's page."""
     fates = {m.module: "converted" if m.done else f"skipped: {m.why}" for m in this.report.modules}

@@ -36,7 +36,7 @@ class TrainSpec:
         channels_last: keep 4-d tensors in channels-last memory format.
         data_on_device: hold data that is in memory on the device: true, false, or auto for a GPU
             of whose free memory it takes less than a tenth.
-        num_workers: processes that load data which is not in memory.
+        num_workers: processes that load data; none for a TensorDataset or data held on the device.
         early_stop: evaluations without improvement before the run stops; null never stops.
     """
 

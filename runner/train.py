@@ -22,6 +22,7 @@ from runner.leave import (
     leave_processes,
     leave_weights,
     tell_inputs,
+    tell_workers,
     unsaved,
 )
 from runner.loop import fit, total_steps
@@ -91,6 +92,7 @@ def _loaders(this: Run) -> tuple[Loader, Loader]:
         for loader in loaders:
             loader.waiting = this.signals.at_once
     tell_inputs(this, splits)
+    tell_workers(this, loaders[0])
     check_data(this, loaders)
     seed_all(this.spec.seed)
     return loaders

@@ -146,6 +146,77 @@ def test_processes_stay_until_they_are_closed(forking):
     assert not pids(loading.epoch(5)) & first
 
 
+class Gathered(Items):
+    """Whole batches, with the process that gathers them and a number that it draws."""
+
+    def batch(self, indices):
+        assert indices.dtype == torch.int64
+        drawn = torch.rand(len(indices))
+        return (X[indices], torch.full((len(indices),), os.getpid()), drawn), Y[indices]
+
+
+def test_processes_gather_whole_batches(forking):
+    loading, plain = loader(Gathered(), workers=2), loader(Gathered())
+    seen = set()
+    for epoch, start in ((1, 0), (2, 1)):
+        pairs = zip(loading.epoch(epoch, start), plain.epoch(epoch, start), strict=True)
+        for ((x, pid, _), y), ((wanted, _, _), labels) in pairs:
+            assert torch.equal(x, wanted)
+            assert torch.equal(y, labels)
+            seen |= {*pid.tolist()}
+    assert len(seen) == 2
+    assert os.getpid() not in seen
+    loading.close()
+
+
+def test_what_a_gathered_batch_draws_depends_on_the_batch_alone(forking):
+    drawn = [x[2].tolist() for x, _ in loader(Gathered(), workers=2).epoch(2)]
+    assert [x[2].tolist() for x, _ in loader(Gathered(), workers=1).epoch(2, 1)] == drawn[1:]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "used"), [(TensorDataset(X, Y), False), (Items(), True), (Batches(), True)]
+)
+def test_processes_load_what_is_not_sliced_in_memory(dataset, used):
+    assert loader(dataset, workers=2).uses_workers is used
+    assert not loader(dataset).uses_workers
+
+
+class Ragged(Items):
+    """Inputs of several lengths."""
+
+    def __getitem__(self, index):
+        return {"ids": torch.zeros(3 + index % 2)}, Y[index]
+
+
+class Foreign(Items):
+    """Inputs that torch makes no tensor of."""
+
+    def __getitem__(self, index):
+        return range(index), Y[index]
+
+
+class Changing(Items):
+    """Inputs whose keys change."""
+
+    def __getitem__(self, index):
+        return {f"key{index % 2}": X[index]}, Y[index]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "told"),
+    [
+        (Ragged(), r"inputs\['ids'\] of the shapes \[3\] and \[4\]. Pad .* batch\(indices\)"),
+        (Foreign(), "input is a builtins.range. Return tensors"),
+        (Changing(), r"inputs of different structure \(\['key0'\] and \['key1'\]\)"),
+    ],
+)
+def test_examples_that_make_no_batch(dataset, told, workers, forking):
+    with pytest.raises(ConfigError, match=told):
+        next(loader(dataset, shuffle=False, workers=workers).epoch(0))
+
+
 def test_an_epoch_that_was_left_does_not_reach_the_next(forking):
     loading, plain = loader(Items(), workers=2), loader(Items())
     for start in range(3):

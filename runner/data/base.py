@@ -14,8 +14,8 @@ class Splits(NamedTuple):
     """Two map-style datasets of (input, target) pairs.
 
     In-memory data are TensorDatasets, which the runner slices a whole batch at a time; a dataset
-    with a method `batch(indices: Tensor) -> (input, target)` is gathered through that, on the
-    device too where it has `nbytes` and `to(device)`.
+    with a method `batch(indices: Tensor) -> (input, target)` is gathered through that, in loading
+    processes too, and on the device where it has `nbytes` and `to(device)`.
     """
 
     train: Dataset

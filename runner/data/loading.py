@@ -1,7 +1,7 @@
 """Batches of a map-style dataset, in an order that the seed and the epoch alone decide."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from runner.data.collate import Uncollated, Whole, collate
 from runner.data.transfer import hold, moved
 from runner.data.workers import awaited, live_on
 from runner.errors import ConfigError
@@ -21,8 +22,9 @@ Batch = tuple[Any, Any]
 class Loader:
     """Micro-batches of a dataset on the run's device; the last of an epoch may be smaller.
 
-    Data in memory (TensorDataset, or a dataset with `batch(indices)`) is sliced in whole batches;
-    any other map-style dataset goes through torch's DataLoader.
+    A TensorDataset, data held on the device and, without loading processes, a dataset with
+    `batch(indices)` are gathered in whole batches here; anything else goes through torch's
+    DataLoader, whose processes call `batch(indices)` where the dataset has it.
 
     Args:
         dataset: yields (input, target).
@@ -30,7 +32,7 @@ class Loader:
         shuffle: a new order in each epoch.
         seed: decides the orders, together with the epoch's number.
         device: where batches go.
-        workers: loading processes, for data that is not in memory; they stay until close().
+        workers: loading processes, which stay until close(); see uses_workers.
         place: this process, which loads its part of each batch; of one with fewer examples than
             processes those that get none are lent the first.
         on_device: hold data that is in memory on the device; see transfer.hold.
@@ -68,6 +70,12 @@ class Loader:
 
     def __len__(self) -> int:
         return -(-self.examples // self.batch_size)
+
+    @property
+    def uses_workers(self) -> bool:
+        """Whether processes load the data: not where tensors in memory or held are sliced."""
+        in_memory = self.held is not None or type(self.dataset) is TensorDataset
+        return self.workers > 0 and not in_memory
 
     def order(self, epoch: int) -> Tensor:
         """Indices of an epoch's examples, int64, shape [examples]."""
@@ -110,10 +118,11 @@ class Loader:
         dataset: Any = self.dataset if self.held is None else self.held
         if type(dataset) is TensorDataset:
             return (tuple(t.index_select(0, i) for t in dataset.tensors) for i in chosen)
-        if hasattr(dataset, "batch"):
+        if hasattr(dataset, "batch") and not self.uses_workers:
             return (dataset.batch(i) for i in chosen)  # type: ignore[attr-defined]
         if not self.workers:
-            return iter(self._dataloader(dataset, [indices.tolist() for indices in chosen]))
+            batches = [indices.tolist() for indices in chosen]
+            return _checked(self._dataloader(dataset, batches))
         first = (self.seed * 1_000_003 + epoch + self.place.rank * 2**40) * 1_000_003 + start
         seeds = (seed % 2**63 for seed in range(first, first + len(chosen)))
         return self._loading([[seed, *i.tolist()] for seed, i in zip(seeds, chosen, strict=True)])
@@ -123,7 +132,7 @@ class Loader:
         if self._processes is None:
             self._processes = self._dataloader(_Seeded(self.dataset), self._loaded)
         self._loaded[:] = seeded
-        yield from awaited(self._processes, self.waiting)
+        yield from _checked(awaited(self._processes, self.waiting))
 
     def _dataloader(self, dataset: Any, batches: list[list[int]]) -> DataLoader[Any]:
         return DataLoader(
@@ -132,10 +141,23 @@ class Loader:
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             pin_memory=self.device.type == "cuda",
+            collate_fn=collate,
             # Seeds the workers; without it each epoch draws from the stream that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
             worker_init_fn=live_on,
         )
+
+
+def _checked(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches.
+
+    Raises:
+        ConfigError: the examples of one do not make a batch.
+    """
+    for batch in batches:
+        if isinstance(batch, Uncollated):
+            raise ConfigError(batch.problem)
+        yield batch
 
 
 class _Seeded(Dataset[Any]):
@@ -151,6 +173,8 @@ class _Seeded(Dataset[Any]):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
+        if hasattr(self.dataset, "batch"):
+            return Whole(self.dataset.batch(torch.tensor(indices)))
         if together := getattr(self.dataset, "__getitems__", None):
             return together(indices)
         return [self.dataset[index] for index in indices]
