@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from runner import signature
 from runner.config import stored
-from runner.files import write_text
+from runner.files import read_text, write_text
 from runner.origin import Origin
 from runner.secrets import masked
+from runner.signature import is_signed
 from runner.spec import RunSpec
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
@@ -40,9 +42,31 @@ def tables_tag(*names: str) -> dict[str, str]:
     return {"mlflow.loggedArtifacts": json.dumps([{"path": n, "type": "table"} for n in names])}
 
 
-def write_config(folder: Path, spec: RunSpec) -> Path:
-    """The resolved config, complete."""
-    return write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(stored(spec))))
+def write_config(folder: Path, spec: RunSpec, own: bool = True) -> Path:
+    """Write the resolved config, complete, and beside it its signature.
+
+    Args:
+        folder: of the run.
+        spec: of the run.
+        own: this user's commands composed all of it; else it is not signed.
+    """
+    text = OmegaConf.to_yaml(OmegaConf.create(stored(spec)))
+    signed = signature.sign(CONFIG, text) if own else ""
+    write_json(folder / signature.FILE, {"config": signed})
+    return write_text(folder / CONFIG, text)
+
+
+def signed_config(folder: Path) -> dict[str, Any] | None:
+    """Return the config of a run's folder if this user's key has signed it, as it is there."""
+    try:
+        text = read_text(folder / CONFIG)
+        signed = json.loads(read_text(folder / signature.FILE))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(signed, dict) or not is_signed(CONFIG, text, signed.get("config")):
+        return None
+    content = OmegaConf.to_container(OmegaConf.create(text))
+    return {str(key): value for key, value in content.items()}  # type: ignore[union-attr]
 
 
 def environment(origin: Origin) -> dict[str, Any]:

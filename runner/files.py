@@ -2,6 +2,7 @@
 
 import io
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,23 @@ def write_text(path: Path, text: str) -> Path:
         aside.unlink(missing_ok=True)
         raise
     return aside.replace(path)
+
+
+def read_text(path: Path, most: int = 2**24) -> str:
+    """Return what a file holds that anybody may have made.
+
+    Raises:
+        OSError: it cannot be read, or is no plain file (a pipe would never end).
+        ValueError: it is larger than `most` bytes, or is not UTF-8.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is no plain file")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{path} is larger than {most} bytes")
+    return data.decode()
 
 
 class _Taking(io.RawIOBase):

@@ -18,6 +18,7 @@ from runner.errors import ConfigError
 from runner.manifest import FILE as MANIFEST
 from runner.origin import Origin
 from runner.result import RunResult
+from runner.run_store import keep_store
 from runner.spec import AUTO, RunSpec
 
 PRESETS = ("experiment", "debug", "sweep")
@@ -117,6 +118,9 @@ def _found(spec: RunSpec, origin: Origin, where: str, told: list[str]) -> Resump
     merged = _merged(spec, saved, origin)
     if problem := _behind(merged, saved):
         raise ConfigError(f"checkpoint.resume={where}: {problem}")
+    said = list[str]()
+    merged = keep_store(merged, folder, origin, said.append)
+    told += said
     return Resumption(folder, saved, merged, replace(origin, choices=choices))
 
 

@@ -10,7 +10,9 @@ from runner.errors import ConfigError
 from runner.manifest import FILE, Manifest
 from runner.result import FILE as RESULT
 from runner.result import RunResult
+from runner.run_store import sweep_store
 from runner.secrets import hide
+from runner.shown import plain
 
 KEY = "sweep.resume"
 COMMAND = ["python", "-m", "runner"]
@@ -56,7 +58,21 @@ def expand(argv: Sequence[str]) -> list[str]:
         "hydra.mode=MULTIRUN",
     ]
     command = [word for word in manifest.command[3:] if "***" not in word]
+    _keep_store(folder, [*command, *beside])
     return [*command, *beside, *here]
+
+
+def _keep_store(folder: Path, words: Sequence[str]) -> None:
+    """Have the sweep record where it did: its command may have taken the store from the
+    environment, which its jobs take it from, too. A URI there is in no file and no command."""
+    if any(word.startswith("tracking=") for word in words):
+        return
+    typed = [word.partition("=")[2] for word in words if key_of(word) == "tracking.uri"]
+    uri = sweep_store(folder, typed[-1].strip("'\"") if typed else None)
+    if uri is not None:
+        print(plain(f"continues the sweep in {hide(uri)}"), flush=True)
+        if not typed:
+            os.environ["MLFLOW_TRACKING_URI"] = uri
 
 
 def key_of(override: str) -> str:

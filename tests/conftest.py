@@ -102,7 +102,8 @@ def in_process(folder):
             return Done(rc, out.getvalue(), err.getvalue())
 
         yield run
-    os.environ.pop("HYDRA_FULL_ERROR", None)
+    for left in ("HYDRA_FULL_ERROR", "MLFLOW_TRACKING_URI"):
+        os.environ.pop(left, None)
     for name in set(sys.modules) - modules:  # the folder's own; the next test may name one so, too
         if str(folder) in str(getattr(sys.modules[name], "__file__", None)):
             del sys.modules[name]
@@ -137,6 +138,14 @@ def compose():
             return resolve(hydra_compose("config", rewrite(overrides)))
 
     return made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _key_of_the_tests(tmp_path_factory):
+    """Runs are signed with a key of this session's, not with the developer's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
 
 
 @pytest.fixture(autouse=True)

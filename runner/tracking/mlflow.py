@@ -16,11 +16,13 @@ from typing import Any, final
 from runner.errors import ConfigError, TrackingError
 from runner.secrets import hide, masked
 from runner.shown import typed
+from runner.signature import sign
 from runner.tracking import dashboard
 from runner.tracking.base import Record, RunInfo, Status, Stopped, Tracker
 from runner.tracking.dashboard import NOTE_TAG
 from runner.tracking.journal import Journal
 from runner.tracking.process import Followed, WriterProcess, shared_writer
+from runner.tracking.progress import SIGNED
 from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
 
 log = logging.getLogger(__name__)
@@ -205,6 +207,7 @@ class MlflowTracker(Tracker):
             "id": uuid.uuid4().hex,
             "time": _now(),
             "uri": self.uri,
+            "signature": sign(SIGNED, self.uri),
             "experiment": self.experiment,
             "experiment_id": self.experiment_of_env,
             "name": hide(self.run_name or info.name or "") or None,

@@ -6,8 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+from runner.signature import sign
+
 SIZE = 4096
-_FIELDS = ("run_id", "experiment_id", "offset", "tried", "done", "refused", "uri", "experiment")
+SIGNED = "store"
+"""Purpose of the signature of a store's URI, in a journal and in its state."""
+_FIELDS = (
+    "run_id", "experiment_id", "offset", "tried", "done", "refused", "uri", "experiment",
+    "signature",
+)  # fmt: skip
 
 
 class Progress:
@@ -29,6 +36,8 @@ class Progress:
         self.uri: str | None = None
         """Store and experiment that the journal was moved to; None: what its start says."""
         self.experiment: str | None = None
+        self.signature: str | None = None
+        """Of uri; see runner.signature."""
         self._path = journal.with_suffix(".state")
         self._file = -1
 
@@ -84,8 +93,9 @@ class Progress:
     def move(self, uri: str, experiment: str | None) -> None:
         """From now on the journal goes to another store, from its beginning."""
         self.save(
-            uri=uri, experiment=experiment, run_id=None, experiment_id=None, offset=0, tried=False
-        )
+            uri=uri, experiment=experiment, run_id=None, experiment_id=None, offset=0, tried=False,
+            signature=sign(SIGNED, uri),
+        )  # fmt: skip
 
     def release(self) -> None:
         """Lets another writer take over."""

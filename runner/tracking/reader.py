@@ -77,6 +77,19 @@ class Reader:
                 return None
             raise TrackingError(hide(f"{self.uri} does not answer: {error}")) from error
 
+    def stage(self, run_id: str) -> str | None:
+        """Return the lifecycle stage of a run, "active" or "deleted"; None where it is unknown."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            with quiet():
+                return str(self.client.get_run(run_id).info.lifecycle_stage)
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            text = hide(str(error).partition("\n")[0])[:300]
+            raise TrackingError(f"{hide(self.uri)} does not answer: {text}.") from error
+
     def sweep(self, sweep_id: str) -> StoredRun | None:
         """The parent run of the sweep of this id, in whatever experiment."""
         query = f"tags.sweep_id = '{sweep_id}' and tags.role = 'sweep'"

@@ -23,6 +23,7 @@ LAYERS = (
         "alone",
         "stop",
         "torchrun",
+        "signature",
     },
     {"config", "explain", "manifest", "plugins", "precision_keys", "usage"},
     {
@@ -56,6 +57,7 @@ LAYERS = (
         "export",
         "notes",
         "trust",
+        "run_store",
     },
     {"step", "blocks", "loop"},
     {"observers"},

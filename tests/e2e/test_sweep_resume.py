@@ -54,10 +54,10 @@ def lab(lab_writer, tmp_path):
 def cut(lab, clean):
     """A sweep of three jobs that a signal reached in the sixth step of its second one."""
 
-    def run(number, *args):
+    def run(number, *args, **env):
         with subprocess.Popen(
-            [sys.executable, "-m", "runner", *SWEEP, *args], cwd=lab, env=clean, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            [sys.executable, "-m", "runner", *SWEEP, *args], cwd=lab, env={**clean, **env},
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         ) as process:  # fmt: skip
             end = time.monotonic() + 90
             while not (lab / "waits").exists():
@@ -121,11 +121,17 @@ def test_a_stopped_sweep_ends_as_an_uncut_one(cut, main, lab, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_killed_sweep_starts_over_what_left_no_checkpoint(cut, main, lab):
+    """In the store that the environment named, which it need not name again."""
     uri = f"tracking.uri=sqlite:///{lab}/mlflow.db"
-    status, *_, folder = cut(signal.SIGKILL, uri, "tracking.log_model=false")
+    named = {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}
+    status, *_, folder = cut(signal.SIGKILL, "tracking.log_model=false", **named)
     assert status == -9
-    done = main(f"sweep.resume={folder}", uri)
+    other = main(f"sweep.resume={folder}", "tracking.uri=sqlite:///other.db")
+    assert (other.rc, "other.db does not hold its run" in other.stderr) == (2, True)
+    done = main(f"sweep.resume={folder}")
     assert done.rc == 0, done.stderr
+    assert f"continues the sweep in sqlite:///{lab}/mlflow.db" in done.stdout
+    assert not (lab / "outputs" / "mlflow.db").exists()
     assert "3 of 3 jobs finished" in (folder / "report.md").read_text()
     sweep_id = json.loads((folder / "sweep.json").read_text())["id"]
     shutil.move(folder, lab / "elsewhere")

@@ -1,0 +1,115 @@
+"""Sign what this user's commands compose, so that a later command can tell it from a stranger's
+file.
+
+The key is random, belongs to one user, and lies outside every folder of runs: a folder that was
+downloaded may hold any config, journal and checkpoint, but no signature made with this key. A
+signature says who composed a text, not that the file around it is unchanged.
+"""
+
+import hmac
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+KEY_BYTES = 32
+FILE = "signature.json"
+"""In a run's folder, beside its config: the config's signature."""
+
+
+def key_path() -> Path:
+    """Return the path of this user's key: $XDG_DATA_HOME/precision-runner/key, or the same under
+    ~/.local/share.
+
+    Raises:
+        RuntimeError: this user has no home folder.
+    """
+    given = Path(os.environ.get("XDG_DATA_HOME", ""))
+    data = given if given.is_absolute() else Path.home() / ".local" / "share"
+    return data / "precision-runner" / "key"
+
+
+def sign(purpose: str, text: str) -> str:
+    """Return the signature of a text; empty where there is no key and none can be made.
+
+    Args:
+        purpose: what the text is, so that a signature of one thing is none of another.
+        text: what a command of this user composed.
+    """
+    try:
+        key = _read_or_make(key_path())
+    except (OSError, ValueError, RuntimeError):
+        return ""
+    return _digest(key, purpose, text)
+
+
+def is_signed(purpose: str, text: str, signature: object) -> bool:
+    """Check a signature of `sign` with this user's key; False where there is no key."""
+    if not isinstance(signature, str) or not signature:
+        return False
+    try:
+        key = _read(key_path())
+    except (OSError, ValueError, RuntimeError):
+        return False
+    expected = _digest(key, purpose, text)
+    return hmac.compare_digest(expected.encode(), signature.encode(errors="replace"))
+
+
+def where_key_is() -> str:
+    """Say in a message where the key is, and what is wrong with it."""
+    try:
+        path = key_path()
+        _read(path)
+    except FileNotFoundError:
+        return f"{path}, which is not there"
+    except ValueError as error:
+        return f"{path}, which is not used: {error}"
+    except OSError as error:
+        return f"{path}, which cannot be read: {error.strerror}"
+    except RuntimeError:
+        return "none: this user has no home folder"
+    return str(path)
+
+
+def _digest(key: bytes, purpose: str, text: str) -> str:
+    content = f"{purpose}\0{text}".encode(errors="surrogatepass")
+    return hmac.new(key, content, "sha256").hexdigest()
+
+
+def _read_or_make(path: Path) -> bytes:
+    with suppress(FileNotFoundError):
+        return _read(path)
+    _make(path)
+    return _read(path)
+
+
+def _read(path: Path) -> bytes:
+    """Raises ValueError for a file that somebody else could have written or read."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != KEY_BYTES:
+            raise ValueError(f"it is no file of {KEY_BYTES} bytes. Delete it")
+        if found.st_uid != os.geteuid():
+            raise ValueError("it belongs to another user")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            raise ValueError(f"others can open it. Type chmod 600 {path}")
+        return os.read(file, KEY_BYTES)
+    finally:
+        os.close(file)
+
+
+def _make(path: Path) -> None:
+    """Jobs of a sweep start together: a key appears whole, and the first one stays."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(file, secrets.token_bytes(KEY_BYTES))
+        os.fsync(file)
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        os.close(file)
+        draft.unlink()
