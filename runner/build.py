@@ -153,7 +153,7 @@ def shares(
             *(f"optimizer.{k} belongs to one of {names}. Type optimizer.<name>.{k}." for k in stray)
         )
     left, shares = dict(named), []
-    for key, part in sorted(node.items(), key=lambda item: item[1].get("match") is None):
+    for key, part in in_order(node):
         taken = {n: p for n, p in left.items() if _takes(part.get("match"), n, p, model)}
         if not taken:
             raise ConfigError(
@@ -166,6 +166,12 @@ def shares(
         names = ", ".join(list(left)[:6])
         raise ConfigError(f"No optimizer takes: {names}. Give one of them match: null.")
     return shares
+
+
+def in_order(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the names and nodes of several optimizers in the order in which they are made: one
+    that takes every parameter comes last."""
+    return sorted(node.items(), key=lambda item: item[1].get("match") is None)
 
 
 def _takes(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bool:

@@ -79,11 +79,14 @@ class Course:
         """What a guard stopped it for."""
         return self.guard.message and f"{self.guard.message}{last_good(self.this.checkpoints)}"
 
-    def restore(self, saved: checkpoint.Saved) -> None:
-        """Go on from a checkpoint whose weights are in the model."""
-        restore.restore(self.state, saved, self.this.spec, self.observers)
+    def restore(self, saved: checkpoint.Saved) -> list[str]:
+        """Continue from a checkpoint whose weights are in the model; what could not come back as it
+        was, one sentence each."""
+        typed = [text.lstrip("+~").partition("=")[0] for text in self.this.origin.overrides]
+        told = restore.restore(self.state, saved, self.this.spec, self.observers, typed)
         if self.this.strategy.place.first:
             checkpoint.set_aside(self.this.checkpoints, self.state.step)
+        return told
 
     def sound(self) -> bool:
         """Whether the weights are worth keeping."""

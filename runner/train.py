@@ -107,8 +107,10 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
     shape(spec, this.precision, this.device, state.plain_model)
     course = Course(this, state, loaders[0])
     if this.resumed is not None:
-        course.restore(this.resumed)
+        told = course.restore(this.resumed)
         this.say(f"resumed at step {state.step} of {steps}: {this.resumed.path}")
+        for line in told:
+            this.say(line)
     records = fit(
         state, *loaders, spec.train, around=_around(this, course, probe),
         flush_every=spec.checkpoint.every_steps, stopped=this.stopping,
