@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from runner import checkpoint, restore, trust
+from runner import artifacts, checkpoint, restore, trust
 from runner.artifacts import CONFIG
 from runner.build import build_driven, build_group, build_loaders, build_splits
 from runner.checkpoint import Saved
@@ -52,7 +52,9 @@ def as_its_run(spec: RunSpec, origin: Origin, saved: Kept) -> tuple[RunSpec, Ori
     if (own := own_spec(Path(spec.batch or ""))) is None:
         return spec, origin
     untyped = [key for key in OWN if not origin.touches(key)]
-    trust.check(to_dict(own), untyped, to_dict(spec), spec.batch, "batch")
+    folder = Path(spec.batch or "").absolute().parent.parent
+    signed = artifacts.signed_config(folder) is not None
+    trust.check(to_dict(own), untyped, to_dict(spec), spec.batch, "batch", signed)
     choices = {key: name for key, name in saved.names.items() if key in untyped}
     nodes = {key: getattr(own, key) for key in untyped}
     return replace(spec, **nodes), replace(origin, choices={**origin.choices, **choices})

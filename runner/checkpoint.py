@@ -18,6 +18,8 @@ from runner.errors import ConfigError
 from runner.files import written_by_torch
 from runner.precision.convert import is_converted
 from runner.precision.transposed import is_transposed
+from runner.shown import typed
+from runner.signature import is_signed, sign
 from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.tpu import is_tpu
@@ -28,6 +30,7 @@ _KINDS = {
     "metrics": dict, "step": int, "epoch": int, "skipped_steps": int, "model": dict,
     "optimizers": list, "schedulers": list, "loss_scale": dict,
 }  # fmt: skip
+_SIGNED = "spec"
 _PARTS = ("model", "data", "task", "precision", "optimizer", "scheduler", "adapter", "debug")
 """Mappings in a spec."""
 
@@ -38,6 +41,7 @@ def contents(
     choices: Mapping[str, str] = {},
     metrics: Mapping[str, float] = {},
     course: Mapping[str, Any] = {},
+    own: bool = False,
 ) -> dict[str, Any]:
     """What a checkpoint holds; its tensors are those of the run, not copies.
 
@@ -47,14 +51,17 @@ def contents(
         choices: option chosen in each config group, for the labels of evaluations.
         metrics: of an evaluation of these very weights, where there was one.
         course: what going on needs beside it, see restore.capture.
+        own: this user's commands composed the spec, which is signed with the user's key.
     """
+    kept = {**stored(spec), "tracking": {}}
     model = state.plain_model
     for driven in state.driven:
         driven.settle()
     return {
         **course,
         "format": FORMAT,
-        "spec": {**stored(spec), "tracking": {}},
+        "spec": kept,
+        "signature": sign(_SIGNED, repr(kept)) if own else "",
         "choices": dict(choices),
         "precision": state.precision.name,
         "layout": state.precision.layout,
@@ -69,6 +76,11 @@ def contents(
         "schedulers": [d.scheduler.state_dict() if d.scheduler else {} for d in state.driven],
         "loss_scale": state.scale.state_dict(),
     }
+
+
+def is_own(content: Mapping[str, Any]) -> bool:
+    """Check whether this user's key has signed the spec that a checkpoint holds."""
+    return is_signed(_SIGNED, repr(content["spec"]), content.get("signature"))
 
 
 def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
@@ -280,9 +292,14 @@ class Saved(NamedTuple):
     content: Mapping[str, Any]
 
 
-def load_weights(model: nn.Module, saved: Saved) -> None:
+def load_weights(model: nn.Module, saved: Saved, node: Mapping[str, Any] = {}) -> None:
     """Copy a checkpoint's weights into a model, casting to the model's dtypes. A packed weight
     enters a layer that is packed the same way as it is, and a plain layer as what it stands for.
+
+    Args:
+        model: changed in place.
+        saved: the checkpoint.
+        node: of the config that the model was made from, for the message.
 
     Raises:
         ConfigError: names, shapes or packing differ.
@@ -299,6 +316,20 @@ def load_weights(model: nn.Module, saved: Saved) -> None:
         reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
         raise ConfigError(
             f"checkpoint={saved.path} does not fit the model: {reason} "
-            "Take the checkpoint's own model (leave model= out in mode=evaluate, give it with "
-            "init.weights) and, for packed weights, its own precision.ignore_modules."
+            f"{_own_model(saved, node)} For packed weights take its own precision.ignore_modules, "
+            "too."
         ) from error
+
+
+def _own_model(saved: Saved, node: Mapping[str, Any]) -> str:
+    """What to type for the model that a checkpoint was trained with."""
+    theirs = saved.content["spec"].get("model") or {}
+    if node.get("_target_") == theirs.get("_target_"):
+        keys = [k for k, value in theirs.items() if node.get(k) != value and "target" not in str(k)]
+        if keys:
+            words = [f"model.{key}={str(theirs[key]).replace(' ', '')}" for key in keys]
+            return f"The checkpoint's model has other values: type {typed(words)}."
+    return (
+        "Take the checkpoint's own model: leave model= out in mode=evaluate, give it with "
+        "init.weights."
+    )

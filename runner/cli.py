@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, read_write
+from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from runner import torchrun
@@ -192,7 +193,11 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         if (result := done(folder, _overrides())) is not None:
             print(f"{result.outcome} before", flush=True)
             return result
-    spec = resolve(config)
+    took = config.mode == "evaluate" or config.checkpoint.resume is not None
+    spec = resolve(config, later=took)
+    composed = OmegaConf.to_container(config)
+    assert isinstance(composed, dict)
+    where = replace(origin(sweeping), composed={str(k): v for k, v in composed.items()})
     torchrun.begun(folder)
     with few_collections():
         import torch._dynamo  # noqa: F401 - torch.optim does, when it is first used
@@ -200,8 +205,8 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         from runner.console import told_briefly
         from runner.run import run
     if trial:
-        return told_briefly(lambda console: run(spec, folder, origin(sweeping), console))
-    return run(spec, folder, origin(sweeping))
+        return told_briefly(lambda console: run(spec, folder, where, console))
+    return run(spec, folder, where)
 
 
 def _is_trial() -> bool:

@@ -47,18 +47,40 @@ def _clear_readonly(node: DictConfig) -> None:
             _clear_readonly(child)
 
 
-def resolve(config: DictConfig) -> RunSpec:
-    """The frozen spec of a composed config; interpolations are resolved, `???` is refused."""
+def resolve(config: DictConfig, later: bool = False) -> RunSpec:
+    """The frozen spec of a composed config; interpolations are resolved, `???` is refused.
+
+    Args:
+        config: composed.
+        later: a group whose interpolations cannot be resolved yet is left empty, for a checkpoint's
+            values are to be put under it.
+
+    Raises:
+        ConfigError: a value is missing or does not fit.
+    """
     missing = sorted(_missing("", OmegaConf.to_container(config)))
     if missing:
         raise ConfigError(*(f"{key} has no value. Type {key}=<value>." for key in missing))
     try:
-        values = OmegaConf.to_container(config, resolve=True)
+        values = _resolved_groups(config) if later else OmegaConf.to_container(config, resolve=True)
         spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, ())) from error
     assert isinstance(spec, RunSpec)
     return spec
+
+
+def _resolved_groups(config: DictConfig) -> dict[Any, Any]:
+    """The config without the groups that cannot be resolved."""
+    values = OmegaConf.to_container(config)
+    assert isinstance(values, dict)
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            try:
+                values[key] = OmegaConf.to_container(config[key], resolve=True)
+            except OmegaConfBaseException:
+                values[key] = {}
+    return values
 
 
 def _missing(prefix: str, value: object) -> Iterator[str]:

@@ -96,8 +96,10 @@ class Course:
     def _content(self) -> dict[str, Any]:
         found = self.tally.metrics if self.tally.evaluated == self.state.step else {}
         rest = restore.capture(self.state, self.observers)
-        choices = self.this.origin.choices
-        return checkpoint.contents(self.state, self.this.spec, choices, found, rest)
+        origin = self.this.origin
+        return checkpoint.contents(
+            self.state, self.this.spec, origin.choices, found, rest, origin.own
+        )
 
     def _save(self, best: bool) -> None:
         if self.sound():

@@ -69,7 +69,7 @@ def build_model(
     if (addition := adapter.make(spec.adapter)) is not None:
         addition.add(model, precision.storage)
     if start is not None and exact:
-        load_weights(model, start)
+        load_weights(model, start, spec.model)
     return Built(model.to(device), report, size)
 
 
@@ -122,17 +122,18 @@ def _load(spec: RunSpec, model: nn.Module, precision: Precision, saved: Saved) -
             "a precision that packs nothing, for example precision=bf16-mixed."
         )
     theirs = saved.content["spec"]
-    trust.check(theirs, ["adapter"], to_dict(spec), saved.path, "checkpoint")
+    own = checkpoint.is_own(saved.content)
+    trust.check(theirs, ["adapter"], to_dict(spec), saved.path, "checkpoint", own)
     addition = adapter.make(theirs.get("adapter") or {})
     if precision.storage is torch.float64:  # else a checkpoint's float64 is rounded on its way
         cast_floats(model, torch.float64)
     if addition is None:
-        load_weights(model, saved)
+        load_weights(model, saved, spec.model)
         return
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     wide = torch.float64 if precision.storage is torch.float64 else torch.float32
     addition.add(model, wide)
-    load_weights(model, saved)
+    load_weights(model, saved, spec.model)
     addition.merge(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains[name])

@@ -1,5 +1,6 @@
 """Where a spec came from, and what runs are called after it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +28,10 @@ class Origin:
         sweep: id of the sweep, None for a single run.
         config_dir: folder of the user's own configs.
         left_out: keys that the sweep sets and that this job's precision does not take.
+        composed: the config with its interpolations, which a checkpoint's values may have yet to
+            be put under; None where there is only the spec.
+        own: this user's commands composed all of the spec; False where a part comes from a
+            checkpoint that this user's key has not signed.
     """
 
     choices: dict[str, str] = field(default_factory=dict)
@@ -35,6 +40,8 @@ class Origin:
     sweep: str | None = None
     config_dir: str | None = None
     left_out: tuple[str, ...] = ()
+    composed: Mapping[str, Any] | None = field(default=None, repr=False)
+    own: bool = True
 
     @property
     def command(self) -> list[str]:

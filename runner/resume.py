@@ -66,6 +66,7 @@ def _own(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpti
     the very same job, for a search may ask for another one."""
     checkpoints, told = out / "checkpoints", list[str]()
     if not any(checkpoints.glob("step-*.pt")):
+        _resolved(origin)
         if origin.sweep is None:
             console.print(
                 f"{out} holds no checkpoint: the run begins.", markup=False, soft_wrap=True
@@ -87,7 +88,15 @@ def _own(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpti
         checkpoint.set_aside(checkpoints, -1)
     for line in told:
         console.print(line, markup=False, soft_wrap=True)
+    if found is None:
+        _resolved(origin)
     return found
+
+
+def _resolved(origin: Origin) -> None:
+    """Raise ConfigError for interpolations that only a checkpoint's values would have resolved."""
+    if origin.composed is not None:
+        resolve(OmegaConf.create(dict(origin.composed)))
 
 
 def _found(spec: RunSpec, origin: Origin, where: str, told: list[str]) -> Resumption:
@@ -115,13 +124,13 @@ def _found(spec: RunSpec, origin: Origin, where: str, told: list[str]) -> Resump
             "train.max_steps=<more steps> or train.epochs=<more>."
         )
     choices = {**origin.choices, **_kept(saved.content["choices"], origin)}
-    merged = _merged(spec, saved, origin)
-    if problem := _behind(merged, saved):
+    merged, own = _merged(spec, saved, origin)
+    if problem := _behind(merged, saved) or _other_optimizer(merged, saved):
         raise ConfigError(f"checkpoint.resume={where}: {problem}")
     said = list[str]()
-    merged = keep_store(merged, folder, origin, said.append)
+    merged = keep_store(merged, folder, origin, spec.checkpoint.resume == AUTO, said.append)
     told += said
-    return Resumption(folder, saved, merged, replace(origin, choices=choices))
+    return Resumption(folder, saved, merged, replace(origin, choices=choices, own=own))
 
 
 def _newest_run(out: Path, told: list[str]) -> Path:
@@ -154,6 +163,29 @@ def _behind(spec: RunSpec, saved: Saved) -> str:
     return ""
 
 
+def _other_optimizer(spec: RunSpec, saved: Saved) -> str:
+    """Why the checkpoint's optimizer state is none of this run's; empty where it may be."""
+    theirs, ours = (
+        _optimizers(saved.content["spec"].get("optimizer") or {}),
+        _optimizers(spec.optimizer),
+    )
+    if theirs == ours:
+        return ""
+    old, new = (", ".join(str(target) for target, _ in node.values()) for node in (theirs, ours))
+    return (
+        f"its state is that of {old}, which {new} cannot continue. Leave optimizer= out, or type "
+        f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
+        "weights."
+    )
+
+
+def _optimizers(node: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Target and `match` of each optimizer of a node, by its name."""
+    nodes = {"": node} if "_target_" in node else node
+    parts = {name: part for name, part in nodes.items() if isinstance(part, Mapping)}
+    return {name: (part.get("_target_"), part.get("match")) for name, part in parts.items()}
+
+
 def _finished(run: Path) -> bool:
     with suppress(ValueError, OSError):  # none, or damaged
         return RunResult.read(run).status == "finished"
@@ -170,24 +202,30 @@ def _typed(origin: Origin) -> dict[str, str]:
     return {text.lstrip("+~").partition("=")[0]: text for text in origin.overrides}
 
 
-def _merged(spec: RunSpec, saved: Saved, origin: Origin) -> RunSpec:
-    """The checkpoint's own spec, and over it what was typed now."""
-    ours, theirs = to_dict(spec), dict(saved.content["spec"])
+def _merged(spec: RunSpec, saved: Saved, origin: Origin) -> tuple[RunSpec, bool]:
+    """The checkpoint's own spec, and over it what was typed now; whether this user composed all of
+    it. What was typed is put over it before its interpolations are resolved, so that they read the
+    checkpoint's values."""
+    ours, theirs = dict(origin.composed or to_dict(spec)), dict(saved.content["spec"])
     typed = _typed(origin)
     if any(typed.get(p) and origin.choices.get(p) != saved.content["choices"].get(p)
            for p in PRESETS):  # fmt: skip
-        return spec  # a preset sets keys anywhere
-    merged = {**ours, **theirs, "tracking": ours["tracking"], "mode": ours["mode"]}
+        return spec, origin.own  # a preset sets keys anywhere
+    here = {key: ours[key] for key in ("tracking", "mode", "strategy")}
+    merged = {**ours, **theirs, **here}
     for key in typed:
         _copy(ours, merged, key.split("."))
     merged["checkpoint"] = {**ours["checkpoint"], **theirs.get("checkpoint", {}), "path": None}
     for key in [key for key in typed if key.startswith("checkpoint.")]:
         _copy(ours, merged, key.split("."))
-    trust.check(merged, GROUPS, ours, saved.path, "checkpoint.resume")
     try:
-        return resolve(OmegaConf.create(merged))
+        resolved = resolve(OmegaConf.create(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(f"checkpoint.resume={saved.path}: {error}") from error
+    own = checkpoint.is_own(saved.content)
+    known = {group: [ours.get(group), getattr(spec, group)] for group in GROUPS}
+    trust.check(to_dict(resolved), GROUPS, known, saved.path, "checkpoint.resume", own)
+    return resolved, own and origin.own
 
 
 def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:

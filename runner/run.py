@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from runner import artifacts, checkpoint, kept, notes, resume, torchrun, trust
@@ -14,7 +15,7 @@ from runner.accelerator import Accelerator, choose
 from runner.again import as_its_run
 from runner.alone import alone
 from runner.build import build_group, check_arguments
-from runner.config import check_targets, flatten, to_dict
+from runner.config import check_targets, flatten, resolve, to_dict
 from runner.console import plain_console
 from runner.context import Run, folder_of
 from runner.errors import CheckpointError, ConfigError, RunnerError, TrackingError
@@ -186,7 +187,7 @@ def _begin_folder(this: Run) -> None:
     """
     environment = artifacts.environment(this.origin)
     try:
-        artifacts.write_config(this.out, this.spec)
+        artifacts.write_config(this.out, this.spec, this.origin.own)
         artifacts.write_json(this.out / artifacts.ENVIRONMENT, environment)
     except OSError as error:
         raise ConfigError(
@@ -276,9 +277,12 @@ def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
     groups = ("model", "adapter", "data", "task", "precision")
     own = [key for key in groups if not origin.touches(key)]
     choices = {**origin.choices, **{key: saved["choices"].get(key, "") for key in own}}
-    trust.check(saved["spec"], own, to_dict(spec), path, "checkpoint")
+    signed = checkpoint.is_own(saved)
+    trust.check(saved["spec"], own, to_dict(spec), path, "checkpoint", signed)
     nodes = {key: saved["spec"].get(key, {}) for key in own}
+    if origin.composed is not None:  # what was typed reads the checkpoint's values
+        spec = resolve(OmegaConf.create({**origin.composed, **nodes}))
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)
     if problems := check_targets(spec):
         raise ConfigError(*problems)
-    return spec, replace(origin, choices=choices)
+    return spec, replace(origin, choices=choices, own=signed and origin.own)

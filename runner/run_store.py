@@ -62,7 +62,9 @@ def stores_of(folder: Path) -> list[JournalStore]:
     return [store for store in found if store]
 
 
-def keep_store(spec: RunSpec, folder: Path, origin: Origin, say: Callable[[str], None]) -> RunSpec:
+def keep_store(
+    spec: RunSpec, folder: Path, origin: Origin, waits: bool, say: Callable[[str], None]
+) -> RunSpec:
     """Return the spec of a resumed run with the tracking that the run had: its store, and where
     its config is signed the other keys of `tracking`, too. What is typed wins.
 
@@ -70,6 +72,7 @@ def keep_store(spec: RunSpec, folder: Path, origin: Origin, say: Callable[[str],
         spec: of the resumed run; its tracking is this command's.
         folder: of the run.
         origin: what was typed.
+        waits: nobody is there to type: a store that does not answer is no reason to stop.
         say: told where the record continues.
 
     Raises:
@@ -86,7 +89,6 @@ def keep_store(spec: RunSpec, folder: Path, origin: Origin, say: Callable[[str],
         return replace(spec, tracking=tracking)
     last = next((store for store in reversed(stores) if store.run_id), stores[-1])
     uri = _chosen(tracking.get("uri") if "tracking.uri" in typed else None, last)
-    waits = spec.checkpoint.resume == "auto"
     _check_store(uri, last, waits, say)
     _check_earlier(stores, uri)
     name = f"run {last.run_id}" if last.run_id else f"the run in {folder}"

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from runner.config import locate
 from runner.errors import ConfigError
+from runner.signature import where_key_is
 
 _MAKERS = ("runner.models.", "torchvision.models.")
 """Whose functions make models."""
@@ -26,8 +27,14 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], type]] = {
 """Where a group's classes are besides the runner's own options, and what they are."""
 
 
-def check(spec: Mapping[str, Any], groups: Collection[str], typed: Mapping[str, Any], where: object,
-          key: str) -> None:  # fmt: skip
+def check(
+    spec: Mapping[str, Any],
+    groups: Collection[str],
+    typed: Mapping[str, Any],
+    where: object,
+    key: str,
+    own: bool = False,
+) -> None:
     """Refuse targets of a checkpoint that are neither the runner's or torch's own for their group,
     nor one's own code, nor those of this command's config; and secrets that it does not hold.
 
@@ -37,6 +44,8 @@ def check(spec: Mapping[str, Any], groups: Collection[str], typed: Mapping[str, 
         typed: this command's spec, as containers.
         where: the checkpoint.
         key: that names it.
+        own: this user's key has signed the spec, whose targets are then called as they were by
+            the command that composed it.
 
     Raises:
         ConfigError: names each that is not called, before anything of it is imported.
@@ -44,12 +53,13 @@ def check(spec: Mapping[str, Any], groups: Collection[str], typed: Mapping[str, 
     problems = []
     for group in groups:
         ours = _targets(typed.get(group))
-        for target in _targets(spec.get(group)):
+        for target in () if own else _targets(spec.get(group)):
             if target not in ours and not _known(group, target):
                 problems.append(
                     f"{key}={where} names {group}._target_={target}, which is neither the "
-                    f"runner's own nor code of {Path.cwd()} or PYTHONPATH: it is not called. If "
-                    f"you trust it, type {group}=... yourself, as for the training."
+                    f"runner's own nor code of {Path.cwd()} or PYTHONPATH: it is not called. "
+                    f"Its config is not signed with your key ({where_key_is()}). If you trust "
+                    f"it, type {group}=... yourself, as for the training."
                 )
         problems += [
             f"{key}={where} does not hold the secret {name}. Type {name}=<value>, and in "
@@ -73,11 +83,13 @@ def _hidden(name: str, value: Any) -> Iterator[str]:
 
 
 def _targets(node: Any) -> list[Any]:
-    """Of a group: its own, or those of the nodes in it."""
+    """Targets at any depth: one's own code may call what is nested in its arguments."""
+    if isinstance(node, list | tuple):
+        return [target for item in node for target in _targets(item)]
     if not isinstance(node, Mapping):
         return []
-    nodes = [node, *(child for child in node.values() if isinstance(child, Mapping))]
-    return [n["_target_"] for n in nodes if n.get("_target_") is not None]
+    own = [node["_target_"]] if node.get("_target_") is not None else []
+    return [*own, *_targets(list(node.values()))]
 
 
 def _known(group: str, target: Any) -> bool:
@@ -122,10 +134,17 @@ def _is_mine(root: str) -> bool:
     Python's installation. Imports nothing."""
     if root == "runner" or root in sys.stdlib_module_names:
         return False
-    installed = {Path(place).resolve() for place in (sys.prefix, sys.base_prefix)}
-    own = [p for p in sys.path if not installed & {*Path(p).resolve().parents}]
+    own = [place for place in sys.path if not _is_installation(Path(place).resolve())]
     mine = PathFinder.find_spec(root, own)
     return mine is not None and _places(PathFinder.find_spec(root, sys.path)) == _places(mine)
+
+
+def _is_installation(place: Path) -> bool:
+    """Whether packages are installed there: below Python's own folders, or those of `pip install
+    --user`, of another environment, of the system."""
+    installed = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
+    named = {"site-packages", "dist-packages"} & {*place.parts}
+    return bool(named or installed & {*place.parents})
 
 
 def _places(spec: ModuleSpec | None) -> list[str]:

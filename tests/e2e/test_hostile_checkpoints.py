@@ -1,10 +1,14 @@
 """Checkpoints from strangers: nothing in them is called that is not known here, and what is not as
 it should be is told in one message."""
 
+import hashlib
+import hmac
 import pickle
 import shutil
+import sys
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from hostile import cases, ended_well
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner import checkpoint
+from runner import checkpoint, signature
 from runner.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -187,3 +191,127 @@ def test_a_pickle_is_not_executed(made, wrap, typed):
     assert done.rc == 2
     ended_well(done)
     assert harmless()
+
+
+# Files that pretend to be one's own
+
+
+MORE_CALLS = {
+    "builtins.eval": {"source": f"open('{CANARY}', 'w')"},
+    "pickle.loads": {"data": "x"},
+    "torch.load": {"f": CANARY, "weights_only": False},
+    "subprocess.Popen": {"args": ["touch", CANARY]},
+    "importlib.import_module": {"name": "antigravity"},
+    "runpy.run_path": {"path_name": "evil.py"},
+    "hydra.utils.instantiate": {"config": {"_target_": "os.mkdir", "path": CANARY}},
+    "timm.create_model": {"model_name": CANARY},
+}
+FORGERIES = {
+    "as it was": lambda content: content["signature"],
+    "none": lambda content: None,
+    "another user's": lambda content: hmac_of(b"k" * 32, content),
+    "without a key": lambda content: hmac_of(b"", content),
+    "of zeros": lambda content: hmac_of(bytes(32), content),
+    "a hash": lambda content: hashlib.sha256(repr(content["spec"]).encode()).hexdigest(),
+    "of the config": lambda content: signature.sign("config.yaml", repr(content["spec"])),
+    "of a store": lambda content: signature.sign("store", repr(content["spec"])),
+    "something else": lambda content: {"signature": [1, torch.ones(1)]},
+    "long": lambda content: "é" * 10**6,
+}
+
+
+def hmac_of(key, content):
+    return hmac.new(key, f"spec\0{content['spec']!r}".encode(), "sha256").hexdigest()
+
+
+def nested(group, call, depth):
+    """A node of a group in which the call stands as deep as asked."""
+    for _ in range(depth):
+        call = {"_target_": "mine.Net", "argument": [{"deeper": call}]} if depth % 2 else {
+            "part": call, "_target_": "runner.models.mlp.MLP"}  # fmt: skip
+    return call
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_no_forged_signature_has_a_target_called(made, forgery):
+    """Twelve targets with each: in every group, nested up to three deep, by both commands."""
+    main, content = made
+    calls = sorted({**CALLS, **MORE_CALLS}.items()) * 2
+    first = 5 * [*FORGERIES].index(forgery) % 27
+    for number, (target, arguments) in enumerate(calls[first : first + 12], first):
+        theirs = content()
+        assert checkpoint.is_own(theirs)  # before it was changed
+        group, way = GROUPS[number % 5], ("resume", "evaluate")[number // 5 % 2]
+        if way == "evaluate" and group in ("optimizer", "scheduler"):
+            group = "model"
+        theirs["spec"][group] = nested(group, {"_target_": target, **arguments}, number % 4)
+        theirs["signature"] = FORGERIES[forgery](theirs)
+        done = used(main, way, left(theirs))
+        assert harmless(), (target, forgery)
+        assert done.rc == 2, (target, forgery, done)
+        assert f"names {group}._target_={target}" in done.stderr
+        assert "not signed with your key" in done.stderr
+
+
+@pytest.mark.parametrize("change", [
+    lambda spec: spec["strategy"].update({"_target_": "idlelib.idle.main"}),
+    lambda spec: spec.update(tracking={"_target_": "os.mkdir", "path": CANARY}),
+    lambda spec: spec["train"].update({"_target_": "os.mkdir", "path": CANARY}),
+    lambda spec: spec.update(launcher={"_target_": "os.mkdir", "path": CANARY}),
+    lambda spec: spec["checkpoint"].update({"_target_": "os.mkdir", "path": CANARY}),
+])  # fmt: skip
+def test_nor_one_outside_the_groups(made, change):
+    main, content = made
+    theirs = content()
+    change(theirs["spec"])
+    theirs["spec"].pop("launcher", None)
+    for way in WAYS:
+        ended_well(used(main, way, left(theirs)))
+        assert harmless()
+    assert "idlelib" not in sys.modules
+
+
+def test_a_folder_brings_no_proof_of_its_own(made):
+    """A hostile checkpoint beside the config, the journal and the signatures of one's own run."""
+    main, content = made
+    assert main(*QUICK).rc == 0
+    (own,) = (path.parent for path in Path.cwd().glob("outputs/runs/*/config.yaml"))
+    whole = {p.name: p.read_bytes() for p in own.iterdir() if p.is_file()}
+    theirs = content()
+    theirs["spec"]["model"] = {"_target_": "os.mkdir", "path": CANARY}
+    path = left(theirs)
+    for name, text in whole.items():
+        (path.parents[1] / name).write_bytes(text)
+    (path.parents[1] / "key").write_bytes(b"k" * 32)
+    for way in WAYS:
+        done = used(main, way, path)
+        assert (done.rc, harmless()) == (2, True)
+    linked = path.with_name("step-00000009.pt")
+    linked.symlink_to(path)
+    assert used(main, "resume", linked).rc == 2
+    assert harmless()
+    shutil.rmtree(path.parents[1])
+    shutil.rmtree(Path.cwd() / "outputs")
+
+
+def test_a_hostile_config_is_no_replays(made, compose):
+    """debug=replay reads the config beside the batch."""
+    from types import SimpleNamespace
+
+    from runner import again, artifacts
+    from runner.origin import Origin
+
+    folder = Path.cwd() / "theirs"
+    spec = compose("model=mlp", "tracking=none")
+    for number, (target, arguments) in enumerate(sorted({**CALLS, **MORE_CALLS}.items())):
+        group = ("model", "data", "task", "precision", "optimizer")[number % 5]
+        hostile = replace(spec, **{group: {"_target_": target, **arguments}})
+        artifacts.write_config(folder, spec)  # one's own signature, of another text
+        kept = (folder / signature.FILE).read_text()
+        artifacts.write_config(folder, hostile, own=False)
+        (folder / signature.FILE).write_text(kept)
+        batch = folder / "guard" / "batch-000001.json"
+        with pytest.raises(ConfigError, match=f"names {group}._target_={target}"):
+            again.as_its_run(replace(spec, batch=str(batch)), Origin(), SimpleNamespace(names={}))
+        assert harmless()
+    shutil.rmtree(folder)

@@ -88,6 +88,32 @@ def test_what_cannot_be_resumed(main, tmp_path):
     assert (done.rc, "resumed at step 6 of 7" in done.stdout) == (0, True)
 
 
+def test_another_precision_or_optimizer(main, tmp_path):
+    """Each goes on and says what changes, or is refused before it trains."""
+    assert main(*QUICK, "tracking=none", "precision=16-mixed").rc == 0
+    folder = folder_of(tmp_path)
+
+    def resumed(*typed):
+        cut(folder, 4)
+        return main(f"checkpoint.resume={folder}", *typed)
+
+    wide = resumed("precision=64-true", "checkpoint.final=false")
+    assert wide.rc == 0, wide.stderr
+    assert "the optimizer's state is cast from float32 to float64" in wide.stdout
+    assert "loss scale of 65536.0 is dropped: precision=64-true has none" in wide.stdout
+    other = resumed("optimizer=sgd")
+    assert (other.rc, "Traceback" in other.stderr) == (2, False)
+    assert "its state is that of torch.optim.AdamW, which torch.optim.SGD cannot" in other.stderr
+    assert f"init.weights={folder}" in other.stderr
+    assert "resumed at step" not in other.stdout
+    half = resumed("precision=bf16-true", "scheduler=cosine", "optimizer.eps=1e-4")
+    assert half.rc == 0, half.stderr
+    assert "cast from float32 to bfloat16" in half.stdout
+    assert "CosineAnnealingLR is not the checkpoint's schedule: it is taken up at its step 4" in (
+        half.stdout
+    )
+
+
 def test_auto_begins_or_goes_on(main, tmp_path):
     """The same command each time, as a job script has it."""
     typed = (*QUICK, "tracking=none", "hydra.run.dir=outputs/runs/7", "checkpoint.resume=auto")

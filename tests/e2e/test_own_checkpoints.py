@@ -1,0 +1,98 @@
+"""One's own run is evaluated and resumed without typing anything again, whatever library its model
+comes from; a stranger's file with the same config is not."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+TIMM = (
+    "_target_: timm.create_model\nmodel_name: test_vit\nimg_size: ${data.meta.input.1}\n"
+    "in_chans: ${data.meta.input.0}\nnum_classes: ${data.meta.classes}\n"
+)
+ROWS = (
+    "defaults:\n  - override /task@_global_.task: classification\n\n_target_: lab.data.rows\n"
+    "count: 40\nmeta:\n  input: [2, 32, 32]\n  classes: 3\n"
+)
+DATA = """
+import torch
+from torch.utils.data import TensorDataset
+
+
+def rows(count: int):
+    generator = torch.Generator().manual_seed(count)
+    images = torch.randn(count, 2, 32, 32, generator=generator)
+    rows = TensorDataset(images, torch.arange(count) % 3)
+    return rows, rows
+"""
+WARM = ("scheduler._target_=transformers.get_constant_schedule_with_warmup",
+        "+scheduler.num_warmup_steps=2")  # fmt: skip
+QUICK = ("--config-dir", "lab/conf", "data=tiny", "model=timm", "train.batch_size=20",
+         "train.max_steps=2", "tracking=none", *WARM)  # fmt: skip
+
+
+@pytest.fixture
+def folder(main, tmp_path):
+    """Of a run of timm's model with transformers' schedule."""
+    files = {"data.py": DATA, "conf/model/timm.yaml": TIMM, "conf/data/tiny.yaml": ROWS}
+    for name, text in files.items():
+        path = tmp_path / "lab" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    done = main(*QUICK)
+    assert done.rc == 0, done.stderr
+    (found,) = tmp_path.glob("outputs/runs/*")
+    return found
+
+
+def stranger(folder):
+    """As if the run were somebody else's: its signature is of another key."""
+    for path in folder.glob("checkpoints/*.pt"):
+        content = torch.load(path, weights_only=True)
+        torch.save({**content, "signature": "0" * 64}, path)
+
+
+def test_ones_own_run_needs_nothing_typed_again(folder, main):
+    done = main("mode=evaluate", f"checkpoint={folder}", "precision=bf16-true", "tracking=none")
+    assert done.rc == 0, done.stderr
+    done = main(f"checkpoint.resume={folder}", "train.max_steps=4")
+    assert done.rc == 0, done.stderr
+    assert "resumed at step 2 of 4" in done.stdout
+    done = main(f"checkpoint.resume={folder}", "train.max_steps=6")  # what it saved is signed, too
+    assert done.rc == 0, done.stderr
+    moved = folder.rename(folder.with_name("moved"))
+    done = main("mode=evaluate", f"checkpoint={moved}", "tracking=none")
+    assert done.rc == 0, done.stderr
+
+
+def test_a_strangers_run_does_what_its_message_says(folder, main):
+    """Typed models read the checkpoint's data, not those of the command."""
+    stranger(folder)
+    evaluate = ("mode=evaluate", f"checkpoint={folder}", "tracking=none")
+    resume = (f"checkpoint.resume={folder}", "train.max_steps=4")
+    for typed in (evaluate, resume):
+        done = main(*typed)
+        assert (done.rc, "Traceback" in done.stderr) == (2, False)
+        assert "names model._target_=timm.create_model, which is neither" in done.stderr
+        assert "not signed with your key" in done.stderr
+        assert "type model=... yourself, as for the training" in done.stderr
+    own = ("--config-dir", "lab/conf", "model=timm")
+    done = main(*evaluate, *own)
+    assert done.rc == 0, done.stderr
+    done = main(*resume, *own, *WARM)
+    assert done.rc == 0, done.stderr
+    done = main(f"checkpoint.resume={folder}", "train.max_steps=6")  # a stranger's run stays one
+    assert (done.rc, "names model._target_=timm.create_model" in done.stderr) == (2, True)
+    other = main(*evaluate, *own, "model.img_size=16")
+    assert other.rc == 2
+    assert "The checkpoint's model has other values: type model.img_size=32." in other.stderr
+
+
+def test_without_a_key_the_rules_for_strangers_hold(main, tmp_path, folder, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", "/dev/null/nowhere")
+    done = main(*QUICK, "train.max_steps=1")
+    assert done.rc == 0, done.stderr
+    newest = max(tmp_path.glob("outputs/runs/*"))
+    done = main("mode=evaluate", f"checkpoint={newest}", "tracking=none")
+    assert done.rc == 2
+    assert "/dev/null/nowhere/precision-runner/key, which cannot be read" in done.stderr
