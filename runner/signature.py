@@ -60,6 +60,9 @@ def where_key_is() -> str:
     """Say in a message where the key is, and what is wrong with it."""
     try:
         path = key_path()
+    except RuntimeError:
+        return "none: this user has no home folder"
+    try:
         _read(path)
     except FileNotFoundError:
         return f"{path}, which is not there"
@@ -67,8 +70,6 @@ def where_key_is() -> str:
         return f"{path}, which is not used: {error}"
     except OSError as error:
         return f"{path}, which cannot be read: {error.strerror}"
-    except RuntimeError:
-        return "none: this user has no home folder"
     return str(path)
 
 

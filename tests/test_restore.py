@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from runner import checkpoint, restore
 from runner.build import build_driven, build_group
@@ -108,7 +109,7 @@ def test_lists_of_state_are_cast_too(compose):
     """Those of LBFGS; torch casts them, and its own tensors beside them follow."""
     state, told = resumed(compose, ("optimizer=lbfgs",), ("precision=64-true",))
     assert told == ["the optimizer's state is cast from float32 to float64"]
-    found = {d for d in torch.utils._pytree.tree_leaves(dtypes(state)) if d}
+    found = {d for d in tree_leaves(dtypes(state)) if d}
     assert found == {"torch.float64"}
     trained(state)
 

@@ -113,6 +113,7 @@ def test_a_config_is_taken_as_long_as_nothing_in_it_changes(compose, tmp_path):
     config = tmp_path / "config.yaml"
     text = config.read_text()
     found = artifacts.signed_config(tmp_path)
+    assert found is not None
     assert found["model"]["_target_"] == "runner.models.mlp.MLP"
     assert "secret" not in text
     config.write_text(text.replace("mlp.MLP", "mlp.MLp"))

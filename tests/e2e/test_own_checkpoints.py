@@ -7,12 +7,12 @@ import torch
 pytestmark = pytest.mark.slow
 
 TIMM = (
-    "_target_: timm.create_model\nmodel_name: test_vit\nimg_size: ${data.meta.input.1}\n"
+    "_target_: timm.create_model\nmodel_name: test_vit\nimg_size: ${data.meta.side}\n"
     "in_chans: ${data.meta.input.0}\nnum_classes: ${data.meta.classes}\n"
 )
 ROWS = (
     "defaults:\n  - override /task@_global_.task: classification\n\n_target_: lab.data.rows\n"
-    "count: 40\nmeta:\n  input: [2, 32, 32]\n  classes: 3\n"
+    "count: 40\nmeta:\n  input: [2, 32, 32]\n  side: 32\n  classes: 3\n"
 )
 DATA = """
 import torch
