@@ -88,11 +88,16 @@ def rounded_within(x: Tensor, fmt: Format) -> Tensor:
     """
     assert fmt.dtype.itemsize == 1, fmt.name
     x = x.clamp(-fmt.largest, fmt.largest)
-    # Each value's power of two, from that of the subnormals on. Adding 1.5 times the power of two
-    # whose last place is the format's spacing there rounds to it, for either sign.
-    power = (x.view(torch.int32) & _INFINITE).view(torch.float32)
-    coarse = power.clamp_(min=fmt.normal).mul_(1.5 * 2.0 ** (23 - fmt.mantissa))
+    # Adding 1.5 times the power of two whose last place is the format's spacing at a value rounds
+    # to that spacing, for either sign.
+    coarse = power_of_two(x, fmt).mul_(1.5 * 2.0 ** (23 - fmt.mantissa))
     return x.add(coarse).sub_(coarse).copysign_(x)
+
+
+def power_of_two(x: Tensor, fmt: Format) -> Tensor:
+    """Return the power of two at or below each magnitude (float32), at least that of a format's
+    least normal value, below which its spacing stays the same."""
+    return (x.view(torch.int32) & _INFINITE).view(torch.float32).clamp_(min=fmt.normal)
 
 
 def as_tf32(x: Tensor) -> Tensor:

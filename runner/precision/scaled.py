@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.precision.rounding import E2M1, E4M3, Format, rounded_within
+from runner.precision.rounding import E2M1, E4M3, Format, power_of_two, rounded_within
 
 Rule = Callable[[Tensor, Format], Tensor]
 """From the largest magnitudes (float32), the factors that bring them to a format's range."""
@@ -44,8 +44,8 @@ def by_exponent(amax: Tensor, fmt: Format) -> Tensor:
     magnitude over the format's largest value."""
     inverse = torch.full_like(amax, fmt.largest).reciprocal()
     bits = (amax * inverse).view(torch.int32)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
-    scale = torch.ldexp(torch.ones_like(amax), 127 - exponent)
+    above = (bits + 0x7FFFFF) & 0x7F800000  # the least power of two that is not below
+    scale = (0x7F000000 - above).view(torch.float32)  # its inverse: exponents are biased by 127
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
@@ -143,8 +143,8 @@ def _largest(blocks: Tensor) -> Tensor:
 def _either(x: Tensor) -> Tensor:
     """One of the two values of E2M1 around, the nearer the likelier."""
     magnitude = x.abs()
-    spacing = 0.5 * (1 + (magnitude >= 2).float() + 2 * (magnitude >= 4).float())
-    places = magnitude / spacing
+    spacing = power_of_two(x, E2M1).mul_(0.5)
+    places = magnitude.div_(spacing)
     below = places.floor()
-    up = torch.rand_like(x) < places - below
-    return ((below + up) * spacing).copysign(x)
+    up = torch.rand_like(x).lt_(places.sub_(below))
+    return below.add_(up).mul_(spacing).copysign_(x)

@@ -10,6 +10,7 @@ from runner.precision.rounding import (
     FORMATS,
     as_tf32,
     rounded,
+    rounded_within,
 )
 
 EVERY = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
@@ -44,6 +45,18 @@ def same(x, fmt):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_all_values_of_both_half_formats(fmt, dtype):
     same(everything(dtype), fmt)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=lambda f: f.name)
+def test_rounding_within_the_range_is_rounding_of_what_is_clamped(fmt):
+    """On every pattern of the upper 18 bits, below, at and above the midpoints of all formats."""
+    upper = torch.arange(-(2**17), 2**17) << 14
+    for lower in (0, 1, 2**13 - 1, 2**13, 2**13 + 1, 2**14 - 1):
+        x = of_bits(upper + lower)
+        ours, wanted = rounded_within(x, fmt), rounded(x.clamp(-fmt.largest, fmt.largest), fmt)
+        number = ~x.isnan()
+        assert torch.equal(ours.isnan(), ~number)
+        assert torch.equal(ours[number].view(torch.int32), wanted[number].view(torch.int32))
 
 
 @EVERY

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runner.precision.rounding import E4M3, E5M2
+from runner.precision.rounding import E2M1, E4M3, E5M2, rounded
 from runner.precision.scaled import (
     Blocks,
     Nvfp4,
@@ -43,6 +43,72 @@ def test_the_largest_value_stays_in_range_and_near_its_end(rule, fmt):
     # The one that divides may round above by a last bit, which saturates.
     assert (top <= fmt.largest * (1 + 2**-22)).all()
     assert (top > fmt.largest / (1.001 if rule is to_the_top else 2.001)).all()
+
+
+def plain_blocks(x, fmt, rule, shape):
+    """Blocks, one after another, in as few words as possible."""
+    out = torch.empty(x.shape)
+    down, across = shape
+    for i in range(0, x.shape[0], down):
+        for j in range(0, x.shape[1], across):
+            block = x[i : i + down, j : j + across]
+            scale = rule(block.abs().max(), fmt)
+            near = rounded((block * scale).clamp(-fmt.largest, fmt.largest), fmt)
+            out[i : i + down, j : j + across] = near * scale.reciprocal()
+    return out
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (1, 32), (1, 128), (16, 16), (32, 32), (128, 128)])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
+def test_blocks_equal_a_plain_reference_bit_by_bit(rule, fmt, shape):
+    whole = spread(96, 160)
+    views = {
+        "rows": whole, "transposed": whole.t(), "padded": whole[:50, :70],
+        "transposed and padded": whole[:50, :70].t(), "strided": whole[:, ::2],
+    }  # fmt: skip
+    for name, x in views.items():
+        before = x.clone()
+        found = Blocks(fmt, rule, shape)(x)
+        assert torch.equal(found, plain_blocks(x, fmt, rule, shape)), name
+        assert torch.equal(x, before), name
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+def test_a_nan_stays_in_its_block(fmt):
+    x = spread(64, 64)
+    x[3, 40] = float("nan")
+    for view in (x, x.t()):
+        lost = Blocks(fmt, by_exponent, (1, 32))(view).isnan()
+        assert torch.equal(lost, view.isnan())
+
+
+def plain_nvfp4(x, stochastic, rotates):
+    """Nvfp4 in blocks of a row's 16, in as few words as possible."""
+    if rotates:
+        x = (x.reshape(x.shape[0], -1, 16) @ rotation(CPU)).flatten(1)
+    whole = torch.tensor(6.0 * 448.0) / x.abs().max()
+    sixth = torch.tensor(6.0).reciprocal()
+    blocks = x.reshape(x.shape[0], -1, 16)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    scale = rounded((amax * (whole * sixth)).clamp(max=448.0), E4M3) * whole.reciprocal()
+    values = (blocks * scale.reciprocal().clamp(max=torch.finfo(torch.float32).max)).clamp(-6, 6)
+    if not stochastic:
+        return (rounded(values, E2M1) * scale).flatten(1)
+    spacing = torch.where(values.abs() >= 4, 2.0, torch.where(values.abs() >= 2, 1.0, 0.5))
+    places = values.abs() / spacing
+    up = torch.rand(x.shape[0], 1, x.shape[1] // 16, 16).squeeze(1) < places - places.floor()
+    return (((places.floor() + up) * spacing).copysign(values) * scale).flatten(1)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_nvfp4_equals_a_plain_reference_bit_by_bit(stochastic, rotates):
+    x = spread(48, 64)
+    torch.manual_seed(0)
+    found = Nvfp4(rotates=rotates, stochastic=stochastic)(x)
+    torch.manual_seed(0)
+    assert torch.equal(found, plain_nvfp4(x, stochastic, rotates))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
