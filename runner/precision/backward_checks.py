@@ -37,9 +37,14 @@ def _refuse_graph(grad: Tensor) -> None:
         )
 
 
+def in_backward() -> bool:
+    """Say whether a backward runs, in which a forward is a recompute."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def refuse_recompute(module: nn.Module, args: Any) -> None:
     """Raise ConfigError for a forward that runs within a backward; a forward pre-hook."""
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward():
         raise ConfigError(
             "The model computes forwards again in the backward (torch.utils.checkpoint, as in "
             "transformers' gradient_checkpointing_enable), and delayed scaling scales by past "

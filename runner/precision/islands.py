@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.errors import ConfigError
+from runner.precision.backward_checks import in_backward
 from runner.precision.cast import cast_floats, cast_nest
 from runner.precision.patterns import select
 
@@ -83,7 +84,33 @@ def _make_island(module: nn.Module, storage: torch.dtype) -> None:
         # nn.TransformerEncoderLayer reads its parts' weights and passes their forward by in
         # evaluation, but for parts with hooks.
         module.register_forward_pre_hook(called)
+        if storage is not torch.float32:
+            _Recomputed().watch(module)
     cast_floats(module, torch.float32)
+
+
+class _Recomputed:
+    """Hooks on an island's parts, which the island's own torch.utils.checkpoint computes again in
+    the backward, outside the island's forward: float32 is the default dtype there too. Autocast is
+    restored by torch."""
+
+    def __init__(self) -> None:
+        self.previous: list[torch.dtype] = []
+
+    def watch(self, island: nn.Module) -> None:
+        for part in island.modules():
+            if part is not island:
+                part.register_forward_pre_hook(self._before)
+                part.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if in_backward():
+            self.previous.append(torch.get_default_dtype())
+            torch.set_default_dtype(torch.float32)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward():
+            torch.set_default_dtype(self.previous.pop())
 
 
 def called(module: nn.Module, args: Any) -> None:

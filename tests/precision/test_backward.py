@@ -1,6 +1,7 @@
 """Backwards that are more than one pass over what the forward kept: a model's own activation
 checkpointing, and gradients of gradients."""
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,19 @@ def test_an_island_inside_a_checkpointed_block(name, reentrant, island):
     plain = gradients(load(name, **keep), made(Net), batches())
     again = gradients(load(name, **keep), made(Net, reentrant), batches())
     assert same(again, plain)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["64-true", "bf16-true", "bf16-mixed", "transformer-engine-current"])
+def test_a_checkpointed_block_inside_an_island(name, reentrant):
+    keep = {"keep_fp32": ["body"]}
+
+    def whole(reentrant):
+        model = made(Net, reentrant)
+        return nn.Sequential(OrderedDict(first=nn.Linear(32, 32), body=model))
+
+    plain = gradients(load(name, **keep), whole(None), batches())
+    assert same(gradients(load(name, **keep), whole(reentrant), batches()), plain)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
