@@ -1,7 +1,7 @@
 """The objects of a run from its spec, in order."""
 
 from collections.abc import Collection, Mapping
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from runner.errors import ConfigError
 from runner.precision.base import Precision
 from runner.precision.patterns import matches
 from runner.precision.transposed import linear_kinds
+from runner.sparse import check_optimizer, sparse_parameters
 from runner.spec import RunSpec
 from runner.state import Driven
 from runner.strategy.base import is_parted
@@ -119,9 +120,9 @@ def build_driven(spec: RunSpec, model: nn.Module, precision: Precision, steps: i
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise ConfigError(_nothing_trains(precision))
-    wide = embeddings(model)
+    wide, sparse = embeddings(model), sparse_parameters(model)
     optimizers = [
-        build_optimizer(key, node, params, wide)
+        _build_checked(key, node, params, wide, sparse)
         for key, node, params in shares(spec.optimizer, model, named)
     ]
     precision.check_optimizers(optimizers)
@@ -129,6 +130,34 @@ def build_driven(spec: RunSpec, model: nn.Module, precision: Precision, steps: i
     if closure and (len(optimizers) > 1 or spec.train.clip_norm is not None):
         raise ConfigError("optimizer=lbfgs works alone and without train.clip_norm.")
     return [Driven(o, build_scheduler(spec.scheduler, o, steps)) for o in optimizers]
+
+
+def _build_checked(
+    key: str,
+    node: Mapping[str, Any],
+    params: list[nn.Parameter],
+    wide: Collection[nn.Parameter],
+    sparse: Mapping[str, nn.Parameter],
+) -> Optimizer:
+    """One optimizer; raises ConfigError where it refuses the sparse gradients of its parameters."""
+    mine = {id(p) for p in params}
+    rows = {name: p for name, p in sparse.items() if id(p) in mine}
+    if not rows:
+        return build_optimizer(key, node, params, wide)
+    # torch's fused kernels refuse sparse gradients, in the first step only.
+    plain = {"fused": False} if takes_keyword(node, "fused") else {}
+    chosen = {**node, **({} if node.get("fused") else plain)}
+
+    def build(some: list[nn.Parameter]) -> Optimizer:
+        return build_optimizer(key, chosen, some, wide)
+
+    check_optimizer(key, build, list(rows), next(iter(rows.values())).dtype)
+    return build(params)
+
+
+def takes_keyword(node: Mapping[str, Any], keyword: str) -> bool:
+    """Whether a node's target takes a keyword."""
+    return keyword in signature(locate(node["_target_"])).parameters
 
 
 def _nothing_trains(precision: Precision) -> str:
@@ -191,11 +220,33 @@ def check_arguments(spec: RunSpec) -> None:
     """Raise ConfigError for what optimizers and the adapter refuse, before anything is built."""
     if spec.adapter.get("_target_"):
         build_group("adapter", spec.adapter)
+    _check_scheduler(spec.scheduler)
     nodes = {"optimizer": spec.optimizer} if "_target_" in spec.optimizer else spec.optimizer
     for key, node in nodes.items():
         if isinstance(node, Mapping):
             name = key if key == "optimizer" else f"optimizer.{key}"
             build_optimizer(name, node, [nn.Parameter(torch.zeros(2, 2))])
+
+
+def _check_scheduler(node: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a schedule whose step() needs more than the step's number."""
+    if not node.get("_target_"):
+        return
+    target = locate(node["_target_"])
+    step = getattr(target, "step", None)
+    needed = [
+        name
+        for name, parameter in (signature(step).parameters if step else {}).items()
+        if name != "self" and parameter.default is Parameter.empty
+        and parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    if needed:
+        raise ConfigError(
+            f"scheduler: {node['_target_']} needs {', '.join(needed)} in each step(), and "
+            "schedules here follow the optimizer's steps, without a metric. Type "
+            "scheduler=cosine, scheduler=linear or scheduler=onecycle, or the _target_ of another torch.optim.lr_scheduler class; "
+            "train.early_stop=<evaluations> watches the validation."
+        )
 
 
 def embeddings(model: nn.Module) -> set[nn.Parameter]:

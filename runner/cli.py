@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from runner import torchrun
 from runner.argv import config_dir, rewrite, shadowed
@@ -96,6 +97,16 @@ def _whole(argv: Sequence[str]) -> Sequence[str]:
     return expand(argv)
 
 
+_COMPOSING = (
+    HydraException,
+    OmegaConfBaseException,
+    YAMLError,
+    ValueError,
+    OSError,
+    TypeError,
+)
+
+
 def _hydra(argv: Sequence[str]) -> int:
     """Hand the command to Hydra and turn what comes back into an exit status."""
     register_schema()
@@ -105,7 +116,7 @@ def _hydra(argv: Sequence[str]) -> int:
     status = 0
     try:
         hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(job)()
-    except (HydraException, OmegaConfBaseException, ValueError, OSError, TypeError) as error:
+    except _COMPOSING as error:
         complain(explain(error, argv))
         status = 2
     except RunnerError as error:

@@ -1,7 +1,7 @@
 """Hydra's and OmegaConf's complaints in our form: what you gave, what is allowed, what to type."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib.resources import files
@@ -17,6 +17,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
     ValidationError,
 )
+from yaml import YAMLError
 
 _EXTRAS = {
     "hydra/sweeper=optuna": "optuna",
@@ -38,12 +39,24 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
         return _unparsed(str(error.override), error)
+    if isinstance(error, YAMLError):
+        return _no_yaml(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"A config is not UTF-8 text ({error}). Save the yamls of --config-dir as UTF-8."
+    if found := _LIST.search(str(error)):
+        return f"{found[1]}.yaml holds a list. Write keys with values, as in `_target_: lab.Net`."
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return _unknown_key(cause, argv)
     if isinstance(cause, ValidationError):
         return _wrong_value(cause, argv)
     if isinstance(cause, InterpolationResolutionError):
+        if "optimizer.lr" in str(cause):
+            return (
+                f"{cause.full_key}: this optimizer is several, each with a rate of its own, and "
+                f"has no optimizer.lr. Type {cause.full_key}=<a rate for all of them>, or "
+                "scheduler=cosine, which scales each rate."
+            )
         return f"{cause.full_key}: {_first_line(cause)}. Give it a value: {cause.full_key}=<value>."
     if isinstance(error, OSError) and error.strerror:
         return (
@@ -53,6 +66,22 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(error, TypeError):  # Hydra's, of a group=[[x]]
         return f"The overrides do not compose ({error}). A group takes a name, as in model=mlp."
     return str(error).strip()
+
+
+_LIST = re.compile(r"In '([^']+)'.*Cannot merge DictConfig with ListConfig", re.DOTALL)
+
+
+def _no_yaml(error: YAMLError) -> str:
+    """A config file that is no YAML: its place, the reason and what to look at."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is None:
+        return f"A config is no YAML: {_first_line(error)}. Write plain text in UTF-8."
+    problem = getattr(error, "problem", None) or _first_line(error)
+    return (
+        f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: this is no YAML: {problem}. "
+        "Look there and in the line above: spaces, not tabs, before a key; a space after `:`; each "
+        "bracket and quote closed; no key twice."
+    )
 
 
 def _unparsed(override: str, error: Exception) -> str:
@@ -108,8 +137,9 @@ def _unknown_key(error: OmegaConfBaseException, argv: Sequence[str]) -> str:
     node = error.parent_node
     keys = [str(key) for key in node] if node is not None else []  # type: ignore[union-attr]
     prefix = f"{parent}." if parent else ""
-    near = get_close_matches(name, keys, 1, 0.5)
-    hint = f" Type {prefix}{near[0]}=<value>." if near else ""
+    near = [f"{prefix}{key}" for key in get_close_matches(name, keys, 1, 0.5)]
+    elsewhere = [] if name in near else _same_name(name, _root(node))
+    hint = _hint(elsewhere or near)
     known = ", ".join(f"{prefix}{key}" for key in keys) or "none"
     given = _typed(full, argv) or full
     if full.startswith("precision."):
@@ -117,12 +147,45 @@ def _unknown_key(error: OmegaConfBaseException, argv: Sequence[str]) -> str:
     return f"{given} is not known. Allowed: {known}.{hint}"
 
 
+_NAMES = {"learning_rate": "lr", "bs": "batch_size", "num_epochs": "epochs", "steps": "max_steps",
+          "workers": "num_workers", "wd": "weight_decay"}  # fmt: skip
+"""What other programs call some keys."""
+
+
+def _same_name(name: str, root: object) -> list[str]:
+    """Return the keys of a whole config whose last part is a name, for example `optimizer.lr`."""
+    wanted = _NAMES.get(name, name)
+    return [key for key in _keys("", root) if key.rpartition(".")[2] == wanted][:3]
+
+
+def _keys(prefix: str, node: object) -> Iterator[str]:
+    """Yield every dotted key of a config but Hydra's own."""
+    if not isinstance(node, DictConfig):
+        return
+    for key in node:
+        full = f"{prefix}.{key}" if prefix else str(key)
+        if full != "hydra":
+            yield full
+            yield from _keys(full, node._get_node(key))
+
+
+def _hint(keys: Sequence[str]) -> str:
+    """Return what to type in place of an unknown key; empty for nothing like it."""
+    typed = " or ".join(f"{key}=<value>" for key in keys)
+    return f" Type {typed}." if keys else ""
+
+
+def _root(node: Any) -> Any:
+    """Return the config that a node is in."""
+    while node is not None and node._get_parent() is not None:
+        node = node._get_parent()
+    return node
+
+
 def _precision_keys(full: str, error: OmegaConfBaseException, known: str) -> str:
     """Say whose keys are allowed under precision, and which precisions have the one that was
     given."""
-    root: Any = error.parent_node
-    while root is not None and root._get_parent() is not None:
-        root = root._get_parent()
+    root = _root(error.parent_node)
     option = OmegaConf.select(root, "precision.name") if isinstance(root, DictConfig) else None
     text = f"Allowed for precision={option or '<yours>'}: {known}."
     if having := precisions_with(full.removeprefix("precision.")):

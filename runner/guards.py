@@ -88,7 +88,7 @@ def alone_only(state: TrainState, train: TrainSpec) -> None:
         )
     if not state.strategy.shards:
         return
-    what = "complex weights" if state.complex else ""
+    what = "complex weights" if state.complex else "sparse gradients" if state.sparse else ""
     for driven in state.driven:
         if hasattr(driven.optimizer, "wide_embeddings"):
             what = f"the low-bit state of {type(driven.optimizer).__name__}"

@@ -188,7 +188,8 @@ class Stagnation:
 
     def _note(self, param: Tensor) -> None:
         assert param.grad is not None
-        self.pulled[id(param)] = self._held([param.grad])[0] != 0
+        grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        self.pulled[id(param)] = self._held([grad])[0] != 0
 
     def close(self) -> None:
         """Look no longer."""

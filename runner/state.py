@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from runner.precision.base import Precision
 from runner.precision.scale import HostFlag, Scale
+from runner.sparse import sparse_parameters
 from runner.strategy.base import Single, Strategy
 from runner.tasks.base import Task
 
@@ -86,6 +87,11 @@ class TrainState:
     @cached_property
     def complex(self) -> list[Tensor]:
         return [p for p in self.trainable if p.is_complex()]
+
+    @cached_property
+    def sparse(self) -> list[Tensor]:
+        """Parameters whose gradients are sparse."""
+        return [*sparse_parameters(self.plain_model).values()]
 
     @cached_property
     def takes_closure(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runner.precision.cast import cast_nest, widest
 from runner.precision.scale import HostFlag
+from runner.sparse import coalesce, values
 from runner.state import Driven, TrainState
 from runner.tasks.base import labels_of
 
@@ -107,6 +108,7 @@ def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) 
         total = loss.detach()
     else:
         total = _accumulate(state, micros, sizes)
+    coalesce(state.sparse)
     for p in state.complex:  # autograd leaves lazy conjugates, which optimizers cannot read
         p.grad = None if p.grad is None else p.grad.resolve_conj()
     return total
@@ -163,7 +165,7 @@ def _shares(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) ->
 
 
 def _grads(driven: Driven) -> list[Tensor]:
-    return [p.grad for p in driven.params if p.grad is not None]
+    return [values(p.grad) for p in driven.params if p.grad is not None]
 
 
 def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:

@@ -128,6 +128,7 @@ class TruePrecision(Precision):
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if self.storage is torch.float16:
+            check_line_search(self.name, optimizers)
             check_eps(self.name, optimizers)
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -150,6 +151,15 @@ def cpu_kernels(
         return "", nullcontext()
     kernels = resolve("float32_accumulate" if precision.emulated else choice, model)
     return kernels, float32_accumulate(half) if kernels != "native" else nullcontext()
+
+
+def check_line_search(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError for LBFGS on float16 weights."""
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ConfigError(
+            f"optimizer=lbfgs divides by products of gradients, which leave float16's range under "
+            f"precision={name}. Type precision=32-true, or optimizer=adamw optimizer.eps=1e-4."
+        )
 
 
 def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:

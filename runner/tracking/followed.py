@@ -60,10 +60,14 @@ class Followed:
 
     def waiting(self, store: str, patience: float) -> str:
         """What is said while the end of a run waits."""
-        state = f"no answer yet: {self.away}" if self.away else f"{self._share()} % is sent"
-        return (
-            f"Waiting for {store} to take the records ({state}), at most {patience:.0f} s in vain."
-        )
+        if self.away:
+            return (
+                f"Uploading the last records to {store}: no answer yet ({self.away}). Gives up "
+                f"after {patience:.0f} s without one; `python -m runner sync` then sends the rest."
+            )
+        share = self._share()
+        progress = f" ({share} % done)" if share else ""
+        return f"Uploading the last records to {store}{progress} ..."
 
     def _share(self) -> int:
         return 100 * self.offset // max(1, self.journal.stat().st_size)

@@ -23,7 +23,7 @@ _HURRY_SECONDS = 4.0
 """What a run that was told to stop waits at most: it has ten seconds, and other things to do."""
 _LEAST_SECONDS = 5.0
 """For a store that has been away for long already: time for one more try."""
-_SILENT_SECONDS = 2.0
+_SILENT_SECONDS = 5.0
 
 
 class WriterProcess:

@@ -38,6 +38,7 @@ LAYERS = (
         "result",
         "console",
         "optimizers",
+        "sparse",
         "adapter",
         "pretrained",
         "ledger",

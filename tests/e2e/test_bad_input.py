@@ -64,6 +64,20 @@ import pytest
         ("optimizer.lr=-1", ["torch.optim.AdamW refuses its arguments", "-1"]),
         ("optimizer=lbfgs precision=16-mixed", ["optimizer=lbfgs", "precision=16-mixed",
                                                 "Type precision=32-true"]),
+        ("optimizer=lbfgs precision=16-true", ["optimizer=lbfgs divides", "precision=16-true",
+                                               "Type precision=32-true"]),
+        ("scheduler=cosine scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau "
+         "~scheduler.T_max ~scheduler.eta_min",
+         ["ReduceLROnPlateau needs metrics in each step()", "Type scheduler=cosine"]),
+        ("optimizer=muon scheduler=onecycle", ["scheduler.max_lr: this optimizer is several",
+                                               "Type scheduler.max_lr="]),
+        ("batch_size=8", ["batch_size=8 is not known", "Type train.batch_size=<value>."]),
+        ("lr=0.1", ["Type optimizer.lr=<value>."]),
+        ("train.lr=0.1", ["train.lr=0.1 is not known", "Type optimizer.lr=<value>."]),
+        ("learning_rate=0.1", ["Type optimizer.lr=<value>."]),
+        ("epochs=3", ["Type train.epochs=<value>."]),
+        ("model.lr=3", ["model.lr=3 is not known", "Type optimizer.lr=<value>."]),
+        ("optimizer=muon lr=3", ["Type optimizer.matrices.lr=<value> or optimizer.rest.lr=<valu"]),
         ("precision=16-true", ["optimizer.eps=1e-08", "Type optimizer.eps=1e-4"]),
         ("precision=16-mixed precision.loss_scale.fixed=-1", ["fixed=-1", "above 0, or null"]),
         ("scheduler=cosine scheduler.T_max=x", ["scheduler.T_max=x is text", "a whole number"]),
@@ -96,6 +110,28 @@ def test_it_is_told(quick, typed, parts):
     for part in parts:
         assert part in done.stderr
     assert not list(Path().glob("outputs/runs/*/result.json"))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("_target_: lab.Net\nhidden: [1, 2\nmore: 3\n", ["bad.yaml, line 3, column 5: this is",
+                                                      "expected ',' or ']'", "bracket"]),
+        ("_target_: lab.Net\n\thidden: 1\n", ["line 2, column 1", "spaces, not tabs"]),
+        ("a: 1\na: 2\n", ["line 2, column 1", "found duplicate key a"]),
+        ("- a\n", ["model/bad.yaml holds a list", "keys with values"]),
+        ("a: '\udcff'\n", ["is not UTF-8 text"]),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_no_yaml(quick, tmp_path, text, parts):
+    folder = tmp_path / "conf" / "model"
+    folder.mkdir(parents=True)
+    (folder / "bad.yaml").write_bytes(text.encode(errors="surrogateescape"))
+    done = quick("--config-dir", "conf", "model=bad")
+    assert done.rc == 2, done
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_every_recorded_point_is_stored_exactly_once(ended, settled, ending):
 def test_nothing_of_mlflow_reaches_the_trainers_output(ended):
     _, outputs = ended
     lines = {line for output in outputs.values() for line in output.splitlines()}
-    ours = ("Waiting for sqlite", "The run is not stored completely in sqlite")
+    ours = ("Uploading the last records to sqlite", "The run is not stored completely in sqlite")
     assert {line for line in lines if not line.startswith(ours)} == {"ready"}
 
 

@@ -128,7 +128,9 @@ def test_a_killed_writer_is_replaced_and_nothing_is_lost_or_doubled(begin, store
         tracker.close("FINISHED")
     said = [record.getMessage() for record in caplog.records]
     assert sum("started again" in text for text in said) == 1
-    assert all("started again" in text or text.startswith("Waiting for") for text in said)
+    assert all(
+        "started again" in text or text.startswith("Uploading the last records to") for text in said
+    )
     assert store.run(tracker.run_id).info.status == "FINISHED"
     assert store.points(tracker.run_id, KEYS[0]) == expected(1200)
 
