@@ -74,7 +74,10 @@ def _run(
         out, resumed, spec, origin = was
     if spec.mode == "advise":
         raise ConfigError(LONE_ADVICE)
-    if problems := [*spec.problems(), *check_targets(spec)]:
+    problems = [*spec.problems()]
+    if spec.mode == "evaluate" and not problems:
+        spec, origin = _with_checkpoint(spec, origin)
+    if problems := [*problems, *check_targets(spec)]:
         raise ConfigError(*problems)
     torchrun.lies_in(out)
     out = folder_of(out, place)
@@ -115,7 +118,8 @@ def _made(
         ConfigError, Unavailable: as `run`.
     """
     accelerator = Accelerator(strategy.device(choose(spec.accelerator).device))
-    spec, origin = _completed(spec, origin)
+    if spec.mode == "replay":
+        spec, origin = as_its_run(spec, origin, kept.read(Path(spec.batch or "")))
     precision: Precision = build_group("precision", spec.precision)
     precision.require(accelerator.device)
     precision.require_strategy(strategy)
@@ -252,15 +256,6 @@ def _info(this: Run) -> RunInfo:
         info, continues=before, step=saved.content["step"],
         changes=resume.changes(spec, saved),
     )  # fmt: skip
-
-
-def _completed(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
-    """With what a mode takes from an earlier run."""
-    if spec.mode == "evaluate":
-        return _with_checkpoint(spec, origin)
-    if spec.mode == "replay":
-        return as_its_run(spec, origin, kept.read(Path(spec.batch or "")))
-    return spec, origin
 
 
 def _with_checkpoint(spec: RunSpec, origin: Origin) -> tuple[RunSpec, Origin]:
