@@ -328,7 +328,10 @@ def _own_model(saved: Saved, node: Mapping[str, Any]) -> str:
         keys = [k for k, value in theirs.items() if node.get(k) != value and "target" not in str(k)]
         if keys:
             words = [f"model.{key}={str(theirs[key]).replace(' ', '')}" for key in keys]
-            return f"The checkpoint's model has other values: type {typed(words)}."
+            return (
+                f"The checkpoint's model has other values: type {typed(words)}, or in "
+                "mode=evaluate leave model= out."
+            )
     return (
         "Take the checkpoint's own model: leave model= out in mode=evaluate, give it with "
         "init.weights."
