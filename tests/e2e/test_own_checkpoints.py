@@ -34,7 +34,12 @@ QUICK = ("--config-dir", "lab/conf", "data=tiny", "model=timm", "train.batch_siz
 @pytest.fixture
 def folder(main, tmp_path):
     """Of a run of timm's model with transformers' schedule."""
-    files = {"data.py": DATA, "conf/model/timm.yaml": TIMM, "conf/data/tiny.yaml": ROWS}
+    files = {
+        "__init__.py": "",
+        "data.py": DATA,
+        "conf/model/timm.yaml": TIMM,
+        "conf/data/tiny.yaml": ROWS,
+    }
     for name, text in files.items():
         path = tmp_path / "lab" / name
         path.parent.mkdir(parents=True, exist_ok=True)
