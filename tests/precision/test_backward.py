@@ -137,7 +137,9 @@ def test_an_island_inside_a_checkpointed_block(name, reentrant, island):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["64-true", "bf16-true", "bf16-mixed", "transformer-engine-current"])
+@pytest.mark.parametrize(
+    "name", ["64-true", "bf16-true", "bf16-mixed", "transformer-engine-current"]
+)
 def test_a_checkpointed_block_inside_an_island(name, reentrant):
     keep = {"keep_fp32": ["body"]}
 
@@ -248,7 +250,8 @@ class Field(nn.Module):
         with torch.enable_grad():  # an evaluation runs without
             x = x.detach().requires_grad_()
             y = self.body(x)
-            slope = torch.autograd.grad(y.sum(), x, create_graph=self.create_graph)[0]
+            total, graph = y.sum(), {"create_graph": self.create_graph}
+            slope = torch.autograd.grad(total, x, retain_graph=True, **graph)[0]
         return self.head(y + 10 * slope)
 
 
@@ -269,9 +272,75 @@ def test_gradients_of_gradients_are_those_of_float64(name):
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)
+def test_first_derivatives_in_a_forward_are_for_all(name):
+    assert gradients(load(name), made(Field, False), batches())
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
 def test_layers_with_first_derivatives_refuse_gradients_of_gradients(name):
     with pytest.raises(ConfigError, match=r"Type precision.ignore_modules=\["):
         gradients(load(name), made(Field), batches())
     ignored = load(name, ignore_modules=["*body*"])
     exact = norms(gradients(load("64-true"), made(Field), batches()))
     assert norms(gradients(ignored, made(Field), batches())).allclose(exact, rtol=0.1)
+
+
+OWN = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Net(nn.Module):
+    def __init__(self, twice, **sizes):
+        super().__init__()
+        self.into, self.twice = nn.Linear(64, 32), twice
+        self.body, self.head = nn.Sequential(nn.Linear(32, 32), nn.Tanh()), nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.into(x.flatten(1))
+        if not self.twice:
+            return self.head(checkpoint(self.body, x, use_reentrant=False))
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.requires_grad_()
+            y = self.body(x)
+            return self.head(y + torch.autograd.grad(y.sum(), x, create_graph=True)[0])
+"""
+
+
+@pytest.fixture
+def run(main, tmp_path):
+    """Two steps of a model of the user's own."""
+    (tmp_path / "own.py").write_text(OWN)
+
+    def run(precision, twice):
+        emulated = precision.startswith(("float8", "transformer-engine"))
+        return main(
+            "model._target_=own.Net", f"+model.twice={twice}", "data=synthetic_images",
+            "data.shape=[1,8,8]", "data.count=64", "tracking=none", "train.max_steps=2",
+            f"precision={precision}", *(["precision.emulate=true"] if emulated else []),
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("precision", "twice", "typed"),
+    [
+        ("transformer-engine", "false", "Type precision=transformer-engine-current, or"),
+        ("transformer-engine-current", "true", "Type precision.ignore_modules=[<its layers>]"),
+        ("float8-tensorwise", "true", "Type precision.ignore_modules=[<its layers>]"),
+        ("bnb-int8-training", "true", "Type precision.ignore_modules=[<its layers>]"),
+    ],
+)
+def test_a_run_stops_with_one_message(run, precision, twice, typed):
+    done = run(precision, twice)
+    assert done.rc == 2, done
+    assert typed in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_a_run_with_gradients_of_gradients_trains_and_evaluates(run, precision):
+    done = run(precision, "true")
+    assert done.rc == 0, done.stderr
