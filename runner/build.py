@@ -244,7 +244,8 @@ def _check_scheduler(node: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"scheduler: {node['_target_']} needs {', '.join(needed)} in each step(), and "
             "schedules here follow the optimizer's steps, without a metric. Type "
-            "scheduler=cosine, scheduler=linear or scheduler=onecycle, or the _target_ of another torch.optim.lr_scheduler class; "
+            "scheduler=cosine, scheduler=linear or scheduler=onecycle, or the _target_ of another "
+            "torch.optim.lr_scheduler class; "
             "train.early_stop=<evaluations> watches the validation."
         )
 

@@ -359,3 +359,20 @@ def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
     loop = Loop()
     loop.run()
     assert loop.rests[1] < REST * 0.01
+
+
+@pytest.mark.parametrize(
+    ("sent", "away", "told"),
+    [
+        (0, None, "Uploading the last records to mlruns ..."),
+        (25, None, "Uploading the last records to mlruns (25 % done) ..."),
+        (0, "refused", "Uploading the last records to mlruns: no answer yet (refused). Gives up "
+                       "after 60 s without one; `python -m runner sync` then sends the rest."),
+    ],
+)  # fmt: skip
+def test_what_is_said_while_the_last_records_are_uploaded(tmp_path, sent, away, told):
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text("x" * 100)
+    followed = Followed(journal)
+    followed.offset, followed.away = sent, away
+    assert followed.waiting("mlruns", 60.0) == told
