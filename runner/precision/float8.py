@@ -216,7 +216,8 @@ class _Float8:
             input = input.to(torch.get_autocast_dtype(kind))
         # The library asks CUDA's autocast only, whatever the device, through a deprecated call.
         with torch.autocast(kind, enabled=False):
-            return first_order(padded(self._product, input, MULTIPLE))
+            # The library cannot clone a transposed tensor that it has scaled by rows.
+            return first_order(padded(self._product, input.contiguous(), MULTIPLE))
 
     def _product(self, input: Tensor) -> Tensor:
         return super().forward(input)  # type: ignore[misc]
