@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from omegaconf import OmegaConf
@@ -52,7 +53,22 @@ def needs(name: str) -> str:
             if found := error.what.partition("needs ")[2].partition(";")[0].removeprefix("an "):
                 return found
             lacking.append(called)
+    if not runs_on_turing(name):
+        lacking.append("an NVIDIA GPU before Ampere")
     return f"any device but {' or '.join(lacking)}" if lacking else "any device"
+
+
+def runs_on_turing(name: str) -> bool:
+    """Whether require() passes for an NVIDIA GPU of compute capability 7.5."""
+    with (
+        patch("torch.cuda.get_device_capability", return_value=(7, 5)),
+        patch("torch.cuda.get_device_name", return_value="Tesla T4"),
+    ):
+        try:
+            load(name).require(torch.device("cuda"))
+        except Unavailable:
+            return False
+    return True
 
 
 def measured() -> str:
