@@ -101,14 +101,14 @@ class Linear4bit(bnb.nn.Linear4bit):
         module.quant_state = None  # type: ignore[assignment]
         module.weight = weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        rows, state = x.to(self.compute_dtype), self.weight.quant_state  # type: ignore[attr-defined]
-        if x.device.type == "cpu":
+        rows, state = input.to(self.compute_dtype), self.weight.quant_state  # type: ignore[attr-defined]
+        if input.device.type == "cpu":
             made = _Product4bit.apply(rows, self.weight, state, bias)
         else:
             made = bnb.matmul_4bit(rows, self.weight, quant_state=state, bias=bias)
-        return made.to(x.dtype)  # type: ignore[union-attr]
+        return made.to(input.dtype)  # type: ignore[union-attr]
 
     def unpacked_weight(self) -> Tensor:
         """Return the weight that the codes stand for, in the dtype that it was packed from: its

@@ -102,13 +102,13 @@ class Plain4bit(nn.Module):
         _become(module, cls, codes=codes, scales=scales.float(), table=state.code.float())
         module.shape, module.block = shape, block
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         count = self.shape[0] * self.shape[1]
         codes = torch.stack((self.codes >> 4, self.codes & 15), -1).view(-1)[:count]
         each = self.scales.repeat_interleave(self.block)[:count]
         weight = (self.table[codes.int()] * each).view(self.shape).to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        return F.linear(x.to(self.compute_dtype), weight, bias).to(x.dtype)
+        return F.linear(input.to(self.compute_dtype), weight, bias).to(input.dtype)
 
 
 class Plain8bit(nn.Module):
@@ -133,13 +133,13 @@ class Plain8bit(nn.Module):
             codes, largest = module.weight.data, module.SCB
         _become(module, cls, codes=codes, largest=largest)
 
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            rows = x.reshape(-1, x.shape[-1]).to(self.compute_dtype)
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast(input.device.type, enabled=False):
+            rows = input.reshape(-1, input.shape[-1]).to(self.compute_dtype)
             made = self._product(rows)
             if self.bias is not None:
                 made = made + self.bias.to(self.compute_dtype)
-            return made.view(*x.shape[:-1], self.codes.shape[0]).to(x.dtype)
+            return made.view(*input.shape[:-1], self.codes.shape[0]).to(input.dtype)
 
     def _product(self, rows: Tensor) -> Tensor:
         """Rows as int8 by way of float16, times a power of two that brings them into its range;
@@ -186,14 +186,14 @@ class PlainFloat8(nn.Module):
         codes, scale = _to_float8(matrix(module).detach(), config.cast_config_weight, config)
         _become(module, cls, codes=codes, scale=scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
         if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
+            input = input.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            codes, scale = _to_float8(x, self.config.cast_config_input, self.config)
+            codes, scale = _to_float8(input, self.config.cast_config_input, self.config)
             weight = self.codes.float() / self.scale
-            made = ((codes.float() / scale) @ weight.t()).to(x.dtype)
+            made = ((codes.float() / scale) @ weight.t()).to(input.dtype)
             return made if self.bias is None else made + self.bias.to(made.dtype)
 
 
