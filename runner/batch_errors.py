@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
-from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from runner.precision.base import Precision
+from runner.precision_errors import failing_module, precision_advice
 from runner.tasks.base import Task
 from runner.tasks.classification import Classification
 from runner.tasks.language import Language
@@ -38,6 +39,7 @@ class Failure:
         error: what was raised.
         model: as it was built and converted.
         task: of the run.
+        precision: of the run.
         names: the options of `model`, `data`, `task` and `precision`.
         inputs: of the batch, as the data set yields them.
         target: of the batch.
@@ -47,6 +49,7 @@ class Failure:
     error: Exception
     model: nn.Module
     task: Task
+    precision: Precision
     names: Mapping[str, str]
     inputs: Any
     target: Any
@@ -69,19 +72,17 @@ class Failure:
 
     def module(self) -> str:
         """The innermost module whose forward raised, as `layers.0 (Linear)`; empty for none."""
-        named = {id(module): name for name, module in self.model.named_modules()}
-        found = ""
-        for frame, _ in walk_tb(self.error.__traceback__):
-            owner = frame.f_locals.get("self")
-            if id(owner) in named and isinstance(owner, nn.Module):
-                found = f"{named[id(owner)] or 'the model itself'} ({type(owner).__name__})"
-        return found
+        found = failing_module(self.error, self.model)
+        if found is None:
+            return ""
+        return f"{found[0] or 'the model itself'} ({type(found[1]).__name__})"
 
 
 def explain(failure: Failure) -> str:
     """Return the message for a failure: what failed on which batch, and what to change."""
     names = failure.names
-    advice = next(text(failure) for applies, text in RULES if applies(failure))
+    advice = precision_advice(failure.error, failure.model, failure.precision)
+    advice = advice or next(text(failure) for applies, text in RULES if applies(failure))
     return (
         f"model={names['model']} fails on the first batch of data={names['data']} (inputs "
         f"{_kind(failure.inputs)}) with task={names['task']}: {type(failure.error).__name__}: "

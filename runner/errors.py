@@ -52,6 +52,12 @@ class DataError(RunnerError):
     exit_status = 1
 
 
+class ModelError(RunnerError):
+    """The model or the loss fails after the run has trained. Exit status 1."""
+
+    exit_status = 1
+
+
 class Diverged(RunnerError):
     """A guard stopped the run for its numbers. The run has left its result."""
 

@@ -15,11 +15,12 @@ from runner.data.checks import label_problem, no_label_counts, problems
 from runner.data.loading import Loader
 from runner.data.samples import of_step, targets
 from runner.data.workers import PREFETCH, failure, raised
-from runner.errors import ConfigError, DataError, Diverged, RunnerError
+from runner.errors import ConfigError, DataError, Diverged, ModelError, RunnerError
 from runner.isolation import set_streams, streams
 from runner.kept import keep, near
 from runner.memory_error import is_out_of_memory
 from runner.observers.guard import Guard
+from runner.precision_errors import precision_advice
 from runner.records import StepRecord
 from runner.result import FILE, RunResult
 from runner.spec import TrainSpec
@@ -116,7 +117,7 @@ def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:
             if is_out_of_memory(error):
                 raise
             failure = batch_errors.Failure(
-                error, state.plain_model, this.task, names, inputs, target, outputs
+                error, state.plain_model, this.task, this.precision, names, inputs, target, outputs
             )
             raise ConfigError(f"{batch_errors.explain(failure)} {this.traceback()}") from error
     if problem := batch_errors.loss_problem(loss, names["task"]):
@@ -150,12 +151,15 @@ def diverged(this: "Run", result: RunResult) -> NoReturn:
 
 @contextmanager
 def mishaps(this: "Run", state: TrainState, loaders: tuple[Loader, Loader]) -> Iterator[None]:
-    """Context around the loop: labels that are no class and processes that die are told with the
-    step and its samples.
+    """Context around the loop: labels that are no class, processes that die and operations that
+    the precision lacks are told with the step. The traceback is in error.txt.
 
     Raises:
-        DataError: in place of them; their traceback is in error.txt.
+        DataError: in place of what the data causes.
+        ConfigError: in place of what the precision or a missing gradient causes; ModelError where
+            steps have been trained before.
     """
+    begun = state.step
     try:
         yield
     except RunnerError:
@@ -164,10 +168,26 @@ def mishaps(this: "Run", state: TrainState, loaders: tuple[Loader, Loader]) -> I
         this.signals.check()  # an interrupt reaches the processes that load data, too
         if batch_errors.lacks_gradient(error):
             raise ConfigError(f"{_no_gradient(state, loaders[1])} {this.traceback()}") from error
+        if advice := precision_advice(error, state.plain_model, this.precision):
+            kind = ConfigError if state.step <= begun + 1 else ModelError
+            raise kind(
+                f"{_failing_step(this, state, error)} {advice} {this.traceback()}"
+            ) from error
         told = _told(this, state, loaders, error)
         if told is None:
             raise
         raise DataError(f"{told}\n{this.traceback()}".rstrip()) from error
+
+
+def _failing_step(this: "Run", state: TrainState, error: Exception) -> str:
+    """What failed when, and the error's own text."""
+    model = this.origin.chosen("model", this.spec.model)
+    when = "step" if state.model.training else "the evaluation after step"
+    text = str(error).strip().rstrip(".")
+    return (
+        f"model={model} fails in {when} {state.step} with precision={this.precision.name}: "
+        f"{type(error).__name__}: {text}."
+    )
 
 
 def _no_gradient(state: TrainState, loader: Loader) -> str:

@@ -54,8 +54,9 @@ def materialize(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
         shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
         raise ConfigError(
             f"model: the lazy layers {_names(model)} take their sizes from a first forward, which "
-            f"fails on inputs {shape}: {type(error).__name__}: {error} Choose model= and data= "
-            "that fit, or give these layers their sizes."
+            f"fails on inputs {shape}: {type(error).__name__}: {error}. Give these "
+            "layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= whose "
+            "examples the model takes."
         ) from error
     if any(map(is_lazy, _tensors(model))):
         raise ConfigError(

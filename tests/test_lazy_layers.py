@@ -140,7 +140,7 @@ REFUSED = {
     ),
     "data that do not fit": (
         {"data": "dicts", "meta": None},
-        r"lazy layers 0, 1, 4 and 1 more .* fails on inputs dict: .*Choose model= and data=",
+        r"lazy layers 0, 1, 4 and 1 more .* fails on inputs dict: .*Give these layers their sizes",
     ),
     "a layer that is not called": (
         {"model": "Aside"}, r"lazy layers aside are not called by a forward in evaluation mode"

@@ -65,6 +65,7 @@ LAYERS = (
     {"resume", "restore"},
     {
         "batch_errors",
+        "precision_errors",
         "context",
         "describe",
         "evaluate",

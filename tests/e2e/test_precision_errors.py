@@ -1,0 +1,394 @@
+"""Models that a precision, or PyTorch's kernels for it, cannot run: one message that names what
+works, and what it names then trains."""
+
+import re
+
+import pytest
+
+NETS = '''
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchvision.models.swin_transformer import SwinTransformer
+
+
+class Op(nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def forward(self, h):
+        return getattr(self, self.op)(h)
+
+    def inverse(self, h):
+        m = h.view(-1, 8, 8)
+        return torch.linalg.inv(m @ m.mT + torch.eye(8, dtype=m.dtype)).flatten(1)
+
+    def cholesky(self, h):
+        m = h.view(-1, 8, 8)
+        return torch.linalg.cholesky(m @ m.mT + torch.eye(8, dtype=m.dtype)).flatten(1)
+
+    def distances(self, h):
+        return torch.cdist(h, h).mean(1, keepdim=True) + h
+
+    def mask(self, h):
+        return h * h.masked_fill(h > 5, -1e9).softmax(-1)
+
+    def train_mask(self, h):
+        return self.mask(h) if self.training else h
+
+    def train_fft(self, h):
+        return torch.fft.irfft(torch.fft.rfft(h), n=64) if self.training else h
+
+    def late_fft(self, h):
+        self.calls = getattr(self, "calls", 0) + self.training
+        return self.train_fft(h) if self.calls > 1 else h
+
+    def numpy(self, h):
+        return h + torch.from_numpy(h.numpy() * 0)
+
+    def detached(self, h):
+        return h + torch.from_numpy(h.detach().numpy() * 0)
+
+
+class Ops(nn.Sequential):
+    def __init__(self, op):
+        super().__init__()
+        self.add_module("flat", nn.Flatten())
+        self.add_module("layer", nn.Linear(64, 64))
+        self.add_module("op", Op(op))
+        self.add_module("head", nn.Linear(64, 10))
+
+
+class Blocks(nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        parts = ({"layer": nn.Linear(64, 64), "op": Op(op)} for _ in range(2))
+        self.blocks = nn.ModuleList(map(nn.ModuleDict, parts))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        h = x.flatten(1)
+        for block in self.blocks:
+            h = block["op"](block["layer"](h))
+        return self.head(h)
+
+
+class Inline(nn.Module):
+    """The operation is in the model's own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        h = self.layer(x.flatten(1))
+        return self.head(torch.fft.irfft(torch.fft.rfft(h), n=64))
+
+
+class Widened(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(self.layer(x.flatten(1)).float())
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x ** 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.fft.irfft(torch.fft.rfft(grad), n=64)
+
+
+class Backward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(Cube.apply(self.layer(x.flatten(1))))
+
+
+class Spectral(nn.Module):
+    """The layer of a Fourier neural operator: [B, C, T] to the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, 5, dtype=torch.complex64) / 8)
+
+    def forward(self, x):
+        modes = torch.einsum("bcf,cof->bof", torch.fft.rfft(x), self.weight)
+        return torch.fft.irfft(modes, n=x.shape[-1])
+
+
+class Operator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift, self.spectral, self.head = nn.Conv1d(8, 4, 1), Spectral(), nn.Linear(32, 10)
+
+    def forward(self, x):
+        h = self.lift(x.squeeze(1))
+        return self.head((h + self.spectral(h)).flatten(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(self.rnn(x.flatten(1, 2))[0][:, -1])
+
+
+class Built(nn.Module):
+    """A model in the dtype of its constructor."""
+
+    def __init__(self, dtype="float32"):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.layer, self.head = nn.Linear(256, 64), nn.Linear(64, 10)
+        self.to(getattr(torch, dtype))
+
+    def forward(self, x):
+        return self.head(self.layer(self.norm(self.conv(x)).flatten(1)).relu())
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.layer, self.head = nn.LazyConv2d(4, 3), nn.LazyLinear(64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(self.layer(self.conv(x).flatten(1)))
+
+
+class Keyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(input=self.layer(input=x.flatten(1)))
+
+
+class Swin(SwinTransformer):
+    """torchvision's, whose attention reads the weights of its linear layers."""
+
+    def __init__(self):
+        super().__init__([2, 2], 16, [1, 1], [1, 2], [4, 4], num_classes=10)
+
+    def forward(self, x):
+        return super().forward(F.interpolate(x, size=16).expand(-1, 3, -1, -1))
+
+
+class Pair(Keyword):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Two(Keyword):
+    def forward(self, a, b):
+        return super().forward(a) + b
+
+
+class Cut(Keyword):
+    def forward(self, x):
+        return super().forward(x).detach()
+'''
+TASKS = """
+import torch
+from runner.tasks.classification import Classification
+
+
+class NumpyLoss(Classification):
+    def loss(self, output, target):
+        return super().loss(output + torch.from_numpy(output.numpy() * 0), target)
+"""
+
+
+@pytest.fixture
+def strange(main, tmp_path):
+    """A tiny run of one of the models above."""
+    folder = tmp_path / "strange"
+    (folder / "conf" / "model").mkdir(parents=True)
+    (folder / "nets.py").write_text(NETS)
+    (folder / "tasks.py").write_text(TASKS)
+    (folder / "conf" / "model" / "net.yaml").write_text("_target_: strange.nets.Ops\n")
+
+    def run(net, *words):
+        name, *keys = net.split()
+        return main(
+            "--config-dir",
+            "strange/conf",
+            "model=net",
+            f"model._target_=strange.nets.{name}",
+            *keys,
+            "train.max_steps=2",
+            "train.batch_size=4",
+            "tracking=none",
+            *words,
+        )
+
+    return run
+
+
+TRUE16 = "precision=16-true optimizer.eps=1e-3"
+FP8 = "precision=transformer-engine precision.emulate=true"
+NO_KERNEL = "no such operation in half precision on cpu"
+KEEP_OP = "precision.keep_fp32=[op]"
+KEEP_SPECTRAL = "precision.keep_fp32=[spectral]"
+
+FAILING = [
+    (
+        "Ops +model.op=inverse",
+        "precision=bf16-true",
+        ["It fails in op (Op), nets.py, line 1", NO_KERNEL, KEEP_OP, "precision=bf16-mixed"],
+    ),
+    ("Ops +model.op=cholesky", TRUE16, [NO_KERNEL, KEEP_OP, "precision=16-mixed"]),
+    ("Ops +model.op=distances", FP8, [NO_KERNEL, KEEP_OP]),
+    ("Blocks +model.op=inverse", "precision=bf16-true", ["precision.keep_fp32=[blocks.*.op]"]),
+    (
+        "Blocks +model.op=inverse",
+        "precision=bf16-true precision.keep_fp32=[head]",
+        ["precision.keep_fp32=[head,blocks.*.op]"],
+    ),
+    ("Operator", "precision=bf16-true", [KEEP_SPECTRAL, "precision=bf16-mixed"]),
+    ("Operator", TRUE16, [KEEP_SPECTRAL, "precision=16-mixed"]),
+    (
+        "Inline",
+        "precision=bf16-true",
+        [
+            "It fails in Inline, nets.py",
+            "Type precision=bf16-mixed",
+            "in Inline.forward, give the operation x.float()",
+        ],
+    ),
+    (
+        "Widened",
+        "precision=bf16-true",
+        ["Tensors of two dtypes meet there", "precision.keep_fp32=[head]"],
+    ),
+    ("Widened", "precision=64-true", ["Leave out .float() and dtype= in the forward that calls"]),
+    (
+        "Ops +model.op=mask",
+        TRUE16,
+        [
+            "beyond the range of float16, which ends at 65504",
+            KEEP_OP,
+            "torch.finfo(x.dtype).min",
+            "precision=bf16-true",
+        ],
+    ),
+    ("Ops +model.op=mask", "precision=16-mixed", [KEEP_OP, "precision=bf16-mixed"]),
+    ("Ops +model.op=detached", "precision=bf16-mixed", ["NumPy has no bfloat16", KEEP_OP]),
+    (
+        "Recurrent",
+        "precision=16-mixed precision.cpu_float16=native",
+        ["It fails in rnn (LSTM)", "Type precision.cpu_float16="],
+    ),
+    (
+        "Built +model.dtype=float64",
+        "precision=bnb-nf4",
+        [
+            "leaves what it does not convert as the model was built, here float64 (conv.weight",
+            "computes in bfloat16",
+            "end its constructor with self.float()",
+        ],
+    ),
+    (
+        "Built +model.dtype=float16",
+        "precision=bnb-int8",
+        ["here float16", "or type precision.compute_dtype=float16"],
+    ),
+    (
+        "Built +model.dtype=bfloat16",
+        "precision=bnb-int8-training precision.compute_dtype=float32",
+        ["here bfloat16", "or type precision.compute_dtype=bfloat16"],
+    ),
+    ("Built +model.dtype=float16", "precision=bf16-mixed", ["Build the model in float32"]),
+    ("Ops +model.op=train_mask", "precision=16-mixed", ["fails in step 1 with", KEEP_OP]),
+    ("Ops +model.op=train_fft", "precision=bf16-true", ["fails in step 1 with", KEEP_OP]),
+    (
+        "Ops +model.op=numpy",
+        "precision=32-true",
+        ["fails in step 1 with", "have no gradient", "x.detach().float().cpu().numpy()"],
+    ),
+    ("Ops +model.op=numpy", "precision=bnb-nf4", ["have no gradient"]),
+    (
+        "Keyword",
+        "task._target_=strange.tasks.NumpyLoss",
+        ["It fails outside the model's forward, tasks.py, line 8", "have no gradient"],
+    ),
+    ("Backward", "precision=bf16-true", ["fails in step 1 with", "nets.py, line", NO_KERNEL]),
+    ("Pair", "precision=bnb-nf4", ["The model returns a tuple of 2", "`return output[0]`"]),
+    ("Two", "precision=bnb-int8", ["Two.forward takes (a, b)"]),
+    ("Cut", FP8, ["has no gradient, so nothing can train"]),
+]
+
+
+@pytest.mark.parametrize(("net", "typed", "parts"), FAILING)
+def test_what_a_precision_cannot_run_is_told(strange, net, typed, parts):
+    done = strange(net, *typed.split())
+    assert done.rc == 2, done
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "that fit" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+TRAINING = [
+    ("Ops +model.op=cholesky", f"{TRUE16} {KEEP_OP}"),
+    ("Ops +model.op=cholesky", "precision=16-mixed"),
+    ("Ops +model.op=inverse", "precision=bf16-mixed"),
+    ("Ops +model.op=distances", f"{FP8} {KEEP_OP}"),
+    ("Blocks +model.op=inverse", "precision=bf16-true precision.keep_fp32=[blocks.*.op]"),
+    ("Operator", f"precision=bf16-true {KEEP_SPECTRAL}"),
+    ("Operator", f"{TRUE16} {KEEP_SPECTRAL}"),
+    ("Inline", "precision=bf16-mixed"),
+    ("Widened", "precision=bf16-true precision.keep_fp32=[head]"),
+    ("Ops +model.op=mask", f"precision=16-mixed {KEEP_OP}"),
+    ("Ops +model.op=mask", "precision=bf16-true"),
+    ("Ops +model.op=detached", f"precision=bf16-mixed {KEEP_OP}"),
+    ("Recurrent", "precision=16-mixed precision.cpu_float16=float32_accumulate"),
+    ("Built +model.dtype=float16", "precision=bnb-nf4 precision.compute_dtype=float16"),
+    ("Built +model.dtype=bfloat16", "precision=bnb-int8"),
+    ("Built +model.dtype=float64", "precision=bf16-mixed"),
+    ("Built +model.dtype=float16", FP8),
+    ("Lazy", "precision=bnb-nf4"),
+    ("Lazy", "precision=bnb-int8 mode=plan"),
+    ("Keyword", "precision=bnb-fp4-dq"),
+    ("Keyword", "precision=bnb-int8"),
+    ("Keyword", "precision=bnb-int8-training"),
+    ("Keyword", FP8),
+    ("Keyword", "precision=float8-rowwise precision.emulate=true"),
+]
+
+
+@pytest.mark.parametrize(("net", "typed"), TRAINING)
+def test_what_the_messages_name_runs(strange, net, typed):
+    done = strange(net, *typed.split())
+    assert done.rc == 0, done
+
+
+@pytest.mark.parametrize("precision", ["bnb-nf4", "bnb-int8"])
+def test_a_model_that_reads_its_converted_weights_trains_with_those_as_they_were(
+    strange, precision
+):
+    done = strange("Swin", f"precision={precision}")
+    assert done.rc == 0, done
+    assert re.search(
+        r"attn\.qkv.*the model reads its weight and passes its forward by", done.stdout
+    )
+
+
+def test_what_fails_after_steps_were_trained_is_a_failed_run(strange):
+    done = strange("Ops +model.op=late_fft", "precision=bf16-true")
+    assert done.rc == 1, done
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "fails in step 2 with precision=bf16-true" in done.stderr
+    assert KEEP_OP in done.stderr
