@@ -101,7 +101,8 @@ class Linear4bit(bnb.nn.Linear4bit):
         module.quant_state = None  # type: ignore[assignment]
         module.weight = weight
 
-    def forward(self, input: Tensor) -> Tensor:
+    # The library names it x; a model may call nn.Linear with `input=`.
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         rows, state = input.to(self.compute_dtype), self.weight.quant_state  # type: ignore[attr-defined]
         if input.device.type == "cpu":
