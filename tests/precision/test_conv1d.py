@@ -297,7 +297,7 @@ def test_a_trained_gpt2_resumes_bit_by_bit_and_evaluates_in_every_precision(name
     "name", ["32-true", "bf16-true", "transformer-engine-current", "float8-rowwise", *PACKED]
 )
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
-def test_lora_of_gpt2_trains_its_additions_and_evaluates_merged(name, tie, tmp_path):
+def test_lora_of_gpt2_trains_its_additions_and_evaluates_with_them(name, tie, tmp_path):
     run = spec(LORA, tie)
     plain, _ = made(name, spec(tie=tie))
     start, _ = made(name, run)
@@ -312,8 +312,8 @@ def test_lora_of_gpt2_trains_its_additions_and_evaluates_merged(name, tie, tmp_p
     for other in ("32-true", "bf16-mixed"):
         precision = load(other)
         model = restore_model(run, precision, CPU, saved).model
-        assert not any("lora_" in key for key in model.state_dict())
-        assert model.state_dict()["gpt.transformer.h.0.attn.c_attn.weight"].shape == (64, 192)
+        additions = [key for key in model.state_dict() if "lora_" in key]
+        assert len(additions) == (0 if name.startswith("bnb-") else 2 * layers)  # else merged
         found = evaluated(model, precision)
         assert found == pytest.approx(evaluated(state.model, state.precision), rel=0.02)
 

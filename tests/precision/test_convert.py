@@ -269,7 +269,7 @@ def test_islands_and_what_is_inside_them_are_left():
 
 def test_a_root_that_is_an_island_leaves_nothing():
     message = refused(pair(), islands=[""])
-    assert "2 Linear (24 weights): kept in float32 by precision.keep_fp32" in message
+    assert "0, 1 (Linear, 24 weights): kept in float32 by precision.keep_fp32" in message
 
 
 def test_a_pattern_that_matches_nothing_is_told():
@@ -322,7 +322,7 @@ def test_nothing_to_convert_is_an_error_that_says_why():
     )
     message = refused(nn.Sequential(*(Scaled(4, 4) for _ in range(6)), nn.Conv2d(1, 2, 3)))
     assert (
-        "nothing of the model's 114 matrix weights: 6 Scaled (96 weights): Scaled has a forward of "
+        "nothing of the model's 114 matrix weights: 6 Scaled (0, 1, 2, 3, …, 96 weights): Scaled has a forward of "
         "its own; 6 (Conv2d, 18 weights): precision=made-up converts linear layers only. Type"
     ) in message
     many = nn.Sequential(*(type(f"Own{i}", (Scaled,), {})(4, 4) for i in range(6)))
