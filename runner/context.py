@@ -144,7 +144,7 @@ def result_of(this: Run, summary: dict[str, Any], seconds: float) -> RunResult:
         group=origin.group(spec),
         seed=spec.seed,
         overrides=origin.overrides,
-        left_out=origin.left_out,
+        left_out=[*origin.left_out],
         model=origin.chosen("model", spec.model),
         data=origin.chosen("data", spec.data),
         device=this.device_name,

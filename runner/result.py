@@ -84,7 +84,7 @@ class RunResult:
     experiment: str = ""
     dashboard: str | None = None
     diverged: bool = False
-    left_out: Sequence[str] = ()
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def objective(self) -> float:

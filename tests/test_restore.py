@@ -28,7 +28,7 @@ OPTIMIZERS = {
         "optimizer._target_=torch.optim.RMSprop",
         "~optimizer.dampening",
         "~optimizer.nesterov",
-        "+optimizer.eps=1e-4",
+        "+optimizer.eps=1e-3",
     ),
     "muon": ("optimizer=muon", "optimizer.rest.eps=1e-4"),
     "adam8bit": ("optimizer=adam8bit",),

@@ -322,8 +322,9 @@ def test_nothing_to_convert_is_an_error_that_says_why():
     )
     message = refused(nn.Sequential(*(Scaled(4, 4) for _ in range(6)), nn.Conv2d(1, 2, 3)))
     assert (
-        "nothing of the model's 114 matrix weights: 6 Scaled (0, 1, 2, 3, …, 96 weights): Scaled has a forward of "
-        "its own; 6 (Conv2d, 18 weights): precision=made-up converts linear layers only. Type"
+        "nothing of the model's 114 matrix weights: 6 Scaled (0, 1, 2, 3, …, 96 weights): Scaled "
+        "has a forward of its own; 6 (Conv2d, 18 weights): precision=made-up converts linear "
+        "layers only. Type"
     ) in message
     many = nn.Sequential(*(type(f"Own{i}", (Scaled,), {})(4, 4) for i in range(6)))
     assert "3 (Own3, 16 weights): Own3 has a forward of its own; and 2 more. Type" in refused(many)
