@@ -25,8 +25,9 @@ class Adapter(ABC):
     """What changes a model after its conversion and before its optimizer."""
 
     @abstractmethod
-    def add(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Freeze the model and add what trains, in this dtype; the function stays the same."""
+    def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
+        """Freeze the model and add what trains, in this dtype; the function stays the same.
+        Nothing is added to `bypassed`, names of layers whose forward the model passes by."""
 
     @abstractmethod
     def merge(self, model: nn.Module) -> None:
@@ -82,13 +83,13 @@ class Lora(Adapter):
         self.rank, self.alpha, self.dropout = rank, alpha, dropout
         self.modules, self.train = modules, train
 
-    def add(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
         with quiet():
             from peft import LoraConfig, inject_adapter_in_model
 
         names = [name for name, _ in model.named_modules()]
         trained = select("adapter.train", self.train, names)
-        chosen = self._chosen(model, names)
+        chosen = self._chosen(model, names, bypassed)
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
@@ -104,7 +105,9 @@ class Lora(Adapter):
         for parameter in full:
             parameter.requires_grad_(True)
 
-    def _chosen(self, model: nn.Module, names: Sequence[str]) -> list[str]:
+    def _chosen(
+        self, model: nn.Module, names: Sequence[str], bypassed: Collection[str]
+    ) -> list[str]:
         """Dotted names of the linear layers that get an addition."""
         wanted = names if self.modules is None else select("adapter.modules", self.modules, names)
         tied = shared_with(model)
@@ -122,7 +125,7 @@ class Lora(Adapter):
                 f"{', '.join(tied[both[0]])}: what is added to one would be merged into both. "
                 "Leave it out."
             )
-        chosen = [name for name in linear if name not in tied]
+        chosen = [name for name in linear if name not in tied and name not in bypassed]
         if not chosen:
             what = "the model" if self.modules is None else f"adapter.modules={list(self.modules)}"
             raise ConfigError(

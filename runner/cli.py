@@ -45,9 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. See docs/commands.md."""
     try:
         with CommandSignals(_sweeping):
-            return _main(argv)
+            status = _main(argv)
     except KeyboardInterrupt as error:
-        return _status(error)
+        status = _status(error)
+    if status:
+        torchrun.failed()
+    return status
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -69,6 +72,8 @@ def _main(argv: Sequence[str] | None) -> int:
     except RunnerError as error:
         _complain_once(str(error))
         return error.exit_status
+    except torchrun.FirstFailed:
+        return 2
     if {"--help", "-h"} & set(argv):
         print(usage(argv), flush=True)
         argv = [*(text for text in argv if text not in ("--help", "-h")), "--cfg", "job"]

@@ -51,6 +51,9 @@ def say_what_trains(this: "Run", trainable: int, every: int) -> None:
     """Print how many parameters train, and what a run should know whose weights are frozen."""
     this.say(f"{trainable:,} of {every:,} parameters train ({percent(trainable / every)})")
     adapts = bool(this.spec.adapter.get("_target_"))
+    if adapts and (bypassed := this.precision.bypassed):
+        names, more = ", ".join([*bypassed][:4]), " and others" * (len(bypassed) > 4)
+        this.say(f"the adapter leaves {names}{more} out: {next(iter(bypassed.values()))}")
     random = starts_random(this.spec.model) and this.spec.init.weights is None
     start = " init.weights=<checkpoint>" if random else ""
     if not adapts and this.precision.freezes:

@@ -67,7 +67,7 @@ def build_model(
         precision.leave_unconverted(start.content.get("bypassed", {}))
     model, report = precision.convert(model, device)
     if (addition := adapter.make(spec.adapter)) is not None:
-        addition.add(model, precision.storage)
+        addition.add(model, precision.storage, precision.bypassed)
     if start is not None and exact:
         load_weights(model, start, spec.model)
     return Built(model.to(device), report, size)
@@ -132,7 +132,7 @@ def _load(spec: RunSpec, model: nn.Module, precision: Precision, saved: Saved) -
         return
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     wide = torch.float64 if precision.storage is torch.float64 else torch.float32
-    addition.add(model, wide)
+    addition.add(model, wide, saved.content.get("bypassed", {}))
     load_weights(model, saved, spec.model)
     addition.merge(model)
     for name, parameter in model.named_parameters():

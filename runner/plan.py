@@ -49,7 +49,9 @@ def plan(
     for line in report.lines(most=len(report.modules)):
         console.print(line)
     if report.modules:
-        console.print("not proven: no batch was run, so that layers that never run count, too")
+        console.print(
+            "not proven: no batch was run, so layers that the model never calls are counted, too"
+        )
     out.mkdir(parents=True, exist_ok=True)
     artifacts.write_json(out / "conversion.json", report.to_list())
     islands = [n for n, m in model.named_modules() if isinstance(m, Float32Island)]

@@ -58,7 +58,8 @@ def messages(pairs: Sequence[str]) -> Iterator[str]:
         name, _, key = pair.partition(" ")
         found.setdefault(key, []).append(name)
     for key, names in found.items():
-        yield f"{key} is left out for {', '.join(names)}: not a key of theirs, or of no use here."
+        whom = ", ".join(names)
+        yield f"{key} is left out for {whom}: it has no such key, or runs here without it."
 
 
 def drop(config: DictConfig, keys: Sequence[str]) -> None:

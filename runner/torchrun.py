@@ -4,6 +4,7 @@ knows its config: in which folder it lies, and where it goes on after a restart.
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -49,6 +50,10 @@ class Place(NamedTuple):
 ALONE = Place()
 
 
+class FirstFailed(Exception):
+    """The first process has ended with an error before its run began."""
+
+
 def started() -> bool:
     """Whether torchrun, or what sets the same variables, has started this process."""
     return all(key in os.environ for key in _NEEDED)
@@ -68,6 +73,7 @@ def join(argv: Sequence[str]) -> Sequence[str]:
 
     Raises:
         ConfigError: the command is none for several processes.
+        FirstFailed: the first process has ended, and has said why.
     """
     here = place()
     if here.world == 1 and not here.restart:
@@ -85,7 +91,10 @@ def join(argv: Sequence[str]) -> Sequence[str]:
         extra = {"hydra.run.dir": shared.get(_OUT).decode(), "checkpoint.resume": "auto"}
     if not here.first:
         if not extra:
-            extra["hydra.run.dir"] = shared.get(_BEGUN).decode()  # waits for it
+            folder = shared.get(_BEGUN).decode()  # waits for it
+            if not folder:
+                raise FirstFailed
+            extra["hydra.run.dir"] = folder
         extra["hydra.output_subdir"] = "null"
     kept = [text for text in argv if text.lstrip("+~").partition("=")[0] not in extra]
     # First: Hydra's parser takes overrides in one piece, and `rewrite` has put the flags last.
@@ -95,6 +104,16 @@ def join(argv: Sequence[str]) -> Sequence[str]:
 def begun(folder: Path) -> None:
     """Told by the first process: the others can begin."""
     _tell(_BEGUN, folder)
+
+
+def failed() -> None:
+    """Told by the first process as it ends with an error: those that wait for its folder end."""
+    here = place()
+    if not (started() and here.first and here.world > 1):
+        return
+    with suppress(RuntimeError):  # the process that keeps the store is gone
+        if not store(here).check([_BEGUN]):
+            store(here).set(_BEGUN, "")
 
 
 def lies_in(folder: Path) -> None:

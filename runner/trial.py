@@ -14,7 +14,7 @@ from runner.errors import ConfigError, RunnerError
 from runner.isolation import seed_all
 from runner.model import Built
 from runner.precision.base import ConversionReport, Precision
-from runner.precision.proof import Watch, converted_layers, multiplies
+from runner.precision.proof import Watch, adapted_layers, converted_layers, multiplies
 from runner.restore import rng_state, set_rng_state
 from runner.strategy.base import Single, Strategy
 
@@ -61,11 +61,11 @@ def build_proven(
     strategy: Strategy | None = None,
 ) -> Built:
     """Build a model whose conversion is proven by one forward. Layers that the model passes by are
-    left as they were, for which it is built a second time.
+    left as they were, without an adapter too, for which it is built a second time.
 
     Args:
         make: builds the model from a freshly seeded generator.
-        precision: that converts it.
+        precision: that converts it; its `bypassed` names the layers that are left.
         device: where the model runs.
         seed: of the second build.
         inputs: loads the model inputs of the first batch.
@@ -75,7 +75,8 @@ def build_proven(
         ConfigError: no converted layer runs.
     """
     built = make()
-    if not any(row.done for row in built.report.modules):
+    converts = any(row.done for row in built.report.modules)
+    if not converts and not adapted_layers(built.model):
         return built
     trial = _Trial(precision, device, inputs, strategy or Single())
     found = trial(built)
@@ -93,7 +94,7 @@ def build_proven(
         )
     if not found.ended:
         return built  # the check of the first batch, which comes next, says why
-    if not found.ran & {*found.matrices}:
+    if converts and not found.ran & {*found.matrices}:
         raise ConfigError(
             f"precision={precision.name}: none of the layers that it converts runs in the model's "
             f"forward on the first batch: {_list(found.matrices)}. Have the forward call them. "
@@ -153,7 +154,8 @@ class _Trial:
         return self.strategy.told(together)
 
     def _found(self, built: Built, strict: bool) -> Found:
-        layers = converted_layers(built.model, built.report)
+        converted = converted_layers(built.model, built.report)
+        layers = adapted_layers(built.model) | converted
         watch = Watch(built.model, layers, strict)
         ended = False
         with _unchanged(built.model, self.device):
@@ -166,7 +168,7 @@ class _Trial:
                 pass
         if not ended and watch.asked and not strict:  # what was asked for may be why it failed
             return self._found(built, strict=True)
-        matrices = [name for name, layer in layers.items() if multiplies(layer)]
+        matrices = [name for name, layer in converted.items() if multiplies(layer)]
         return Found(watch.ran, _bypassed(watch), ended, matrices)
 
     def _forward(self, model: nn.Module, watch: Watch) -> None:

@@ -109,6 +109,18 @@ def test_a_model_that_takes_the_limits_of_a_weights_dtype_runs(net, tmp_path, pr
     assert conversion(tmp_path) == {"a": (False, CODES), "b": (True, "")}
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bnb-nf4", "float8-tensorwise"])
+def test_an_adapter_adds_nothing_to_layers_that_are_never_called(net, main, precision):
+    done, found = net("Reads", precision, "adapter=lora")
+    assert done.rc == 0, done.stderr
+    assert f"the adapter leaves a, b out: {BYPASSED}" in done.stdout
+    assert "384 of" in done.stdout  # rank 8 on the head, 32 -> 16
+    again = main("mode=evaluate", "checkpoint=out", "--config-dir", "conf", "tracking=none")
+    assert again.rc == 0, again.stderr
+    resumed = main("checkpoint.resume=out", "--config-dir", "conf", "train.max_steps=6")
+    assert resumed.rc == 0, resumed.stderr
+
+
 @pytest.mark.parametrize("precision", ["bnb-nf4", "float8-tensorwise"])
 def test_a_layer_counts_once_it_has_run(net, tmp_path, precision):
     done, found = net("Experts", precision)

@@ -118,13 +118,15 @@ class ConversionReport:
 def groups(rows: Iterable[Converted], most: int = 4) -> list[str]:
     """Return a text for the modules of each class and reason: up to `most` by their names, more as
     a number and the first names."""
-    alike: dict[tuple[str, str], list[Converted]] = {}
+    alike: dict[tuple[str, str, str], list[Converted]] = {}
     for row in rows:
-        alike.setdefault((row.kind, row.why), []).append(row)
+        alike.setdefault((row.kind, row.why, row.counted_with), []).append(row)
     texts = []
-    for (kind, why), found in alike.items():
+    for (kind, why, counted_with), found in alike.items():
         elements = sum(row.elements for row in found)
         size = f", {elements:,} weights" if elements else ""
+        if counted_with:
+            size += f", counted with {counted_with}"
         names = ", ".join(row.module for row in found[:most])
         if len(found) > most:
             texts.append(f"{len(found)} {kind} ({names}, …{size}): {why}")

@@ -40,6 +40,15 @@ def converted_layers(model: nn.Module, report: ConversionReport) -> dict[str, nn
     return layers
 
 
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that an adapter adds to, by the names that they have without it."""
+    return {
+        name: module.get_base_layer()  # type: ignore[operator]
+        for name, module in model.named_modules()
+        if hasattr(module, "get_base_layer")
+    }
+
+
 def multiplies(layer: nn.Module) -> bool:
     """Return whether a layer holds a matrix, as a norm does not."""
     weight = layer._parameters.get("weight")

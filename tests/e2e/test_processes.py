@@ -79,10 +79,12 @@ def test_an_error_before_the_config_is_told_once(torchrun):
     for typed, told in (
         (("--config-dir", "none/conf", "strategy=ddp"), "--config-dir=none/conf is no folder in"),
         (("-m", "seed=0,1", "strategy=ddp"), "torchrun started 2 processes, and a sweep starts"),
+        (("strategy=ddp", "lr=0.1"), "lr=0.1 is not known"),
     ):
         err = torchrun(*typed, "tracking=none").communicate(timeout=240)[1]
         (line,) = (line for line in errors(err) if "Stopped by" not in line)
         assert told in line
+        assert "Unable to shutdown" not in err  # no process waits for one that has ended
 
 
 @pytest.mark.slow

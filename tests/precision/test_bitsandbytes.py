@@ -417,7 +417,8 @@ def test_a_gpt_is_converted_but_for_its_tied_head():
         ),
         "  skipped token_embedding, position_embedding (Embedding, 304 weights): an embedding is a "
         "lookup without a product",
-        "  skipped head (Linear): shares a parameter with token_embedding",
+        "  skipped head (Linear, counted with token_embedding): shares a parameter with "
+        "token_embedding",
     ]
     assert model.head.weight is model.token_embedding.weight
     model = GPT(11, 8, layers=2, heads=2, width=16)
