@@ -111,7 +111,7 @@ def test_a_model_that_takes_the_limits_of_a_weights_dtype_runs(net, tmp_path, pr
 
 @pytest.mark.parametrize("precision", ["32-true", "bnb-nf4", "float8-tensorwise"])
 def test_an_adapter_adds_nothing_to_layers_that_are_never_called(net, main, precision):
-    done, found = net("Reads", precision, "adapter=lora")
+    done, _ = net("Reads", precision, "adapter=lora")
     assert done.rc == 0, done.stderr
     assert f"the adapter leaves a, b out: {BYPASSED}" in done.stdout
     assert "384 of" in done.stdout  # rank 8 on the head, 32 -> 16
