@@ -139,7 +139,7 @@ def _unknown_key(error: OmegaConfBaseException, argv: Sequence[str]) -> str:
     prefix = f"{parent}." if parent else ""
     near = [f"{prefix}{key}" for key in get_close_matches(name, keys, 1, 0.5)]
     elsewhere = [] if name in near else _same_name(name, _root(node))
-    hint = _hint(elsewhere or near)
+    hint = _hint(elsewhere or near) + _target_hint(full, argv)
     known = ", ".join(f"{prefix}{key}" for key in keys) or "none"
     given = _typed(full, argv) or full
     if full.startswith("precision."):
@@ -173,6 +173,26 @@ def _hint(keys: Sequence[str]) -> str:
     """Return what to type in place of an unknown key; empty for nothing like it."""
     typed = " or ".join(f"{key}=<value>" for key in keys)
     return f" Type {typed}." if keys else ""
+
+
+_TARGETS = ("model", "adapter", "data", "task", "optimizer", "scheduler")
+"""Groups whose target may take arguments that their yaml does not list."""
+_CHECKPOINT = ("checkpoint=", "checkpoint.path=", "checkpoint.resume=")
+
+
+def _target_hint(full: str, argv: Sequence[str]) -> str:
+    """Return how to set a key of a group that its yaml does not list; empty for other keys."""
+    group, _, name = full.partition(".")
+    if group not in _TARGETS or not name:
+        return ""
+    chosen = any(text.startswith(f"{group}=") for text in argv)
+    if not chosen and any(text.lstrip("+").startswith(_CHECKPOINT) for text in argv):
+        return (
+            f" These are the keys of the default {group}. Type {group}=<the option that the "
+            "checkpoint was trained with> beside it."
+        )
+    given = _typed(full, argv) or f"{full}=<value>"
+    return f" An argument that the yaml does not list takes a plus: +{given.lstrip('+')}."
 
 
 def _root(node: Any) -> Any:

@@ -66,6 +66,18 @@ def test_wrong_type(told, typed, allowed):
         assert text == f"{typed} does not fit. Allowed: {allowed}."
 
 
+def test_an_argument_that_a_yaml_does_not_list_takes_a_plus(told):
+    text = told("model.drop_rate=0.1")
+    assert text.endswith(
+        "An argument that the yaml does not list takes a plus: +model.drop_rate=0.1."
+    )
+
+
+def test_a_key_of_a_checkpoints_model_wants_the_model_beside_it(told):
+    text = told("mode=evaluate", "checkpoint.path=outputs/runs/it", "model.drop_rate=0.1")
+    assert "These are the keys of the default model. Type model=<the option that" in text
+
+
 def test_of_two_overrides_of_a_key_the_last_is_named(told):
     assert told("seed=1", "seed=x").startswith("seed=x ")
 
