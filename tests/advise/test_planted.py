@@ -16,6 +16,9 @@ from rich.console import Console
 from runner.errors import Diverged
 from runner.run import run
 
+# 16-true warns that the cases' eps is small for their learning rate; it is large enough here.
+pytestmark = pytest.mark.filterwarnings("ignore:optimizer.eps")
+
 CONF = Path(__file__).parent / "planted" / "conf"
 SEEDS = range(3)
 HARMED, SOUND = 5.0, 2.0  # deviations between seeds: more harms, less in either direction does not

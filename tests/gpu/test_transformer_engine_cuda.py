@@ -163,6 +163,7 @@ def test_training_lowers_the_loss_with_a_partial_last_batch(name, fuse):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_conv1d_computes_what_a_linear_layer_of_its_transposed_weight_does(name):
+    load(name)  # skips where it cannot run
     torch.manual_seed(0)
     linear, transposed = nn.Linear(64, 128), Conv1D(128, 64)
     with torch.no_grad():
