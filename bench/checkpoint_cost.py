@@ -20,6 +20,7 @@ from common import median, spread, table, write
 from models.resnet import resnet
 from runner import checkpoint
 from runner.precision.support import load
+from runner.restore import checkpoint_state_dict
 from runner.saving import Saver
 from runner.spec import RunSpec
 from runner.state import Driven, TrainState
@@ -57,7 +58,7 @@ def main() -> None:
     for turn in range(args.rounds + 1):
         for name in calls:
             began = time.perf_counter()
-            content = checkpoint.contents(state, RunSpec())
+            content = checkpoint_state_dict(state, RunSpec())
             if name == "waiting":
                 checkpoint.save(folder / "waiting", content, 1)
             elif name == "beside":

@@ -22,10 +22,10 @@ from runner.models.mlp import MLP
 from runner.precision.support import load
 from runner.records import EvalRecord
 from runner.report.judge import ERROR, judge, yardstick
-from runner.result import LOSS
 from runner.spec import TrainSpec
 from runner.state import Driven, TrainState
 from runner.tasks.classification import Classification
+from runner.tracking.metrics import VAL_LOSS
 
 CPU = torch.device("cpu")
 SEEDS, JUDGED = 5, 6
@@ -48,7 +48,7 @@ def loss(seed: int, nudge: int = 0, steps: int = 60) -> float:
     validation = Loader(SPLITS.val, 512, shuffle=False, seed=0, device=CPU)
     train = TrainSpec(max_steps=steps, eval_every=steps, log_every=steps)
     records = fit(state, loader, validation, train)
-    return next(r.metrics[LOSS] for r in records if isinstance(r, EvalRecord))
+    return next(r.metrics[VAL_LOSS] for r in records if isinstance(r, EvalRecord))
 
 
 def real(comparisons: int, paired: bool) -> Counter[str]:

@@ -18,9 +18,9 @@ import torch
 from hydra import compose, initialize_config_module
 
 from bench.common import RESULTS, table, versions, write
-from runner.accelerator import MIB
-from runner.build import build_driven, build_group, build_loaders, build_splits
+from runner.built_optimizers import build_driven
 from runner.config import register_schema, resolve
+from runner.data.build import build_loaders, build_splits
 from runner.data.loading import Loader
 from runner.errors import RunnerError
 from runner.isolation import seed_all
@@ -29,9 +29,11 @@ from runner.loop import fit
 from runner.memory_plan import predict
 from runner.model import build_model
 from runner.precision.base import Precision
+from runner.precision.memory import MIB
 from runner.shape import shape
 from runner.spec import RunSpec
 from runner.state import TrainState
+from runner.targets import build_group
 
 STEPS = 4
 FULL = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true",

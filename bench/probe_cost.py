@@ -18,8 +18,9 @@ import torch
 from common import interleave, median, spread, table, write
 from hydra import compose, initialize_config_module
 
-from runner.build import build_driven, build_group, build_loaders, build_splits
+from runner.built_optimizers import build_driven
 from runner.config import register_schema, resolve
+from runner.data.build import build_loaders, build_splits
 from runner.isolation import seed_all
 from runner.loop import groups
 from runner.model import build_model
@@ -28,6 +29,7 @@ from runner.numerics.probe import Probe
 from runner.state import TrainState
 from runner.step import train_step
 from runner.strategy.base import Single
+from runner.targets import build_group
 
 CPU = torch.device("cpu")
 RUNS = {

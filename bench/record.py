@@ -29,6 +29,7 @@ from common import median, spread, table, versions, write
 from torch import nn
 
 from runner.accelerator import Accelerator
+from runner.layout import HISTORY
 from runner.observers.recorder import Recorder
 from runner.precision.support import load
 from runner.records import StepRecord
@@ -176,7 +177,7 @@ def arrived(uri: str, run_id: str, steps: int, folder: Path) -> tuple[int, int]:
     for key in NAMES:
         there = {point.step for point in client.get_metric_history(run_id, key)}
         missing += len(wanted.keys() - there)
-    losses = history.read(Path(client.download_artifacts(run_id, history.FILE, str(folder))))
+    losses = history.read(Path(client.download_artifacts(run_id, HISTORY, str(folder))))
     exact = dict(zip(*losses["train/loss"][[0, 2]].tolist(), strict=True))
     same = (repr(exact.get(step)) == repr(value) for step, value in wanted.items())
     return missing, sum(not equal for equal in same)

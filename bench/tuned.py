@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from runner.build import build_optimizer
+from runner.built_optimizers import build_optimizer
 from runner.data.loading import Loader
 from runner.models.gpt import GPT
 from runner.models.resnet import resnet

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from runner import tpu
 from runner.errors import ConfigError, Unavailable
-from runner.spec import AcceleratorSpec
+from runner.precision.memory import MIB
 
 KINDS = ("auto", "cpu", "cuda", "mps", "tpu")
-MIB = 2**20
 _COUNTED = ("cuda", "tpu")  # whose allocator keeps a peak
 
 
@@ -98,19 +97,21 @@ def resident_peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MIB
 
 
-def choose(spec: AcceleratorSpec) -> Accelerator:
-    """The accelerator that a spec names.
+def choose(name: str = "auto", index: int = 0) -> Accelerator:
+    """Return the accelerator of a kind.
+
+    Args:
+        name: one of KINDS; auto takes the best one of this machine.
+        index: which device of that kind, from 0.
 
     Raises:
         ConfigError: the kind is not known.
         Unavailable: this machine lacks it.
     """
-    if spec.name not in KINDS:
-        raise ConfigError(
-            f"accelerator.name={spec.name} is not known. Allowed: {', '.join(KINDS)}."
-        )
+    if name not in KINDS:
+        raise ConfigError(f"accelerator.name={name} is not known. Allowed: {', '.join(KINDS)}.")
     here = available()
-    kind = here[0] if spec.name == "auto" else spec.name
+    kind = here[0] if name == "auto" else name
     if kind == "tpu":
         tpu.package()
     elif kind not in here:
@@ -120,14 +121,14 @@ def choose(spec: AcceleratorSpec) -> Accelerator:
             f"Type accelerator={here[0]}.",
         )
     count = {"cuda": torch.cuda.device_count, "tpu": tpu.count}.get(kind, lambda: 1)()
-    if not 0 <= spec.index < count:
+    if not 0 <= index < count:
         raise Unavailable(
-            f"accelerator.index={spec.index}: this machine has {count} {kind} device(s).",
+            f"accelerator.index={index}: this machine has {count} {kind} device(s).",
             "Count from 0.",
         )
     if kind == "tpu":
-        return Accelerator(tpu.use(spec.index))
-    return Accelerator(torch.device(kind, spec.index) if kind == "cuda" else torch.device(kind))
+        return Accelerator(tpu.use(index))
+    return Accelerator(torch.device(kind, index) if kind == "cuda" else torch.device(kind))
 
 
 def rng_state(device: torch.device) -> Tensor | None:

@@ -12,13 +12,13 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.config import instantiate
 from runner.errors import ConfigError, Unavailable
 from runner.precision.convert import shared_with
 from runner.precision.patterns import select
 from runner.precision.te_layers import NormFirst
 from runner.precision.transposed import linear_kinds
 from runner.quiet import quiet
+from runner.targets import instantiate
 
 
 class Adapter(ABC):

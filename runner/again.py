@@ -12,21 +12,24 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from runner import artifacts, checkpoint, restore, trust
-from runner.artifacts import CONFIG
-from runner.build import build_driven, build_group, build_loaders, build_splits
+from runner.built_optimizers import build_driven
 from runner.checkpoint import Saved
 from runner.config import resolve, to_dict
+from runner.data.build import build_loaders, build_splits
 from runner.data.loading import Batch
 from runner.errors import ConfigError
+from runner.evaluation import evaluate
 from runner.isolation import make_deterministic, seed_all
 from runner.kept import Kept
-from runner.loop import evaluate, evaluates, groups, total_steps
+from runner.layout import CONFIG
+from runner.loop import evaluates, groups, total_steps
 from runner.model import build_model, start
 from runner.origin import Origin
 from runner.precision.base import Precision
 from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.step import train_step
+from runner.targets import build_group
 from runner.tasks.base import Task
 from runner.trial import build_proven
 

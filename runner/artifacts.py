@@ -4,8 +4,7 @@ import json
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,14 @@ from omegaconf import OmegaConf
 
 from runner import signature
 from runner.config import stored
-from runner.files import read_text, write_text
+from runner.files import read_text, write_json, write_text
+from runner.layout import CONFIG, SIGNATURE
 from runner.origin import Origin
-from runner.secrets import masked
 from runner.signature import is_signed
 from runner.spec import RunSpec
 
-CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
+ENVIRONMENT = "environment.json"
 PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy")
-
-
-def write_json(path: Path, content: Any) -> Path:
-    """Indented, for people too; returns the path."""
-    return write_text(path, json.dumps(masked(content), indent=2) + "\n")
-
-
-def write_table(path: Path, rows: Sequence[Mapping[str, str]]) -> Path:
-    """Rows with the same keys, in the form that MLflow shows as a table (see tables_tag)."""
-    columns = list(rows[0]) if rows else []
-    data = [[row[column] for column in columns] for row in rows]
-    return write_json(path, {"columns": columns, "data": data})
 
 
 def tables_tag(*names: str) -> dict[str, str]:
@@ -52,7 +39,7 @@ def write_config(folder: Path, spec: RunSpec, own: bool = True) -> Path:
     """
     text = OmegaConf.to_yaml(OmegaConf.create(stored(spec)))
     signed = signature.sign(CONFIG, text) if own else ""
-    write_json(folder / signature.FILE, {"config": signed})
+    write_json(folder / SIGNATURE, {"config": signed})
     return write_text(folder / CONFIG, text)
 
 
@@ -60,7 +47,7 @@ def signed_config(folder: Path) -> dict[str, Any] | None:
     """Return the config of a run's folder if this user's key has signed it, as it is there."""
     try:
         text = read_text(folder / CONFIG)
-        signed = json.loads(read_text(folder / signature.FILE))
+        signed = json.loads(read_text(folder / SIGNATURE))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(signed, dict) or not is_signed(CONFIG, text, signed.get("config")):
@@ -131,8 +118,3 @@ def draw_loss_scale(
     axes.legend(loc="best")
     figure.savefig(path, dpi=120)
     return path
-
-
-def now_ms() -> int:
-    """Milliseconds since the epoch."""
-    return time.time_ns() // 1_000_000

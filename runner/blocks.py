@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.precision.cast import widest
+from runner.precision.memory import widest
 from runner.records import StepRecord, Steps
 from runner.state import TrainState
 from runner.step import Pending

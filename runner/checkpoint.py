@@ -9,20 +9,15 @@ from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from runner import shards
-from runner.config import stored
 from runner.errors import ConfigError
 from runner.files import written_by_torch
-from runner.precision.convert import is_converted
-from runner.precision.transposed import is_transposed
-from runner.shown import typed
-from runner.signature import is_signed, sign
-from runner.spec import RunSpec
-from runner.state import TrainState
+from runner.signature import is_signed
 from runner.tpu import is_tpu
+from runner.tracking.reader import folder_of_run
 
 FORMAT = 1
 _KINDS = {
@@ -33,49 +28,6 @@ _KINDS = {
 _SIGNED = "spec"
 _PARTS = ("model", "data", "task", "precision", "optimizer", "scheduler", "adapter", "debug")
 """Mappings in a spec."""
-
-
-def contents(
-    state: TrainState,
-    spec: RunSpec,
-    choices: Mapping[str, str] = {},
-    metrics: Mapping[str, float] = {},
-    course: Mapping[str, Any] = {},
-    own: bool = False,
-) -> dict[str, Any]:
-    """What a checkpoint holds; its tensors are those of the run, not copies.
-
-    Args:
-        state: schedules that wait for a found-inf flag are settled.
-        spec: of the run.
-        choices: option chosen in each config group, for the labels of evaluations.
-        metrics: of an evaluation of these very weights, where there was one.
-        course: what going on needs beside it, see restore.capture.
-        own: this user's commands composed the spec, which is signed with the user's key.
-    """
-    kept = {**stored(spec), "tracking": {}}
-    model = state.plain_model
-    for driven in state.driven:
-        driven.settle()
-    return {
-        **course,
-        "format": FORMAT,
-        "spec": kept,
-        "signature": sign(_SIGNED, repr(kept)) if own else "",
-        "choices": dict(choices),
-        "precision": state.precision.name,
-        "layout": state.precision.layout,
-        "bypassed": dict(state.precision.bypassed),
-        "precision_state": state.precision.state_dict(model),
-        "metrics": dict(metrics),
-        "step": state.step,
-        "epoch": state.epoch,
-        "skipped_steps": state.skipped,
-        "model": model.state_dict(),
-        "optimizers": [driven.optimizer.state_dict() for driven in state.driven],
-        "schedulers": [d.scheduler.state_dict() if d.scheduler else {} for d in state.driven],
-        "loss_scale": state.scale.state_dict(),
-    }
 
 
 def is_own(content: Mapping[str, Any]) -> bool:
@@ -205,29 +157,6 @@ def _found(where: str, tracking_uri: str | None, key: str) -> list[Path]:
     return found[::-1]
 
 
-def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint") -> Path:
-    """A run keeps its output folder as a tag. mlflow is imported here only."""
-    from runner.secrets import hide
-    from runner.tracking.uri import resolve_uri, sqlite_path
-
-    uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
-    unknown = f"{key}={run_id} is neither a file, a folder nor the id of a run in {hide(uri)}."
-    if (database := sqlite_path(uri)) and not database.exists():
-        raise ConfigError(unknown)  # MLflow would create it
-
-    from runner.quiet import quiet
-
-    with quiet():
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-    try:
-        with quiet():
-            run = MlflowClient(uri).get_run(run_id)
-    except MlflowException:
-        raise ConfigError(unknown) from None
-    return Path(run.data.tags.get("output_dir", "missing"))
-
-
 def load(path: Path) -> dict[str, Any]:
     """A checkpoint's content on the CPU.
 
@@ -290,49 +219,3 @@ class Saved(NamedTuple):
 
     path: Path
     content: Mapping[str, Any]
-
-
-def load_weights(model: nn.Module, saved: Saved, node: Mapping[str, Any] = {}) -> None:
-    """Copy a checkpoint's weights into a model, casting to the model's dtypes. A packed weight
-    enters a layer that is packed the same way as it is, and a plain layer as what it stands for.
-
-    Args:
-        model: changed in place.
-        saved: the checkpoint.
-        node: of the config that the model was made from, for the message.
-
-    Raises:
-        ConfigError: names, shapes or packing differ.
-    """
-    weights = saved.content["model"]
-    try:
-        if saved.content.get("layout") and not any(map(is_converted, model.modules())):
-            from runner.precision.bitsandbytes_layers import plain_weights
-
-            transposed = [name for name, m in model.named_modules() if is_transposed(m)]
-            weights = plain_weights(weights, transposed)
-        model.load_state_dict(weights, strict=True)
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
-        raise ConfigError(
-            f"checkpoint={saved.path} does not fit the model: {reason} "
-            f"{_own_model(saved, node)} For packed weights take its own precision.ignore_modules, "
-            "too."
-        ) from error
-
-
-def _own_model(saved: Saved, node: Mapping[str, Any]) -> str:
-    """What to type for the model that a checkpoint was trained with."""
-    theirs = saved.content["spec"].get("model") or {}
-    if node.get("_target_") == theirs.get("_target_"):
-        keys = [k for k, value in theirs.items() if node.get(k) != value and "target" not in str(k)]
-        if keys:
-            words = [f"model.{key}={str(theirs[key]).replace(' ', '')}" for key in keys]
-            return (
-                f"The checkpoint's model has other values: type {typed(words)}, or in "
-                "mode=evaluate leave model= out."
-            )
-    return (
-        "Take the checkpoint's own model: leave model= out in mode=evaluate, give it with "
-        "init.weights."
-    )

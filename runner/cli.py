@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -27,11 +26,10 @@ from runner.argv import config_dir, rewrite, shadowed
 from runner.config import register_schema, resolve
 from runner.errors import RunnerError, Unavailable
 from runner.explain import explain
-from runner.manifest import Manifest
-from runner.origin import Origin
+from runner.job_result import _left_out, _overrides, job_origin, record_result
 from runner.plugins import ADVISE
-from runner.precision_keys import drop, kept
-from runner.secrets import hide, hide_override
+from runner.precision_keys import drop
+from runner.secrets import hide
 from runner.shown import PlainFormatter, complain, is_text, one_line, plain
 from runner.spec import AUTO
 from runner.stop import CommandSignals, Interrupted
@@ -168,7 +166,7 @@ def job(config: DictConfig) -> float | None:
         return None if math.isnan(objective) else objective
     except RunnerError as error:
         if sweeping and _is_trial():
-            name = " ".join(origin(True).swept).removeprefix("precision=")
+            name = " ".join(job_origin(True).swept).removeprefix("precision=")
             if (folder.parent / "advise.json").is_file():  # else the command says so, and ends
                 print(plain(f"{name}: {str(error).splitlines()[0]}"), flush=True)
         else:
@@ -186,7 +184,7 @@ def job(config: DictConfig) -> float | None:
             (folder / "error.txt").write_text(text)
         kind, message, status = "failed", hide(f"{type(error).__name__}: {error}"), 1
     if sweeping and not finished:
-        record(config, folder, kind, message)
+        record_result(config, folder, kind, message)
     gc.collect()
     if status > 128 or not sweeping:
         raise SystemExit(status)
@@ -213,15 +211,15 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     spec = resolve(config, later=took)
     composed = OmegaConf.to_container(config)
     assert isinstance(composed, dict)
-    where = replace(origin(sweeping), composed={str(k): v for k, v in composed.items()})
+    where = replace(job_origin(sweeping), composed={str(k): v for k, v in composed.items()})
     torchrun.begun(folder)
     with few_collections():
         import torch._dynamo  # noqa: F401 - torch.optim does, when it is first used
 
-        from runner.console import told_briefly
+        from runner.advise.trials import print_one_line_result
         from runner.run import run
     if trial:
-        return told_briefly(lambda console: run(spec, folder, where, console))
+        return print_one_line_result(lambda console: run(spec, folder, where, console))
     return run(spec, folder, where)
 
 
@@ -239,53 +237,6 @@ def few_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-
-
-def _overrides() -> tuple[str, ...]:
-    """Without secrets: they are labels, and stored. Without keys that a sweep leaves out for the
-    job's precision."""
-    texts = tuple(hide_override(str(text)) for text in HydraConfig.get().overrides.task)
-    return kept(texts, _left_out()) if HydraConfig.get().mode == RunMode.MULTIRUN else texts
-
-
-def _left_out() -> list[str]:
-    """Keys under precision that HydraConfig's job, one of a sweep, runs without."""
-    settings = HydraConfig.get()
-    manifest = Manifest.read(Path(settings.sweep.dir))
-    return manifest.keys_left_out(str(settings.runtime.choices.get("precision")))
-
-
-def origin(sweeping: bool) -> Origin:
-    """Where the config of HydraConfig's job comes from."""
-    choices = {str(k): str(v) for k, v in HydraConfig.get().runtime.choices.items() if v}
-    overrides = _overrides()
-    own = [source.path for source in HydraConfig.get().runtime.config_sources
-           if source.provider == "command-line"]  # fmt: skip
-    mine = os.path.relpath(own[0]) if own else None
-    if not sweeping:
-        return Origin(choices, overrides, config_dir=mine)
-    sweep = Manifest.read(Path(HydraConfig.get().sweep.dir))
-    # By key: the text of a value changes when Hydra quotes it again for a job.
-    typed = OverridesParser.create().parse_overrides([*sweep.overrides])
-    fixed = {override.key_or_group for override in typed if not override.is_sweep_override()}
-    keyed = ((text.lstrip("+~").partition("=")[0], text) for text in overrides)
-    # Where a run is recorded names no job; sweep.resume takes it beside the sweep's own overrides.
-    swept = (t for key, t in keyed if key not in fixed and not key.startswith("tracking."))
-    return Origin(choices, overrides, tuple(swept), sweep.id, mine, tuple(_left_out()))
-
-
-def record(config: DictConfig, folder: Path, status: str, message: str) -> None:
-    """The result of a job that came to none. HydraConfig is that job's."""
-    from runner.result import RunResult
-
-    swept = origin(True).swept
-    precision = str(HydraConfig.get().runtime.choices.get("precision"))
-    others = [text for text in swept if not text.startswith("precision=")]
-    unseeded = [text for text in others if not text.startswith("seed=")]
-    RunResult(
-        precision, " ".join([precision, *others]), str(folder), status, message, _overrides(),  # type: ignore[arg-type]
-        " ".join([precision, *unseeded]), config.get("seed"), left_out=_left_out(),
-    ).write(folder)  # fmt: skip
 
 
 def _doctor(argv: Sequence[str]) -> int:

@@ -1,14 +1,11 @@
 """Where a run speaks."""
 
-import io
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from runner.result import RunResult, number
 from runner.shown import plain
 
 
@@ -24,12 +21,3 @@ def plain_console() -> Console:
     precision.keep_fp32=[head]."""
     width = None if sys.stdout.isatty() else 160
     return PlainConsole(highlight=False, markup=False, emoji=False, width=width)
-
-
-def told_briefly(work: Callable[[Console], RunResult]) -> RunResult:
-    """What a run comes to in one line, instead of all that it says."""
-    result = work(Console(file=io.StringIO()))
-    numbers = [f"{name} {number(value)}" for name, value in result.metrics.items()]
-    took = f"{result.steps} steps, {result.seconds:.1f} s"
-    plain_console().print("  ".join([f"{result.label}:", *numbers, took]), soft_wrap=True)
-    return result

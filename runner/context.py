@@ -15,7 +15,6 @@ from runner.accelerator import Accelerator
 from runner.data.loading import Loader
 from runner.files import why, write_text
 from runner.isolation import make_deterministic, seed_all
-from runner.kept import near
 from runner.origin import Origin
 from runner.precision.base import ConversionReport, Precision
 from runner.result import RunResult
@@ -25,6 +24,7 @@ from runner.state import TrainState
 from runner.stop import StopSignals
 from runner.strategy.base import Single, Strategy
 from runner.tasks.base import Task
+from runner.text import relative_path
 from runner.torchrun import Place
 from runner.tracking.base import Tracker
 
@@ -95,7 +95,7 @@ class Run:
         except OSError as error:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-            self.say(f"warning: {near(path)} was not written: {why(error)}.")
+            self.say(f"warning: {relative_path(path)} was not written: {why(error)}.")
             return False
         return True
 
@@ -110,7 +110,7 @@ class Run:
         text = hide(traceback.format_exc())
         path = self.out / "error.txt"
         kept = self.write(path, lambda path: write_text(path, text))
-        return f"The traceback is in {near(path)}." if kept else ""
+        return f"The traceback is in {relative_path(path)}." if kept else ""
 
 
 def folder_of(out: Path, place: Place) -> Path:

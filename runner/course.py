@@ -16,6 +16,7 @@ from runner.observers.profile import Profile
 from runner.observers.progress import progress
 from runner.observers.recorder import Recorder
 from runner.observers.tally import Tally
+from runner.restore import checkpoint_state_dict
 from runner.saving import Saver
 from runner.saving_parts import PartSaver
 from runner.state import TrainState
@@ -97,7 +98,7 @@ class Course:
         found = self.tally.metrics if self.tally.evaluated == self.state.step else {}
         rest = restore.capture(self.state, self.observers)
         origin = self.this.origin
-        return checkpoint.contents(
+        return checkpoint_state_dict(
             self.state, self.this.spec, origin.choices, found, rest, origin.own
         )
 

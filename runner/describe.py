@@ -2,12 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from runner import artifacts
-from runner.accelerator import MIB
+from runner.files import write_json
 from runner.model import Built
-from runner.precision.memory import elements, stored_bytes
+from runner.precision.memory import MIB, elements, stored_bytes
 from runner.pretrained import starts_random
-from runner.result import percent
+from runner.text import now_ms, percent
 
 if TYPE_CHECKING:
     from runner.context import Run
@@ -36,8 +35,8 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
         say_what_trains(this, trainable, every)
     this.tracker.tags(tags)
     modules = report.to_list()
-    this.leave(this.out / "conversion.json", lambda path: artifacts.write_json(path, modules))
-    this.tracker.metrics(0, artifacts.now_ms(), {"memory/weights_mib": weights})
+    this.leave(this.out / "conversion.json", lambda path: write_json(path, modules))
+    this.tracker.metrics(0, now_ms(), {"memory/weights_mib": weights})
     return {
         "weights_mib": weights,
         "plain_weights_mib": built.plain_bytes / MIB,

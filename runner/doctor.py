@@ -10,7 +10,6 @@ from rich.table import Table
 
 from runner.accelerator import available, choose
 from runner.precision.support import header, support
-from runner.spec import AcceleratorSpec
 
 LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu", "torch_xla")
 
@@ -31,7 +30,7 @@ def doctor(argv: Sequence[str]) -> int:
         return 2
     console.print(", ".join([f"torch {torch.__version__}", *map(_found, LIBRARIES)]))
     for kind in available():
-        accelerator = choose(AcceleratorSpec(name=kind))
+        accelerator = choose(name=kind)
         table = Table(title=f"accelerator={kind}: {accelerator.name}", title_justify="left")
         for column in ("precision", "runs", "what it is, or why not and what to type"):
             table.add_column(column, overflow="fold")

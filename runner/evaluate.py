@@ -9,23 +9,24 @@ from typing import Any
 
 import torch
 
-from runner import artifacts, checkpoint
-from runner.build import build_loaders, build_splits
+from runner import checkpoint
 from runner.context import Run, prepare, result_of
+from runner.data.build import build_loaders, build_splits
 from runner.data.loading import Loader
 from runner.describe import describe
+from runner.evaluation import evaluate
 from runner.guards import check_data, try_batch
 from runner.isolation import seed_all
 from runner.leave import (
     leave_dtypes,
     tell_inputs,
 )
-from runner.loop import evaluate
 from runner.model import restore_model
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
 from runner.shape import check_shape, shape
 from runner.state import TrainState
+from runner.text import now_ms
 from runner.trial import prove
 
 LEAST_SECONDS = 0.5  # of an evaluation whose speed is told
@@ -64,7 +65,7 @@ def _evaluated(this: Run) -> RunResult:
     values = {**metrics, "memory/peak_mib": this.accelerator.peak_memory_mib()}
     if rate is not None:
         values["perf/examples_per_second"] = rate
-    this.tracker.metrics(content["step"], artifacts.now_ms(), values)
+    this.tracker.metrics(content["step"], now_ms(), values)
     for name in (key for key, value in metrics.items() if not math.isfinite(value)):
         this.say(f"warning: {name} is {metrics[name]}: the weights, or this precision, diverge.")
     summary = {

@@ -2,10 +2,10 @@
 
 import torch
 
-from runner.build import build_group
 from runner.data.loading import Batch
 from runner.errors import RunnerError
 from runner.spec import RunSpec
+from runner.targets import build_group
 from runner.tasks.classification import Classification
 from runner.tasks.language import Language
 from runner.tasks.regression import Regression

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.files import why, written_by_torch
+from runner.layout import EXPORTED_MODEL
 from runner.precision.base import CPU, Precision
 from runner.precision.cast import cast_nest
 from runner.precision.portable import Plain8bit, PlainFloat8, portable
 from runner.quiet import quiet
 
-FILE = "model.pt2"
 ROWS = 4
 """Rows of the batch that is traced and compared: torch.export takes one row for a constant."""
 
@@ -62,7 +62,7 @@ def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path
         ExportError: it cannot be run, traced, saved or loaded, or the program computes otherwise.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    path = folder / FILE
+    path = folder / EXPORTED_MODEL
     with _refusing(path):
         example = _rows(example)
         with _evaluating(model, precision, example.device), quiet():
@@ -228,7 +228,7 @@ def _facts(example: Tensor, live: Any) -> dict[str, Any]:
     if any(t.ndim == 0 or len(t) != ROWS for t in leaves):
         raise ExportError("its outputs have no batch dimension")
     facts = {
-        "file": FILE,
+        "file": EXPORTED_MODEL,
         "inputs": [_spec("inputs", example)],
         "outputs": [_spec(f"output_{i}", tensor) for i, tensor in enumerate(leaves)],
         "one_tensor": isinstance(live, Tensor),

@@ -1,12 +1,15 @@
 """Writing files where the disk may be full."""
 
 import io
+import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
+
+from runner.secrets import masked
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -90,3 +93,15 @@ def why(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def write_json(path: Path, content: Any) -> Path:
+    """Indented, for people too; returns the path."""
+    return write_text(path, json.dumps(masked(content), indent=2) + "\n")
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, str]]) -> Path:
+    """Rows with the same keys, in the form that MLflow shows as a table (see tables_tag)."""
+    columns = list(rows[0]) if rows else []
+    data = [[row[column] for column in columns] for row in rows]
+    return write_json(path, {"columns": columns, "data": data})

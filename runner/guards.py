@@ -17,15 +17,17 @@ from runner.data.samples import of_step, targets
 from runner.data.workers import PREFETCH, failure, raised
 from runner.errors import ConfigError, DataError, Diverged, ModelError, RunnerError
 from runner.isolation import set_streams, streams
-from runner.kept import keep, near
+from runner.kept import keep
+from runner.layout import RESULT
 from runner.memory_error import is_out_of_memory
 from runner.observers.guard import Guard
 from runner.precision_errors import precision_advice
 from runner.records import StepRecord
-from runner.result import FILE, RunResult
+from runner.result import RunResult
 from runner.spec import TrainSpec
 from runner.state import TrainState
 from runner.step import loss_of
+from runner.text import relative_path
 
 if TYPE_CHECKING:
     from runner.context import Run
@@ -138,14 +140,14 @@ def finite(this: "Run", state: TrainState) -> bool:
 def last_good(folder: Path) -> str:
     """A line that names the newest checkpoint, empty without one."""
     found = sorted(folder.glob("step-*.pt"))
-    return f"\nThe last good weights: init.weights={near(found[-1])}" if found else ""
+    return f"\nThe last good weights: init.weights={relative_path(found[-1])}" if found else ""
 
 
 def diverged(this: "Run", result: RunResult) -> NoReturn:
     """End a run that a guard stopped: its result is what it reached until then."""
     trouble = "\n".join([this.trouble, *this.lost])
     failed = replace(result, status="failed", error=trouble, diverged=True)
-    this.leave(this.out / FILE, lambda _: failed.write(this.out))
+    this.leave(this.out / RESULT, lambda _: failed.write(this.out))
     raise Diverged(trouble)
 
 

@@ -88,12 +88,13 @@ def _runs_as_it_is(config: DictConfig) -> bool:
     """Return whether the precision of a job's config runs on this machine's device, which cannot
     emulate it."""
     from runner.accelerator import choose
-    from runner.config import instantiate, resolve
+    from runner.config import resolve
+    from runner.targets import instantiate
 
     own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with suppress(ConfigError, Unavailable):
         spec = resolve(own)
-        device = choose(spec.accelerator).device
+        device = choose(spec.accelerator.name, spec.accelerator.index).device
         instantiate(spec.precision).require(device)
         try:
             instantiate({**spec.precision, "emulate": True}).require(device)
@@ -133,7 +134,7 @@ def prepare_search(config: DictConfig) -> None:
 
 def _direction(config: DictConfig) -> str:
     """The direction of the chosen task's quality; the task of a checkpoint is not known here."""
-    from runner.config import locate
+    from runner.targets import locate
 
     known = None
     if config.mode == "train":

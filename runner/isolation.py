@@ -3,14 +3,14 @@ what the one before it set."""
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from runner import tpu
+from runner import accelerator, tpu
 
 
 @contextmanager
@@ -73,3 +73,28 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Python's, NumPy's and torch's generators, the device's too, in plain containers."""
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    states = {
+        "python": [version, list(words), gauss],
+        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if (drawn := accelerator.rng_state(device)) is not None:
+        states[device.type] = drawn
+    return states
+
+
+def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
+    """Take back what rng_state gave; another kind of device keeps its seeded stream."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"].clone())
+    if device.type in states:
+        accelerator.set_rng_state(states[device.type].clone(), device)

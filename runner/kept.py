@@ -1,7 +1,6 @@
 """The samples of a step, saved when something is wrong with it, for debug=replay."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +11,13 @@ from runner.data.loading import Loader
 from runner.data.samples import of_step
 from runner.errors import ConfigError
 from runner.files import write_text
+from runner.layout import GUARD_FOLDER
 from runner.secrets import masked
 from runner.shown import typed
+from runner.text import relative_path
 
 if TYPE_CHECKING:
     from runner.context import Run
-
-FOLDER = "guard"
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def keep(
         Where they are, and the command that replays them.
     """
     every = [of_step(loader, this.spec.train.accumulate, n) for n in range(step, step + count)]
-    path = this.out / FOLDER / f"batch-{step:06d}.json"
+    path = this.out / GUARD_FOLDER / f"batch-{step:06d}.json"
     command = replay_command(this, path)
     content = {
         "why": why,
@@ -79,23 +78,16 @@ def keep(
     }
     text = json.dumps(masked(content), indent=1)
     text = re.sub(r"\[[\d,\s]+\]", lambda found: "".join(found[0].split()), text)
-    if not this.leave(path, lambda path: write_text(path, text + "\n"), FOLDER):
+    if not this.leave(path, lambda path: write_text(path, text + "\n"), GUARD_FOLDER):
         return f"The samples are {content['micro_batches']} of the training set."
-    return f"The samples are in {near(path)}; to see where it begins:\n{command}"
+    return f"The samples are in {relative_path(path)}; to see where it begins:\n{command}"
 
 
 def replay_command(this: "Run", path: Path) -> str:
     """The run's own command, replaying instead of training."""
     dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
     words = [w for w in this.origin.command if not w.lstrip("+~").startswith(dropped)]
-    return typed([*words, "debug=replay", f"batch={near(path)}"])
-
-
-def near(path: Path) -> str:
-    """As it is typed in the working directory."""
-    absolute = path.absolute()
-    inside = absolute.is_relative_to(Path.cwd())
-    return os.path.relpath(absolute) if inside else str(absolute)
+    return typed([*words, "debug=replay", f"batch={relative_path(path)}"])
 
 
 def read(path: Path) -> Kept:
@@ -119,7 +111,7 @@ def read(path: Path) -> Kept:
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"batch={path} is no batch that a guard saved ({type(error).__name__}: {error}). "
-            f"Type batch=outputs/runs/<time>/{FOLDER}/batch-<step>.json."
+            f"Type batch=outputs/runs/<time>/{GUARD_FOLDER}/batch-<step>.json."
         ) from error
 
 

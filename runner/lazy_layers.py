@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from runner.build import build_loaders, build_splits
+from runner.data.build import build_loaders, build_splits
 from runner.errors import ConfigError, RunnerError
 from runner.examples import Unknown, examples
 from runner.precision.cast import cast_nest

@@ -11,12 +11,14 @@ from runner.data.base import Splits
 from runner.data.loading import Loader
 from runner.errors import CheckpointError
 from runner.export import export, line
-from runner.kept import near
+from runner.files import write_table
+from runner.layout import RESULT
 from runner.observers.tally import Tally
 from runner.precision.probe import DtypeProbe
-from runner.result import FILE, RunResult, number, show
+from runner.result import RunResult, show
 from runner.secrets import masked
 from runner.state import TrainState
+from runner.text import number, relative_path
 
 if TYPE_CHECKING:
     from runner.context import Run
@@ -45,7 +47,7 @@ def leave_dtypes(this: "Run", probe: DtypeProbe) -> None:
     rows = probe.table()
     if fates:
         rows = [{**row, "conversion": fates.get(row["module"], "")} for row in rows]
-    if this.leave(this.out / "dtypes.json", lambda path: artifacts.write_table(path, rows)):
+    if this.leave(this.out / "dtypes.json", lambda path: write_table(path, rows)):
         this.tracker.tags(artifacts.tables_tag("dtypes.json"))
 
 
@@ -58,7 +60,7 @@ def leave_processes(this: "Run", summary: Mapping[str, Any]) -> float:
     found = this.strategy.gather((peak, mine))
     if place.world > 1 and place.first:
         rows = [row for _, row in found]
-        if this.leave(this.out / "processes.json", lambda path: artifacts.write_table(path, rows)):
+        if this.leave(this.out / "processes.json", lambda path: write_table(path, rows)):
             this.tracker.tags(artifacts.tables_tag("dtypes.json", "processes.json"))
     return max((peak for peak, _ in found), default=peak)
 
@@ -84,7 +86,9 @@ def leave_weights(this: "Run", state: TrainState) -> None:
     try:
         save_file(whole, path, facts) if whole else save_model(model, str(path), facts)
     except SafetensorError as error:
-        this.lost.append(f"{near(path)} was not written: {str(error).rpartition(': ')[2]}.")
+        this.lost.append(
+            f"{relative_path(path)} was not written: {str(error).rpartition(': ')[2]}."
+        )
     else:
         this.tracker.artifact(path)
 
@@ -93,7 +97,7 @@ def unsaved(this: "Run", result: RunResult) -> NoReturn:
     """End a run whose weights could not be written: what it reached is told and kept."""
     error = CheckpointError("\n".join(this.lost))
     failed = replace(result, status="failed", error=str(error))
-    this.leave(this.out / FILE, lambda _: failed.write(this.out))
+    this.leave(this.out / RESULT, lambda _: failed.write(this.out))
     show(this.console, failed)
     error.finished = True
     raise error

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runner.config import known
 from runner.errors import ConfigError
 from runner.files import write_text
+from runner.layout import MANIFEST
 from runner.secrets import masked
+from runner.targets import dataclass_fields_from_json
 
-FILE = "sweep.json"
 _WORDS = ("command", "overrides", "left_out")
 
 
@@ -47,11 +47,11 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Raises ConfigError where there is none, or a damaged one."""
-        path = folder / FILE
+        path = folder / MANIFEST
         if not path.is_file():
-            raise ConfigError(f"{folder} is not a sweep: it holds no {FILE}.")
+            raise ConfigError(f"{folder} is not a sweep: it holds no {MANIFEST}.")
         try:
-            values = known(cls, json.loads(path.read_text()))
+            values = dataclass_fields_from_json(cls, json.loads(path.read_text()))
             values |= {key: [str(word) for word in values.get(key, ())] for key in _WORDS}
             return cls(**values)
         except (OSError, ValueError) as error:
@@ -59,4 +59,4 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Whole or not at all, without secrets. Raises OSError."""
-        write_text(folder / FILE, json.dumps(masked(asdict(self)), indent=2) + "\n")
+        write_text(folder / MANIFEST, json.dumps(masked(asdict(self)), indent=2) + "\n")

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runner.accelerator import MIB
 from runner.errors import RunnerError
-from runner.precision.memory import stored_bytes, tensor_bytes
+from runner.precision.memory import MIB, stored_bytes, tensor_bytes
 from runner.room import USABLE, Need, batches, limit, need
 from runner.shape import repeated
 from runner.state import TrainState

@@ -26,28 +26,26 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from runner.build import build_driven, build_group
+from runner.built_optimizers import build_driven
 from runner.errors import RunnerError
+from runner.evaluation import Stagnation
 from runner.examples import Unknown, examples
 from runner.lazy_layers import materialize
 from runner.ledger import ACTIVATIONS, OPTIMIZER, WEIGHTS, Ledger, Peak
-from runner.loop import Stagnation
 from runner.model import Built, build_model
 from runner.precision.base import Precision
 from runner.precision.cast import cast_nest
-from runner.precision.memory import float32_bytes
+from runner.precision.memory import GIB, float32_bytes
 from runner.room import USABLE, free
 from runner.shape import shape
-from runner.spec import RunSpec
+from runner.spec import LARGEST_FORECAST_BATCH, RunSpec
 from runner.state import TrainState
 from runner.step import train_step
+from runner.targets import build_group
 from runner.tpu import is_tpu
 
 META = torch.device("meta")
-GIB = 2**30
 FEW = 2
-MOST = 2**16
-"""The largest batch size that is tried."""
 
 
 def predict(
@@ -70,14 +68,15 @@ def predict(
 def largest_batch(
     spec: RunSpec, precision: Precision, device: torch.device, room: float
 ) -> int | None:
-    """The largest batch size whose predicted peak is within `room` bytes, of the powers of two up
-    to MOST and train.batch_size; None where a single example is too much. Raises Unknown."""
+    """Return the largest batch size whose predicted peak is within `room` bytes, of
+    train.batch_size and the powers of two up to LARGEST_FORECAST_BATCH; None where a single example
+    is too much. Raises Unknown."""
     return largest(forecast(spec, precision, device), spec.train.batch_size, room)
 
 
 def largest(peak: Callable[[int], Peak], own: int, room: float) -> int | None:
     """The same of a forecast, with one batch size of the user's own."""
-    sizes = sorted({own, *(2**power for power in range(MOST.bit_length()))})
+    sizes = sorted({own, *(2**power for power in range(LARGEST_FORECAST_BATCH.bit_length()))})
     fits, low, high = None, 0, len(sizes)
     while low < high:
         middle = (low + high) // 2

@@ -1,22 +1,26 @@
 """The model of a run: made, converted, adapted, and restored from a checkpoint."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from runner import adapter, checkpoint, trust
-from runner.build import build_group
-from runner.checkpoint import Saved, load_weights
+from runner.checkpoint import Saved
 from runner.config import to_dict
 from runner.errors import ConfigError
 from runner.lazy_layers import materialize
 from runner.precision.base import ConversionReport, Precision
 from runner.precision.cast import cast_floats, default_dtype
+from runner.precision.convert import is_converted
 from runner.precision.memory import float32_bytes
+from runner.precision.transposed import is_transposed
+from runner.shown import typed
 from runner.spec import RunSpec
+from runner.targets import build_group
 
 
 class Built(NamedTuple):
@@ -157,3 +161,49 @@ def _make(
         kind = type(model).__name__
         raise ConfigError(f"model: {spec.model['_target_']} made a {kind}, not a torch.nn.Module.")
     return model
+
+
+def load_weights(model: nn.Module, saved: Saved, node: Mapping[str, Any] = {}) -> None:
+    """Copy a checkpoint's weights into a model, casting to the model's dtypes. A packed weight
+    enters a layer that is packed the same way as it is, and a plain layer as what it stands for.
+
+    Args:
+        model: changed in place.
+        saved: the checkpoint.
+        node: of the config that the model was made from, for the message.
+
+    Raises:
+        ConfigError: names, shapes or packing differ.
+    """
+    weights = saved.content["model"]
+    try:
+        if saved.content.get("layout") and not any(map(is_converted, model.modules())):
+            from runner.precision.bitsandbytes_layers import plain_weights
+
+            transposed = [name for name, m in model.named_modules() if is_transposed(m)]
+            weights = plain_weights(weights, transposed)
+        model.load_state_dict(weights, strict=True)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+        raise ConfigError(
+            f"checkpoint={saved.path} does not fit the model: {reason} "
+            f"{_own_model(saved, node)} For packed weights take its own precision.ignore_modules, "
+            "too."
+        ) from error
+
+
+def _own_model(saved: Saved, node: Mapping[str, Any]) -> str:
+    """What to type for the model that a checkpoint was trained with."""
+    theirs = saved.content["spec"].get("model") or {}
+    if node.get("_target_") == theirs.get("_target_"):
+        keys = [k for k, value in theirs.items() if node.get(k) != value and "target" not in str(k)]
+        if keys:
+            words = [f"model.{key}={str(theirs[key]).replace(' ', '')}" for key in keys]
+            return (
+                f"The checkpoint's model has other values: type {typed(words)}, or in "
+                "mode=evaluate leave model= out."
+            )
+    return (
+        "Take the checkpoint's own model: leave model= out in mode=evaluate, give it with "
+        "init.weights."
+    )

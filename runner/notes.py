@@ -1,13 +1,13 @@
 """What MLflow's pages say of a run in words: the command, the results, what was converted; and
 the Markdown in which no text of a user's is markup."""
 
-import html
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from runner import shown
-from runner.result import RunResult, number, rows
+from runner.report.render import code, md
+from runner.result import RunResult, rows
+from runner.text import number
 
 if TYPE_CHECKING:
     from runner.precision.base import ConversionReport
@@ -52,19 +52,3 @@ def typed(command: Sequence[str]) -> str:
     """A command to copy, as inline code: a block of code that does not wrap would push the rest of
     MLflow's page aside."""
     return code(shown.typed(command))
-
-
-def md(text: str) -> str:
-    """Text on one line in which nothing is markup: no tag, link, picture, emphasis or column."""
-    flat = html.escape(" ".join(text.split()), quote=False)
-    flat = re.sub(r"([\\`*|~$])", r"\\\1", flat)
-    flat = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", flat)
-    return re.sub(r"\](?=[(\[:])", r"\\]", flat)
-
-
-def code(text: str) -> str:
-    """As inline code, fenced by more backticks than it holds. A pipe stays: not for tables."""
-    flat = " ".join(text.splitlines())
-    fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
-    gap = " " if len(fence) > 1 else ""
-    return f"{fence}{gap}{flat}{gap}{fence}"

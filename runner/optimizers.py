@@ -3,8 +3,9 @@ torchao's, made when first asked for, so that a machine without the libraries ru
 
 Both libraries quantize the state of a tensor in blocks and leave that of tensors below 4096
 elements alone. The subclasses add one thing: a parameter group {"params": [...],
-"optim_bits": 32} keeps its state in float32. runner.build puts embeddings into such a group, as
-Dettmers et al. do (section 2.3), since training with 8-bit state of embeddings is less stable.
+"optim_bits": 32} keeps its state in float32. runner.built_optimizers puts embeddings into such a
+group, as Dettmers et al. do (section 2.3), since training with 8-bit state of embeddings is less
+stable.
 
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861; Li et
 al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.

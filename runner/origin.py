@@ -5,16 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runner.spec import RunSpec
-
-
-def short(override: str) -> str:
-    """An override as labels show it: a number that a search drew with four significant digits."""
-    key, mark, value = override.partition("=")
-    try:
-        rounded = f"{float(value):.4g}"
-    except ValueError:
-        return override
-    return f"{key}{mark}{rounded}" if len(value) > len(rounded) + 2 else override
+from runner.text import short
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from runner import artifacts
-from runner.accelerator import MIB, Accelerator
-from runner.build import build_driven, build_optimizer, embeddings, shares
+from runner.accelerator import Accelerator
+from runner.built_optimizers import build_driven, build_optimizer, embeddings, shares
+from runner.files import write_json
 from runner.isolation import seed_all
-from runner.memory_plan import GIB, MOST, Unknown, build, forecast, largest
+from runner.memory_plan import Unknown, build, forecast, largest
 from runner.model import Built
 from runner.origin import Origin
 from runner.precision.base import Precision
 from runner.precision.islands import Float32Island
-from runner.precision.memory import elements, stored_bytes, tensor_bytes
+from runner.precision.memory import GIB, MIB, elements, stored_bytes, tensor_bytes
 from runner.result import RunResult
 from runner.room import USABLE, free
 from runner.shape import check_shape
-from runner.spec import RunSpec
+from runner.spec import LARGEST_FORECAST_BATCH, RunSpec
 
 
 def plan(
@@ -53,7 +53,7 @@ def plan(
             "not proven: no batch was run, so layers that the model never calls are counted, too"
         )
     out.mkdir(parents=True, exist_ok=True)
-    artifacts.write_json(out / "conversion.json", report.to_list())
+    write_json(out / "conversion.json", report.to_list())
     islands = [n for n, m in model.named_modules() if isinstance(m, Float32Island)]
     if islands:
         console.print(f"kept in float32: {', '.join(islands)}", markup=False)
@@ -105,11 +105,12 @@ def _peak(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str
     except Unknown as error:
         return {"peak of a step": f"not predicted: {error}"}
     parts = [f"{name} {size / MIB:.1f}" for name, size in most._asdict().items()]
+    more = " or more" if fits == LARGEST_FORECAST_BATCH else ""
     here = f"in {USABLE:g} of the {room / GIB:.1f} GiB that are free"
     return {
         "peak of a step": f"{most.total / MIB:.1f} MiB",
         "at the peak": f"{', '.join(parts[:3])},\n{', '.join(parts[3:])}",
-        "largest batch": f"{'none' if fits is None else fits}{' or more' * (fits == MOST)} {here}",
+        "largest batch": f"{'none' if fits is None else fits}{more} {here}",
     }
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-from runner.config import arguments, locate
 from runner.errors import ConfigError
+from runner.targets import arguments, locate
 
 _LOADING = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg",
             "pretrained_cfg_overlay")  # fmt: skip

@@ -16,26 +16,27 @@ from rich.table import Table
 from torch import nn
 
 from runner import kept
-from runner.accelerator import MIB, Accelerator
+from runner.accelerator import Accelerator
 from runner.again import before, own_spec
-from runner.build import build_loaders, build_splits
-from runner.checkpoint import Saved, contents
+from runner.checkpoint import Saved
+from runner.data.build import build_loaders, build_splits
 from runner.data.loading import Batch
 from runner.errors import ConfigError
-from runner.isolation import seed_all
+from runner.isolation import rng_state, seed_all, set_rng_state
 from runner.kept import Kept
 from runner.model import build_model, keeps_adapter, start
 from runner.origin import Origin
 from runner.precision import support
 from runner.precision.base import Precision
-from runner.precision.memory import float32_bytes
+from runner.precision.memory import MIB, float32_bytes
 from runner.precision.trace import Seen, Trace, begins, seen
-from runner.restore import rng_state, set_rng_state
-from runner.result import RunResult, number
+from runner.restore import checkpoint_state_dict
+from runner.result import RunResult
 from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.step import backpropagate, examples_in, loss_of
 from runner.tasks.base import Task, labels_of, mean
+from runner.text import number
 from runner.trial import build_proven
 
 BEFORE, AFTER, MOST = 3, 4, 5  # rows shown around the beginning; of a sound batch in all
@@ -74,7 +75,10 @@ def replay(
     else:
         with before(replace(own, batch=spec.batch), saved, device, console) as reached:
             state, batches, weights = reached
-            begin, rng = Saved(Path(spec.batch), contents(state, own)), rng_state(device)
+            begin, rng = (
+                Saved(Path(spec.batch), checkpoint_state_dict(state, own)),
+                rng_state(device),
+            )
             for line in _lost_weights(state.plain_model):
                 console.print(line)
             if all(getattr(own, key) == getattr(spec, key) for key in ("model", "precision")):

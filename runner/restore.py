@@ -1,20 +1,21 @@
 """What a checkpoint keeps beside the weights, and taking it back."""
 
-import random
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner import accelerator, shards
-from runner.build import LENGTHS, in_order
-from runner.checkpoint import Saved, parts_of
+from runner import shards
+from runner.built_optimizers import LENGTHS, in_order
+from runner.checkpoint import _SIGNED, FORMAT, Saved, parts_of
+from runner.config import stored
 from runner.errors import ConfigError
+from runner.isolation import rng_state, set_rng_state
 from runner.observers.base import Observer
+from runner.signature import sign
 from runner.spec import RunSpec
 from runner.state import Driven, TrainState
 
@@ -270,26 +271,44 @@ def _change(optimizer: Optimizer, scheduler: Any, changed: Mapping[str, tuple[An
         scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """Python's, NumPy's and torch's generators, the device's too, in plain containers."""
-    version, words, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state()
-    states = {
-        "python": [version, list(words), gauss],
-        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
-        "torch": torch.get_rng_state(),
+def checkpoint_state_dict(
+    state: TrainState,
+    spec: RunSpec,
+    choices: Mapping[str, str] = {},
+    metrics: Mapping[str, float] = {},
+    course: Mapping[str, Any] = {},
+    own: bool = False,
+) -> dict[str, Any]:
+    """What a checkpoint holds; its tensors are those of the run, not copies.
+
+    Args:
+        state: schedules that wait for a found-inf flag are settled.
+        spec: of the run.
+        choices: option chosen in each config group, for the labels of evaluations.
+        metrics: of an evaluation of these very weights, where there was one.
+        course: what going on needs beside it, see restore.capture.
+        own: this user's commands composed the spec, which is signed with the user's key.
+    """
+    kept = {**stored(spec), "tracking": {}}
+    model = state.plain_model
+    for driven in state.driven:
+        driven.settle()
+    return {
+        **course,
+        "format": FORMAT,
+        "spec": kept,
+        "signature": sign(_SIGNED, repr(kept)) if own else "",
+        "choices": dict(choices),
+        "precision": state.precision.name,
+        "layout": state.precision.layout,
+        "bypassed": dict(state.precision.bypassed),
+        "precision_state": state.precision.state_dict(model),
+        "metrics": dict(metrics),
+        "step": state.step,
+        "epoch": state.epoch,
+        "skipped_steps": state.skipped,
+        "model": model.state_dict(),
+        "optimizers": [driven.optimizer.state_dict() for driven in state.driven],
+        "schedulers": [d.scheduler.state_dict() if d.scheduler else {} for d in state.driven],
+        "loss_scale": state.scale.state_dict(),
     }
-    if (drawn := accelerator.rng_state(device)) is not None:
-        states[device.type] = drawn
-    return states
-
-
-def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
-    """Take back what rng_state gave; another kind of device keeps its seeded stream."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"].clone())
-    if device.type in states:
-        accelerator.set_rng_state(states[device.type].clone(), device)

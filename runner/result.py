@@ -11,14 +11,14 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from runner.config import known
 from runner.files import write_text
+from runner.layout import RESULT
 from runner.secrets import hide, masked
 from runner.shown import typed
+from runner.targets import dataclass_fields_from_json
+from runner.text import number, percent
+from runner.tracking.metrics import VAL_LOSS
 from runner.tracking.uri import resolve_experiment, resolve_uri
-
-FILE = "result.json"
-LOSS = "val/loss"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class RunResult:
     def outcome(self) -> str:
         """The status; "diverged" where a guard stopped it, or it finished and its quality or its
         loss is not finite: an accuracy stays a number when the loss is none."""
-        told = [self.metrics.get(self.quality), self.metrics.get(LOSS)]
+        told = [self.metrics.get(self.quality), self.metrics.get(VAL_LOSS)]
         known = [v for v in told if v is not None] or [self.train_loss or 0.0]
         gone = self.status == "finished" and not all(map(math.isfinite, known))
         return "diverged" if self.diverged or gone else self.status
@@ -108,14 +108,14 @@ class RunResult:
     def write(self, folder: Path) -> Path:
         """Writes `result.json` into the folder, which is created; returns its path. Who reads it
         meanwhile finds the whole of it or what was there before."""
-        return write_text(folder / FILE, json.dumps(masked(asdict(self)), indent=2) + "\n")
+        return write_text(folder / RESULT, json.dumps(masked(asdict(self)), indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult":
         """Raises ValueError: the file is damaged."""
-        if not (folder / FILE).is_file():
-            raise ValueError(f"{folder / FILE} is no file")
-        return cls.of(json.loads((folder / FILE).read_text()))
+        if not (folder / RESULT).is_file():
+            raise ValueError(f"{folder / RESULT} is no file")
+        return cls.of(json.loads((folder / RESULT).read_text()))
 
     @classmethod
     def of(cls, values: object) -> "RunResult":
@@ -124,7 +124,7 @@ class RunResult:
         Raises:
             ValueError: it is no result of a run.
         """
-        return cls(**known(cls, values))
+        return cls(**dataclass_fields_from_json(cls, values))
 
 
 def show(console: Console, result: RunResult) -> None:
@@ -197,13 +197,6 @@ def ui_command(uri: str | None, experiment: str) -> str:
     return typed(words)
 
 
-def number(value: float | None) -> str:
-    """Four significant digits at least, every digit before the point."""
-    if value is None:
-        return ""
-    return f"{value:.0f}" if abs(value) >= 1000 and abs(value) < 1e15 else f"{value:.4g}"
-
-
 def saved(result: RunResult) -> str:
     """Share of the weights' memory that the precision saves, in percent."""
     if result.weights_mib is None or not result.plain_weights_mib:
@@ -211,13 +204,6 @@ def saved(result: RunResult) -> str:
     if result.weights_mib > result.plain_weights_mib:
         return "none"
     return f"{1 - result.weights_mib / result.plain_weights_mib:.0%}"
-
-
-def percent(share: float) -> str:
-    """A share that is neither none nor all never reads as one of them."""
-    if 0 < share < 0.001:
-        return "<0.1%"
-    return ">99.9%" if 0.999 < share < 1 else f"{share:.1%}"
 
 
 Column = tuple[str, Callable[[RunResult], str]]
@@ -228,6 +214,7 @@ def columns(results: Sequence[RunResult]) -> list[Column]:
     qualities = sorted({r.quality for r in results if r.quality})
     quality = qualities[0] if len(qualities) == 1 else "quality"
     evaluated = any(r.trained_in for r in results)
+    beside_quality = evaluated and quality != VAL_LOSS
     several = len({r.optimizer_mib for r in results if r.optimizer_mib}) > 1
     on_cpu = any("threads)" in r.device for r in results)
     every: list[Column] = [
@@ -235,8 +222,8 @@ def columns(results: Sequence[RunResult]) -> list[Column]:
         ("status", lambda r: r.outcome),
         (quality, lambda r: number(r.metrics.get(r.quality))),
         ("change", lambda r: _change(r.quality, r, results)),
-        ("loss", lambda r: number(r.metrics.get(LOSS)) if evaluated and quality != LOSS else ""),
-        ("loss change", lambda r: _change(LOSS, r, results) if quality != LOSS else ""),
+        ("loss", lambda r: number(r.metrics.get(VAL_LOSS)) if beside_quality else ""),
+        ("loss change", lambda r: _change(VAL_LOSS, r, results) if quality != VAL_LOSS else ""),
         ("examples/s", lambda r: number(r.examples_per_second)),
         ("weights MiB", lambda r: number(r.weights_mib)),
         ("saved", saved if evaluated else lambda r: ""),
@@ -300,6 +287,6 @@ def read_results(folder: Path) -> list[RunResult]:
         try:
             found.append(RunResult.read(job))
         except (OSError, ValueError):
-            why = f"its {FILE} is damaged" if (job / FILE).exists() else "died without a result"
+            why = f"its {RESULT} is damaged" if (job / RESULT).exists() else "died without a result"
             found.append(RunResult("", f"job {job.name}", str(job), "failed", why))
     return found

@@ -15,7 +15,7 @@ from runner.alone import at_work
 from runner.checkpoint import Saved
 from runner.config import flatten, resolve, to_dict
 from runner.errors import ConfigError
-from runner.manifest import FILE as MANIFEST
+from runner.layout import MANIFEST
 from runner.origin import Origin
 from runner.result import RunResult
 from runner.run_store import keep_store

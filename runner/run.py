@@ -14,28 +14,30 @@ from runner import artifacts, checkpoint, kept, notes, resume, torchrun, trust
 from runner.accelerator import Accelerator, choose
 from runner.again import as_its_run
 from runner.alone import alone
-from runner.build import build_group, check_arguments
-from runner.config import check_targets, flatten, resolve, to_dict
+from runner.built_optimizers import check_arguments
+from runner.config import flatten, resolve, to_dict
 from runner.console import plain_console
 from runner.context import Run, folder_of
 from runner.errors import CheckpointError, ConfigError, RunnerError, TrackingError
 from runner.evaluate import evaluate_checkpoint
-from runner.files import why
+from runner.files import why, write_json
 from runner.isolation import process_state
-from runner.kept import near
+from runner.layout import CONFIG, RESULT
 from runner.memory_error import memory_told
 from runner.numerics.looks import check_numerics
 from runner.origin import Origin
 from runner.plan import plan
 from runner.precision.base import Precision
 from runner.replay import replay
-from runner.result import FILE, RunResult, show
+from runner.result import RunResult, show
 from runner.secrets import hide
 from runner.spec import RunSpec
 from runner.spec_advise import LONE_ADVICE
 from runner.stop import Stopped, StopSignals
 from runner.strategy.base import Strategy
+from runner.targets import build_group, check_targets
 from runner.tasks.base import Task
+from runner.text import relative_path
 from runner.tracking import journal
 from runner.tracking.base import RunInfo, Status, Tracker
 from runner.tracking.process_journal import ProcessJournal
@@ -117,7 +119,9 @@ def _made(
     Raises:
         ConfigError, Unavailable: as `run`.
     """
-    accelerator = Accelerator(strategy.device(choose(spec.accelerator).device))
+    accelerator = Accelerator(
+        strategy.device(choose(spec.accelerator.name, spec.accelerator.index).device)
+    )
     if spec.mode == "replay":
         spec, origin = as_its_run(spec, origin, kept.read(Path(spec.batch or "")))
     precision: Precision = build_group("precision", spec.precision)
@@ -179,7 +183,8 @@ def _write_result(this: Run, result: RunResult) -> None:
     try:
         result.write(this.out)
     except OSError as error:
-        text = f"{near(this.out / FILE)} was not written: {why(error)}. The result is above."
+        path = relative_path(this.out / RESULT)
+        text = f"{path} was not written: {why(error)}. The result is above."
         raise CheckpointError(text) from error
 
 
@@ -192,10 +197,10 @@ def _begin_folder(this: Run) -> None:
     environment = artifacts.environment(this.origin)
     try:
         artifacts.write_config(this.out, this.spec, this.origin.own)
-        artifacts.write_json(this.out / artifacts.ENVIRONMENT, environment)
+        write_json(this.out / artifacts.ENVIRONMENT, environment)
     except OSError as error:
         raise ConfigError(
-            f"{near(this.out)} takes no files: {why(error)}. Make room, or type "
+            f"{relative_path(this.out)} takes no files: {why(error)}. Make room, or type "
             "hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
         ) from error
 
@@ -211,7 +216,7 @@ def _tracked(this: Run) -> Iterator[None]:
     tracker.open(_info(this))
     try:
         this.note(notes.begun(this.origin.command))
-        tracker.artifact(this.out / artifacts.CONFIG)
+        tracker.artifact(this.out / CONFIG)
         tracker.artifact(this.out / artifacts.ENVIRONMENT)
         yield
     except (Stopped, KeyboardInterrupt) as error:

@@ -14,6 +14,7 @@ import yaml
 from runner import artifacts, torchrun
 from runner.errors import ConfigError, TrackingError
 from runner.files import read_text
+from runner.layout import CONFIG
 from runner.origin import Origin
 from runner.secrets import hide
 from runner.signature import is_signed, where_key_is
@@ -169,7 +170,7 @@ def _settings(ours: Mapping[str, Any], folder: Path, typed: Sequence[str]) -> di
 def _had_none(folder: Path) -> bool:
     """Whether a config that anybody may have written says tracking=none, which does no harm."""
     try:
-        content = yaml.safe_load(read_text(folder / artifacts.CONFIG))
+        content = yaml.safe_load(read_text(folder / CONFIG))
         return bool(content["tracking"]["_target_"] == NONE)
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, RecursionError):
         return False

@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 KEY_BYTES = 32
-FILE = "signature.json"
-"""In a run's folder, beside its config: the config's signature."""
 
 
 def key_path() -> Path:

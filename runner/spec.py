@@ -265,3 +265,7 @@ class RunSpec:
             yield f"train.clip_norm={clip} does not clip. Allowed: above 0, or null for none."
         if self.train.num_workers < 0:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
+
+
+LARGEST_FORECAST_BATCH = 2**16
+"""The largest batch size that is tried."""

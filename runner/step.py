@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from runner.precision.cast import cast_nest, widest
+from runner.precision.cast import cast_nest
+from runner.precision.memory import widest
 from runner.precision.scale import HostFlag
 from runner.sparse import coalesce, values
 from runner.state import Driven, TrainState

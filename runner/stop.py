@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 from runner.errors import RunnerError
 
@@ -231,3 +231,12 @@ def ignore() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+T = TypeVar("T")
+
+
+def until_interrupted(batches: Iterator[T]) -> Iterator[T]:
+    """Yield the items of an iterable until a Stopped exception ends the wait for one."""
+    with suppress(Stopped):
+        yield from batches

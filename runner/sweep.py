@@ -13,8 +13,6 @@ from rich.console import Console
 from runner import notes
 from runner.alone import alone
 from runner.argv import shorn
-from runner.artifacts import now_ms
-from runner.build import build_group
 from runner.console import plain_console
 from runner.errors import RunnerError
 from runner.manifest import Manifest
@@ -28,6 +26,8 @@ from runner.report.pages import summary_markdown, write_report
 from runner.result import RunResult, page, sweep_table, ui_command
 from runner.secrets import hide, hide_override
 from runner.shown import complain, typed
+from runner.targets import build_group
+from runner.text import now_ms
 from runner.tracking.base import RunInfo, Status, Tracker
 from runner.tracking.journal import newest
 from runner.unfinished import resuming

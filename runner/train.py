@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from runner.accelerator import MIB
-from runner.build import build_driven, build_loaders, build_splits
+from runner.built_optimizers import build_driven
 from runner.context import Run, prepare, result_of
 from runner.course import Course
+from runner.data.build import build_loaders, build_splits
 from runner.data.loading import Loader
 from runner.describe import describe
 from runner.errors import CheckpointError
@@ -29,7 +29,7 @@ from runner.loop import fit, total_steps
 from runner.model import build_model, start
 from runner.observers.base import tell
 from runner.observers.tally import Tally
-from runner.precision.memory import stored_bytes, tensor_bytes
+from runner.precision.memory import MIB, stored_bytes, tensor_bytes
 from runner.precision.probe import DtypeProbe
 from runner.result import RunResult
 from runner.room import limit

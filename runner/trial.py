@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from runner import artifacts
 from runner.data.loading import Loader
 from runner.errors import ConfigError, RunnerError
-from runner.isolation import seed_all
+from runner.files import write_json
+from runner.isolation import rng_state, seed_all, set_rng_state
 from runner.model import Built
 from runner.precision.base import ConversionReport, Precision
 from runner.precision.proof import Watch, adapted_layers, converted_layers, multiplies
-from runner.restore import rng_state, set_rng_state
 from runner.strategy.base import Single, Strategy
 
 if TYPE_CHECKING:
@@ -245,4 +244,4 @@ def _count_trained(this: "Run", ran: set[str]) -> None:
     this.say(f"converted {done} of {layers} layers: {_list(proven)} ran in the first step")
     this.tracker.tags(report.tags())
     listed = report.to_list()
-    this.leave(this.out / "conversion.json", lambda path: artifacts.write_json(path, listed))
+    this.leave(this.out / "conversion.json", lambda path: write_json(path, listed))

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from runner.config import locate
 from runner.errors import ConfigError
 from runner.signature import where_key_is
+from runner.targets import locate
 
 _MAKERS = ("runner.models.", "torchvision.models.")
 """Whose functions make models."""

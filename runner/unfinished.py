@@ -5,14 +5,14 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.checkpoint import folder_of_run
 from runner.errors import ConfigError
-from runner.manifest import FILE, Manifest
-from runner.result import FILE as RESULT
+from runner.layout import MANIFEST, RESULT
+from runner.manifest import Manifest
 from runner.result import RunResult
 from runner.run_store import sweep_store
 from runner.secrets import hide
 from runner.shown import plain
+from runner.tracking.reader import folder_of_run
 
 KEY = "sweep.resume"
 COMMAND = ["python", "-m", "runner"]
@@ -34,7 +34,7 @@ def expand(argv: Sequence[str]) -> list[str]:
     folder = _last() if where == "last" else _folder(where, uri)
     manifest = Manifest.read(folder)
     if [*manifest.command[:3]] != COMMAND:
-        raise ConfigError(f"{folder / FILE} is damaged: its command is none of the runner's.")
+        raise ConfigError(f"{folder / MANIFEST} is damaged: its command is none of the runner's.")
     secret = {key_of(word) for word in manifest.command if "***" in word}
     if alien := [t for t in beside if not t.startswith(_FREE) and key_of(t) not in secret]:
         raise ConfigError(
@@ -115,7 +115,7 @@ def _folder(where: str, uri: str | None) -> Path:
     if not path.exists() and "/" not in where:
         path = folder_of_run(where, uri, KEY)
     for folder in (path, path.parent):
-        if (folder / FILE).is_file():
+        if (folder / MANIFEST).is_file():
             return folder
     raise ConfigError(
         f"{KEY}={where}: no sweep is there. Type {KEY}=last, or the folder of a sweep "
@@ -124,7 +124,7 @@ def _folder(where: str, uri: str | None) -> Path:
 
 
 def _last() -> Path:
-    found = sorted(Path("outputs/sweeps").glob(f"*/{FILE}"), reverse=True)
+    found = sorted(Path("outputs/sweeps").glob(f"*/{MANIFEST}"), reverse=True)
     for path in found:
         if not Manifest.read(path.parent).finished:
             return path.parent

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from runner import accelerator
-from runner.accelerator import MIB, Accelerator, available, choose, cpu_name, resident_peak_mib
+from runner.accelerator import Accelerator, available, choose, cpu_name, resident_peak_mib
 from runner.errors import ConfigError, Unavailable
-from runner.spec import AcceleratorSpec
+from runner.precision.memory import MIB
 
 
 def test_every_machine_has_a_cpu_last():
@@ -12,28 +12,28 @@ def test_every_machine_has_a_cpu_last():
 
 
 def test_auto_takes_the_best(monkeypatch):
-    assert choose(AcceleratorSpec()).device.type == available()[0]
+    assert choose().device.type == available()[0]
     monkeypatch.setattr(accelerator, "available", lambda: ["mps", "cpu"])
-    assert choose(AcceleratorSpec()).device.type == "mps"
-    assert choose(AcceleratorSpec("cpu")).device.type == "cpu"
+    assert choose().device.type == "mps"
+    assert choose("cpu").device.type == "cpu"
 
 
 def test_an_unknown_kind_is_wrong():
     with pytest.raises(ConfigError, match=r"accelerator.name=warp is not known. Allowed: "):
-        choose(AcceleratorSpec("warp"))
+        choose("warp")
 
 
 def test_a_kind_that_is_not_here_is_unavailable(monkeypatch):
     monkeypatch.setattr(accelerator, "available", lambda: ["cpu"])
     with pytest.raises(Unavailable, match=r"accelerator=mps is not on this machine") as caught:
-        choose(AcceleratorSpec("mps"))
+        choose("mps")
     assert caught.value.remedy == "Type accelerator=cpu."
 
 
 @pytest.mark.parametrize("index", [1, -1])
 def test_an_index_counts_from_nought(index):
     with pytest.raises(Unavailable, match=rf"accelerator.index={index}: this machine has 1 cpu"):
-        choose(AcceleratorSpec("cpu", index))
+        choose("cpu", index)
 
 
 def test_the_cpu_has_a_name_with_its_threads():

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from runner import adapter
 from runner.adapter import Lora
-from runner.build import build_driven
+from runner.built_optimizers import build_driven
 from runner.errors import ConfigError, Unavailable
 from runner.model import build_model
 from runner.precision import support

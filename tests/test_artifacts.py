@@ -6,7 +6,9 @@ from omegaconf import OmegaConf
 
 from runner import artifacts
 from runner.config import to_dict
+from runner.files import write_json
 from runner.origin import Origin
+from runner.text import now_ms
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def test_the_config_reads_back_complete(tmp_path, compose):
 
 
 def test_json_reads_back(tmp_path):
-    path = artifacts.write_json(tmp_path / "some.json", [{"a": 1}])
+    path = write_json(tmp_path / "some.json", [{"a": 1}])
     assert json.loads(path.read_text()) == [{"a": 1}]
     assert path.read_text().endswith("\n")
 
@@ -97,4 +99,4 @@ def test_the_picture_is_a_png(tmp_path):
 
 
 def test_now_is_in_milliseconds():
-    assert abs(artifacts.now_ms() - time.time() * 1000) < 60_000
+    assert abs(now_ms() - time.time() * 1000) < 60_000

@@ -5,21 +5,15 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from runner import build
-from runner.build import (
-    build_driven,
-    build_group,
-    build_loaders,
-    build_optimizer,
-    build_scheduler,
-    build_splits,
-    shares,
-)
+from runner import built_optimizers
+from runner.built_optimizers import build_driven, build_optimizer, build_scheduler, shares
 from runner.data.base import Splits
+from runner.data.build import build_loaders, build_splits
 from runner.errors import ConfigError
 from runner.model import build_model
 from runner.precision import support
 from runner.spec import RunSpec
+from runner.targets import build_group
 
 CPU = torch.device("cpu")
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1}
@@ -302,12 +296,14 @@ def test_an_optimizer_of_ones_own_takes_no_fused():
         def __init__(self, params, lr):
             super().__init__(params, lr=lr)
 
-    build.Own = Own
+    built_optimizers.Own = Own
     try:
         weights = [nn.Parameter(torch.ones(1))]
-        made = build_optimizer("optimizer", {"_target_": "runner.build.Own", "lr": 0.1}, weights)
+        made = build_optimizer(
+            "optimizer", {"_target_": "runner.built_optimizers.Own", "lr": 0.1}, weights
+        )
     finally:
-        del build.Own
+        del built_optimizers.Own
     assert made.defaults["fused"] is None
 
 

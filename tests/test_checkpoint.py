@@ -5,7 +5,9 @@ from torch import nn
 from runner import checkpoint
 from runner.checkpoint import Saved
 from runner.errors import ConfigError
+from runner.model import load_weights
 from runner.precision.support import load
+from runner.restore import checkpoint_state_dict
 from runner.spec import RunSpec
 from runner.state import Driven, TrainState
 from runner.tasks.classification import Classification
@@ -14,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def save(folder, state, spec, keep):
-    return checkpoint.save(folder, checkpoint.contents(state, spec), keep)
+    return checkpoint.save(folder, checkpoint_state_dict(state, spec), keep)
 
 
 @pytest.fixture
@@ -144,7 +146,7 @@ def test_no_code_of_a_file_is_run(tmp_path, capsys):
 
 def test_weights_take_the_models_dtype(saved):
     model = nn.Linear(3, 2).half()
-    checkpoint.load_weights(model, Saved(saved, checkpoint.load(saved)))
+    load_weights(model, Saved(saved, checkpoint.load(saved)))
     assert model.weight.dtype is torch.float16
     assert torch.equal(model.weight, checkpoint.load(saved)["model"]["weight"].half())
 
@@ -152,4 +154,4 @@ def test_weights_take_the_models_dtype(saved):
 @pytest.mark.parametrize("model", [nn.Linear(4, 2), nn.Linear(3, 2, bias=False), nn.Identity()])
 def test_weights_of_another_model_are_told(saved, model):
     with pytest.raises(ConfigError, match=r"does not fit the model: .+ Take the checkpoint's own"):
-        checkpoint.load_weights(model, Saved(saved, checkpoint.load(saved)))
+        load_weights(model, Saved(saved, checkpoint.load(saved)))

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from runner.build import build_group
 from runner.export import ExportError, export
 from runner.leave import leave_model
 from runner.model import build_model
 from runner.precision.mixed import MixedPrecision
 from runner.precision.true import TruePrecision
+from runner.targets import build_group
 
 CPU = torch.device("cpu")
 IMAGES = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))

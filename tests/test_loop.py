@@ -10,7 +10,8 @@ from torch.utils.data import TensorDataset
 
 from runner.blocks import Transfer
 from runner.data.loading import Loader
-from runner.loop import Stagnation, evaluate, fit, groups, total_steps
+from runner.evaluation import Stagnation, evaluate
+from runner.loop import fit, groups, total_steps
 from runner.precision import support
 from runner.precision.scale import DynamicScale
 from runner.records import EvalRecord

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bench.memory_plan import measured
-from runner.build import build_group
-from runner.memory_plan import MOST, Unknown, forecast, largest, largest_batch, predict
+from runner.memory_plan import Unknown, forecast, largest, largest_batch, predict
+from runner.spec import LARGEST_FORECAST_BATCH
+from runner.targets import build_group
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -118,7 +119,7 @@ def test_no_batch_fits_no_room(of):
 
 
 def test_there_is_a_largest_size_that_is_tried(of):
-    assert largest_batch(*of("model=mlp", "model.hidden=[4]"), CPU, 1e12) == MOST
+    assert largest_batch(*of("model=mlp", "model.hidden=[4]"), CPU, 1e12) == LARGEST_FORECAST_BATCH
 
 
 def test_a_size_that_the_model_refuses_does_not_fit():

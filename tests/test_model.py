@@ -10,11 +10,12 @@ from torch.nn import functional as F
 
 from runner import checkpoint
 from runner.adapter import Lora
-from runner.build import build_driven
+from runner.built_optimizers import build_driven
 from runner.checkpoint import Saved
 from runner.errors import ConfigError
 from runner.model import build_model, restore_model
 from runner.precision import support
+from runner.restore import checkpoint_state_dict
 from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.tasks.classification import Classification
@@ -67,7 +68,7 @@ def trained(folder, name, spec, **changes):
             if parameter.requires_grad:
                 parameter.add_((torch.randn(parameter.shape) / 8).to(parameter.dtype))
     state = TrainState(model, precision, Classification(), precision.scale(CPU), [], CPU)
-    path = checkpoint.save(folder, checkpoint.contents(state, spec), keep=1)
+    path = checkpoint.save(folder, checkpoint_state_dict(state, spec), keep=1)
     return model.eval(), precision, Saved(path, checkpoint.load(path))
 
 

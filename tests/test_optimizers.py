@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from runner import optimizers
-from runner.build import build_driven, build_optimizer, embeddings
-from runner.config import check_targets
+from runner.built_optimizers import build_driven, build_optimizer, embeddings
 from runner.errors import ConfigError
 from runner.precision import support
 from runner.precision.memory import stored_bytes, tensor_bytes
 from runner.precision.scale import DynamicScale
 from runner.spec import RunSpec
 from runner.state import Driven
+from runner.targets import check_targets
 
 CPU = torch.device("cpu")
 BLOCKWISE = ("adam8bit", "adamw8bit", "lion8bit",
@@ -369,7 +369,7 @@ def test_a_machine_without_the_library_is_told_what_to_install(compose, monkeypa
 
 def test_the_libraries_are_imported_by_who_asks_for_them_only():
     code = (
-        "import sys, runner.build, runner.optimizers\n"
+        "import sys, runner.built_optimizers, runner.optimizers\n"
         "assert not {'bitsandbytes', 'torchao'} & set(sys.modules)\n"
         "assert runner.optimizers.AdamW4bit.__name__ == 'AdamW4bit'\n"
         "assert 'torchao' in sys.modules and 'bitsandbytes' not in sys.modules\n"

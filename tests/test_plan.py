@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.build import build_optimizer, embeddings, shares
+from runner.built_optimizers import build_optimizer, embeddings, shares
 from runner.plan import _state_bytes
 from runner.precision.memory import tensor_bytes
 

@@ -7,11 +7,11 @@ import timm
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from runner.config import instantiate
 from runner.describe import say_what_trains
 from runner.precision import support
 from runner.pretrained import starts_random
 from runner.spec import InitSpec, RunSpec
+from runner.targets import instantiate
 
 SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8,
          "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from runner import checkpoint, restore
-from runner.build import build_driven, build_group
+from runner import restore
+from runner.built_optimizers import build_driven
 from runner.checkpoint import Saved
 from runner.errors import ConfigError
 from runner.model import build_model
+from runner.restore import checkpoint_state_dict
 from runner.state import TrainState
 from runner.step import train_step
+from runner.targets import build_group
 from runner.tasks.classification import Classification
 
 CPU = torch.device("cpu")
@@ -59,7 +61,7 @@ def trained(state, steps=1):
 
 def saved(state, spec):
     course = restore.capture(state, ())
-    return Saved(Path("x.pt"), copy.deepcopy(checkpoint.contents(state, spec, course=course)))
+    return Saved(Path("x.pt"), copy.deepcopy(checkpoint_state_dict(state, spec, course=course)))
 
 
 def kept(value):

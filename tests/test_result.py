@@ -6,15 +6,9 @@ import pytest
 from rich.console import Console
 
 from runner.console import plain_console
-from runner.result import (
-    FILE,
-    RunResult,
-    number,
-    read_results,
-    show,
-    sweep_table,
-    where,
-)
+from runner.layout import RESULT
+from runner.result import RunResult, read_results, show, sweep_table, where
+from runner.text import number
 
 DONE = RunResult(
     "16-mixed", "16-mixed mlp digits", "/out/1", metrics={"val/accuracy": 0.91, "val/loss": 0.3},
@@ -144,4 +138,4 @@ def test_the_results_of_a_sweep_come_in_the_order_of_its_jobs(tmp_path):
     found = read_results(tmp_path)
     assert [r.label for r in found] == ["0", "2", "job 3", "10"]
     assert (found[2].status, found[2].error) == ("failed", "died without a result")
-    assert FILE == "result.json"
+    assert RESULT == "result.json"

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from runner import checkpoint, train
+from runner.isolation import rng_state, set_rng_state
 from runner.observers.base import tell
 from runner.records import EvalRecord
-from runner.restore import rng_state, set_rng_state
 
 pytestmark = pytest.mark.slow
 

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from runner import artifacts, signature
+from runner.layout import SIGNATURE
 from runner.signature import is_signed, key_path, sign
 
 
@@ -120,5 +121,5 @@ def test_a_config_is_taken_as_long_as_nothing_in_it_changes(compose, tmp_path):
     assert artifacts.signed_config(tmp_path) is None
     artifacts.write_config(tmp_path, spec, own=False)
     assert artifacts.signed_config(tmp_path) is None
-    (tmp_path / signature.FILE).write_text("[" * 100_000)
+    (tmp_path / SIGNATURE).write_text("[" * 100_000)
     assert artifacts.signed_config(tmp_path) is None

@@ -13,9 +13,8 @@ from runner import tpu
 from runner.accelerator import Accelerator, available, choose
 from runner.errors import ConfigError, Unavailable
 from runner.precision import support
-from runner.precision.cast import widest
+from runner.precision.memory import widest
 from runner.precision.scale import NoScale
-from runner.spec import AcceleratorSpec
 
 XLA = torch.device("xla", 0)
 RUNS = {"32-true", "bf16-mixed", "bf16-true"}
@@ -107,7 +106,7 @@ def test_torch_xla_counts_as_a_tpu():
 def test_without_a_package_both_are_named():
     assert "tpu" not in available()
     with pytest.raises(Unavailable, match=r"torch_tpu .*torch_xla.* neither is") as caught:
-        choose(AcceleratorSpec("tpu"))
+        choose("tpu")
     assert caught.value.remedy.startswith("Type pip install torch_tpu on a machine with a TPU")
     assert caught.value.exit_status == 2
 

@@ -15,7 +15,7 @@ KNOWN = {
     "scheduler": ("torch.optim.lr_scheduler.StepLR",),
 }  # fmt: skip
 UNKNOWN = {
-    "model": ("os.system", "runner.config.instantiate", "runner.cli.main", "torch.hub.load",
+    "model": ("os.system", "runner.targets.instantiate", "runner.cli.main", "torch.hub.load",
               "torch.load", "torch.nn.functional.relu", "runner.models.mlp.torch.save",
               "mine.os.mkdir", "mine.json.loads", "pack.nets.system", "yaml.load",
               "idlelib.idle.main", "", "x", 3, ["a"]),

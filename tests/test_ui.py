@@ -12,7 +12,8 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from runner.tracking.dashboard import KEY, NOTE_TAG
+from runner.tracking.base import NOTE_TAG
+from runner.tracking.dashboard import KEY
 from runner.ui import pages
 
 # MLflow's own, of SQLAlchemy.

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from models.gpt import GPT
-from runner.accelerator import MIB, Accelerator
+from runner.accelerator import Accelerator
 from runner.data.loading import Loader
 from runner.loop import fit
+from runner.precision.memory import MIB
 from runner.precision.support import load
 from runner.spec import TrainSpec
 from runner.state import Driven, TrainState

@@ -11,13 +11,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.accelerator import choose
 from runner.argv import PRECISION_ALIASES
-from runner.config import check_targets, resolve
+from runner.config import resolve
 from runner.errors import ConfigError
 from runner.plugins import ISOLATED, REMOTE
 from runner.precision.base import Precision
 from runner.precision.support import CONF, Support, load, names, support
 from runner.report.compare import BASE
 from runner.spec import RunSpec
+from runner.targets import check_targets
 
 _NOTHING_KEPT = ("checkpoint.final=false", "checkpoint.best=false", "checkpoint.every_steps=null",
                  "checkpoint.safetensors=false")  # fmt: skip
@@ -62,7 +63,7 @@ class Asked:
         keys = {o.get_key_element().lstrip("+~"): o for o in typed}
         extras = {k: o for k, o in keys.items() if k.startswith("precision.")}
         spec = _spec(config, extras)
-        rows = support(choose(spec.accelerator).device)
+        rows = support(choose(spec.accelerator.name, spec.accelerator.index).device)
         named = next((_names(o) for o in typed if o.get_key_element() == "precision"), None)
         if unknown := [name for name in named or () if name not in names()]:
             raise ConfigError(

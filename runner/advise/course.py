@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from runner.accelerator import MIB, choose
+from runner.accelerator import choose
 from runner.advise.asked import Asked
 from runner.advise.busy import busy
 from runner.advise.cause import about, suspects
@@ -17,13 +17,15 @@ from runner.errors import ConfigError, RunnerError
 from runner.memory_plan import forecast, largest
 from runner.numerics import read
 from runner.precision.base import Precision
+from runner.precision.memory import MIB
 from runner.precision.support import load
 from runner.report.advice import Advice, advise
 from runner.report.compare import BASE
 from runner.report.judge import LEAST
 from runner.report.question import Question
-from runner.result import LOSS, RunResult
+from runner.result import RunResult
 from runner.room import USABLE, free
+from runner.tracking.metrics import VAL_LOSS
 
 FIRST_LOOK = 0.05
 """Share of the budget in which float32 shows its pace."""
@@ -86,7 +88,10 @@ class Course:
 
     def _memory(self, name: str) -> str:
         """As Question.memory has it; empty where it cannot be told."""
-        spec, device = self.asked.spec, choose(self.asked.spec.accelerator).device
+        spec, device = (
+            self.asked.spec,
+            choose(self.asked.spec.accelerator.name, self.asked.spec.accelerator.index).device,
+        )
         precision: Precision = load(name)
         try:
             need = forecast(spec, precision, device)
@@ -137,9 +142,9 @@ class Course:
         if result.status != "finished" or not result.step_ms:
             self.trials.discard()
             raise ConfigError(result.error or f"{BASE} took no step: there is nothing to compare.")
-        if LOSS not in result.metrics:
+        if VAL_LOSS not in result.metrics:
             self.trials.discard()
-            raise ConfigError(f"mode=advise judges by {LOSS}, which task= does not measure.")
+            raise ConfigError(f"mode=advise judges by {VAL_LOSS}, which task= does not measure.")
         step = result.step_ms / 1e3
         start = max(0.0, result.seconds - result.steps * step) + START  # it may compile
         self.trials.discard()
@@ -164,7 +169,7 @@ class Course:
             settings.objective, settings.tolerance, steps, seconds,
             settings.seeds, settings.budget, [*asked.command, *asked.words, *asked.seeded],
             asked.emulated, own, asked.absent,
-            busy=busy(choose(asked.spec.accelerator).device),
+            busy=busy(choose(asked.spec.accelerator.name, asked.spec.accelerator.index).device),
         )  # fmt: skip
         shared = {word for words in asked.own.values() for word in words}
         self._settle([*asked.trial(BASE, asked.seed, *self._words()), *sorted(shared)])
@@ -247,7 +252,7 @@ class Course:
             case "memory":
                 return -((result.weights_mib or 0.0) + (result.optimizer_mib or 0.0))
             case _:
-                return -result.metrics[LOSS]
+                return -result.metrics[VAL_LOSS]
 
     def _sound(self, found: Sequence[RunResult]) -> set[str]:
         assert self.question is not None

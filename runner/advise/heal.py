@@ -10,13 +10,14 @@ from torch import nn
 from runner.advise.asked import Asked
 from runner.advise.islands import Modules, smallest
 from runner.advise.trials import Trials
-from runner.build import build_group
 from runner.console import plain_console
 from runner.precision.base import Precision
 from runner.precision.support import load
 from runner.report.advice import Advice, Line
 from runner.report.compare import BASE
-from runner.result import LOSS, RunResult
+from runner.result import RunResult
+from runner.targets import build_group
+from runner.tracking.metrics import VAL_LOSS
 
 _IGNORE = "precision.ignore_modules"
 CLOSED = 0.25
@@ -109,7 +110,7 @@ class Healing:
     def _base(self) -> dict[int | None, float]:
         """Float32's losses by seed."""
         found = (r for r in self.trials.results() if r.group == BASE and r.outcome == "finished")
-        return {r.seed: r.metrics[LOSS] for r in found}
+        return {r.seed: r.metrics[VAL_LOSS] for r in found}
 
     def _allowed(self, line: Line, advice: Advice) -> float:
         """Gap of one seed that counts as healed."""
@@ -120,7 +121,7 @@ class Healing:
 
 
 def _gap(result: RunResult, base: float) -> float:
-    loss = result.metrics.get(LOSS)
+    loss = result.metrics.get(VAL_LOSS)
     if result.outcome != "finished" or loss is None:
         return float("inf")
     return loss - base

@@ -1,15 +1,19 @@
 """Trials as jobs of the sweep, and the time that they take."""
 
+import io
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 from hydra.plugins.launcher import Launcher
+from rich.console import Console
 
+from runner.console import plain_console
 from runner.result import RunResult, read_results
 from runner.sweep import Sweep
+from runner.text import number
 from runner.unfinished import done, same
 
 
@@ -38,17 +42,17 @@ class Trials:
         """Their results, in order; what an earlier command has done is not done again. Raises
         SystemExit where a signal has stopped the sweep."""
         numbers = [self._number(words) for words in jobs]
-        for number, words in zip(numbers, jobs, strict=True):
-            if number not in self._before or not done(self.folder / str(number), words):
-                self.launcher.launch([[*words]], initial_job_idx=number)
+        for job, words in zip(numbers, jobs, strict=True):
+            if job not in self._before or not done(self.folder / str(job), words):
+                self.launcher.launch([[*words]], initial_job_idx=job)
         found = {int(Path(r.folder).name): r for r in self.results()}
-        return [found[number] for number in numbers if number in found]
+        return [found[job] for job in numbers if job in found]
 
     def _number(self, words: Sequence[str]) -> int:
         """That it had before; else the next."""
-        for number, result in self._before.items():
+        for job, result in self._before.items():
             if same(result.overrides, words):
-                return number
+                return job
         self._next += 1
         return self._next - 1
 
@@ -64,6 +68,15 @@ class Trials:
 
     def discard(self) -> None:
         """Forget the jobs so far: their numbers are given again."""
-        for number in range(self._next):
-            shutil.rmtree(self.folder / str(number), ignore_errors=True)
+        for job in range(self._next):
+            shutil.rmtree(self.folder / str(job), ignore_errors=True)
         self._before, self._next = {}, 0
+
+
+def print_one_line_result(work: Callable[[Console], RunResult]) -> RunResult:
+    """What a run comes to in one line, instead of all that it says."""
+    result = work(Console(file=io.StringIO()))
+    numbers = [f"{name} {number(value)}" for name, value in result.metrics.items()]
+    took = f"{result.steps} steps, {result.seconds:.1f} s"
+    plain_console().print("  ".join([f"{result.label}:", *numbers, took]), soft_wrap=True)
+    return result

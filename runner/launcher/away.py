@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from runner.errors import ConfigError
 from runner.launcher.isolated import IsolatedLauncher
 from runner.launcher.order import Order, going_on
-from runner.manifest import FILE as SWEEP
-from runner.result import FILE as RESULT
+from runner.layout import MANIFEST as SWEEP
+from runner.layout import RESULT
 
 STOP = "stop"
 """The file in a sweep's folder that asks its jobs to stop: the number of a signal."""
@@ -78,10 +78,10 @@ class RemoteJob:
         except SystemExit as stop:
             status = int(str(stop.code))
         if not (folder / RESULT).exists():
-            from runner.cli import record
+            from runner.job_result import record_result
 
             name = signal.Signals(status - 128).name
-            record(config, folder, "stopped", f"Stopped by {name} before it began.")
+            record_result(config, folder, "stopped", f"Stopped by {name} before it began.")
         if not asked.exists():
             _hand_over(status)
         return None

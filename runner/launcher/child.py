@@ -13,8 +13,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from runner.launcher.nursery import LIFE
-from runner.launcher.order import Order, Surroundings
+from runner.launcher.order import STATUS_STRUCT, Order, Surroundings
 from runner.stop import CommandSignals, Interrupted
 from runner.tracking import process
 from runner.tracking.lent import BorrowedWriter
@@ -57,7 +56,7 @@ def _settle(life: int, out: int, err: int) -> None:
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb"), line_buffering=True)  # noqa: SIM115
     faulthandler.enable(all_threads=False)
     atexit._clear()  # what the nursery does at its own end
-    os.write(life, LIFE.pack(os.getpid()))
+    os.write(life, STATUS_STRUCT.pack(os.getpid()))
     os.close(life)
 
 

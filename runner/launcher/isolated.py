@@ -151,7 +151,7 @@ class IsolatedLauncher(Launcher):
     ) -> None:
         """Says, records and stores why a job died."""
         from runner import notes
-        from runner.cli import origin, record
+        from runner.job_result import job_origin, record_result
 
         reason, stopped = job.reason(asked), bool(asked)
         if stopped:
@@ -159,8 +159,8 @@ class IsolatedLauncher(Launcher):
         else:
             complain(f"job {number}: {reason}")
         with as_job(config):
-            record(config, folder_of(config), "stopped" if stopped else "failed", reason)
-            command = origin(sweeping=True).command
+            record_result(config, folder_of(config), "stopped" if stopped else "failed", reason)
+            command = job_origin(sweeping=True).command
         status = "KILLED" if stopped else "FAILED"
         note = notes.broken(command, status, reason)
         self._open_ends += job.lent.end(status, reason, note)

@@ -6,20 +6,18 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from runner.launcher.order import STATUS_STRUCT
 from runner.stop import SIGNALS, ignore
 
 FDS = 5
 """What comes with each request: the job's order, its line to the tracking writer, the pipe that
 tells of its life, its stdout and its stderr."""
-LIFE = struct.Struct("i")
-"""Written twice into a job's life: its process id, then what os.waitpid said of it."""
 PRELOAD = (
     ("runner.run", "runner.hooks", "runner.launcher.child", "torch.export", "torch._dynamo",
      "sklearn.datasets", "sklearn.model_selection")
@@ -102,7 +100,7 @@ class Nursery:
             _kill_group(pid)
             life = self._lives.pop(pid)
             with suppress(BrokenPipeError):
-                os.write(life, LIFE.pack(status))
+                os.write(life, STATUS_STRUCT.pack(status))
             os.close(life)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,3 +119,7 @@ def going_on(config: DictConfig) -> DictConfig:
     with read_write(config), open_dict(config):
         config.hydra.overrides.hydra.append("hydra.callbacks.sweep.resume=true")
     return config
+
+
+STATUS_STRUCT = struct.Struct("i")
+"""Written twice into a job's life: its process id, then what os.waitpid said of it."""

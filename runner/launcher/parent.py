@@ -15,8 +15,7 @@ from selectors import EVENT_READ, BaseSelector
 
 from hydra.core.utils import JobReturn
 
-from runner.launcher.nursery import LIFE
-from runner.launcher.order import Surroundings
+from runner.launcher.order import STATUS_STRUCT, Surroundings
 from runner.launcher.output import Stream, oom_kills, reason
 from runner.stop import held
 from runner.tracking.lent import Lent
@@ -97,7 +96,11 @@ class JobProcess:
     @property
     def pid(self) -> int | None:
         """None until it takes signals."""
-        return LIFE.unpack_from(self._life)[0] if len(self._life) >= LIFE.size else None
+        return (
+            STATUS_STRUCT.unpack_from(self._life)[0]
+            if len(self._life) >= STATUS_STRUCT.size
+            else None
+        )
 
     def send_signal(self, number: int) -> None:
         """At once, or as soon as it takes signals."""
@@ -109,8 +112,8 @@ class JobProcess:
 
     def reason(self, asked: Collection[int]) -> str:
         """Why it died; `asked` are signals that were to stop it."""
-        told = len(self._life) == 2 * LIFE.size
-        status = LIFE.unpack_from(self._life, LIFE.size)[0] if told else None
+        told = len(self._life) == 2 * STATUS_STRUCT.size
+        status = STATUS_STRUCT.unpack_from(self._life, STATUS_STRUCT.size)[0] if told else None
         tail = self._err.tail.strip() or self._out.tail
         return reason(status, tail, oom_kills() - self._kills, asked)
 

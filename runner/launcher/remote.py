@@ -21,8 +21,8 @@ from runner.launcher.isolated import announce, as_job, folder_of
 from runner.launcher.order import Order, composed
 from runner.launcher.output import last_lines
 from runner.launcher.stop import StopFile
+from runner.layout import RESULT
 from runner.plugins import REMOTE, register
-from runner.result import FILE
 from runner.shown import complain
 from runner.stop import Interrupted
 
@@ -90,7 +90,7 @@ class RemoteLauncher(Launcher):
         asked = Path(self._config.hydra.sweep.dir, STOP)
         asked.unlink(missing_ok=True)
         for number in before if not self._config.hydra.callbacks.sweep.resume else ():
-            (folder_of(jobs[number]) / FILE).unlink(missing_ok=True)  # of another sweep
+            (folder_of(jobs[number]) / RESULT).unlink(missing_ok=True)  # of another sweep
         job = self._job(frozenset(before), len(jobs))
         if self._node.get("ray"):
             self._start_ray()  # which takes SIGTERM for itself
@@ -176,20 +176,20 @@ def _settle(
     jobs: Mapping[int, DictConfig], done: Mapping[int, JobReturn | str], stopped: bool
 ) -> None:
     """Waits for results to show here; says and records why there are none of some jobs."""
-    from runner.cli import record
+    from runner.job_result import record_result
 
     end = time.monotonic() + _VISIBLE_SECONDS
     reasons: dict[str, list[str]] = {}
     for number, config in jobs.items():
         came, folder = done[number], folder_of(config)
         ran = isinstance(came, JobReturn) and came.status == JobStatus.COMPLETED
-        while ran and not (folder / FILE).exists() and time.monotonic() < end:
+        while ran and not (folder / RESULT).exists() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        if not (folder / FILE).exists() and (folder.exists() or not stopped):
+        if not (folder / RESULT).exists() and (folder.exists() or not stopped):
             reason = _reason(came, folder.parent)
             reasons.setdefault(reason, []).append(str(number))
             with as_job(config):
-                record(config, folder, "stopped" if stopped else "failed", reason)
+                record_result(config, folder, "stopped" if stopped else "failed", reason)
     for reason, numbers in reasons.items():
         complain(f"job {', '.join(numbers)}: {reason}")
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from runner.errors import ConfigError
 from runner.files import write_text
+from runner.layout import NUMERICS
 from runner.precision.rounding import FORMATS
 
-FILE = "numerics.json"
 KINDS = ("activations", "weights", "gradients", "updates")
 Sensitivity = Literal["range", "precision", "none"]
 Worst = tuple[str, str, str, float]
@@ -210,7 +210,7 @@ def read(folder: Path) -> Numerics:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    path = folder / FILE
+    path = folder / NUMERICS
     if not path.is_file():
         raise ConfigError(f"{path} is no file. Train with numerics.every=<steps> to have it.")
     try:

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from runner.artifacts import now_ms
 from runner.errors import ConfigError
-from runner.kept import near
-from runner.numerics.found import FILE, Look, Numerics, read
+from runner.layout import NUMERICS
+from runner.numerics.found import Look, Numerics, read
 from runner.numerics.probe import Probe
 from runner.observers.base import Observer
 from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.strategy.base import Strategy
+from runner.text import now_ms, relative_path
 
 if TYPE_CHECKING:
     from runner.context import Run
@@ -85,7 +85,7 @@ class Looks(Observer):
         from runner.numerics.page import draw, summary, write_page
 
         numerics = self.numerics
-        this.leave(out / FILE, numerics.write)
+        this.leave(out / NUMERICS, numerics.write)
         this.leave(out / "numerics.png", lambda path: draw(numerics, path))
         this.leave(out / "numerics.html", lambda path: write_page(numerics, this.label, path))
-        this.say(f"numerics: {summary(numerics)}. See {near(out / 'numerics.html')}")
+        this.say(f"numerics: {summary(numerics)}. See {relative_path(out / 'numerics.html')}")

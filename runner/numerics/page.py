@@ -19,8 +19,8 @@ from runner.numerics.found import (
     Sensitivity,
 )
 from runner.numerics.loss_scales import FIRST, OTHERS, loss_scales, would_do
+from runner.plots import FONT, plain, svg
 from runner.precision.rounding import FORMATS
-from runner.report.charts import FONT, plain, svg
 from runner.report.render import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
 
 if TYPE_CHECKING:

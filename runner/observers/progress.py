@@ -5,7 +5,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from runner.observers.base import Observer
 from runner.records import EvalRecord, StepRecord, Steps
-from runner.result import number
+from runner.text import number
 
 
 class ProgressBar(Observer):

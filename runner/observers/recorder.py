@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runner.accelerator import MIB, Accelerator
+from runner.accelerator import Accelerator
 from runner.observers.base import Observer
-from runner.precision.memory import tensor_bytes
+from runner.precision.memory import MIB, tensor_bytes
 from runner.records import EvalRecord, StepRecord, Steps
 from runner.state import TrainState
 from runner.tracking.base import Tracker

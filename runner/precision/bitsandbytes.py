@@ -16,9 +16,9 @@ from runner.precision.convert import Rules, Swap, convert_modules
 from runner.precision.cpu_float16 import Choice
 from runner.precision.cuda_half import half_sums, nearest_half, require_bfloat16
 from runner.precision.islands import find_islands, make_islands
+from runner.precision.options import DTYPES, check_kernels, cpu_kernels, float32_matmul
 from runner.precision.spill import Spill
 from runner.precision.transposed import linear_kinds, widths
-from runner.precision.true import DTYPES, check_kernels, cpu_kernels, float32_matmul
 from runner.tpu import kind
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")

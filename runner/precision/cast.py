@@ -16,11 +16,6 @@ from torch.utils._pytree import tree_map
 _COMPLEX = {torch.float64: torch.complex128}
 
 
-def widest(device: torch.device) -> torch.dtype:
-    """float64, but float32 on mps and TPUs, which have no units for it."""
-    return torch.float32 if device.type in ("mps", "tpu", "xla") else torch.float64
-
-
 def target_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype that a tensor takes under a policy of the given floating dtype."""
     if tensor.is_complex():

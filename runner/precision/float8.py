@@ -18,9 +18,9 @@ from runner.precision.cast import DefaultDtype, cast_floats, cast_nest, narrow
 from runner.precision.convert import Rules, convert_modules, graft
 from runner.precision.cuda_half import half_sums, nearest_half
 from runner.precision.islands import find_islands, make_islands
+from runner.precision.options import DTYPES, check_kernels, float32_matmul
 from runner.precision.rows import padded
 from runner.precision.transposed import is_transposed, linear_kinds, widths
-from runner.precision.true import DTYPES, check_kernels, float32_matmul
 from runner.quiet import quiet
 from runner.tpu import is_tpu, kind
 

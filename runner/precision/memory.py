@@ -69,3 +69,14 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
         part = getattr(tensor, name, None)
         if isinstance(part, Tensor):
             yield part
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """float64, but float32 on mps and TPUs, which have no units for it."""
+    return torch.float32 if device.type in ("mps", "tpu", "xla") else torch.float64
+
+
+MIB = 2**20
+
+
+GIB = 2**30

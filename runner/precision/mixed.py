@@ -13,15 +13,9 @@ from runner.precision.base import CPU, ConversionReport, Precision
 from runner.precision.cast import narrow
 from runner.precision.cpu_float16 import Choice
 from runner.precision.cuda_half import half_sums, lacks_bfloat16, require_bfloat16
+from runner.precision.options import DTYPES, check_kernels, cpu_kernels, float32_matmul, require_cpu
 from runner.precision.scale import DynamicScale, NoScale, Scale, check_loss_scale
-from runner.precision.true import (
-    DTYPES,
-    EMULATE_BFLOAT16,
-    check_kernels,
-    cpu_kernels,
-    float32_matmul,
-    require_cpu,
-)
+from runner.precision.true import EMULATE_BFLOAT16
 from runner.tpu import is_tpu
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from runner.config import instantiate
 from runner.errors import Unavailable
 from runner.precision.base import Precision
+from runner.targets import instantiate
 
 CONF = Path(str(files("runner.conf"))) / "precision"
 

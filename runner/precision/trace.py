@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.precision.cast import widest
+from runner.precision.memory import widest
 
 
 class Seen(NamedTuple):

@@ -19,9 +19,9 @@ from runner.precision.cast import DefaultDtype, cast_floats, cast_nest
 from runner.precision.convert import ROOT, Rules
 from runner.precision.cuda_half import half_sums
 from runner.precision.islands import find_islands, make_islands
+from runner.precision.options import DTYPES, check_eps, float32_matmul
 from runner.precision.rounding import E4M3
 from runner.precision.te_layers import convert_layers, unfit
-from runner.precision.true import DTYPES, check_eps, float32_matmul
 from runner.strategy.base import Strategy
 
 WEIGHTS = ("bfloat16", "float16")

@@ -10,7 +10,8 @@ from runner.report.compare import BASE, Comparison, Group, comparison, groups
 from runner.report.judge import LEAST, Judgement, judge, yardstick
 from runner.report.question import Question
 from runner.report.stats import Ratio
-from runner.result import LOSS, RunResult
+from runner.result import RunResult
+from runner.tracking.metrics import VAL_LOSS
 
 Outcome = Literal["recommended", "baseline", "fit", "unclear", "worse", "diverged", "slow",
                   "failed", "unavailable"]  # fmt: skip
@@ -109,9 +110,9 @@ def _other(group: Group) -> bool:
 def _losses(group: Group, question: Question) -> dict[int | None, float]:
     """Final losses by seed, of the trials that came to their end."""
     return {
-        job.seed: job.metrics[LOSS]
+        job.seed: job.metrics[VAL_LOSS]
         for job in group.jobs
-        if job.outcome == "finished" and job.steps >= question.steps and LOSS in job.metrics
+        if job.outcome == "finished" and job.steps >= question.steps and VAL_LOSS in job.metrics
     }
 
 

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table as Grid
 
-from runner.memory_plan import MOST
 from runner.report.advice import Advice, Line
 from runner.report.compare import BASE
 from runner.report.conclusion import reach, times
 from runner.report.judge import ERROR
 from runner.report.render import Block, Cell, Commands, Heading, Items, Table, Text, Tone
 from runner.report.verdict import gains, health, outcome, why
-from runner.result import LOSS, number
 from runner.shown import typed
+from runner.spec import LARGEST_FORECAST_BATCH
+from runner.text import number
+from runner.tracking.metrics import VAL_LOSS
 
 HEAD = ("precision", "verdict", "speed", "memory", "predicted peak", "health")
 NUMBERS = ("speed", "memory", "predicted peak")
@@ -146,7 +147,7 @@ def _predicted(line: Line) -> Cell:
     if line.predicted is None:
         return Cell("")
     peak, batch = line.predicted
-    more = " or more" if batch == MOST else ""
+    more = " or more" if batch == LARGEST_FORECAST_BATCH else ""
     return Cell(f"{number(peak)} MiB", note=f"largest batch {batch}{more}" if batch else "")
 
 
@@ -160,7 +161,7 @@ def _how(advice: Advice) -> Iterator[tuple[str, str]]:
     if not math.isnan(advice.spread):
         yield (
             "Yardstick",
-            f"{BASE} ends at {LOSS} {number(advice.loss)}; its seeds differ by a standard "
+            f"{BASE} ends at {VAL_LOSS} {number(advice.loss)}; its seeds differ by a standard "
             f"deviation of {number(advice.spread)}. Tolerated are {question.tolerance:g} of them "
             "(advise.tolerance).",
         )

@@ -1,18 +1,17 @@
 """Charts of a sweep: loss and quality over the steps, loss scales, speed against quality."""
 
-import hashlib
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from runner.plots import FONT, plain
 from runner.report.compare import BASE, Comparison, compare, pareto
 from runner.report.data import Job, SweepData
 from runner.report.thin import BUCKETS, MEANS, Points, envelope, means, points
-from runner.result import LOSS
+from runner.tracking.metrics import VAL_LOSS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +24,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's palette for every kind of colour vision, without its yellow, which white
 swallows; black is for 32-true."""
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
-FONT = "DejaVu Sans"
 WIDTH, HEIGHT = 5.4, 3.3
 
 
@@ -113,16 +111,6 @@ def _legend(figure: "Figure", entries: Sequence[Entry]) -> None:
         text.set_parse_math(False)
 
 
-def plain(text: str, most: int = 34) -> str:
-    """A label that the font can draw and a legend has room for."""
-    from matplotlib.font_manager import findfont, get_font
-
-    font = get_font(findfont(FONT))
-    drawn = "".join(c if c.isprintable() and font.get_char_index(ord(c)) else "?" for c in text)
-    drawn = drawn if len(drawn) <= most else drawn[: most - 1] + "…"
-    return f" {drawn}" if drawn.startswith("_") else drawn  # matplotlib hides what _ begins
-
-
 def _name(job: Job) -> str:
     return job.result.group or job.result.label
 
@@ -161,8 +149,8 @@ def _train_loss(axes: "Axes | None", jobs: Sequence[Job], look: Mapping[str, Sty
 
 def _quality(axes: "Axes | None", jobs: Sequence[Job], look: Mapping[str, Style]) -> bool:
     names = {job.result.quality for job in jobs} - {""}
-    key = names.pop() if len(names) == 1 else LOSS
-    found = list(_curves(jobs, key)) or list(_curves(jobs, key := LOSS))
+    key = names.pop() if len(names) == 1 else VAL_LOSS
+    found = list(_curves(jobs, key)) or list(_curves(jobs, key := VAL_LOSS))
     if axes is None or not found:
         return bool(found)
     few = all(len(steps) <= 40 for _, (steps, _) in found)
@@ -276,25 +264,3 @@ def _label(axes: "Axes", named: Sequence[tuple[str, tuple[float, float]]]) -> No
                     bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.6},
                 )  # fmt: skip
                 break
-
-
-def svg(figure: "Figure") -> str:
-    """An <svg> element to put into a page: no script, nothing from elsewhere, and ids of its own
-    among other pictures."""
-    import io
-
-    from matplotlib import rc_context
-
-    target = io.StringIO()
-    none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with rc_context({"svg.hashsalt": "report", "svg.fonttype": "path"}):
-        figure.savefig(target, format="svg", metadata=none)
-    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", target.getvalue(), flags=re.DOTALL)
-    text = text[text.index("<svg") :]
-    own = "c" + hashlib.sha256(text.encode()).hexdigest()[:8]
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{own}-", text)
-    # A style element inside a page would hold for all of it.
-    style = re.compile(r'<style type="text/css">\*\{([^}]*)\}</style>')
-    rule = style.search(text)
-    assert rule is not None
-    return style.sub("", text).replace("<svg ", f'<svg style="{rule[1]}" role="img" ', 1)

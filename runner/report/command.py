@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.errors import ConfigError, RunnerError
-from runner.manifest import FILE
+from runner.layout import MANIFEST
 from runner.report.data import SweepData
 from runner.report.gather import JOBS, from_folder, from_store
 from runner.report.pages import summary_markdown, write_report
@@ -130,7 +130,7 @@ def _parent(reader: "Reader", where: str) -> "StoredRun":
 
 
 def _newest_folder() -> Path | None:
-    found = sorted(Path("outputs/sweeps").glob(f"*/{FILE}"))
+    found = sorted(Path("outputs/sweeps").glob(f"*/{MANIFEST}"))
     return found[-1].parent if found else None
 
 

@@ -7,7 +7,8 @@ from statistics import median
 from typing import Literal
 
 from runner.report.stats import Difference, Ratio, Spread, difference
-from runner.result import LOSS, RunResult, change, shared
+from runner.result import RunResult, change, shared
+from runner.tracking.metrics import VAL_LOSS
 
 BASE = "32-true"
 SURE_SEEDS, SURE_SINGLE = 0.05, 0.10
@@ -111,7 +112,7 @@ def _group(name: str, device: str, jobs: Sequence[RunResult], every: Sequence[Ru
         name, jobs[0].precision, device, tuple(jobs), Counter(j.outcome for j in jobs),
         quality=Spread.of(j.metrics.get(j.quality) for j in sound),
         best=Spread.of(j.best for j in sound),
-        loss=Spread.of(j.metrics.get(LOSS) for j in sound),
+        loss=Spread.of(j.metrics.get(VAL_LOSS) for j in sound),
         change=Spread.of(change(j.quality, j, every) for j in sound),
         speed=spread(lambda j: j.examples_per_second),
         step_ms=spread(lambda j: j.step_ms),

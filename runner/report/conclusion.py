@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from runner.report.compare import BASE, Comparison, Group
 from runner.report.stats import Difference, Ratio, Spread
-from runner.result import number, shared
+from runner.result import shared
+from runner.text import number
 
 NAMED = 3
 NO_BASE = f"no {BASE} job to compare with; add precision={BASE}"

@@ -8,13 +8,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from runner.layout import HISTORY, RESULT
 from runner.manifest import Manifest
-from runner.origin import short
 from runner.report.data import Job, SweepData
 from runner.report.question import Question
-from runner.result import FILE, RunResult, read_results
+from runner.result import RunResult, read_results
 from runner.secrets import hide, masked
 from runner.shown import typed
+from runner.text import short
 from runner.tracking import history
 from runner.tracking.history import Curve
 
@@ -126,7 +127,7 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
         "tracking_uri": hide(reader.uri),
     }
     with suppress(ValueError):  # damaged
-        if data := reader.artifact(run.run_id, FILE):
+        if data := reader.artifact(run.run_id, RESULT):
             return replace(RunResult.of(json.loads(data)), **where)
     values: dict[str, Any] = {
         "metrics": {k: v for k, v in run.metrics.items() if k.startswith("val/")},
@@ -162,6 +163,6 @@ def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
     if run is None:
         return {}
     with suppress(ValueError):  # damaged
-        if data := reader.artifact(run.run_id, history.FILE):
+        if data := reader.artifact(run.run_id, HISTORY):
             return history.read(data)
     return {name: reader.curve(run.run_id, name) for name in _CURVES if name in run.metrics}

@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from runner.plots import svg
 from runner.report import advised
-from runner.report.charts import legend, overview, panels, svg
+from runner.report.charts import legend, overview, panels
 from runner.report.compare import BASE, Comparison, Group, compare
 from runner.report.conclusion import (
     NO_BASE,
@@ -37,7 +38,8 @@ from runner.report.render import (
 )
 from runner.report.stats import Spread
 from runner.report.thin import points
-from runner.result import RunResult, columns, number
+from runner.result import RunResult, columns
+from runner.text import number
 
 REASON = 80
 KEYS = 4

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.config import known
 from runner.files import write_text
+from runner.layout import ADVICE
 from runner.secrets import masked
-
-FILE = "advise.json"
+from runner.targets import dataclass_fields_from_json
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Question:
     def of(cls, values: object) -> "Question | None":
         """From what was written; None where nothing that fits was."""
         try:
-            found: dict[str, Any] = known(cls, values)
+            found: dict[str, Any] = dataclass_fields_from_json(cls, values)
             lists = {key: tuple(value) for key, value in found.items() if isinstance(value, list)}
             return cls(**{**found, **lists})
         except ValueError:
@@ -73,12 +72,12 @@ class Question:
     def read(cls, folder: Path) -> "Question | None":
         """That of a sweep's folder; None where it asked nothing."""
         with suppress(OSError, ValueError):
-            return cls.of(json.loads((folder / FILE).read_text()))
+            return cls.of(json.loads((folder / ADVICE).read_text()))
         return None
 
     def write(self, folder: Path) -> None:
         """Whole or not at all, without secrets. Raises OSError."""
-        write_text(folder / FILE, json.dumps(masked(asdict(self)), indent=2) + "\n")
+        write_text(folder / ADVICE, json.dumps(masked(asdict(self)), indent=2) + "\n")
 
 
 def _of(precision: str, texts: Sequence[str]) -> str:

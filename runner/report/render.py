@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from runner.notes import code, md
-
 LONG = 40
 """Characters of a cell from which on it may break into lines."""
 Tone = Literal["", "good", "bad", "quiet"]
@@ -260,3 +258,19 @@ overflow-wrap:anywhere}
 }
 @media print{.rows{overflow:visible}}
 """
+
+
+def md(text: str) -> str:
+    """Text on one line in which nothing is markup: no tag, link, picture, emphasis or column."""
+    flat = html.escape(" ".join(text.split()), quote=False)
+    flat = re.sub(r"([\\`*|~$])", r"\\\1", flat)
+    flat = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", flat)
+    return re.sub(r"\](?=[(\[:])", r"\\]", flat)
+
+
+def code(text: str) -> str:
+    """As inline code, fenced by more backticks than it holds. A pipe stays: not for tables."""
+    flat = " ".join(text.splitlines())
+    fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
+    gap = " " if len(fence) > 1 else ""
+    return f"{fence}{gap}{flat}{gap}{fence}"

@@ -6,7 +6,7 @@ from runner.report.advice import Line
 from runner.report.compare import BASE
 from runner.report.conclusion import plus_minus, times
 from runner.report.judge import LEAST
-from runner.result import number
+from runner.text import number
 
 
 def outcome(line: Line) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runner.errors import ConfigError
-from runner.precision.cast import widest
+from runner.precision.memory import widest
 
 
 class Task(ABC):

@@ -127,3 +127,6 @@ class Tracker(ABC):
     @abstractmethod
     def url(self, timeout: float = 10.0) -> str | None:
         """The run's page, or None if the store has no server. Waits up to timeout seconds."""
+
+
+NOTE_TAG = "mlflow.note.content"

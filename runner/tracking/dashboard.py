@@ -14,10 +14,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import quote
 
+from runner.tracking.base import NOTE_TAG
+
 KEY = "precision-runner"
 NAME = "Precisions compared"
 PREFIX = "mlflow.sharedViewState."
-NOTE_TAG = "mlflow.note.content"
 MAX_SWEEPS = 20
 # Raise it when the charts change: the dashboards that we wrote before are then replaced.
 VERSION = 1

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from runner.layout import HISTORY
 from runner.secrets import hide
 from runner.tracking import history
 from runner.tracking import journal as journals
@@ -272,7 +273,7 @@ class Follower:
             if not (curves := history.from_journal(self.journal)):
                 return
             self._dashboard(curves.keys())
-            self._history = history.write(self.journal.with_name(history.FILE), curves)
+            self._history = history.write(self.journal.with_name(HISTORY), curves)
         self._send_file(self._history)
 
     def _run_store(self) -> Store:

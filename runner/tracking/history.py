@@ -12,9 +12,9 @@ from zipfile import ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.layout import HISTORY
 from runner.tracking import journal as journals
 
-FILE = "history.npz"
 MOST = 2**30
 """Bytes that an archive may unfold to."""
 Curve = NDArray[np.float64]
@@ -39,7 +39,7 @@ def from_journal(path: Path) -> dict[str, Curve]:
 
 def of_folder(folder: Path) -> dict[str, Curve]:
     """The metrics of the last run in a folder; none where nothing was recorded."""
-    newest, kept = journals.newest(folder), folder / FILE
+    newest, kept = journals.newest(folder), folder / HISTORY
     if kept.is_file() and not (newest and newest.stat().st_mtime > kept.stat().st_mtime):
         with suppress(ValueError):
             return read(kept)
@@ -97,4 +97,4 @@ def read(data: Path | bytes) -> dict[str, Curve]:
                 raise ValueError("it holds no curves")
             return curves
     except Exception as error:  # whatever zipfile and NumPy make of it
-        raise ValueError(f"{FILE} is damaged: {error}") from error
+        raise ValueError(f"{HISTORY} is damaged: {error}") from error

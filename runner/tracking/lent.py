@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.tracking.base import Status
-from runner.tracking.dashboard import NOTE_TAG
+from runner.tracking.base import NOTE_TAG, Status
 from runner.tracking.process import Followed, WriterProcess, shared_writer
 
 

@@ -31,3 +31,6 @@ METRICS = {
     "where they are in the format that the run stores in (bfloat16 for a wider one), of the worst "
     "module (the same)",
 }
+
+
+VAL_LOSS = "val/loss"

@@ -18,8 +18,7 @@ from runner.secrets import hide, masked
 from runner.shown import typed
 from runner.signature import sign
 from runner.tracking import dashboard
-from runner.tracking.base import Record, RunInfo, Status, Stopped, Tracker
-from runner.tracking.dashboard import NOTE_TAG
+from runner.tracking.base import NOTE_TAG, Record, RunInfo, Status, Stopped, Tracker
 from runner.tracking.journal import Journal
 from runner.tracking.process import Followed, WriterProcess, shared_writer
 from runner.tracking.progress import SIGNED

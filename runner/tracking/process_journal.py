@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TextIO
 
+from runner.layout import RANK_RECORD
 from runner.tracking.base import Record, RunInfo, Status, Stopped
 from runner.tracking.none import NoTracker
-
-FILE = "steps.jsonl"
 
 
 class ProcessJournal(NoTracker):
@@ -19,7 +18,7 @@ class ProcessJournal(NoTracker):
 
     def open(self, info: RunInfo) -> None:
         with suppress(OSError):
-            self._file = (info.folder / FILE).open("a", buffering=1)
+            self._file = (info.folder / RANK_RECORD).open("a", buffering=1)
 
     def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None:
         self.metrics_many([(step, time_ms, values)])

@@ -197,3 +197,26 @@ def _plain(run: "Run") -> StoredRun:
         run.info.start_time or 0, dict(run.data.metrics), dict(run.data.tags),
         dict(run.data.params),
     )  # fmt: skip
+
+
+def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint") -> Path:
+    """A run keeps its output folder as a tag. mlflow is imported here only."""
+    from runner.secrets import hide
+    from runner.tracking.uri import resolve_uri, sqlite_path
+
+    uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
+    unknown = f"{key}={run_id} is neither a file, a folder nor the id of a run in {hide(uri)}."
+    if (database := sqlite_path(uri)) and not database.exists():
+        raise ConfigError(unknown)  # MLflow would create it
+
+    from runner.quiet import quiet
+
+    with quiet():
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+    try:
+        with quiet():
+            run = MlflowClient(uri).get_run(run_id)
+    except MlflowException:
+        raise ConfigError(unknown) from None
+    return Path(run.data.tags.get("output_dir", "missing"))

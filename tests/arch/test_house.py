@@ -10,7 +10,8 @@ from hydra import initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from runner.config import check_targets, locate, register_schema
+from runner.config import register_schema
+from runner.targets import check_targets, locate
 
 ROOT = Path(__file__).parents[2]
 CODE = sorted(

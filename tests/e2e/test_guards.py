@@ -12,9 +12,9 @@ from rich.console import Console
 
 from runner import kept
 from runner.again import before, own_spec
-from runner.checkpoint import contents
 from runner.data.loading import Loader
 from runner.data.samples import of_step
+from runner.restore import checkpoint_state_dict
 
 pytestmark = pytest.mark.slow
 
@@ -195,7 +195,7 @@ def test_a_replay_trains_to_the_very_bits(faulty, faults):
     spec = replace(own_spec(batch), batch=str(batch))
     with before(spec, kept.read(batch), torch.device("cpu"), Console(quiet=True)) as reached:
         state, micros, _ = reached
-        found = contents(state, spec)
+        found = checkpoint_state_dict(state, spec)
         assert len(micros[0][0]) == 8
     assert found["step"] == 5
     for name, tensor in wanted["model"].items():

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from runner import checkpoint, signature
 from runner.errors import ConfigError
+from runner.layout import SIGNATURE
 
 pytestmark = pytest.mark.slow
 
@@ -34,8 +35,8 @@ CALLS = {
     "builtins.open": {"file": CANARY, "mode": "w"},
     "shutil.copy": {"src": "/etc/hostname", "dst": CANARY},
     "pathlib.Path.touch": {"self": CANARY},
-    "runner.config.instantiate": {"node": {"_target_": "os.mkdir", "path": CANARY}},
-    "runner.config.locate": {"path": "antigravity.geohash"},
+    "runner.targets.instantiate": {"node": {"_target_": "os.mkdir", "path": CANARY}},
+    "runner.targets.locate": {"path": "antigravity.geohash"},
     "runner.resume.Path": {},
     "runner.models.mlp.torch.save": {"obj": 1, "f": CANARY},
     "torch.save": {"obj": 1, "f": CANARY},
@@ -307,9 +308,9 @@ def test_a_hostile_config_is_no_replays(made, compose):
         group = ("model", "data", "task", "precision", "optimizer")[number % 5]
         hostile = replace(spec, **{group: {"_target_": target, **arguments}})
         artifacts.write_config(folder, spec)  # one's own signature, of another text
-        kept = (folder / signature.FILE).read_text()
+        kept = (folder / SIGNATURE).read_text()
         artifacts.write_config(folder, hostile, own=False)
-        (folder / signature.FILE).write_text(kept)
+        (folder / SIGNATURE).write_text(kept)
         batch = folder / "guard" / "batch-000001.json"
         with pytest.raises(ConfigError, match=f"names {group}._target_={target}"):
             again.as_its_run(replace(spec, batch=str(batch)), Origin(), SimpleNamespace(names={}))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from runner import checkpoint, kept
 from runner.errors import ConfigError
+from runner.layout import HISTORY
 from runner.tracking import history
 from runner.tracking import journal as journals
 from runner.tracking.progress import Progress
@@ -149,7 +150,7 @@ ARCHIVES = {
 
 @pytest.mark.parametrize("kind", ARCHIVES)
 def test_a_history_of_anything(swept, copy, kind):
-    (copy / "0" / history.FILE).write_bytes(ARCHIVES[kind]())
+    (copy / "0" / HISTORY).write_bytes(ARCHIVES[kind]())
     done = swept[0]("report", str(copy))
     ended_well(done)
     assert not Path(CANARY).exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.layout import HISTORY
 from runner.tracking import history
 
 ARGS = ("model=mlp", "model.hidden=[64, 32]", "train.max_steps=40", "precision=bnb-int8-training",
@@ -85,7 +86,7 @@ def test_the_machines_load_is_sampled(shown):
 
 def test_the_history_is_the_metrics_exactly(shown):
     folder, run, client = shown
-    kept = client.download_artifacts(run.info.run_id, history.FILE, str(folder))
+    kept = client.download_artifacts(run.info.run_id, HISTORY, str(folder))
     curves = history.read(Path(kept))
     assert set(curves) == {key for key in run.data.metrics if not key.startswith("system/")}
     stored = client.get_metric_history(run.info.run_id, "train/loss")

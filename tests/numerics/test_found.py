@@ -3,8 +3,9 @@ import json
 import pytest
 
 from runner.errors import ConfigError
+from runner.layout import NUMERICS
 from runner.numerics import Numerics, read
-from runner.numerics.found import FILE, Look, Lost, Measured
+from runner.numerics.found import Look, Lost, Measured
 from runner.precision.rounding import FORMATS
 
 
@@ -36,13 +37,13 @@ def verdict(*parts, **more):
 
 def test_what_was_written_is_read(tmp_path):
     one = numerics([measured(), measured("a", "updates", swallowed=1 / 3, sqnr_db=None)], [])
-    one.write(tmp_path / FILE)
+    one.write(tmp_path / NUMERICS)
     again = read(tmp_path)
     assert again.looks[0].measured[1].formats["float16"].swallowed == 1 / 3
     assert again.looks[0].measured[0].exponents == {-3: 60, 1: 15}
     assert again.sensitivity("float16") == one.sensitivity("float16")
     again.write(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_text() == (tmp_path / FILE).read_text()
+    assert (tmp_path / "again.json").read_text() == (tmp_path / NUMERICS).read_text()
 
 
 def test_nothing_to_read(tmp_path):
@@ -54,13 +55,13 @@ def test_nothing_to_read(tmp_path):
     "text", ["", "[]", "{}", '{"looks": 3}', '{"looks": [{"measured": [{}]}]}', '{"looks": []}']
 )
 def test_a_damaged_file_is_said(tmp_path, text):
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / NUMERICS).write_text(text)
     with pytest.raises(ConfigError, match="is damaged"):
         read(tmp_path)
 
 
 def test_fields_of_a_later_version_are_no_reason_for_a_traceback(tmp_path):
-    path = numerics([measured()]).write(tmp_path / FILE)
+    path = numerics([measured()]).write(tmp_path / NUMERICS)
     path.write_text(json.dumps({**json.loads(path.read_text()), "new": 1}))
     with pytest.raises(ConfigError, match="damaged"):
         read(tmp_path)
@@ -138,7 +139,7 @@ def test_the_reasons_are_those_of_the_verdict():
 
 
 def test_a_file_of_before_is_read(tmp_path):
-    path = numerics([measured(underflow=0.2)]).write(tmp_path / FILE)
+    path = numerics([measured(underflow=0.2)]).write(tmp_path / NUMERICS)
     content = json.loads(path.read_text())
     formats = content["looks"][0]["measured"][0]["formats"]
     for name, found in formats.items():

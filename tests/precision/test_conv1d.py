@@ -11,12 +11,12 @@ from transformers.pytorch_utils import Conv1D
 
 from runner import checkpoint
 from runner.adapter import Lora
-from runner.build import build_driven
+from runner.built_optimizers import build_driven
 from runner.checkpoint import Saved
 from runner.model import build_model, restore_model
 from runner.precision import support
 from runner.precision.portable import portable
-from runner.restore import capture, restore
+from runner.restore import capture, checkpoint_state_dict, restore
 from runner.spec import RunSpec
 from runner.state import TrainState
 from runner.step import loss_of, train_step
@@ -194,7 +194,7 @@ def trained(name, spec, folder, steps=3):
     """A state after some steps, their losses, and its checkpoint."""
     state, _ = made(name, spec)
     losses = steps_of(state, range(steps))
-    content = checkpoint.contents(state, spec, course=capture(state, []))
+    content = checkpoint_state_dict(state, spec, course=capture(state, []))
     path = checkpoint.save(folder, content, keep=1)
     return state, losses, Saved(path, checkpoint.load(path))
 

@@ -6,7 +6,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from runner.errors import ConfigError, Unavailable
 from runner.precision import support
-from runner.precision.true import TruePrecision, float32_matmul
+from runner.precision.options import float32_matmul
+from runner.precision.true import TruePrecision
 
 CPU, CUDA, MPS = map(torch.device, ("cpu", "cuda", "mps"))
 ADAMS = {

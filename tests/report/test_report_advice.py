@@ -13,7 +13,8 @@ from runner.report.question import Question
 from runner.report.render import to_markdown
 from runner.report.stats import Ratio
 from runner.report.verdict import health, reason
-from runner.result import LOSS, RunResult
+from runner.result import RunResult
+from runner.tracking.metrics import VAL_LOSS
 
 ASKED = Question("time", 1.0, 100, 60, 5, "5m", ["python", "-m", "runner", "model=mlp"])
 NOISE = (0.0, 0.01, -0.01, 0.02, -0.02)
@@ -27,9 +28,9 @@ def trials(
     return [
         RunResult(
             precision, group, f"{precision}-{seed}", group=group, seed=seed,
-            device="CPU (1 threads)", quality=LOSS, direction="min", steps=100,
+            device="CPU (1 threads)", quality=VAL_LOSS, direction="min", steps=100,
             examples_per_second=rate, weights_mib=mib, optimizer_mib=0.0,
-            metrics={LOSS: 1.0 + NOISE[seed] + (gap and gap + wobble * (seed % 2))},
+            metrics={VAL_LOSS: 1.0 + NOISE[seed] + (gap and gap + wobble * (seed % 2))},
         )
         for seed in range(seeds)
     ]  # fmt: skip
@@ -210,7 +211,7 @@ def test_equal_speeds_rank_by_what_is_known() -> None:
 
 
 def test_more_seeds_are_named_where_the_budget_was_enough() -> None:
-    unclear = [replace(j, metrics={LOSS: 1.0 + 0.05 * (-1) ** (j.seed or 0)})
+    unclear = [replace(j, metrics={VAL_LOSS: 1.0 + 0.05 * (-1) ** (j.seed or 0)})
                for j in trials("bf16-mixed")]  # fmt: skip
     assert "more advise.seeds may tell" in besides(asked(BASE, unclear))
     assert "a larger advise.budget may tell" in besides(asked(BASE, unclear[:2]))

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.collections import PathCollection
 
-from runner.report.charts import legend, overview, panels, plain, styles, svg
+from runner.plots import plain, svg
+from runner.report.charts import legend, overview, panels, styles
 from runner.report.data import Job, SweepData
 from runner.report.thin import BUCKETS, MEANS, envelope, means, points
 from runner.result import RunResult

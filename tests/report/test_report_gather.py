@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from runner.errors import ConfigError, TrackingError
+from runner.layout import HISTORY
 from runner.report.command import rebuild, store_report
 from runner.report.compare import compare
 from runner.report.gather import from_folder, from_store, named_apart, write_jobs
@@ -77,12 +78,12 @@ def test_a_journal_that_breaks_off_is_read_up_to_there(sweep):
 
 def test_what_the_writer_left_is_preferred_to_the_journal(sweep):
     curves = {"train/loss": np.array([[1.0], [2.0], [3.0]])}
-    history.write(sweep / "0" / history.FILE, curves)
+    history.write(sweep / "0" / HISTORY, curves)
     assert from_folder(sweep).jobs[0].curves["train/loss"].tolist() == [[1.0], [2.0], [3.0]]
 
 
 def test_a_damaged_history_is_read_from_the_journal(sweep):
-    (sweep / "0" / history.FILE).write_bytes(b"PK\x03\x04 cut off")
+    (sweep / "0" / HISTORY).write_bytes(b"PK\x03\x04 cut off")
     assert same(from_folder(sweep).jobs[0].curves["train/loss"], LOSSES)
 
 

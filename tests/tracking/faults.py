@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fault_trainer import BEGAN_MS, values
 
+from runner.layout import HISTORY
 from runner.tracking import history
 from runner.tracking.progress import Progress
 
@@ -78,7 +79,7 @@ def status_of(uri, run_id):
 def counted(uri, run_id, steps, folder):
     """Points logged, lost, doubled and altered, in the store and in history.npz."""
     client, found = MlflowClient(uri), Counter()
-    kept = client.download_artifacts(run_id, history.FILE, str(folder))
+    kept = client.download_artifacts(run_id, HISTORY, str(folder))
     exact = history.read(Path(kept))
     for key in values(1):
         wanted = {n: (BEGAN_MS + n, values(n)[key]) for n in range(1, steps + 1)}

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from runner.tracking import dashboard
+from runner.tracking.base import NOTE_TAG
 from runner.tracking.metrics import METRICS
 
 TAG, SWEEP_TAG = (
@@ -113,7 +114,7 @@ def test_the_note_links_to_the_dashboard_whatever_the_servers_address():
 
 def test_what_is_there_already_is_not_written_again():
     first = written(sweep=SWEEP)
-    assert first.keys() == {TAG, SWEEP_TAG, dashboard.NOTE_TAG}
+    assert first.keys() == {TAG, SWEEP_TAG, NOTE_TAG}
     assert written(first, sweep=SWEEP) == {}
 
 
@@ -144,7 +145,7 @@ def test_another_server_gets_the_form_that_it_reads():
     "text", ["{}", "[]", "deflate;x", "deflate;eJwrLkksSQUABioCDQ==", "nothing"]
 )
 def test_what_someone_else_wrote_is_left_alone(text):
-    theirs = {TAG: text, dashboard.NOTE_TAG: "our notes"}
+    theirs = {TAG: text, NOTE_TAG: "our notes"}
     assert written(theirs, metrics=LANGUAGE) == {}
 
 

@@ -1,0 +1,16 @@
+"""Name the files and folders of a run and of a sweep."""
+
+RESULT = "result.json"
+CONFIG = "config.yaml"
+SIGNATURE = "signature.json"
+"""The signature of CONFIG, beside it."""
+HISTORY = "history.npz"
+NUMERICS = "numerics.json"
+EXPORTED_MODEL = "model.pt2"
+RANK_RECORD = "steps.jsonl"
+"""What a process other than the first one records, in its folder under ranks/."""
+GUARD_FOLDER = "guard"
+"""Batches that a guard saved."""
+
+MANIFEST = "sweep.json"
+ADVICE = "advise.json"
