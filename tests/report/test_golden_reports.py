@@ -64,11 +64,13 @@ def html_cells(page):
     return found
 
 
-@pytest.fixture(params=SWEEPS)
-def rebuilt(request, main, tmp_path):
+@pytest.fixture(scope="module", params=SWEEPS)
+def rebuilt(request, inside, tmp_path_factory):
     """The golden report.md of a stored sweep, and the folder where it was rebuilt."""
-    folder = copy_of(request.param, tmp_path)
-    done = main("report", folder)
+    home = tmp_path_factory.mktemp("golden")
+    folder = copy_of(request.param, home)
+    with inside(home) as main:
+        done = main("report", folder)
     assert done.rc == 0, done.stderr
     return (GOLDEN / request.param / "report.md").read_text(), folder
 
