@@ -1,7 +1,7 @@
 """What a run tells its observers: frozen plain numbers, at true optimizer-step numbers."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class StepRecord(NamedTuple):
@@ -49,3 +49,37 @@ class EvalRecord(NamedTuple):
 
 Steps = tuple[StepRecord, ...]
 Record = Steps | EvalRecord
+
+_FIELDS_OF_0_1 = (
+    "step", "time_ms", "epoch", "loss", "lr", "grad_norm", "step_ms", "examples", "loss_scale",
+    "overflow", "skipped_steps", "gauges",
+)  # fmt: skip
+"""Order of the fields of a StepRecord in checkpoints of version 0.1, which hold no names."""
+
+
+def record_to_state(record: StepRecord | None) -> dict[str, Any] | None:
+    """Return a step record as a checkpoint stores it: by field name, without its gauges."""
+    if record is None:
+        return None
+    return {name: value for name, value in record._asdict().items() if name != "gauges"}
+
+
+def record_from_state(state: Mapping[str, Any] | Sequence[Any] | None) -> StepRecord | None:
+    """Return the step record that a checkpoint stores.
+
+    A field that this version does not know is dropped, and one that the checkpoint does not know
+    takes its default, so that a new field of StepRecord changes no checkpoint.
+
+    Args:
+        state: what record_to_state returned, or the list of values that version 0.1 stored.
+
+    Raises:
+        TypeError: a field without a default is missing, or the state is neither of the two.
+    """
+    if state is None:
+        return None
+    if isinstance(state, list | tuple):
+        state = dict(zip(_FIELDS_OF_0_1, state, strict=False))
+    if not isinstance(state, Mapping):
+        raise TypeError(f"a step record is stored as {type(state).__name__}")
+    return StepRecord(**{name: state[name] for name in StepRecord._fields if name in state})

@@ -25,6 +25,14 @@ _MOST_STEPS = 10**7
 """Applied steps that a schedule is brought over; a file from elsewhere may count any number."""
 _COUNTS = ("step", "mu_product", "mu", "eta")
 """State that torch keeps in float32 beside parameters of any dtype."""
+_OBSERVERS_OF_0_1 = {
+    "Tally": "summary",
+    "Recorder": "metric_logger",
+    "Guard": "guard",
+    "EarlyStop": "early_stopping",
+    "Checkpoints": "checkpointing",
+}
+"""Names of the observers' states in checkpoints of version 0.1, and their keys since."""
 _RATES = {"lr", "initial_lr", "max_lr", "min_lr"}
 """Keys of a group that are learning rates, of schedules, too."""
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
@@ -37,7 +45,7 @@ def capture(state: TrainState, observers: Sequence[Observer]) -> dict[str, Any]:
         "evaluated": state.evaluated,
         "stagnant": state.stagnant,
         "rng": state.strategy.gather(rng_state(state.device)),
-        "observers": {type(o).__name__: o.state_dict() for o in observers},
+        "observers": {o.key: o.state_dict() for o in observers},
     }
 
 
@@ -83,14 +91,30 @@ def _restore_rest(
     state.step, state.epoch = content["step"], content["epoch"]
     state.position, state.skipped = content["position"], content["skipped_steps"]
     state.evaluated, state.stagnant = content["evaluated"], content["stagnant"]
-    for observer in observers:
-        theirs, ours = content["observers"].get(type(observer).__name__, {}), observer.state_dict()
-        if odd := [key for key in theirs if not _alike(theirs[key], ours.get(key))]:
-            raise TypeError(f"{type(observer).__name__}.{odd[0]} is of another kind")
-        observer.load_state_dict(theirs)
+    _restore_observers(observers, content["observers"])
     streams, rank = _streams(content["rng"]), state.strategy.place.rank
     if rank < len(streams):  # more processes than before go on with seeds of their own
         set_rng_state(streams[rank], state.device)
+
+
+def _restore_observers(
+    observers: Sequence[Observer], content: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Restore the state of each observer from what a checkpoint holds of all of them."""
+    states = {_OBSERVERS_OF_0_1.get(name, name): state for name, state in content.items()}
+    for observer in observers:
+        theirs, ours = states.get(observer.key), observer.state_dict()
+        if theirs is None and observer.is_in_every_run:
+            raise KeyError(f"observers.{observer.key}")
+        if theirs is None:
+            # The first run had no such observer: this command asked for it, for example with
+            # train.early_stop=3, and it begins with no history. It is still told of the resume.
+            theirs = {}
+        # Version 0.1 stored the summary's attributes, of which some begin with an underscore.
+        theirs = {name.removeprefix("_"): value for name, value in theirs.items()}
+        if odd := [name for name in theirs if not _alike(theirs[name], ours.get(name))]:
+            raise TypeError(f"observers.{observer.key}.{odd[0]} is of another kind")
+        observer.load_state_dict(theirs)
 
 
 def _restore_scale(

@@ -39,6 +39,8 @@ class Looks(Observer):
         every: optimizer steps between two looks.
     """
 
+    key = "numerics"
+
     def __init__(self, this: "Run", state: TrainState, every: int) -> None:
         self.this, self.state, self.every = this, state, every
         self.found: list[Look] = []

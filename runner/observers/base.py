@@ -1,13 +1,23 @@
 """Observers read records and never steer the loop."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from runner.records import EvalRecord, Record, Steps
 
 
 class Observer:
-    """Override what is of interest; the defaults ignore it."""
+    """Override what is of interest; the defaults ignore it.
+
+    Attributes:
+        key: name of the observer's state in checkpoints. It stays as it is when the class is
+            renamed, or old checkpoints lose the state.
+        is_in_every_run: whether each training run has one, so that a checkpoint without its state
+            is incomplete. Without the state of any other observer, the first run had none.
+    """
+
+    key: ClassVar[str]
+    is_in_every_run: ClassVar[bool] = False
 
     def steps(self, block: Steps) -> None:
         """Step records that have reached the host, in order."""

@@ -21,6 +21,8 @@ class Checkpoints(Observer):
         direction: whether more or less of it is better.
     """
 
+    key = "checkpointing"
+
     def __init__(
         self,
         save: Callable[[bool], object],

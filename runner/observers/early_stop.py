@@ -11,6 +11,8 @@ from runner.records import EvalRecord
 class EarlyStop(Observer):
     """reached is True after `patience` evaluations in a row that were no better than the best."""
 
+    key = "early_stopping"
+
     def __init__(self, quality: str, direction: str, patience: int) -> None:
         self.quality, self.sign, self.patience = quality, 1 if direction == "max" else -1, patience
         self._best, self._worse = -math.inf, 0

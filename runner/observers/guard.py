@@ -35,6 +35,9 @@ class Guard(Observer):
             where its samples tell.
     """
 
+    key = "guard"
+    is_in_every_run = True
+
     def __init__(
         self,
         spec: RunSpec,

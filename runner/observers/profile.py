@@ -20,6 +20,8 @@ class Profile(Observer):
         write: calls a function that writes a file, with its path.
     """
 
+    key = "profiler"
+
     def __init__(
         self, folder: Path, until: int, write: Callable[[Path, Callable[[Path], object]], object]
     ) -> None:

@@ -11,6 +11,8 @@ from runner.text import number
 class ProgressBar(Observer):
     """A bar over `total` steps, with a line above it for each evaluation."""
 
+    key = "progress"
+
     def __init__(self, console: Console, total: int, label: str) -> None:
         self.console = console
         self._bar = Progress(
@@ -36,6 +38,8 @@ class ProgressBar(Observer):
 
 class ProgressLines(Observer):
     """A line per evaluation, for files and pipes."""
+
+    key = "progress"
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -7,7 +7,13 @@ from typing import Any
 from runner.accelerator import Accelerator
 from runner.observers.base import Observer
 from runner.precision.memory import MIB, tensor_bytes
-from runner.records import EvalRecord, StepRecord, Steps
+from runner.records import (
+    EvalRecord,
+    StepRecord,
+    Steps,
+    record_from_state,
+    record_to_state,
+)
 from runner.state import TrainState
 from runner.tracking.base import Tracker
 
@@ -17,6 +23,9 @@ _REFUSED = re.compile(r"[^\w\-. :/]")  # what MLflow takes in no name of a metri
 
 class Recorder(Observer):
     """Every step's values at its own number; rates and memory once per block."""
+
+    key = "metric_logger"
+    is_in_every_run = True
 
     def __init__(self, tracker: Tracker, state: TrainState, accelerator: Accelerator) -> None:
         self.tracker, self.state, self.accelerator = tracker, state, accelerator
@@ -76,12 +85,11 @@ class Recorder(Observer):
         self.tracker.metrics(record.step, record.time_ms, values)
 
     def state_dict(self) -> dict[str, Any]:
-        last = self._last._replace(gauges=None) if self._last else None
-        return {"last": list(last) if last else None, "sized": self._sized}
+        return {"last": record_to_state(self._last), "sized": self._sized}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            self._last = StepRecord(*state["last"]) if state["last"] else None
+            self._last = record_from_state(state["last"])
             self._sized = state["sized"]
 
     def close(self) -> None:

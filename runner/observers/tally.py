@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from runner.observers.base import Observer
-from runner.records import EvalRecord, StepRecord, Steps
+from runner.records import (
+    EvalRecord,
+    StepRecord,
+    Steps,
+    record_from_state,
+    record_to_state,
+)
 
 LEAST_MS = 250.0  # what is shorter measures the machine's moods
 
@@ -13,6 +19,9 @@ LEAST_MS = 250.0  # what is shorter measures the machine's moods
 class Tally(Observer):
     """Totals over all records. The rate leaves the first block out, where kernels warm up, and of
     a run with one block the first step; None where less than LEAST_MS is left."""
+
+    key = "summary"
+    is_in_every_run = True
 
     def __init__(self, quality: str, direction: str) -> None:
         self.quality, self.better = quality, max if direction == "max" else min
@@ -54,14 +63,35 @@ class Tally(Observer):
             self.best = value if self.best is None else self.better(self.best, value)
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {**vars(self), "last": list(self.last._replace(gauges=None)) if self.last else None}
-        return {key: value for key, value in kept.items() if key not in ("quality", "better")}
+        return {
+            "last": record_to_state(self.last),
+            "metrics": self.metrics,
+            "evaluated": self.evaluated,
+            "best": self.best,
+            "stagnant": self.stagnant,
+            "scales": self.scales,
+            "overflows": self.overflows,
+            "examples": self._examples,
+            "steps": self._steps,
+            "blocks": self._blocks,
+            "milliseconds": self._milliseconds,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        if self.last is not None:
-            self.last = StepRecord(*self.last)
         self._cold = True
+        if not state:
+            return
+        self.last = record_from_state(state["last"])
+        self.metrics = state["metrics"]
+        self.evaluated = state["evaluated"]
+        self.best = state["best"]
+        self.stagnant = state["stagnant"]
+        self.scales = state["scales"]
+        self.overflows = state["overflows"]
+        self._examples = state["examples"]
+        self._steps = state["steps"]
+        self._blocks = state["blocks"]
+        self._milliseconds = state["milliseconds"]
 
     def summary(self) -> dict[str, Any]:
         """Numbers of the run's result."""
