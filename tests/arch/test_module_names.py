@@ -12,28 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hydra import compose as hydra_compose
-from hydra import initialize_config_module
-from omegaconf import OmegaConf
 
-from runner.config import locate, register_schema
+from runner.config import locate
 
 ROOT = Path(__file__).parents[2]
-NAME = r"runner(?:\.\w+)+"
-WHOLE = re.compile(rf"({NAME})[.:]?(\w+)?")
-"""A literal that is a name, or the beginning of names, or an entry point `module:function`."""
-WITHIN = re.compile(rf"(?:-m|_target_:|_target_=|from|import) *({NAME})")
-"""Names inside commands, yaml and Python in a string."""
+NAME = re.compile(r"(?:(?<![\w./-])|(?<=pkg://))runner(?:\.\w+)+(?::\w+)?")
+"""A name, or the beginning of names, or an entry point `module:function`."""
 PUBLIC = (ROOT / "tests" / "data" / "public_targets.txt").read_text().splitlines()
 
 
 def names_in(text):
-    """Names of modules and of what is in them, in one string."""
-    if found := WHOLE.fullmatch(text):
-        module, attribute = found.groups()
-        yield f"{module}.{attribute}" if attribute else module
-    else:
-        yield from WITHIN.findall(text)
+    """Names of modules and of what is in them, anywhere in a string."""
+    return [name.replace(":", ".") for name in NAME.findall(text)]
 
 
 def resolves(name):
@@ -73,7 +63,7 @@ def python_names():
 def config_names():
     for path in sorted((ROOT / "conf").rglob("*.yaml")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            for name in re.findall(rf"(?<![\w./]){NAME}", line):
+            for name in names_in(line):
                 yield f"{path.relative_to(ROOT)}:{number}", name
 
 
@@ -102,12 +92,13 @@ def test_every_name_in_a_string_leads_to_something(names):
 
 
 def test_a_name_that_leads_nowhere_is_seen():
-    assert list(names_in("runner.nowhere")) == ["runner.nowhere"]
-    assert list(names_in("runner.models.")) == ["runner.models"]
-    assert list(names_in("runner.__main__:main")) == ["runner.__main__.main"]
-    assert list(names_in("import runner.cli")) == ["runner.cli"]
-    assert list(names_in("python -m runner.cli --now")) == ["runner.cli"]
-    assert list(names_in("the runner. It stops.")) == []
+    assert names_in("runner.nowhere") == ["runner.nowhere"]
+    assert names_in("runner.models.") == ["runner.models"]
+    assert names_in("runner.__main__:main") == ["runner.__main__.main"]
+    assert names_in("import sys; from runner.cli import main; main()") == ["runner.cli"]
+    assert names_in("python -m runner.cli --now") == ["runner.cli"]
+    assert names_in("pkg://runner.conf") == ["runner.conf"]
+    assert names_in("The tag mlflow.runner.journal is of the runner. It stays.") == []
     assert resolves("runner.cli.main")
     assert resolves("runner.precision.bitsandbytes_")
     assert not resolves("runner.nowhere")
