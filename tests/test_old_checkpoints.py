@@ -27,7 +27,8 @@ from runner import accelerator, checkpoint, restore
 from runner.course import Course
 from runner.observers.base import Observer
 from runner.observers.early_stop import EarlyStop
-from runner.records import StepRecord, record_from_state, record_to_state
+from runner.observers.tally import Tally
+from runner.records import EvalRecord, StepRecord, record_from_state, record_to_state
 
 DATA = Path(__file__).parent / "data"
 RUNS = ("run_of_0_1", "run_of_0_1_transformer_engine_emulated")
@@ -92,6 +93,9 @@ def test_a_run_of_an_old_version_resumes_and_ends_as_it_would_have(name, main, o
         assert result["metrics"] == end["metrics"]
         assert result["train_loss"] == end["train_loss"]
         assert sha256_of_weights(checkpoint.find(str(folder))) == end["sha256_of_weights"]
+    states = checkpoint.load(checkpoint.find(str(folder)))["observers"]
+    assert states.keys() & {"Tally", "Recorder", "Guard", "EarlyStop", "Checkpoints"} == set()
+    assert states["summary"]["last"]["step"] == end["steps"]
 
 
 def test_the_observers_take_back_what_an_old_version_stored(main, old_run, restored):
@@ -183,6 +187,15 @@ def test_a_stored_record_of_another_version_is_read():
         record_from_state(list(RECORD)[:7])
     with pytest.raises(TypeError, match="int"):
         record_from_state(7)
+
+
+def test_the_summary_takes_back_what_it_gave():
+    first, second = Tally("val/accuracy", "max"), Tally("val/accuracy", "max")
+    first.steps((RECORD._replace(step=1), RECORD))
+    first.evaluation(EvalRecord(7, 1, 1, {"val/accuracy": 0.5}, 0.25))
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert second.summary() == first.summary()
 
 
 def test_an_observer_that_the_first_run_had_not_begins_with_no_history(main, old_run, restored):
