@@ -18,14 +18,14 @@ import torch
 from common import median, spread, table, write
 
 from models.resnet import resnet
-from runner import checkpoint
-from runner.precision.support import load
-from runner.restore import checkpoint_state_dict
-from runner.saving import Saver
-from runner.spec import RunSpec
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.classification import Classification
+from runner.checkpoint import checkpoint_file
+from runner.checkpoint.async_writer import Saver
+from runner.config.schema import RunSpec
+from runner.precision.registry import load
+from runner.training.state import Driven, TrainState
+from runner.training.state_dict import checkpoint_state_dict
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
 
 
 def made() -> TrainState:
@@ -60,7 +60,7 @@ def main() -> None:
             began = time.perf_counter()
             content = checkpoint_state_dict(state, RunSpec())
             if name == "waiting":
-                checkpoint.save(folder / "waiting", content, 1)
+                checkpoint_file.save(folder / "waiting", content, 1)
             elif name == "beside":
                 late = [*state.trainable, *state.state_tensors()]
                 saver.save(content, late=late)

@@ -52,7 +52,7 @@ def versions(*packages: str) -> str:
 
 
 def machine() -> str:
-    from runner.accelerator import cpu_name
+    from runner.utils.accelerator import cpu_name
 
     python = sys.version.split()[0]
     return f"{cpu_name()}, {platform.system()}, Python {python}, {versions('torch')}"

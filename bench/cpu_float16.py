@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.precision import cpu_float16 as cpu16
-from runner.precision.cpu_float16 import KERNELS, float32_accumulate
+from runner.precision.emulation import float16 as cpu16
+from runner.precision.emulation.float16 import KERNELS, float32_accumulate
 
 HALF, BF16 = torch.float16, torch.bfloat16
 RESULTS = Path(__file__).parent / "results" / "cpu_float16.md"

@@ -15,17 +15,17 @@ from collections.abc import Sequence
 import torch
 from common import table, write
 
-from runner.data.digits import digits
-from runner.data.loading import Loader
-from runner.loop import fit
+from runner.config.schema import TrainSpec
+from runner.data.datasets.digits import digits
+from runner.data.loader import Loader
 from runner.models.mlp import MLP
-from runner.precision.support import load
-from runner.records import EvalRecord
-from runner.report.judge import ERROR, judge, yardstick
-from runner.spec import TrainSpec
-from runner.state import Driven, TrainState
-from runner.tasks.classification import Classification
-from runner.tracking.metrics import VAL_LOSS
+from runner.precision.registry import load
+from runner.sweep.report.paired_test import ERROR, judge, yardstick
+from runner.tracking.metric_names import VAL_LOSS
+from runner.training.loop import fit
+from runner.training.records import EvalRecord
+from runner.training.state import Driven, TrainState
+from runner.training.tasks.classification import Classification
 
 CPU = torch.device("cpu")
 SEEDS, JUDGED = 5, 6

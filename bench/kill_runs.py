@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from common import table, versions, write
 
-from runner import checkpoint
+from runner.checkpoint import checkpoint_file
 from runner.tracking import journal
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +82,7 @@ def stored(folder: Path) -> tuple[int, dict[str, list[tuple[int, str]]]]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     path = max(folder.glob("outputs/runs/*/checkpoints/step-*.pt"), key=lambda path: path.name)
-    return checkpoint.load(path)["model"]
+    return checkpoint_file.load(path)["model"]
 
 
 def main() -> None:

@@ -21,17 +21,17 @@ from pathlib import Path
 import torch
 from common import table, write
 
-from runner import checkpoint
-from runner.errors import ConfigError
-from runner.saving import Saver
+from runner.checkpoint import checkpoint_file
+from runner.checkpoint.async_writer import Saver
+from runner.utils.errors import ConfigError
 
 Save = Callable[[int], None]
 
 
 def contents(step: int, tensor: torch.Tensor) -> dict[str, object]:
-    rest = {key: kind() for key, kind in checkpoint._KINDS.items()}
+    rest = {key: kind() for key, kind in checkpoint_file._KINDS.items()}
     model = {"w": tensor.fill_(step)}
-    return {**rest, "format": checkpoint.FORMAT, "step": step, "model": model}
+    return {**rest, "format": checkpoint_file.FORMAT, "step": step, "model": model}
 
 
 def ours(folder: Path, tensor: torch.Tensor, told: int) -> None:
@@ -61,7 +61,7 @@ def first_free(folder: Path) -> int:
 def whole_ours(folder: Path) -> int:
     """Step of the newest whole checkpoint, 0 without one; its numbers are checked, too."""
     try:
-        content = checkpoint.newest(str(folder), None, "checkpoint", []).content
+        content = checkpoint_file.newest(str(folder), None, "checkpoint", []).content
     except ConfigError:
         return 0
     weight = content["model"]["w"]

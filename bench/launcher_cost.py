@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common import median, spread, table, write
 
-from runner.launcher.nursery import PRELOAD
+from runner.sweep.launcher.fork_server import PRELOAD
 
 ROOT = Path(__file__).parents[1]
 SWEEP = (sys.executable, "-m", "runner", "-m", "model=mlp", "train.max_steps=3")

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 
-from runner.tracking.base import RunInfo
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.process import shared_writer
-from runner.tracking.store import MAX_POINTS, Store
+from runner.tracking.tracker import RunInfo
+from runner.tracking.writer.store import MAX_POINTS, Store
+from runner.tracking.writer_process import shared_writer
 
 KEYS = [f"train/metric_{number}" for number in range(7)]
 BLOCK = 20

@@ -16,13 +16,13 @@ from common import RESULTS, interleave, median, table, versions, write
 from torch import nn
 
 from models.gpt import GPT
-from runner import optimizers
-from runner.errors import Unavailable
-from runner.precision.memory import stored_bytes, tensor_bytes
-from runner.precision.support import load, names
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.language import Language
+from runner.precision.registry import load, names
+from runner.training import lowbit_optimizers
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.language import Language
+from runner.utils.errors import Unavailable
+from runner.utils.tensors import stored_bytes, tensor_bytes
 
 CPU = torch.device("cpu")
 WIDTH = 1024
@@ -66,7 +66,7 @@ def library(name: str) -> float | None:
     """Relative error of the library's own weight, unpacked by itself."""
     if not name.startswith("bnb-") or name.endswith("training"):
         return None
-    from runner.precision.bitsandbytes_library import bnb
+    from runner.precision.layers.bnb_library import bnb
 
     torch.manual_seed(0)
     weight = nn.init.normal_(torch.empty(WIDTH, WIDTH), std=0.02)
@@ -130,7 +130,7 @@ def main() -> None:
                      f"{own:.2g}", "" if step is None else
                      f"{step:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"])  # fmt: skip
     whole = state_bytes(torch.optim.AdamW)
-    ratio = {name: state_bytes(getattr(optimizers, name)) / whole for name in OPTIMIZERS}
+    ratio = {name: state_bytes(getattr(lowbit_optimizers, name)) / whole for name in OPTIMIZERS}
     head = ["precision", "weights", "error", "library", "step (least to greatest)"]
     states = [[f"`{name}`", f"{value:.3f}"] for name, value in ratio.items()]
     setting = f"{versions('torch', 'bitsandbytes', 'torchao')}, one thread, {rounds} rounds"

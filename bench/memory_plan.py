@@ -1,9 +1,9 @@
 """How far is the predicted peak memory of training from the measured one?
 
-predicted: runner.memory_plan, before anything runs. measured: the most that torch's allocator held
-while the runner's own loop trained four steps and evaluated after the last, from before the model
-was built, the data set left out; on a CPU from torch.profiler's record of every allocation, on
-CUDA torch.cuda.max_memory_allocated. MiB of 2^20 bytes.
+predicted: runner.diagnostics.memory.forecast, before anything runs. measured: the most that
+torch's allocator held while the runner's own loop trained four steps and evaluated after the last,
+from before the model was built, the data set left out; on a CPU from torch.profiler's record
+of every allocation, on CUDA torch.cuda.max_memory_allocated. MiB of 2^20 bytes.
 """
 
 import argparse
@@ -18,22 +18,22 @@ import torch
 from hydra import compose, initialize_config_module
 
 from bench.common import RESULTS, table, versions, write
-from runner.built_optimizers import build_driven
-from runner.config import register_schema, resolve
+from runner.config.resolve import register_schema, resolve
+from runner.config.schema import RunSpec
+from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
-from runner.data.loading import Loader
-from runner.errors import RunnerError
-from runner.isolation import seed_all
-from runner.ledger import Peak
-from runner.loop import fit
-from runner.memory_plan import predict
-from runner.model import build_model
-from runner.precision.base import Precision
-from runner.precision.memory import MIB
-from runner.shape import shape
-from runner.spec import RunSpec
-from runner.state import TrainState
-from runner.targets import build_group
+from runner.data.loader import Loader
+from runner.diagnostics.memory.forecast import predict
+from runner.diagnostics.memory.tracker import Peak
+from runner.precision.precision import Precision
+from runner.training.compile import shape
+from runner.training.loop import fit
+from runner.training.model import build_model
+from runner.training.optimizers import build_driven
+from runner.training.state import TrainState
+from runner.utils.errors import RunnerError
+from runner.utils.reproducibility import seed_all
+from runner.utils.tensors import MIB
 
 STEPS = 4
 FULL = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true",
@@ -105,7 +105,7 @@ def spec_of(run: str, precision: str, size: int, more: tuple[str, ...], device: 
 def trained(
     spec: RunSpec, precision: Precision, device: torch.device, loaders: tuple[Loader, Loader]
 ) -> None:
-    """What runner.train does with a model, without observers and checkpoints."""
+    """What runner.modes.train does with a model, without observers and checkpoints."""
     model = build_model(spec, precision, device).model
     task, driven = build_group("task", spec.task), build_driven(spec, model, precision, STEPS)
     with precision.session(model, device):

@@ -18,18 +18,18 @@ import torch
 from common import interleave, median, spread, table, write
 from hydra import compose, initialize_config_module
 
-from runner.built_optimizers import build_driven
-from runner.config import register_schema, resolve
+from runner.config.resolve import register_schema, resolve
+from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
-from runner.isolation import seed_all
-from runner.loop import groups
-from runner.model import build_model
-from runner.numerics.found import Look
-from runner.numerics.probe import Probe
-from runner.state import TrainState
-from runner.step import train_step
-from runner.strategy.base import Single
-from runner.targets import build_group
+from runner.diagnostics.numerics.probe import Probe
+from runner.diagnostics.numerics.results import Look
+from runner.distributed.strategy import Single
+from runner.training.loop import groups
+from runner.training.model import build_model
+from runner.training.optimizers import build_driven
+from runner.training.state import TrainState
+from runner.training.step import train_step
+from runner.utils.reproducibility import seed_all
 
 CPU = torch.device("cpu")
 RUNS = {

@@ -28,17 +28,17 @@ import torch
 from common import median, spread, table, versions, write
 from torch import nn
 
-from runner.accelerator import Accelerator
-from runner.layout import HISTORY
-from runner.observers.recorder import Recorder
-from runner.precision.support import load
-from runner.records import StepRecord
-from runner.state import TrainState
-from runner.tasks.regression import Regression
+from runner.precision.registry import load
 from runner.tracking import history
-from runner.tracking.base import RunInfo
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.process import shared_writer
+from runner.tracking.tracker import RunInfo
+from runner.tracking.writer_process import shared_writer
+from runner.training.callbacks.metric_logger import Recorder
+from runner.training.records import StepRecord
+from runner.training.state import TrainState
+from runner.training.tasks.regression import Regression
+from runner.utils.accelerator import Accelerator
+from runner.utils.layout import HISTORY
 
 BLOCK = 20
 NAMES = ("train/loss", "train/lr", "train/grad_norm", "loss_scale/value", "loss_scale/overflow")

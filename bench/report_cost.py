@@ -18,13 +18,13 @@ from pathlib import Path
 
 from common import table, versions, write
 
-from runner.manifest import Manifest
-from runner.report.command import store_report
-from runner.report.gather import JOBS, from_folder, write_jobs
-from runner.report.pages import write_report
-from runner.result import RunResult
-from runner.tracking.base import RunInfo
+from runner.modes.result import RunResult
+from runner.sweep.manifest import Manifest
+from runner.sweep.report.load import JOBS, from_folder, write_jobs
+from runner.sweep.report.pages import write_report
+from runner.sweep.report.rebuild import store_report
 from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.tracker import RunInfo
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 BLOCK = 1000

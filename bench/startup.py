@@ -13,7 +13,7 @@ from common import median, spread, table, write
 ALONE = """
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from runner.config import register_schema
+from runner.config.resolve import register_schema
 register_schema()
 with initialize_config_module("runner.conf", version_base="1.3"):
     print(OmegaConf.to_yaml(compose("config")))

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from runner.built_optimizers import build_optimizer
-from runner.data.loading import Loader
+from runner.config.schema import RunSpec, TrainSpec
+from runner.data.loader import Loader
 from runner.models.gpt import GPT
 from runner.models.resnet import resnet
-from runner.precision import support
-from runner.shape import shape
-from runner.spec import RunSpec, TrainSpec
+from runner.precision import registry
+from runner.training.compile import shape
+from runner.training.optimizers import build_optimizer
 
 CPU = torch.device("cpu")
-PLAIN = support.load("32-true")
+PLAIN = registry.load("32-true")
 Rows = list[list[str]]
 
 

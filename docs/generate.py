@@ -16,10 +16,10 @@ from unittest.mock import patch
 import torch
 from omegaconf import OmegaConf
 
-from runner.errors import Unavailable
-from runner.precision.support import header, load, names
-from runner.spec import RunSpec
-from runner.tracking.metrics import METRICS
+from runner.config.schema import RunSpec
+from runner.precision.registry import header, load, names
+from runner.tracking.metric_names import METRICS
+from runner.utils.errors import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # bench/ is in the checkout only

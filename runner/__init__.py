@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+from runner.config import renamed
+
 # The wheel holds conf/ and models/ inside this package; a bare checkout holds them beside it.
 if not (Path(__file__).parent / "conf").exists():
     __path__.append(str(Path(__file__).parent.parent))
+
+renamed.install()
 
 __version__ = "0.1.0"

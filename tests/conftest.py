@@ -20,9 +20,9 @@ import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 
-from runner import cli as command_line
-from runner.argv import rewrite
-from runner.config import register_schema, resolve
+from runner.cli import main as command_line
+from runner.config.overrides import rewrite
+from runner.config.resolve import register_schema, resolve
 
 ROOT = Path(__file__).parents[1]
 QUICK = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")

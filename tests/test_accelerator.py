@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from runner import accelerator
-from runner.accelerator import Accelerator, available, choose, cpu_name, resident_peak_mib
-from runner.errors import ConfigError, Unavailable
-from runner.precision.memory import MIB
+from runner.utils import accelerator
+from runner.utils.accelerator import Accelerator, available, choose, cpu_name, resident_peak_mib
+from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.tensors import MIB
 
 
 def test_every_machine_has_a_cpu_last():

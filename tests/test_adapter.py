@@ -5,18 +5,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runner import adapter
-from runner.adapter import Lora
-from runner.built_optimizers import build_driven
-from runner.errors import ConfigError, Unavailable
-from runner.model import build_model
-from runner.precision import support
-from runner.precision.te_layers import NormFirst
-from runner.spec import RunSpec
+from runner.config.schema import RunSpec
+from runner.precision import registry
+from runner.precision.layers.te_layers import NormFirst
+from runner.training import adapters
+from runner.training.adapters import Lora
+from runner.training.model import build_model
+from runner.training.optimizers import build_driven
+from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
 ADDITIONS = ("lora_A.default.weight", "lora_B.default.weight")
-LORA = {"_target_": "runner.adapter.Lora", "rank": 2, "alpha": 8.0}
+LORA = {"_target_": "runner.training.adapters.Lora", "rank": 2, "alpha": 8.0}
 PRECISIONS = ("32-true", "bf16-true", "16-mixed", "bnb-nf4", "bnb-int8")
 
 
@@ -98,7 +98,7 @@ def built(name, node, seed=0):
         model={"_target_": f"{__name__}.Net"}, adapter=node, scheduler={"_target_": None},
         optimizer={"_target_": "torch.optim.SGD", "lr": 0.1},
     )  # fmt: skip
-    precision = support.load(name)
+    precision = registry.load(name)
     return build_model(spec, precision, CPU).model, precision, spec
 
 
@@ -178,7 +178,7 @@ def test_named_modules_train_in_full_besides(patterns, more):
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "bnb-int8"])
 def test_packed_weights_that_are_named_to_train_are_refused(name):
-    model, _ = support.load(name).convert(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)))
+    model, _ = registry.load(name).convert(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)))
     with pytest.raises(ConfigError, match=r"names 0, whose weight is quantised .*modules=\[0\]"):
         Lora(train=["0"]).add(model, torch.float32)
     assert type(model[1]) is nn.LayerNorm
@@ -247,7 +247,7 @@ def test_a_model_with_nothing_to_adapt_is_refused(model, patterns, what):
 
 def test_without_peft_it_says_what_to_install(monkeypatch):
     asked = []
-    monkeypatch.setattr(adapter, "find_spec", asked.append)  # returns None
+    monkeypatch.setattr(adapters, "find_spec", asked.append)  # returns None
     with pytest.raises(Unavailable) as caught:
         Lora()
     assert asked == ["peft"]
@@ -257,14 +257,14 @@ def test_without_peft_it_says_what_to_install(monkeypatch):
 
 
 def test_a_config_without_a_target_makes_no_adapter(compose):
-    assert adapter.make({}) is None
-    assert adapter.make({"_target_": None}) is None
-    assert adapter.make(compose("model=mlp").adapter) is None
+    assert adapters.make({}) is None
+    assert adapters.make({"_target_": None}) is None
+    assert adapters.make(compose("model=mlp").adapter) is None
 
 
 def test_the_config_makes_one_with_its_values(compose):
     spec = compose("model=mlp", "adapter=lora", "adapter.rank=3", "adapter.train=[head]")
-    made = adapter.make(spec.adapter)
+    made = adapters.make(spec.adapter)
     assert isinstance(made, Lora)
     assert (made.rank, made.alpha, made.dropout, made.modules) == (3, 16.0, 0.0, None)
     assert list(made.train) == ["head"]
@@ -346,15 +346,15 @@ def test_a_merged_model_is_plain_and_computes_the_same(keywords):
     model, lora = Net().eval(), Lora(**keywords)
     kinds = [(name, type(module)) for name, module in model.named_modules()]
     keys = list(model.state_dict())
-    start = outputs(model, support.load("32-true"))
+    start = outputs(model, registry.load("32-true"))
     lora.add(model, torch.float32)
     shake(model)
-    wanted = outputs(model.eval(), support.load("32-true"))
+    wanted = outputs(model.eval(), registry.load("32-true"))
     assert (wanted - start).abs().max() > 0.1
     lora.merge(model)
     assert [(name, type(module)) for name, module in model.named_modules()] == kinds
     assert list(model.state_dict()) == keys
-    torch.testing.assert_close(outputs(model, support.load("32-true")), wanted)
+    torch.testing.assert_close(outputs(model, registry.load("32-true")), wanted)
 
 
 def test_merging_keeps_ties():
@@ -370,7 +370,7 @@ def test_merging_keeps_ties():
 
 def test_additions_are_in_the_dtype_that_is_asked_for():
     """peft would take the compute dtype of a layer of bitsandbytes, in which Adam's eps is 0."""
-    precision = support.load("bnb-nf4", compute_dtype="float16")
+    precision = registry.load("bnb-nf4", compute_dtype="float16")
     model, _ = precision.convert(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)))
     Lora().add(model, precision.storage)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.argv import config_dir, rewrite, shadowed
+from runner.config.overrides import config_dir, rewrite, shadowed
 
 
 @pytest.mark.parametrize(

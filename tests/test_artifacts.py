@@ -4,11 +4,11 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
-from runner import artifacts
-from runner.config import to_dict
-from runner.files import write_json
-from runner.origin import Origin
-from runner.text import now_ms
+from runner.config.invocation import Origin
+from runner.config.resolve import to_dict
+from runner.modes import artifacts
+from runner.utils.files import write_json
+from runner.utils.formatting import now_ms
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_package_that_is_not_installed_is_none(monkeypatch):
     assert artifacts.environment(Origin())["packages"] == {"not-installed-at-all": None}
 
 
-@pytest.mark.parametrize(("status", "dirty"), [("", "false"), (" M runner/run.py", "true")])
+@pytest.mark.parametrize(("status", "dirty"), [("", "false"), (" M runner/modes/run.py", "true")])
 def test_git_tags(tmp_path, fake_git, status, dirty):
     fake_git(f'case "$1" in rev-parse) echo abc123;; status) echo "{status}";; esac')
     assert artifacts.git_tags(tmp_path) == {"git_commit": "abc123", "git_dirty": dirty}

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from runner.blocks import Blocks, Transfer
-from runner.precision import support
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.regression import Regression
+from runner.precision import registry
+from runner.training.record_buffer import Blocks, Transfer
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.regression import Regression
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def data(count, seed=1):
 
 def made(name, lr=0.1, **changes):
     torch.manual_seed(0)
-    precision = support.load(name, **changes)
+    precision = registry.load(name, **changes)
     net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     model, _ = precision.convert(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -86,7 +86,7 @@ def test_steps_may_differ_in_their_numbers_of_gradients():
 
 def test_gauges_are_those_of_the_blocks_last_step(monkeypatch):
     """Also where the block arrives later."""
-    monkeypatch.setattr("runner.blocks.Transfer.here", False)
+    monkeypatch.setattr("runner.training.record_buffer.Transfer.here", False)
     state = made("32-true")
     monkeypatch.setattr(
         type(state.precision),

@@ -5,15 +5,15 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from runner import built_optimizers
-from runner.built_optimizers import build_driven, build_optimizer, build_scheduler, shares
-from runner.data.base import Splits
+from runner.config.schema import RunSpec
+from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
-from runner.errors import ConfigError
-from runner.model import build_model
-from runner.precision import support
-from runner.spec import RunSpec
-from runner.targets import build_group
+from runner.data.splits import Splits
+from runner.precision import registry
+from runner.training import optimizers
+from runner.training.model import build_model
+from runner.training.optimizers import build_driven, build_optimizer, build_scheduler, shares
+from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1}
@@ -85,7 +85,7 @@ def spec(**parts):
 
 def driven(name="32-true", steps=10, **parts):
     chosen = spec(**parts)
-    precision = support.load(name)
+    precision = registry.load(name)
     model = build_model(chosen, precision, CPU).model
     return build_driven(chosen, model, precision, steps)
 
@@ -95,7 +95,7 @@ def driven(name="32-true", steps=10, **parts):
 
 def test_a_model_is_made_in_float32_and_cast():
     for name in ("64-true", "bf16-true", "16-mixed"):
-        precision = support.load(name)
+        precision = registry.load(name)
         model = build_model(spec(), precision, CPU).model
         assert Net.made_as is torch.float32
         assert model.body.weight.dtype is precision.storage
@@ -104,7 +104,7 @@ def test_a_model_is_made_in_float32_and_cast():
 @pytest.mark.parametrize("name", ["64-true", "bf16-true", "16-true", "32-true", "bf16-mixed"])
 def test_low_memory_makes_it_in_the_dtype_and_on_the_device(name):
     low = replace(spec().init, low_memory=True)
-    precision = support.load(name)
+    precision = registry.load(name)
     model = build_model(spec(init=low), precision, torch.device("meta")).model
     assert (Net.made_as, Net.made_on.type) == (precision.storage, "meta")
     assert {p.dtype for p in model.parameters()} == {precision.storage}
@@ -112,23 +112,23 @@ def test_low_memory_makes_it_in_the_dtype_and_on_the_device(name):
 
 
 def test_a_model_can_be_made_elsewhere():
-    model = build_model(spec(), support.load("32-true"), torch.device("meta"), made_on=CPU).model
+    model = build_model(spec(), registry.load("32-true"), torch.device("meta"), made_on=CPU).model
     assert (Net.made_on, model.body.weight.device.type) == (CPU, "meta")
 
 
 def test_what_a_target_refuses_is_told_with_its_group():
     with pytest.raises(ConfigError, match=r"model: .*\.Net refuses its arguments: width=0 is"):
-        build_model(spec(model=here("Net", width=0)), support.load("32-true"), CPU)
+        build_model(spec(model=here("Net", width=0)), registry.load("32-true"), CPU)
     with pytest.raises(ConfigError, match="unexpected keyword argument 'depth'"):
         build_group("model", here("Net", depth=3))
     with pytest.raises(ConfigError, match=r"text made a str, not a torch\.nn\.Module"):
-        build_model(spec(model=here("text")), support.load("32-true"), CPU)
+        build_model(spec(model=here("text")), registry.load("32-true"), CPU)
 
 
 @pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
 def test_half_parameters_under_a_mixed_precision_are_refused(name):
     with pytest.raises(ConfigError, match=r"the model holds half ones: body\.weight, body\.bias\."):
-        build_model(spec(model=here("HalfNet")), support.load(name), CPU)
+        build_model(spec(model=here("HalfNet")), registry.load(name), CPU)
 
 
 # Optimizers
@@ -179,7 +179,7 @@ def test_nothing_trainable_is_told():
 
 
 def test_frozen_parameters_are_left_out():
-    chosen, precision = spec(), support.load("32-true")
+    chosen, precision = spec(), registry.load("32-true")
     model = build_model(chosen, precision, CPU).model
     model.words.requires_grad_(False)
     (d,) = build_driven(chosen, model, precision, 10)
@@ -228,7 +228,7 @@ def test_muon_takes_the_hidden_matrices():
 def test_muon_and_the_rest_cover_every_parameter_once(compose, model):
     data = "synthetic_tokens" if model == "gpt" else "digits"
     composed = compose(f"model={model}", "optimizer=muon", f"data={data}")
-    precision = support.load("32-true")
+    precision = registry.load("32-true")
     made = build_model(
         composed, precision, torch.device("meta"), made_on=torch.device("meta")
     ).model
@@ -296,14 +296,14 @@ def test_an_optimizer_of_ones_own_takes_no_fused():
         def __init__(self, params, lr):
             super().__init__(params, lr=lr)
 
-    built_optimizers.Own = Own
+    optimizers.Own = Own
     try:
         weights = [nn.Parameter(torch.ones(1))]
         made = build_optimizer(
-            "optimizer", {"_target_": "runner.built_optimizers.Own", "lr": 0.1}, weights
+            "optimizer", {"_target_": "runner.training.optimizers.Own", "lr": 0.1}, weights
         )
     finally:
-        del built_optimizers.Own
+        del optimizers.Own
     assert made.defaults["fused"] is None
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from runner import cli as command_line
-from runner.errors import ConfigError, TrackingError, Unavailable
-from runner.result import RunResult
+from runner.cli import main as command_line
+from runner.modes.result import RunResult
+from runner.utils.errors import ConfigError, TrackingError, Unavailable
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def running(monkeypatch, main):
     """A command whose run is this function of (spec, folder, origin)."""
 
     def use(body):
-        monkeypatch.setattr("runner.run.run", body)
+        monkeypatch.setattr("runner.modes.run.run", body)
         return main
 
     return use

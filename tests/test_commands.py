@@ -5,9 +5,9 @@ import sqlite3
 import pytest
 import torch
 
-from runner.accelerator import available
-from runner.precision.support import names, support
-from runner.ui import pages
+from runner.cli.ui import pages
+from runner.precision.registry import names, support
+from runner.utils.accelerator import available
 
 
 def test_doctor_lists_every_precision_for_every_device(main):

@@ -4,10 +4,10 @@ from typing import Any, Literal
 import pytest
 from omegaconf import DictConfig
 
-from runner.config import flatten, to_dict
-from runner.errors import ConfigError
-from runner.spec import RunSpec, TrainSpec
-from runner.targets import check_targets, instantiate, locate, targets
+from runner.config.resolve import flatten, to_dict
+from runner.config.schema import RunSpec, TrainSpec
+from runner.config.targets import check_targets, instantiate, locate, targets
+from runner.utils.errors import ConfigError
 
 
 def plain(text: str, count: int, rate: float = 0.1, names: list[str] | None = None) -> tuple:

@@ -2,8 +2,8 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.errors import ConfigError
-from runner.explain import explain
+from runner.config.messages import explain
+from runner.utils.errors import ConfigError
 
 
 @pytest.fixture

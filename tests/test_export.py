@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from runner.export import ExportError, export
-from runner.leave import leave_model
-from runner.model import build_model
+from runner.checkpoint.export import ExportError, export
+from runner.config.targets import build_group
+from runner.modes.run_artifacts import leave_model
 from runner.precision.mixed import MixedPrecision
 from runner.precision.true import TruePrecision
-from runner.targets import build_group
+from runner.training.model import build_model
 
 CPU = torch.device("cpu")
 IMAGES = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -58,7 +58,7 @@ def built(compose, *overrides):
 
 
 def evaluated(model, precision, inputs):
-    """What runner.loop.evaluate hands to the task."""
+    """What runner.training.loop.evaluate hands to the task."""
     model.eval()
     with torch.no_grad(), precision.forward(CPU):
         return model(precision.cast(inputs)).to(precision.loss_dtype)

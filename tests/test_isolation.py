@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner.isolation import make_deterministic, process_state, seed_all
+from runner.utils.reproducibility import make_deterministic, process_state, seed_all
 
 
 def everything():

@@ -1,10 +1,10 @@
-"""runner.launcher.output: why a job ended without a result."""
+"""runner.sweep.launcher.job_output: why a job ended without a result."""
 
 import signal
 
 import pytest
 
-from runner.launcher.output import reason
+from runner.sweep.launcher.job_output import reason
 
 BY_SHELL, BY_SIGNAL, BY_ITSELF = (128 + signal.SIGINT) << 8, signal.SIGINT, 3 << 8
 

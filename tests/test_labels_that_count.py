@@ -11,15 +11,15 @@ from masked_language import GPT2, IGNORED, LONGEST, by_hand, pad, sequences, set
 from torch import nn
 from torch.nn import functional as F
 
-from runner.errors import ConfigError
-from runner.precision import support
-from runner.replay import _traced
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.base import Task
-from runner.tasks.classification import Classification
-from runner.tasks.language import Language
-from runner.tasks.regression import Regression
+from runner.modes.replay import _traced
+from runner.precision import registry
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.training.tasks.language import Language
+from runner.training.tasks.regression import Regression
+from runner.training.tasks.task import Task
+from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -27,7 +27,7 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 def state_of(model, task, name="64-true", **changes):
     """A state of a converted model; its parameters keep the gradients that a step gave them."""
-    precision = support.load(name, **changes)
+    precision = registry.load(name, **changes)
     model, _ = precision.convert(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return TrainState(model, precision, task, precision.scale(CPU), [Driven(optimizer)], CPU)

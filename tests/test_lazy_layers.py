@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from runner.errors import ConfigError
-from runner.memory_plan import build, predict
-from runner.model import build_model
-from runner.precision import support
-from runner.spec import InitSpec, RunSpec
+from runner.config.schema import InitSpec, RunSpec
+from runner.diagnostics.memory.forecast import build, predict
+from runner.precision import registry
+from runner.training.model import build_model
+from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 META = {"input": [3, 8, 8], "classes": 10}
@@ -70,7 +70,7 @@ def make_spec(model="Lazy", data="images", meta=META, **changes):
     return RunSpec(
         model={"_target_": f"{__name__}.{model}"},
         data={"_target_": f"{__name__}.{data}", **({"meta": meta} if meta else {})},
-        task={"_target_": "runner.tasks.classification.Classification"},
+        task={"_target_": "runner.training.tasks.classification.Classification"},
         optimizer={"_target_": "torch.optim.SGD", "lr": 0.1},
         scheduler={"_target_": None},
         **changes,
@@ -80,11 +80,11 @@ def make_spec(model="Lazy", data="images", meta=META, **changes):
 def make(name, spec=None):
     torch.manual_seed(0)
     emulated = name.startswith(("float8", "transformer")) or name == "tf32"
-    precision = support.load(name, **({"emulate": True} if emulated else {}))
+    precision = registry.load(name, **({"emulate": True} if emulated else {}))
     return build_model(spec or make_spec(), precision, CPU)
 
 
-NAMES = [n for n in support.names() if "bnb" not in n or n in ("bnb-nf4", "bnb-int8-training")]
+NAMES = [n for n in registry.names() if "bnb" not in n or n in ("bnb-nf4", "bnb-int8-training")]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,7 +121,7 @@ def test_inputs_of_any_shape_come_from_the_data():
 
 @pytest.mark.parametrize("name", ["32-true", "bf16-true", "bnb-nf4"])
 def test_a_plan_knows_the_shapes_and_the_peak(name):
-    spec, precision = make_spec(mode="plan"), support.load(name)
+    spec, precision = make_spec(mode="plan"), registry.load(name)
     built = build(spec, precision)
     assert built.plain_bytes == make("32-true").plain_bytes
     assert predict(spec, precision, CPU, 4).total > built.plain_bytes / 8
@@ -156,4 +156,4 @@ def test_what_cannot_be_materialized_is_one_message(case):
     assert error.value.exit_status == 2
     if changes.get("mode") == "plan":
         with pytest.raises(ConfigError, match=message):
-            build(make_spec(**changes), support.load("32-true"))
+            build(make_spec(**changes), registry.load("32-true"))

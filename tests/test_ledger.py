@@ -3,7 +3,7 @@ import gc
 import torch
 from torch._subclasses import FakeTensorMode
 
-from runner.ledger import ACTIVATIONS, OPTIMIZER, WEIGHTS, Ledger, Peak
+from runner.diagnostics.memory.tracker import ACTIVATIONS, OPTIMIZER, WEIGHTS, Ledger, Peak
 
 
 def test_what_is_gone_is_not_held():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from runner.data.loading import Loader
-from runner.data.text import TextWindows
-from runner.data.transfer import hold
-from runner.errors import ConfigError
+from runner.data.datasets.text import TextWindows
+from runner.data.device_transfer import hold
+from runner.data.loader import Loader
+from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 X, Y = torch.arange(20.0).view(10, 2), torch.arange(10)

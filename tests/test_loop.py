@@ -8,18 +8,18 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from runner.blocks import Transfer
-from runner.data.loading import Loader
-from runner.evaluation import Stagnation, evaluate
-from runner.loop import fit, groups, total_steps
-from runner.precision import support
-from runner.precision.scale import DynamicScale
-from runner.records import EvalRecord
-from runner.spec import TrainSpec
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.stop import Stopped
-from runner.tasks.classification import Classification
+from runner.config.schema import TrainSpec
+from runner.data.loader import Loader
+from runner.precision import registry
+from runner.precision.loss_scale import DynamicScale
+from runner.training.evaluation import Stagnation, evaluate
+from runner.training.loop import fit, groups, total_steps
+from runner.training.record_buffer import Transfer
+from runner.training.records import EvalRecord
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.utils.stop_signals import Stopped
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def loader(count=10, size=4, *, shuffle=True, seed=0):
 
 def made(name="32-true", lr=0.1, optimizer=torch.optim.SGD, **changes):
     torch.manual_seed(0)
-    precision = support.load(name, **changes)
+    precision = registry.load(name, **changes)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     model, _ = precision.convert(model)
     chosen = optimizer(model.parameters(), lr=lr)
@@ -207,8 +207,8 @@ def test_each_step_runs_in_the_context_of_its_number():
 
 
 def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
-    from runner import blocks, loop
-    from runner import step as step_module
+    from runner.training import loop, record_buffer
+    from runner.training import step as step_module
 
     now = [0.0]
 
@@ -221,7 +221,7 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
         return {}
 
     monkeypatch.setattr(loop, "perf_counter", clock)
-    monkeypatch.setattr(blocks, "perf_counter", clock)
+    monkeypatch.setattr(record_buffer, "perf_counter", clock)
     monkeypatch.setattr(step_module, "perf_counter", clock)
     monkeypatch.setattr(loop, "evaluate", slow)
     assert all(s.step_ms < 100 for s in steps(run(epochs=3)[0]))
@@ -311,7 +311,7 @@ def test_a_partial_batch_weighs_what_it_should(size):
     assert metrics["val/accuracy"] == (output.argmax(1) == target).double().mean().item()
 
 
-@pytest.mark.parametrize("name", [r.name for r in support.support(CPU) if r.runs])
+@pytest.mark.parametrize("name", [r.name for r in registry.support(CPU) if r.runs])
 def test_an_evaluation_changes_nothing(name):
     state = made(name)
     state.model.train()
@@ -416,7 +416,7 @@ def test_a_block_under_way_is_yielded_when_the_next_has_set_out(monkeypatch):
     """As on a device that computes beside the host; an evaluation and the end wait for all."""
     _, wanted = run(max_steps=9, log_every=2, eval_every=5)
     exact = steps(run(max_steps=9, log_every=2, eval_every=5)[0])
-    monkeypatch.setattr("runner.blocks.Transfer.here", False)
+    monkeypatch.setattr("runner.training.record_buffer.Transfer.here", False)
     seen = []
     state = made("16-mixed")
     spec = TrainSpec(max_steps=9, log_every=2, eval_every=5)
@@ -430,7 +430,7 @@ def test_a_block_under_way_is_yielded_when_the_next_has_set_out(monkeypatch):
 
 
 def test_skipped_steps_are_counted_across_blocks_under_way(monkeypatch):
-    monkeypatch.setattr("runner.blocks.Transfer.here", False)
+    monkeypatch.setattr("runner.training.record_buffer.Transfer.here", False)
     state = made("16-mixed", loss_scale={"init_scale": 2.0**40})
     records, _ = run(state, max_steps=8, log_every=2)
     counts = [s.skipped_steps for s in steps(records)]
@@ -450,7 +450,7 @@ class Late(Transfer):
 
 
 def test_waiting_for_the_device_is_a_part_of_the_steps(monkeypatch):
-    monkeypatch.setattr("runner.blocks.Transfer", Late)
+    monkeypatch.setattr("runner.training.record_buffer.Transfer", Late)
     started = perf_counter()
     records, _ = run(max_steps=4, log_every=2, eval_every=2)
     seconds = perf_counter() - started
@@ -472,7 +472,7 @@ class BreaksAt(nn.Module):
 
 @pytest.mark.parametrize("call", [2, 5, 6])
 def test_what_was_computed_before_an_exception_is_recorded(call, monkeypatch):
-    monkeypatch.setattr("runner.blocks.Transfer.here", False)
+    monkeypatch.setattr("runner.training.record_buffer.Transfer.here", False)
     state, seen = made(), []
     state.model = nn.Sequential(state.model, BreaksAt(call))
     records = fit(state, loader(40), loader(5), TrainSpec(max_steps=9, log_every=2))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runner.memory_error import is_out_of_memory
+from runner.diagnostics.memory.out_of_memory import is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_of_pytorchs_own_allocator():
 
 @pytest.fixture
 def failing(quick, monkeypatch):
-    """A run whose n-th call of a function of runner.train finds no memory."""
+    """A run whose n-th call of a function of runner.modes.train finds no memory."""
 
     def made(name, *args, run=quick):
         def fails(*_, **__):
@@ -41,7 +41,7 @@ def failing(quick, monkeypatch):
 
 
 def test_a_step(failing, tmp_path):
-    done = failing("runner.step._backward", "train.batch_size=15", "train.accumulate=2")
+    done = failing("runner.training.step._backward", "train.batch_size=15", "train.accumulate=2")
     assert done.rc == 1
     lines = [line.removeprefix("error: ") for line in done.stderr.splitlines()]
     assert lines[0].startswith("Out of memory in step 1 on ")
@@ -59,24 +59,24 @@ def test_a_step(failing, tmp_path):
 
 def test_a_model_of_blocks_may_compute_them_twice(failing, main):
     typed = ("model=vit", "model.layers=2", "train.batch_size=2", "optimizer=sgd", "tracking=none")
-    done = failing("runner.step._backward", *typed, run=main)
+    done = failing("runner.training.step._backward", *typed, run=main)
     assert done.stderr.endswith(
         "To need less, type train.batch_size=1 train.accumulate=2, or "
         "train.activation_checkpointing=true, or precision=bf16-true.\n"
     )
     typed = (*typed, "train.activation_checkpointing=true")
-    done = failing("runner.step._backward", *typed, run=main)
+    done = failing("runner.training.step._backward", *typed, run=main)
     assert done.rc == 1
     assert "activation_checkpointing" not in done.stderr
 
 
 def test_an_evaluation(failing):
-    done = failing("runner.guards.loss_of", "train.batch_size=1", "optimizer=sgd")
+    done = failing("runner.modes.failures.loss_of", "train.batch_size=1", "optimizer=sgd")
     assert done.stderr.startswith("error: Out of memory in the first evaluation on ")
     assert done.stderr.endswith("To need less, type precision=bf16-true.\n")
 
 
 def test_a_model_that_cannot_be_built(failing):
-    done = failing("runner.train.build_model")
+    done = failing("runner.modes.train.build_model")
     assert "Out of memory before the first step on " in done.stderr
     assert "precision=bf16-true init.low_memory=true, or optimizer=adamw8bit." in done.stderr

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from bench.memory_plan import measured
-from runner.memory_plan import Unknown, forecast, largest, largest_batch, predict
-from runner.spec import LARGEST_FORECAST_BATCH
-from runner.targets import build_group
+from runner.config.schema import LARGEST_FORECAST_BATCH
+from runner.config.targets import build_group
+from runner.diagnostics.memory.forecast import Unknown, forecast, largest, largest_batch, predict
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -93,7 +93,9 @@ def test_steps_of_few_examples_tell_of_many(of, monkeypatch, size):
     """The same as fake tensors of that size: of a step that they do not refuse."""
     spec, precision = of(*TEXT)
     exact = predict(spec, precision, CPU, size)
-    monkeypatch.setattr("runner.memory_plan._replace", None)  # not callable: fake tensors fail
+    monkeypatch.setattr(
+        "runner.diagnostics.memory.forecast._replace", None
+    )  # not callable: fake tensors fail
     real = forecast(spec, precision, CPU)(size)
     assert real.total == pytest.approx(exact.total, rel=1e-3)
     assert real.activations == pytest.approx(exact.activations, rel=0.02)
@@ -151,7 +153,7 @@ def test_an_optimizer_that_keeps_more_with_every_step_is_not_predicted(of):
 
 
 def test_no_real_step_where_there_is_no_room_for_it(of, monkeypatch):
-    monkeypatch.setattr("runner.memory_plan.free", lambda device: 200 * MIB)
+    monkeypatch.setattr("runner.diagnostics.memory.forecast.free", lambda device: 200 * MIB)
     with pytest.raises(Unknown, match=r"about 0\.2 of the 0\.2 GiB"):  # 171 of 160 MiB
         held(of, *NET, "optimizer=adamw8bit")
     held(of, *NET, "optimizer=adamw")

@@ -8,21 +8,21 @@ from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import nn
 from torch.nn import functional as F
 
-from runner import checkpoint
-from runner.adapter import Lora
-from runner.built_optimizers import build_driven
-from runner.checkpoint import Saved
-from runner.errors import ConfigError
-from runner.model import build_model, restore_model
-from runner.precision import support
-from runner.restore import checkpoint_state_dict
-from runner.spec import RunSpec
-from runner.state import TrainState
-from runner.tasks.classification import Classification
+from runner.checkpoint import checkpoint_file
+from runner.checkpoint.checkpoint_file import Saved
+from runner.config.schema import RunSpec
+from runner.precision import registry
+from runner.training.adapters import Lora
+from runner.training.model import build_model, restore_model
+from runner.training.optimizers import build_driven
+from runner.training.state import TrainState
+from runner.training.state_dict import checkpoint_state_dict
+from runner.training.tasks.classification import Classification
+from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 PACKED = ("bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-fp4-dq", "bnb-int8")
-LORA = {"_target_": "runner.adapter.Lora", "rank": 2, "alpha": 8.0}
+LORA = {"_target_": "runner.training.adapters.Lora", "rank": 2, "alpha": 8.0}
 ADAPTERS = pytest.mark.parametrize("node", [{}, LORA], ids=["plain", "lora"])
 
 
@@ -56,7 +56,7 @@ def make_spec(node=None, target="Net", **keywords):
 
 def build(name, spec, seed=0, **changes):
     torch.manual_seed(seed)
-    precision = support.load(name, **changes)
+    precision = registry.load(name, **changes)
     return build_model(spec, precision, CPU), precision
 
 
@@ -68,8 +68,8 @@ def trained(folder, name, spec, **changes):
             if parameter.requires_grad:
                 parameter.add_((torch.randn(parameter.shape) / 8).to(parameter.dtype))
     state = TrainState(model, precision, Classification(), precision.scale(CPU), [], CPU)
-    path = checkpoint.save(folder, checkpoint_state_dict(state, spec), keep=1)
-    return model.eval(), precision, Saved(path, checkpoint.load(path))
+    path = checkpoint_file.save(folder, checkpoint_state_dict(state, spec), keep=1)
+    return model.eval(), precision, Saved(path, checkpoint_file.load(path))
 
 
 def edited(saved, edit):
@@ -81,7 +81,7 @@ def edited(saved, edit):
 
 def restore(name, spec, saved, **changes):
     torch.manual_seed(99)  # the weights must come from the checkpoint
-    precision = support.load(name, **changes)
+    precision = registry.load(name, **changes)
     built = restore_model(spec, precision, CPU, saved)
     built.model.eval()
     return built, precision
@@ -191,7 +191,7 @@ def test_a_precision_takes_back_its_own_state_only(tmp_path, monkeypatch, name, 
     _, _, saved = trained(tmp_path, "32-true", make_spec())
     saved = Saved(saved.path, {**saved.content, "precision_state": {"seen": 7}})
     taken = []
-    precision = support.load(name)
+    precision = registry.load(name)
     monkeypatch.setattr(
         precision, "load_state_dict", lambda model, state: taken.append(state), raising=True
     )
@@ -290,7 +290,7 @@ def test_weights_are_loaded_and_merged_before_the_conversion(tmp_path, monkeypat
     model, _, saved = trained(tmp_path, "32-true", make_spec(node))
     if node:
         Lora(rank=2, alpha=8.0).merge(model)
-    precision, seen = support.load(name), {}
+    precision, seen = registry.load(name), {}
     convert = precision.convert
 
     def note(model, device):
@@ -306,7 +306,7 @@ def test_a_trained_model_is_tuned_from_its_packed_weights(tmp_path):
     """What init.weights does: the start is the trained model, and fresh additions do nothing."""
     _, _, saved = trained(tmp_path, "32-true", make_spec())
     torch.manual_seed(5)
-    precision = support.load("bnb-nf4")
+    precision = registry.load("bnb-nf4")
     tuned = build_model(make_spec(LORA), precision, CPU, start=saved).model.eval()
     packed, _ = restore("bnb-nf4", make_spec(), saved)
     assert torch.equal(outputs(tuned, precision), outputs(packed.model, precision))
@@ -318,7 +318,7 @@ def test_a_trained_model_is_tuned_from_its_packed_weights(tmp_path):
 def test_what_the_models_author_froze_is_frozen_after_a_merge(tmp_path):
     spec = make_spec(LORA, target="PartlyFrozen")
     _, _, saved = trained(tmp_path, "32-true", spec)
-    built = build_model(replace(spec, adapter={}), support.load("32-true"), CPU, start=saved)
+    built = build_model(replace(spec, adapter={}), registry.load("32-true"), CPU, start=saved)
     trains = {name for name, p in built.model.named_parameters() if p.requires_grad}
     assert trains == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
 
@@ -385,7 +385,7 @@ def test_a_packed_checkpoint_needs_its_own_adapter(tmp_path):
 @pytest.mark.parametrize("adapter", [{}, LORA])
 def test_a_packed_run_goes_on_from_its_own_weights(tmp_path, adapter):
     model, _, saved = trained(tmp_path, "bnb-nf4", make_spec(adapter))
-    built = build_model(make_spec(adapter), support.load("bnb-nf4"), CPU, start=saved)
+    built = build_model(make_spec(adapter), registry.load("bnb-nf4"), CPU, start=saved)
     before, after = model.state_dict(), built.model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -393,5 +393,5 @@ def test_a_packed_run_goes_on_from_its_own_weights(tmp_path, adapter):
 
 def test_float64_weights_start_another_run_as_they_are(tmp_path):
     model, _, saved = trained(tmp_path, "64-true", make_spec())
-    built = build_model(make_spec(), support.load("64-true"), CPU, start=saved)
+    built = build_model(make_spec(), registry.load("64-true"), CPU, start=saved)
     assert_same(built.model.state_dict(), model.state_dict())

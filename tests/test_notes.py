@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
-from runner import notes
-from runner.precision.base import ConversionReport, Converted
-from runner.result import RunResult
+from runner.modes import notes
+from runner.modes.result import RunResult
+from runner.precision.precision import ConversionReport, Converted
 
 COMMAND = ["python", "-m", "runner", "precision=16-mixed", "precision.keep_fp32=[a b]"]
 DONE = RunResult("16-mixed", "16-mixed mlp digits", "/out", quality="val/accuracy",

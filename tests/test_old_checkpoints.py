@@ -23,12 +23,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner import accelerator, checkpoint, restore
-from runner.course import Course
-from runner.observers.base import Observer
-from runner.observers.early_stop import EarlyStop
-from runner.observers.tally import Tally
-from runner.records import EvalRecord, StepRecord, record_from_state, record_to_state
+from runner.checkpoint import checkpoint_file
+from runner.modes.training_callbacks import Course
+from runner.training import state_dict
+from runner.training.callbacks.callback import Observer
+from runner.training.callbacks.early_stopping import EarlyStop
+from runner.training.callbacks.summary import Tally
+from runner.training.records import EvalRecord, StepRecord, record_from_state, record_to_state
+from runner.utils import accelerator
 
 DATA = Path(__file__).parent / "data"
 RUNS = ("run_of_0_1", "run_of_0_1_transformer_engine_emulated")
@@ -48,10 +50,10 @@ def old_run(tmp_path):
 def restored(monkeypatch):
     """Return the observers' states, by key, as they are right after a command's restore."""
     states = {}
-    restore = Course.restore
+    state_dict = Course.restore
 
     def spy(course, saved):
-        told = restore(course, saved)
+        told = state_dict(course, saved)
         states.update({o.key: copy.deepcopy(o.state_dict()) for o in course.observers})
         return told
 
@@ -92,15 +94,15 @@ def test_a_run_of_an_old_version_resumes_and_ends_as_it_would_have(name, main, o
     if computes_the_same_bits(end):
         assert result["metrics"] == end["metrics"]
         assert result["train_loss"] == end["train_loss"]
-        assert sha256_of_weights(checkpoint.find(str(folder))) == end["sha256_of_weights"]
-    states = checkpoint.load(checkpoint.find(str(folder)))["observers"]
+        assert sha256_of_weights(checkpoint_file.find(str(folder))) == end["sha256_of_weights"]
+    states = checkpoint_file.load(checkpoint_file.find(str(folder)))["observers"]
     assert states.keys() & {"Tally", "Recorder", "Guard", "EarlyStop", "Checkpoints"} == set()
     assert states["summary"]["last"]["step"] == end["steps"]
 
 
 def test_the_observers_take_back_what_an_old_version_stored(main, old_run, restored):
     folder = old_run("run_of_0_1")
-    stored = checkpoint.load(folder / "checkpoints" / "step-00000024.pt")["observers"]
+    stored = checkpoint_file.load(folder / "checkpoints" / "step-00000024.pt")["observers"]
     assert main(f"checkpoint.resume={folder}", "tracking=none").rc == 0
 
     assert restored["early_stopping"] == {"best": 0.3955431754874652, "worse": 2}
@@ -137,7 +139,7 @@ def test_a_checkpoint_of_an_old_version_is_evaluated(name, main, old_run, tmp_pa
     (written,) = tmp_path.glob("outputs/runs/*/result.json")
     metrics = json.loads(written.read_text())["metrics"]
     (path,) = folder.glob("checkpoints/*.pt")
-    stored = checkpoint.load(path)["observers"]["Tally"]["metrics"]
+    stored = checkpoint_file.load(path)["observers"]["Tally"]["metrics"]
     assert metrics == pytest.approx(stored, rel=0.05)
 
 
@@ -162,7 +164,7 @@ def test_the_keys_of_the_observers_are_those_of_the_checkpoints_that_users_have(
         "profiler", "numerics",
     }  # fmt: skip
     assert {k.key for k in runners if k.is_in_every_run} == {"summary", "metric_logger", "guard"}
-    assert set(restore._OBSERVERS_OF_0_1.values()) <= {k.key for k in runners}
+    assert set(state_dict._OBSERVERS_OF_0_1.values()) <= {k.key for k in runners}
 
 
 RECORD = StepRecord(7, 1, 1, 0.5, 0.1, 2.0, 3.0, 8, 1024.0, 0.0, 2)
@@ -210,7 +212,7 @@ def test_a_checkpoint_without_the_state_of_an_observer_of_every_run_is_refused(k
     folder = old_run("run_of_0_1")
     (path,) = folder.glob("checkpoints/*.pt")
     content = torch.load(path, weights_only=True)
-    names = {new: old for old, new in restore._OBSERVERS_OF_0_1.items()}
+    names = {new: old for old, new in state_dict._OBSERVERS_OF_0_1.items()}
     del content["observers"][names[key]]
     torch.save(content, path)
     done = main(f"checkpoint.resume={folder}", "tracking=none")

@@ -7,23 +7,23 @@ import pytest
 import torch
 from torch import nn
 
-from runner import optimizers
-from runner.built_optimizers import build_driven, build_optimizer, embeddings
-from runner.errors import ConfigError
-from runner.precision import support
-from runner.precision.memory import stored_bytes, tensor_bytes
-from runner.precision.scale import DynamicScale
-from runner.spec import RunSpec
-from runner.state import Driven
-from runner.targets import check_targets
+from runner.config.schema import RunSpec
+from runner.config.targets import check_targets
+from runner.precision import registry
+from runner.precision.loss_scale import DynamicScale
+from runner.training import lowbit_optimizers
+from runner.training.optimizers import build_driven, build_optimizer, embeddings
+from runner.training.state import Driven
+from runner.utils.errors import ConfigError
+from runner.utils.tensors import stored_bytes, tensor_bytes
 
 CPU = torch.device("cpu")
 BLOCKWISE = ("adam8bit", "adamw8bit", "lion8bit",
              "paged_adam8bit", "paged_adamw8bit", "paged_lion8bit")  # fmt: skip
 WRAPPED = ("adamw4bit", "adamwfp8")
 OPTIONS = (*BLOCKWISE, *WRAPPED)
-ADAMW8 = {"_target_": "runner.optimizers.AdamW8bit", "lr": 0.01}
-ADAMW4 = {"_target_": "runner.optimizers.AdamW4bit", "lr": 0.01}
+ADAMW8 = {"_target_": "runner.training.lowbit_optimizers.AdamW8bit", "lr": 0.01}
+ADAMW4 = {"_target_": "runner.training.lowbit_optimizers.AdamW4bit", "lr": 0.01}
 
 
 class Net(nn.Module):
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 def driven(optimizer, precision="32-true", scheduler=None, steps=20, **keywords):
     spec = RunSpec(optimizer=optimizer, scheduler=scheduler or {"_target_": None})
-    chosen = support.load(precision)
+    chosen = registry.load(precision)
     torch.manual_seed(0)
     model, _ = chosen.convert(Net(**keywords), CPU)
     return model, build_driven(spec, model, chosen, steps)
@@ -184,7 +184,7 @@ def test_a_library_that_ignores_the_group_is_noticed(monkeypatch):
         narrow = {"optim_bits": 8, "min_8bit_size": 1, "max_unorm": 0.0, "skip_zeros": False}
         return {**group, **narrow}
 
-    monkeypatch.setattr(optimizers.Blockwise, "get_config", config)
+    monkeypatch.setattr(lowbit_optimizers.Blockwise, "get_config", config)
     model, (d,) = driven(ADAMW8)
     message = (
         r"AdamW8bit made the state of a \[64, 128\] parameter in torch\.uint8, "
@@ -357,23 +357,23 @@ def test_text_and_unknown_keywords_are_told_before_anything_is_built(compose):
     ("name", "library"), [("adamw8bit", "bitsandbytes"), ("adamw4bit", "torchao")]
 )
 def test_a_machine_without_the_library_is_told_what_to_install(compose, monkeypatch, name, library):
-    optimizers._made.cache_clear()
+    lowbit_optimizers._made.cache_clear()
     monkeypatch.setitem(sys.modules, f"{library}.optim", None)
     try:
         (problem,) = check_targets(compose(f"optimizer={name}"))
     finally:
-        optimizers._made.cache_clear()
+        lowbit_optimizers._made.cache_clear()
     assert re.search(rf"needs {library}, which does not import here: .*Type pip install {library} "
                      r".* or optimizer=adamw\.$", problem)  # fmt: skip
 
 
 def test_the_libraries_are_imported_by_who_asks_for_them_only():
     code = (
-        "import sys, runner.built_optimizers, runner.optimizers\n"
+        "import sys, runner.training.optimizers, runner.training.lowbit_optimizers\n"
         "assert not {'bitsandbytes', 'torchao'} & set(sys.modules)\n"
-        "assert runner.optimizers.AdamW4bit.__name__ == 'AdamW4bit'\n"
+        "assert runner.training.lowbit_optimizers.AdamW4bit.__name__ == 'AdamW4bit'\n"
         "assert 'torchao' in sys.modules and 'bitsandbytes' not in sys.modules\n"
-        "runner.optimizers.Lion8bit\n"
+        "runner.training.lowbit_optimizers.Lion8bit\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
@@ -383,7 +383,7 @@ def test_the_libraries_are_imported_by_who_asks_for_them_only():
 
 def test_unknown_names():
     with pytest.raises(AttributeError, match="has no attribute 'AdamW3bit'"):
-        _ = optimizers.AdamW3bit
+        _ = lowbit_optimizers.AdamW3bit
 
 
 # Bytes

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from runner.built_optimizers import build_optimizer, embeddings, shares
-from runner.plan import _state_bytes
-from runner.precision.memory import tensor_bytes
+from runner.modes.plan import _state_bytes
+from runner.training.optimizers import build_optimizer, embeddings, shares
+from runner.utils.tensors import tensor_bytes
 
 STATEFUL = ("adagrad", "adam", "adamw", "nadam", "rmsprop", "sgd", "muon", "adam8bit",
             "adamw8bit", "lion8bit", "paged_adam8bit", "paged_adamw8bit", "paged_lion8bit",
@@ -124,7 +124,7 @@ def test_the_optimizers_state_is_what_it_will_be(compose, name, dtype):
 @pytest.mark.parametrize(("least", "bits"), [(0, 8), (10**6, 32)])
 def test_it_follows_min_8bit_size(least, bits):
     model = nn.Linear(300, 300, bias=False)
-    node = {"_target_": "runner.optimizers.AdamW8bit", "min_8bit_size": least}
+    node = {"_target_": "runner.training.lowbit_optimizers.AdamW8bit", "min_8bit_size": least}
     per_element = _state_bytes("optimizer", node, list(model.parameters()), model) / 90_000
     assert per_element == pytest.approx(2 * bits / 8, rel=0.04)  # scales and tables
 

@@ -7,11 +7,11 @@ import timm
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from runner.describe import say_what_trains
-from runner.precision import support
-from runner.pretrained import starts_random
-from runner.spec import InitSpec, RunSpec
-from runner.targets import instantiate
+from runner.config.schema import InitSpec, RunSpec
+from runner.config.targets import instantiate
+from runner.modes.model_summary import say_what_trains
+from runner.precision import registry
+from runner.training.pretrained import starts_random
 
 SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8,
          "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
@@ -66,12 +66,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("adapter", [{}, {"_target_": "runner.adapter.Lora"}], ids=["bare", "lora"])
+@pytest.mark.parametrize(
+    "adapter", [{}, {"_target_": "runner.training.adapters.Lora"}], ids=["bare", "lora"]
+)
 def test_the_run_says_that_weights_are_random_only_where_they_are(case, adapter):
     target, weights, random = CASES[case]
     lines: list[str] = []
     spec = RunSpec(model={"_target_": target}, adapter=adapter, init=InitSpec(weights=weights))
-    this = SimpleNamespace(spec=spec, precision=support.load("bnb-nf4"), say=lines.append)
+    this = SimpleNamespace(spec=spec, precision=registry.load("bnb-nf4"), say=lines.append)
     say_what_trains(this, 1, 2)  # type: ignore
     if adapter:
         assert ("the frozen weights are random ones" in lines[-1]) == random

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from runner import restore
-from runner.built_optimizers import build_driven
-from runner.checkpoint import Saved
-from runner.errors import ConfigError
-from runner.model import build_model
-from runner.restore import checkpoint_state_dict
-from runner.state import TrainState
-from runner.step import train_step
-from runner.targets import build_group
-from runner.tasks.classification import Classification
+from runner.checkpoint.checkpoint_file import Saved
+from runner.config.targets import build_group
+from runner.training import state_dict
+from runner.training.model import build_model
+from runner.training.optimizers import build_driven
+from runner.training.state import TrainState
+from runner.training.state_dict import checkpoint_state_dict
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -60,7 +60,7 @@ def trained(state, steps=1):
 
 
 def saved(state, spec):
-    course = restore.capture(state, ())
+    course = state_dict.capture(state, ())
     return Saved(Path("x.pt"), copy.deepcopy(checkpoint_state_dict(state, spec, course=course)))
 
 
@@ -84,7 +84,7 @@ def test_another_precision_takes_the_state_as_a_fresh_optimizer_would_keep_it(na
     for before, after in permutations(PRECISIONS, 2):
         source, spec = saved(states[before], specs[before]), specs[after]
         state = begun(spec, source)
-        told = restore.restore(state, source, spec, ())
+        told = state_dict.restore(state, source, spec, ())
         assert dtypes(state) == dtypes(states[after]), (before, after)
         stored = [states[p].precision.stores for p in (before, after)]
         cast = "the optimizer's state is cast from {} to {}".format(*stored)
@@ -102,7 +102,7 @@ def test_state_that_is_wide_or_packed_on_purpose_stays_so(name, compose):
     for before, after in permutations(names, 2):
         source = saved(states[before], specs[before])
         state = begun(specs[after], source)
-        restore.restore(state, source, specs[after], ())
+        state_dict.restore(state, source, specs[after], ())
         assert dtypes(state) == dtypes(states[after]), (before, after)
         trained(state)
 
@@ -120,7 +120,7 @@ def test_values_survive_the_cast(compose):
     specs = [compose(*MLP, *OPTIMIZERS["adamw"], f"precision={p}") for p in ("32-true", "64-true")]
     source = saved(trained(begun(specs[0])), specs[0])
     state = begun(specs[1], source)
-    restore.restore(state, source, specs[1], ())
+    state_dict.restore(state, source, specs[1], ())
     theirs = source.content["optimizers"][0]["state"]
     ours = state.driven[0].optimizer.state_dict()["state"]
     for index, values in theirs.items():
@@ -134,7 +134,7 @@ def resumed(compose, before, after, typed=()):
     source = saved(trained(begun(spec), 2), spec)
     spec = compose(*MLP, *before, *after)
     state = begun(spec, source)
-    return state, restore.restore(state, source, spec, (), typed)
+    return state, state_dict.restore(state, source, spec, (), typed)
 
 
 SCALED = ("precision=16-mixed",)
@@ -186,4 +186,4 @@ def test_state_of_another_model_is_told_in_one_message(compose):
     source = saved(trained(begun(spec)), spec)
     other = compose(*MLP, "model.hidden=[4]")
     with pytest.raises(ConfigError, match=r"its optimizer state does not fit.*init\.weights"):
-        restore.restore(begun(other), source, other, ())
+        state_dict.restore(begun(other), source, other, ())

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from runner.console import plain_console
-from runner.layout import RESULT
-from runner.result import RunResult, read_results, show, sweep_table, where
-from runner.text import number
+from runner.modes.result import RunResult, read_results, show, sweep_table, where
+from runner.utils.console import plain_console
+from runner.utils.formatting import number
+from runner.utils.layout import RESULT
 
 DONE = RunResult(
     "16-mixed", "16-mixed mlp digits", "/out/1", metrics={"val/accuracy": 0.91, "val/loss": 0.3},

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from runner import checkpoint, train
-from runner.isolation import rng_state, set_rng_state
-from runner.observers.base import tell
-from runner.records import EvalRecord
+from runner.checkpoint import checkpoint_file
+from runner.modes import train
+from runner.training.callbacks.callback import tell
+from runner.training.records import EvalRecord
+from runner.utils.reproducibility import rng_state, set_rng_state
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +108,7 @@ def check(main, records, tmp_path, at, *typed):
     done = main(*QUICK, *typed)
     assert done.rc == 0, done.stderr
     (folder,) = tmp_path.glob("outputs/runs/*")
-    whole, end = [*records], checkpoint.load(checkpoint.find(str(folder)))
+    whole, end = [*records], checkpoint_file.load(checkpoint_file.find(str(folder)))
     for step in at:
         copy = tmp_path / f"cut-{step}"
         shutil.copytree(folder, copy)
@@ -118,7 +119,7 @@ def check(main, records, tmp_path, at, *typed):
         assert f"resumed at step {step} of 12" in done.stdout
         after = [r for r in whole if r.step > step]
         assert repr(records) == repr(after)  # a NaN is itself
-        again = checkpoint.load(checkpoint.find(str(copy)))
+        again = checkpoint_file.load(checkpoint_file.find(str(copy)))
         same_numbers(end, again)
         for key in ("step", "epoch", "position", "loss_scale", "schedulers", "metrics"):
             assert again[key] == end[key]

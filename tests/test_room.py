@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runner import room
+from runner.diagnostics.memory import limits
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def test_free_is_what_the_limit_and_other_processes_leave(
     monkeypatch, taken, whole, available, free
 ):
-    monkeypatch.setattr(room, "limit", lambda device: (taken, whole))
+    monkeypatch.setattr(limits, "limit", lambda device: (taken, whole))
     memory = SimpleNamespace(available=available)
-    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: memory)
-    assert room.free(CPU) == free
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: memory)
+    assert limits.free(CPU) == free

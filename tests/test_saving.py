@@ -6,15 +6,15 @@ from threading import current_thread
 import pytest
 import torch
 
-from runner import checkpoint
-from runner.errors import CheckpointError
-from runner.saving import Saver
+from runner.checkpoint import checkpoint_file
+from runner.checkpoint.async_writer import Saver
+from runner.utils.errors import CheckpointError
 
 
 def content(step, size=1000):
     tensor = torch.full((size,), float(step))
-    blank = {key: kind() for key, kind in checkpoint._KINDS.items()}
-    own = {"format": checkpoint.FORMAT, "step": step, "model": {"a": tensor, "tied": tensor}}
+    blank = {key: kind() for key, kind in checkpoint_file._KINDS.items()}
+    own = {"format": checkpoint_file.FORMAT, "step": step, "model": {"a": tensor, "tied": tensor}}
     return {**blank, **own}
 
 
@@ -25,7 +25,7 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path):
     saver.save({**state, "step": 2})
     saver.finish()
     for step, value in ((1, 1.0), (2, 7.0)):
-        found = checkpoint.load(checkpoint.path_of(tmp_path, step))["model"]
+        found = checkpoint_file.load(checkpoint_file.path_of(tmp_path, step))["model"]
         assert bool((found["a"] == value).all())
         assert bool((found["tied"] == value).all())
 
@@ -47,7 +47,7 @@ def test_tensors_that_wait_for_the_update_are_copied_beside_the_loop(tmp_path, m
     assert copies[1:] == ["checkpoint"]
     state["model"]["a"].fill_(7.0)
     saver.finish()
-    found = checkpoint.load(checkpoint.path_of(tmp_path, 1))["model"]
+    found = checkpoint_file.load(checkpoint_file.path_of(tmp_path, 1))["model"]
     assert bool((found["a"] == 1.0).all())
 
 
@@ -64,7 +64,7 @@ def test_a_full_disk_keeps_the_last_whole_one_and_training_goes_on(small):
     assert [path.name for path in small.iterdir()] == ["step-00000003.pt"]
     with pytest.raises(CheckpointError, match=r"last whole one is .*step-00000003\.pt"):
         saver.finish(content(4, 2_000_000))
-    assert checkpoint.newest(str(small), None, "checkpoint", []).content["step"] == 3
+    assert checkpoint_file.newest(str(small), None, "checkpoint", []).content["step"] == 3
 
 
 def test_whatever_breaks_in_the_thread_is_told(tmp_path):
@@ -77,11 +77,11 @@ def test_whatever_breaks_in_the_thread_is_told(tmp_path):
 
 
 def test_without_memory_for_a_copy_the_loop_waits_for_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("runner.saving._bytes", lambda _: 2**60)
+    monkeypatch.setattr("runner.checkpoint.async_writer._bytes", lambda _: 2**60)
     saver = Saver(tmp_path, 1, print)
     saver.save(content(1))
     assert saver._thread is None
-    assert checkpoint.path_of(tmp_path, 1).exists()
+    assert checkpoint_file.path_of(tmp_path, 1).exists()
 
 
 def test_a_copy_that_breaks_is_told_and_holds_nothing_up(tmp_path, monkeypatch):

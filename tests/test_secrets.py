@@ -7,7 +7,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from runner.secrets import hide
+from runner.utils.secrets import hide
 
 QUICK = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
 OVERRIDES = {

@@ -8,19 +8,19 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
-from runner import shape as shaping
-from runner.errors import ConfigError
+from runner.config.schema import RunSpec, TrainSpec
+from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.models.gpt import GPT
 from runner.models.mlp import MLP
 from runner.models.resnet import resnet
-from runner.precision import support
-from runner.precision.patterns import repeated
-from runner.precision.probe import DtypeProbe
-from runner.shape import check_shape, chosen, shape
-from runner.spec import RunSpec, TrainSpec
+from runner.precision import registry
+from runner.training import compile as shaping
+from runner.training.compile import check_shape, chosen, shape
+from runner.utils.errors import ConfigError
+from runner.utils.modules import repeated
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-PLAIN = support.load("32-true")
+PLAIN = registry.load("32-true")
 TOKENS = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(0))
 
 
@@ -112,7 +112,7 @@ def test_patterns_choose_the_outermost(patterns, expected):
 )  # fmt: skip
 def test_what_cannot_work_is_told(train, precision, device, parts):
     with pytest.raises(ConfigError) as error:
-        check_shape(spec(**train), support.load(precision), device, gpt())
+        check_shape(spec(**train), registry.load(precision), device, gpt())
     (problem,) = error.value.problems
     assert [part for part in parts if part not in problem] == []
 
@@ -131,7 +131,7 @@ def test_a_machine_without_a_compiler_is_told(monkeypatch):
 
 
 def test_scales_that_do_not_remember_may_be_compiled():
-    precision = support.load("transformer-engine-current")
+    precision = registry.load("transformer-engine-current")
     check_shape(spec(compile=True, activation_checkpointing=True), precision, CPU, gpt())
 
 
@@ -213,7 +213,7 @@ def trained(model, precision, kept=None):
 @pytest.mark.parametrize("what", [True, ["blocks.0", "head"]], ids=["blocks", "patterns"])
 @pytest.mark.parametrize("name", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"])
 def test_it_computes_the_same_bit_by_bit(name, what):
-    precision = support.load(name)
+    precision = registry.load(name)
     wanted = trained(gpt(dropout=0.3), precision)
     found = trained(shaped(gpt(dropout=0.3), precision, activation_checkpointing=what), precision)
     assert torch.equal(wanted[0], found[0])
@@ -235,7 +235,7 @@ class Own(nn.Module):
 
 
 def test_the_second_forward_has_the_precisions_context_too():
-    precision = support.load("bf16-true")
+    precision = registry.load("bf16-true")
     model, _ = precision.convert(nn.Sequential(Own(), Own()))
     shaped(model, precision, activation_checkpointing=True)
     with precision.forward(CPU):

@@ -6,8 +6,8 @@ import subprocess
 import pytest
 from rich.table import Table
 
-from runner.console import PlainConsole
-from runner.shown import PlainFormatter, complain, one_line, plain, typed
+from runner.utils.console import PlainConsole
+from runner.utils.terminal import PlainFormatter, complain, one_line, plain, typed
 
 STEERS = "\x1b[31m\x07\x08\r\x7f\x9b1m\u202e\u2066\u2028"
 WORDS = (

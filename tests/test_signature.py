@@ -7,9 +7,10 @@ import threading
 
 import pytest
 
-from runner import artifacts, signature
-from runner.layout import SIGNATURE
-from runner.signature import is_signed, key_path, sign
+from runner.config import signature
+from runner.config.signature import is_signed, key_path, sign
+from runner.modes import artifacts
+from runner.utils.layout import SIGNATURE
 
 
 @pytest.fixture(autouse=True)

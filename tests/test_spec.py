@@ -3,8 +3,8 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 import pytest
 from omegaconf import OmegaConf
 
-from runner.origin import Origin
-from runner.spec import (
+from runner.config.invocation import Origin
+from runner.config.schema import (
     CheckpointSpec,
     DebugSpec,
     GuardSpec,

@@ -7,12 +7,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.precision import support
-from runner.precision.scale import DynamicScale
-from runner.state import Driven, TrainState
-from runner.step import examples_in, grad_norms, loss_of, train_step
-from runner.tasks.base import Task
-from runner.tasks.regression import Regression
+from runner.precision import registry
+from runner.precision.loss_scale import DynamicScale
+from runner.training.state import Driven, TrainState
+from runner.training.step import examples_in, grad_norms, loss_of, train_step
+from runner.training.tasks.regression import Regression
+from runner.training.tasks.task import Task
 
 CPU = torch.device("cpu")
 OPTIMIZERS = {
@@ -35,7 +35,7 @@ def data(count, seed=1):
 
 def made(name, model=None, kinds=("adamw",), clip=None, schedule=True, task=None, **changes):
     """A state; with several kinds of optimizers each has one of the model's parts."""
-    precision = support.load(name, **changes)
+    precision = registry.load(name, **changes)
     model, _ = precision.convert(model or net())
     parts = [model] if len(kinds) == 1 else [model[0], model[2]]
     driven = []
@@ -377,7 +377,7 @@ def test_complex_parameters_are_trained(name, kind, micros):
 
 
 def lbfgs(name, schedule=True):
-    precision = support.load(name)
+    precision = registry.load(name)
     model, _ = precision.convert(net())
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=4)
     halved = LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None

@@ -10,14 +10,14 @@ from contextlib import suppress
 
 import pytest
 
-from runner import stop
-from runner.stop import Interrupted, Stopped, StopSignals
+from runner.utils import stop_signals
+from runner.utils.stop_signals import Interrupted, Stopped, StopSignals
 
 
 @pytest.fixture
 def apart(monkeypatch):
     """Signals that come one after the other are two."""
-    monkeypatch.setattr(stop, "TOGETHER", 0.0)
+    monkeypatch.setattr(stop_signals, "TOGETHER", 0.0)
 
 
 def send(*numbers):
@@ -26,7 +26,7 @@ def send(*numbers):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", stop.SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", stop_signals.SIGNALS, ids=lambda number: number.name)
 def test_a_signal_is_a_request(number):
     handler = signal.getsignal(number)
     with StopSignals() as signals:
@@ -136,7 +136,7 @@ def python(code):
 
 BLOCKED = """
 import signal, time
-from runner.stop import StopSignals
+from runner.utils.stop_signals import StopSignals
 with StopSignals():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # another thread takes it
     print("ready", flush=True)
@@ -149,7 +149,7 @@ def test_a_second_ctrl_c_ends_a_call_that_does_not_return():
     process = python(BLOCKED)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    time.sleep(stop.TOGETHER + 0.2)
+    time.sleep(stop_signals.TOGETHER + 0.2)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 130
@@ -158,7 +158,7 @@ def test_a_second_ctrl_c_ends_a_call_that_does_not_return():
 
 COMMAND = """
 import sys, time
-from runner.stop import CommandSignals, Interrupted
+from runner.utils.stop_signals import CommandSignals, Interrupted
 with CommandSignals(lambda: {open}) as signals:
     signals.status = {status}
     try:
@@ -193,7 +193,7 @@ def test_an_interrupt_passes_what_catches_exceptions():
 
 SERVANT = """
 import time
-from runner.stop import ignore
+from runner.utils.stop_signals import ignore
 time.sleep(0.3)
 ignore()
 print("lives", flush=True)
@@ -202,13 +202,13 @@ time.sleep(60)
 
 
 def test_a_process_that_serves_others_lives_on():
-    with stop.held():
+    with stop_signals.held():
         process = python(SERVANT)
     try:
-        for number in stop.SIGNALS:  # before it ignores them, and after
+        for number in stop_signals.SIGNALS:  # before it ignores them, and after
             process.send_signal(number)
         assert process.stdout.readline() == "lives\n"
-        for number in stop.SIGNALS:
+        for number in stop_signals.SIGNALS:
             process.send_signal(number)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.3)

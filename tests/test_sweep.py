@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 
-from runner import sweep as sweeps
-from runner.errors import TrackingError
-from runner.result import RunResult
-from runner.sweep import Sweep
+from runner.modes.result import RunResult
+from runner.sweep import sweep as sweeps
+from runner.sweep.sweep import Sweep
 from runner.tracking.none import NoTracker
 from runner.tracking.reader import Reader
+from runner.utils.errors import TrackingError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

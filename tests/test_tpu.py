@@ -9,12 +9,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from runner import tpu
-from runner.accelerator import Accelerator, available, choose
-from runner.errors import ConfigError, Unavailable
-from runner.precision import support
-from runner.precision.memory import widest
-from runner.precision.scale import NoScale
+from runner.precision import registry
+from runner.precision.loss_scale import NoScale
+from runner.utils import tpu
+from runner.utils.accelerator import Accelerator, available, choose
+from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.tensors import widest
 
 XLA = torch.device("xla", 0)
 RUNS = {"32-true", "bf16-mixed", "bf16-true"}
@@ -25,7 +25,7 @@ OUGHT = {  # what is typed in place of a precision that a TPU lacks
 }  # fmt: skip
 ROWS = """
 import torch
-from runner.accelerator import Accelerator, rng_state
+from runner.utils.accelerator import Accelerator, rng_state
 from runner.precision import support
 torch.utils.rename_privateuse1_backend("tpu")
 device = torch.device("tpu", 0)
@@ -35,7 +35,7 @@ print([(row.name, row.why, row.remedy) for row in support.support(device)])
 
 
 def rows(device):
-    return [(row.name, row.why, row.remedy) for row in support.support(device)]
+    return [(row.name, row.why, row.remedy) for row in registry.support(device)]
 
 
 def named_tpu(env):
@@ -52,7 +52,7 @@ def test_both_devices_have_the_same_precisions(clean):
     assert named_tpu(clean) == found
 
 
-@pytest.mark.parametrize("name", sorted(set(support.names()) - RUNS))
+@pytest.mark.parametrize("name", sorted(set(registry.names()) - RUNS))
 def test_a_precision_that_a_tpu_lacks_says_what_to_type(name):
     (said,) = [row for row in rows(XLA) if row[0] == name]
     assert f"precision={name} " in said[1]
@@ -63,15 +63,15 @@ def test_a_precision_that_a_tpu_lacks_says_what_to_type(name):
 
 def test_fp8_is_not_emulated_on_a_tpu():
     with pytest.raises(Unavailable, match="not even emulated"):
-        support.load("float8-rowwise", emulate=True).require(XLA)
+        registry.load("float8-rowwise", emulate=True).require(XLA)
 
 
 def test_bf16_takes_the_place_of_float16_only_where_that_is_allowed():
-    refused = support.load("16-mixed")
+    refused = registry.load("16-mixed")
     with pytest.raises(Unavailable, match=r"bf16-mixed.*precision\.allow_substitute=true"):
         refused.require(XLA)
     assert (refused.name, refused.compute) == ("16-mixed", torch.float16)
-    allowed = support.load("16-mixed", allow_substitute=True)
+    allowed = registry.load("16-mixed", allow_substitute=True)
     with pytest.warns(UserWarning, match="16-mixed runs as bf16-mixed, and is recorded so"):
         allowed.require(XLA)
     assert (allowed.name, allowed.compute) == ("bf16-mixed", torch.bfloat16)
@@ -80,7 +80,7 @@ def test_bf16_takes_the_place_of_float16_only_where_that_is_allowed():
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("mps")])
 def test_elsewhere_float16_stays(device):
-    precision = support.load("16-mixed", allow_substitute=True)
+    precision = registry.load("16-mixed", allow_substitute=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         precision.require(device)
@@ -89,7 +89,7 @@ def test_elsewhere_float16_stays(device):
 
 def test_allow_substitute_is_yes_or_no():
     with pytest.raises(ConfigError, match=r"allow_substitute=maybe is not known. Allowed: true"):
-        support.load("16-mixed", allow_substitute="maybe")
+        registry.load("16-mixed", allow_substitute="maybe")
 
 
 def test_torch_xla_counts_as_a_tpu():

@@ -9,9 +9,9 @@ import pytest
 import torch
 from nets_that_pass_by import Casts, Leaves
 
-from runner.model import Built
-from runner.precision import support
-from runner.trial import BYPASSED, CODES, IDLE, TRAINS, build_proven
+from runner.modes.trial_forward import BYPASSED, CODES, IDLE, TRAINS, build_proven
+from runner.precision import registry
+from runner.training.model import Built
 
 CPU = torch.device("cpu")
 PACKED = ("bnb-nf4", "bnb-int8")
@@ -195,7 +195,7 @@ def built(precision, model):
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "transformer-engine"])
 def test_the_trial_leaves_no_trace(name):
-    precision = support.load(name, **({"emulate": True} if "engine" in name else {}))
+    precision = registry.load(name, **({"emulate": True} if "engine" in name else {}))
     torch.manual_seed(0)
     plain, _ = precision.convert(Leaves(), CPU)
     drawn = torch.rand(3), random.getstate(), np.random.get_state()[1].tolist()
@@ -211,7 +211,7 @@ def test_the_trial_leaves_no_trace(name):
 
 
 def test_a_second_build_begins_at_the_same_seed():
-    precision = support.load("bnb-nf4")
+    precision = registry.load("bnb-nf4")
     model = built(precision, Casts).model
     torch.manual_seed(0)
     assert torch.equal(model.b.weight, Casts().b.weight)

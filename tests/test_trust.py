@@ -4,22 +4,22 @@ import sys
 
 import pytest
 
-from runner import trust
-from runner.errors import ConfigError
+from runner.config import trusted_targets
+from runner.utils.errors import ConfigError
 
 KNOWN = {
     "model": ("runner.models.resnet.resnet", "runner.models.mlp.MLP", "torch.nn.Linear",
               "torchvision.models.resnet18", "mine.Net", "pack.nets.net"),
-    "data": ("runner.data.digits.digits", "mine.Net"),
-    "optimizer": ("torch.optim.NAdam", "runner.optimizers.AdamW8bit"),
+    "data": ("runner.data.datasets.digits.digits", "mine.Net"),
+    "optimizer": ("torch.optim.NAdam", "runner.training.lowbit_optimizers.AdamW8bit"),
     "scheduler": ("torch.optim.lr_scheduler.StepLR",),
 }  # fmt: skip
 UNKNOWN = {
-    "model": ("os.system", "runner.targets.instantiate", "runner.cli.main", "torch.hub.load",
-              "torch.load", "torch.nn.functional.relu", "runner.models.mlp.torch.save",
-              "mine.os.mkdir", "mine.json.loads", "pack.nets.system", "yaml.load",
-              "idlelib.idle.main", "", "x", 3, ["a"]),
-    "data": ("runner.data.text.Path", "torch.nn.Linear", "builtins.open"),
+    "model": ("os.system", "runner.config.targets.instantiate", "runner.cli.main.main",
+              "torch.hub.load", "torch.load", "torch.nn.functional.relu",
+              "runner.models.mlp.torch.save", "mine.os.mkdir", "mine.json.loads",
+              "pack.nets.system", "yaml.load", "idlelib.idle.main", "", "x", 3, ["a"]),
+    "data": ("runner.data.datasets.text.Path", "torch.nn.Linear", "builtins.open"),
     "optimizer": ("torch.optim.lr_scheduler.StepLR", "torch.optim.optimizer.torch.load"),
 }  # fmt: skip
 
@@ -39,7 +39,9 @@ def _home(tmp_path, monkeypatch):
 
 def refused(group, target, typed=None):
     try:
-        trust.check({group: {"_target_": target}}, [group], typed or {}, "x.pt", "checkpoint")
+        trusted_targets.check(
+            {group: {"_target_": target}}, [group], typed or {}, "x.pt", "checkpoint"
+        )
     except ConfigError as error:
         return str(error)
     return ""
@@ -66,10 +68,10 @@ def test_what_is_typed_is_ones_own():
 def test_one_of_several_optimizers():
     spec = {"optimizer": {"a": {"_target_": "torch.optim.SGD"}, "b": {"_target_": "os.mkdir"}}}
     with pytest.raises(ConfigError, match=r"names optimizer\._target_=os\.mkdir"):
-        trust.check(spec, ["optimizer"], {}, "x.pt", "checkpoint")
+        trusted_targets.check(spec, ["optimizer"], {}, "x.pt", "checkpoint")
 
 
 def test_a_secret_that_was_left_out_is_asked_for():
     spec = {"data": {"_target_": "mine.Net", "api_key": "***", "max_tokens": 3}}
     with pytest.raises(ConfigError, match=r"secret data\.api_key\. Type data\.api_key=<value>"):
-        trust.check(spec, ["data"], {}, "x.pt", "checkpoint.resume")
+        trusted_targets.check(spec, ["data"], {}, "x.pt", "checkpoint.resume")

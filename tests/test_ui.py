@@ -12,9 +12,9 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from runner.tracking.base import NOTE_TAG
+from runner.cli.ui import pages
 from runner.tracking.dashboard import KEY
-from runner.ui import pages
+from runner.tracking.tracker import NOTE_TAG
 
 # MLflow's own, of SQLAlchemy.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -42,7 +42,7 @@ def test_who_may_only_read_sees_what_is_there(tmp_path, monkeypatch):
 
 def test_a_store_that_is_not_there_is_made_as_a_first_run_makes_it(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr("runner.tracking.store._create", lambda *given: made.append(given))
+    monkeypatch.setattr("runner.tracking.writer.store._create", lambda *given: made.append(given))
     database = tmp_path / "outputs" / "mlflow.db"
     assert dict(pages(f"sqlite:///{database}", "http://h", "mine")) == {
         "no experiment 'mine' yet": "http://h"

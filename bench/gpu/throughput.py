@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from models.gpt import GPT
-from runner.precision.support import load, support
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.language import Language
+from runner.precision.registry import load, support
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.language import Language
 
 VOCABULARY = 50304  # GPT-2's, rounded up to a multiple of 128
 LEFT_OUT = ("64-true", "32-true", "16-true")  # nobody trains a GPT in them for speed

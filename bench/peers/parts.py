@@ -20,8 +20,8 @@ MODELS = {
     "gpt": "runner.models.gpt.GPT",
 }
 DATA = {
-    "synthetic_images": "runner.data.synthetic_images.synthetic_images",
-    "synthetic_tokens": "runner.data.synthetic_tokens.synthetic_tokens",
+    "synthetic_images": "runner.data.datasets.synthetic_images.synthetic_images",
+    "synthetic_tokens": "runner.data.datasets.synthetic_tokens.synthetic_tokens",
 }
 
 

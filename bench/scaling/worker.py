@@ -20,19 +20,19 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from models.gpt import GPT
-from runner.accelerator import Accelerator
-from runner.data.loading import Loader
-from runner.loop import fit
-from runner.precision.memory import MIB
-from runner.precision.support import load
-from runner.spec import TrainSpec
-from runner.state import Driven, TrainState
-from runner.step import loss_of
-from runner.strategy.base import Single, Strategy
-from runner.strategy.ddp import DDP
-from runner.strategy.fsdp import FSDP
-from runner.tasks.language import Language
-from runner.torchrun import Place
+from runner.config.schema import TrainSpec
+from runner.data.loader import Loader
+from runner.distributed.ddp import DDP
+from runner.distributed.fsdp import FSDP
+from runner.distributed.strategy import Single, Strategy
+from runner.distributed.torchrun import Place
+from runner.precision.registry import load
+from runner.training.loop import fit
+from runner.training.state import Driven, TrainState
+from runner.training.step import loss_of
+from runner.training.tasks.language import Language
+from runner.utils.accelerator import Accelerator
+from runner.utils.tensors import MIB
 
 CPU = torch.device("cpu")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")

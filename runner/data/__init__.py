@@ -1,5 +1,5 @@
 """Data targets: functions that return Splits(train, val)."""
 
-from runner.data.base import Splits
+from runner.data.splits import Splits
 
 __all__ = ["Splits"]

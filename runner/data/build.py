@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from runner.data.base import Splits
-from runner.data.contract import some_of, splits_problems
-from runner.data.loading import Loader
-from runner.errors import ConfigError
-from runner.spec import RunSpec
-from runner.targets import build_group
-from runner.torchrun import ALONE, Place
+from runner.config.schema import RunSpec
+from runner.config.targets import build_group
+from runner.data.loader import Loader
+from runner.data.split_checks import some_of, splits_problems
+from runner.data.splits import Splits
+from runner.distributed.torchrun import ALONE, Place
+from runner.utils.errors import ConfigError
 
 
 def build_splits(spec: RunSpec) -> Splits:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import Subset
 
-from runner.data.base import Splits
-from runner.targets import arguments
+from runner.config.targets import arguments
+from runner.data.splits import Splits
 
 SAMPLES = 64
 BYTES = 8

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import _utils
 
-from runner.stop import Stopped, ignore
+from runner.utils.stop_signals import Stopped, ignore
 
 PREFETCH = 2  # batches that each process loads ahead
 _RAISED = re.compile(r"in DataLoader worker process \d+")

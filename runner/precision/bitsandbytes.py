@@ -9,17 +9,17 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.errors import ConfigError, Unavailable
-from runner.precision.base import CPU, ConversionReport, Precision
-from runner.precision.cast import cast_nest, narrow
-from runner.precision.convert import Rules, Swap, convert_modules
-from runner.precision.cpu_float16 import Choice
+from runner.precision.casting import cast_nest, narrow
+from runner.precision.conversion import Rules, Swap, convert_modules
 from runner.precision.cuda_half import half_sums, nearest_half, require_bfloat16
-from runner.precision.islands import find_islands, make_islands
+from runner.precision.disk_offload import Spill
+from runner.precision.emulation.float16 import Choice
+from runner.precision.keep_fp32 import find_islands, make_islands
+from runner.precision.layers.conv1d import linear_kinds, widths
 from runner.precision.options import DTYPES, check_kernels, cpu_kernels, float32_matmul
-from runner.precision.spill import Spill
-from runner.precision.transposed import linear_kinds, widths
-from runner.tpu import kind
+from runner.precision.precision import CPU, ConversionReport, Precision
+from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.tpu import kind
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 COMPUTE = ("bfloat16", "float16", "float32")
@@ -41,7 +41,7 @@ class BitsandbytesPrecision(Precision):
             multiplied in compute_dtype; 0 for none. LLM.int8() uses 6.
         autocast_loss: compute the loss under autocast, too.
         float32_matmul: precision of the float32 products that remain.
-        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
+        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
         reduced_precision_reduction: products on CUDA may add their parts in half precision.
 
     Raises:
@@ -84,7 +84,7 @@ class BitsandbytesPrecision(Precision):
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:
-            library = import_module("runner.precision.bitsandbytes_library")
+            library = import_module("runner.precision.layers.bnb_library")
         except ImportError as error:
             raise Unavailable(
                 f"precision={self.name} needs bitsandbytes, which does not import: {error}.",
@@ -138,8 +138,8 @@ class BitsandbytesPrecision(Precision):
         return model, report
 
     def _swap(self, module: nn.Module, device: torch.device) -> None:
-        from runner.precision.bitsandbytes_int8 import Linear8bit, Linear8bitTrained
-        from runner.precision.bitsandbytes_layers import Linear4bit
+        from runner.precision.layers.linear_4bit import Linear4bit
+        from runner.precision.layers.linear_8bit import Linear8bit, Linear8bitTrained
 
         module.to(device)
         if self.mode == "int8-training":

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from runner.errors import Unavailable
+from runner.utils.errors import Unavailable
 
 _SWITCHES = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 

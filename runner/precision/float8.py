@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.errors import ConfigError, Unavailable
-from runner.precision.backward_checks import first_order
-from runner.precision.base import CPU, ConversionReport, Precision
-from runner.precision.cast import DefaultDtype, cast_floats, cast_nest, narrow
-from runner.precision.convert import Rules, convert_modules, graft
+from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, narrow
+from runner.precision.conversion import Rules, convert_modules, graft
 from runner.precision.cuda_half import half_sums, nearest_half
-from runner.precision.islands import find_islands, make_islands
+from runner.precision.keep_fp32 import find_islands, make_islands
+from runner.precision.layers.backward_checks import first_order
+from runner.precision.layers.conv1d import is_transposed, linear_kinds, widths
+from runner.precision.layers.padding import padded
 from runner.precision.options import DTYPES, check_kernels, float32_matmul
-from runner.precision.rows import padded
-from runner.precision.transposed import is_transposed, linear_kinds, widths
-from runner.quiet import quiet
-from runner.tpu import is_tpu, kind
+from runner.precision.precision import CPU, ConversionReport, Precision
+from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.quiet_import import quiet
+from runner.utils.tpu import is_tpu, kind
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -193,8 +193,9 @@ def unfit(module: nn.Module, least: int) -> str:
 
     torch._scaled_mm multiplies [m, k] by [k, n] with k and n in multiples of 16. Of a layer's
     three products the forward contracts over `in` and yields `out`, the input's gradient the
-    reverse, and the weight's contracts over the rows (runner.precision.rows) and yields `in`. So
-    both widths must be such multiples; emulation keeps to it, to convert what hardware would.
+    reverse, and the weight's contracts over the rows (runner.precision.layers.padding) and yields
+    `in`. So both widths must be such multiples; emulation keeps to it, to convert what hardware
+    would.
     """
     into, out = widths(module)
     shape = f"its shape {into} -> {out}"

@@ -8,15 +8,15 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.errors import ConfigError, Unavailable
-from runner.precision.base import CPU, ConversionReport, Precision
-from runner.precision.cast import narrow
-from runner.precision.cpu_float16 import Choice
+from runner.precision.casting import narrow
 from runner.precision.cuda_half import half_sums, lacks_bfloat16, require_bfloat16
+from runner.precision.emulation.float16 import Choice
+from runner.precision.loss_scale import DynamicScale, NoScale, Scale, check_loss_scale
 from runner.precision.options import DTYPES, check_kernels, cpu_kernels, float32_matmul, require_cpu
-from runner.precision.scale import DynamicScale, NoScale, Scale, check_loss_scale
+from runner.precision.precision import CPU, ConversionReport, Precision
 from runner.precision.true import EMULATE_BFLOAT16
-from runner.tpu import is_tpu
+from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.tpu import is_tpu
 
 
 @final
@@ -30,7 +30,7 @@ class MixedPrecision(Precision):
         keep_fp32: patterns of modules that compute in float32.
         autocast_loss: compute the loss under autocast too, else outside it on float32 outputs.
         float32_matmul: precision of the float32 products that autocast leaves.
-        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
+        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
         emulate: on a CPU, products as tensor cores compute them, with sums in float32; bfloat16 on
             a GPU without its units, too. Its speed means nothing.
         allow_substitute: on a TPU, which has no float16, be bf16-mixed, in name too.

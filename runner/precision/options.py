@@ -9,10 +9,10 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from runner.errors import ConfigError, Unavailable
-from runner.precision.base import Precision
-from runner.precision.cpu_float16 import Choice, float32_accumulate, resolve
-from runner.tpu import kind
+from runner.precision.emulation.float16 import Choice, float32_accumulate, resolve
+from runner.precision.precision import Precision
+from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.tpu import kind
 
 MATMUL = ("highest", "high", "medium")
 

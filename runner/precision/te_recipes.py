@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from runner import tpu
-from runner.errors import Unavailable
 from runner.precision.cuda_half import nearest_half
+from runner.utils import tpu
+from runner.utils.errors import Unavailable
 
 NEAREST = (
     "Type precision.emulate=true for its numbers without its speed, or precision={}-mixed, the "

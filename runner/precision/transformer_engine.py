@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.errors import ConfigError, Unavailable
-from runner.precision import te_emulated, te_recipes
-from runner.precision.backward_checks import refuse_recompute
-from runner.precision.base import CPU, ConversionReport, Precision
-from runner.precision.cast import DefaultDtype, cast_floats, cast_nest
-from runner.precision.convert import ROOT, Rules
+from runner.distributed.strategy import Strategy
+from runner.precision import te_recipes
+from runner.precision.casting import DefaultDtype, cast_floats, cast_nest
+from runner.precision.conversion import ROOT, Rules
 from runner.precision.cuda_half import half_sums
-from runner.precision.islands import find_islands, make_islands
+from runner.precision.emulation import te_emulation
+from runner.precision.emulation.formats import E4M3
+from runner.precision.keep_fp32 import find_islands, make_islands
+from runner.precision.layers.backward_checks import refuse_recompute
+from runner.precision.layers.te_layers import convert_layers, unfit
 from runner.precision.options import DTYPES, check_eps, float32_matmul
-from runner.precision.rounding import E4M3
-from runner.precision.te_layers import convert_layers, unfit
-from runner.strategy.base import Strategy
+from runner.precision.precision import CPU, ConversionReport, Precision
+from runner.utils.errors import ConfigError, Unavailable
 
 WEIGHTS = ("bfloat16", "float16")
 _UNREPEATABLE = (
@@ -227,7 +228,7 @@ class TransformerEnginePrecision(Precision):
     @property
     def _library(self) -> Any:
         """transformer_engine.pytorch, or what stands in for it."""
-        return te_emulated if self.emulated else te_recipes.library()
+        return te_emulation if self.emulated else te_recipes.library()
 
     @property
     def _recipe(self) -> Any:

@@ -7,12 +7,10 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.errors import ConfigError, Unavailable
-from runner.precision.base import Precision
-from runner.precision.cast import DefaultDtype, cast_nest
-from runner.precision.cpu_float16 import Choice
-from runner.precision.cpu_tf32 import tf32_products
+from runner.precision.casting import DefaultDtype, cast_nest
 from runner.precision.cuda_half import half_sums, lacks_bfloat16, require_bfloat16
+from runner.precision.emulation.float16 import Choice
+from runner.precision.emulation.tf32 import tf32_products
 from runner.precision.options import (
     DTYPES,
     check_eps,
@@ -23,7 +21,9 @@ from runner.precision.options import (
     require_cpu,
     require_tf32,
 )
-from runner.tpu import is_tpu
+from runner.precision.precision import Precision
+from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.tpu import is_tpu
 
 EMULATE_BFLOAT16 = (
     "Type precision={}, or precision.emulate=true for bfloat16's numbers without its speed."
@@ -41,7 +41,7 @@ class TruePrecision(Precision):
             lets float32 products run in TF32 (10-bit mantissa), convolutions too.
         keep_fp32: patterns of modules that stay in float32.
         autocast_loss: compute the loss in the dtype as well, else in float32 (64-true: float64).
-        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.cpu_float16.
+        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
         emulate: on a CPU, products as tensor cores compute them: operands in half precision or
             TF32, sums in float32; bfloat16 on a GPU without its units, too. Its speed means
             nothing.

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from runner.tracking.base import NOTE_TAG
+from runner.tracking.tracker import NOTE_TAG
 
 KEY = "precision-runner"
 NAME = "Precisions compared"

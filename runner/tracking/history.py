@@ -12,8 +12,8 @@ from zipfile import ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.layout import HISTORY
 from runner.tracking import journal as journals
+from runner.utils.layout import HISTORY
 
 MOST = 2**30
 """Bytes that an archive may unfold to."""
@@ -58,7 +58,7 @@ def write(path: Path, curves: Mapping[str, Curve]) -> Path:
     except OSError:
         with suppress(OSError):
             return _archive(Path(mkdtemp(dir=_elsewhere().name)) / path.name, curves)
-        from runner.tracking.answers import RefusedError  # imports mlflow
+        from runner.tracking.writer.store_errors import RefusedError  # imports mlflow
 
         raise RefusedError(f"{path} was not written: the disk is full") from None
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.tracking.base import Record
-from runner.tracking.progress import SIZE
+from runner.tracking.tracker import Record
+from runner.tracking.upload_state import SIZE
 
 log = logging.getLogger(__name__)
 

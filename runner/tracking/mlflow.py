@@ -13,16 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from runner.errors import ConfigError, TrackingError
-from runner.secrets import hide, masked
-from runner.shown import typed
-from runner.signature import sign
+from runner.config.signature import sign
 from runner.tracking import dashboard
-from runner.tracking.base import NOTE_TAG, Record, RunInfo, Status, Stopped, Tracker
 from runner.tracking.journal import Journal
-from runner.tracking.process import Followed, WriterProcess, shared_writer
-from runner.tracking.progress import SIGNED
+from runner.tracking.tracker import NOTE_TAG, Record, RunInfo, Status, Stopped, Tracker
+from runner.tracking.upload_state import SIGNED
 from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
+from runner.tracking.writer_process import Followed, WriterProcess, shared_writer
+from runner.utils.errors import ConfigError, TrackingError
+from runner.utils.secrets import hide, masked
+from runner.utils.terminal import typed
 
 log = logging.getLogger(__name__)
 

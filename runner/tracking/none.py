@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.tracking.base import Record, RunInfo, Status, Stopped, Tracker
+from runner.tracking.tracker import Record, RunInfo, Status, Stopped, Tracker
 
 
 class NoTracker(Tracker):

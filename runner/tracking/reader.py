@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runner.errors import ConfigError, TrackingError
-from runner.quiet import quiet
-from runner.secrets import hide
 from runner.tracking import dashboard
-from runner.tracking.experiments import active
+from runner.tracking.dashboard_views import SweepView, ensure, version_of
 from runner.tracking.history import Curve
 from runner.tracking.uri import sqlite_path
-from runner.tracking.views import SweepView, ensure, version_of
+from runner.tracking.writer.experiments import active
+from runner.utils.errors import ConfigError, TrackingError
+from runner.utils.quiet_import import quiet
+from runner.utils.secrets import hide
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run
@@ -155,7 +155,7 @@ class Reader:
         self._ask(lambda: self.client.set_tag(run_id, key, value))
 
     def _make(self) -> None:
-        from runner.tracking.store import Store
+        from runner.tracking.writer.store import Store
 
         Store(self.uri)  # it keeps others from making it at the same time
 
@@ -201,15 +201,15 @@ def _plain(run: "Run") -> StoredRun:
 
 def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint") -> Path:
     """A run keeps its output folder as a tag. mlflow is imported here only."""
-    from runner.secrets import hide
     from runner.tracking.uri import resolve_uri, sqlite_path
+    from runner.utils.secrets import hide
 
     uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
     unknown = f"{key}={run_id} is neither a file, a folder nor the id of a run in {hide(uri)}."
     if (database := sqlite_path(uri)) and not database.exists():
         raise ConfigError(unknown)  # MLflow would create it
 
-    from runner.quiet import quiet
+    from runner.utils.quiet_import import quiet
 
     with quiet():
         from mlflow import MlflowClient

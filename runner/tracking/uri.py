@@ -5,8 +5,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runner.errors import ConfigError
-from runner.secrets import hide
+from runner.utils.errors import ConfigError
+from runner.utils.secrets import hide
 
 DEFAULT_EXPERIMENT = "precision-runner"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")

@@ -1,4 +1,4 @@
-"""runner.advise.busy: other programs are seen where this one may run, and its own are not."""
+"""runner.sweep.advisor.system_load sees other programs, and leaves this one out."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from runner.advise.busy import busy
+from runner.sweep.advisor.system_load import busy
 
 CPU = torch.device("cpu")
 LOOP = "while True: pass"

@@ -13,8 +13,8 @@ from statistics import fmean, stdev
 import pytest
 from rich.console import Console
 
-from runner.errors import Diverged
-from runner.run import run
+from runner.modes.run import run
+from runner.utils.errors import Diverged
 
 # 16-true warns that the cases' eps is small for their learning rate; it is large enough here.
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.eps")

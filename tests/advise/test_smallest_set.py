@@ -1,10 +1,10 @@
-"""runner.advise.islands: the smallest healing set, found with few tries."""
+"""runner.sweep.advisor.minimal_set: the smallest healing set, found with few tries."""
 
 from itertools import combinations
 
 import pytest
 
-from runner.advise.islands import smallest
+from runner.sweep.advisor.minimal_set import smallest
 
 TREE = {
     "": ["stem", "blocks", "head"],

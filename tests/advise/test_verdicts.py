@@ -7,8 +7,8 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from runner.report.advice import Advice, Line
-from runner.report.gather import from_folder
+from runner.sweep.report.load import from_folder
+from runner.sweep.report.ranking import Advice, Line
 
 pytestmark = pytest.mark.slow
 

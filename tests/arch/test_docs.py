@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from runner.precision.support import header, names
-from runner.tracking.metrics import METRICS
+from runner.precision.registry import header, names
+from runner.tracking.metric_names import METRICS
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from hydra import initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from runner.config import register_schema
-from runner.targets import check_targets, locate
+from runner.config.resolve import register_schema
+from runner.config.targets import check_targets, locate
 
 ROOT = Path(__file__).parents[2]
 CODE = sorted(

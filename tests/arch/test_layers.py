@@ -1,4 +1,4 @@
-"""The layers of docs/design.md: a module imports from its own layer and from lower ones only."""
+"""The packages of runner/ stand in one order: each imports from itself and from those below it."""
 
 import ast
 import sys
@@ -8,92 +8,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAYERS = (
-    {
-        "errors",
-        "files",
-        "quiet",
-        "records",
-        "secrets",
-        "shown",
-        "spec",
-        "origin",
-        "spec_advise",
-        "argv",
-        "alone",
-        "stop",
-        "torchrun",
-        "signature",
-    },
-    {"config", "explain", "manifest", "plugins", "precision_keys", "usage"},
-    {
-        "strategy",
-        "precision",
-        "tasks",
-        "data",
-        "tracking",
-        "accelerator",
-        "tpu",
-        "isolation",
-        "result",
-        "console",
-        "optimizers",
-        "sparse",
-        "adapter",
-        "pretrained",
-        "ledger",
-        "workspace",
-    },
-    {
-        "state",
-        "build",
-        "examples",
-        "lazy_layers",
-        "checkpoint",
-        "saving",
-        "saving_parts",
-        "shards",
-        "model",
-        "artifacts",
-        "export",
-        "notes",
-        "trust",
-        "run_store",
-    },
-    {"step", "blocks", "loop"},
-    {"observers"},
-    {"resume", "restore"},
-    {
-        "batch_errors",
-        "precision_errors",
-        "context",
-        "describe",
-        "evaluate",
-        "room",
-        "again",
-        "kept",
-        "guards",
-        "shape",
-        "course",
-        "replay",
-        "leave",
-        "numerics",
-        "memory_error",
-        "train",
-        "trial",
-        "run",
-        "plan",
-        "memory_plan",
-        "report",
-        "sweep",
-        "unfinished",
-        "sync",
-        "doctor",
-        "ui",
-    },
-    {"hooks", "cli", "launcher", "advise", "__main__", "__init__"},
+ORDER = (
+    "utils",
+    "config",
+    "distributed",
+    "precision",
+    "data",
+    "tracking",
+    "checkpoint",
+    "training",
+    "diagnostics",
+    "modes",
+    "sweep",
+    "cli",
 )
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(
     path.relative_to(ROOT)
     for path in (ROOT / "runner").rglob("*.py")
@@ -101,9 +29,9 @@ FILES = sorted(
 )
 
 
-def unit(path):
-    """The name in LAYERS of a file of the runner: its own, or its package's."""
-    return path.parts[1].removesuffix(".py")
+def package(path):
+    """Return the package of a file of runner/, None for the two modules at its top."""
+    return path.parts[1] if len(path.parts) > 2 else None
 
 
 def dotted(path):
@@ -133,48 +61,42 @@ def _at_import(body):
                 yield from _at_import(getattr(node, inner, None) or [])
 
 
-def within(names):
-    """The runner's units among imported names."""
-    return {name.split(".")[1] for name in names if name.startswith("runner.")} - {"conf", "models"}
+def packages(names):
+    """Return the packages of runner/ among imported names."""
+    return {name.split(".")[1] for name in names if name.startswith("runner.")} & set(ORDER)
 
 
 def tops(names):
     return {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
 
 
-def test_every_module_has_a_layer():
-    found = {unit(path) for path in FILES}
-    assert found == set(LEVEL) & found
-    assert found - set(LEVEL) == set()
-    assert set(LEVEL) - found == set(), "the table names modules that are gone"
+def test_the_top_of_the_runner_holds_packages_only():
+    found = {path.name for path in (ROOT / "runner").iterdir()} - {"__pycache__"}
+    assert found == {*ORDER, "__init__.py", "__main__.py", "py.typed"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
+@pytest.mark.parametrize("path", [path for path in FILES if package(path)], ids=str)
 def test_no_import_goes_upward(path):
-    mine = LEVEL[unit(path)]
-    upward = {name for name in within(imports(path)) if LEVEL[name] > mine}
-    assert not upward, f"{path} (layer {mine}) imports from above: {sorted(upward)}"
+    mine = ORDER.index(package(path))
+    upward = {name for name in packages(imports(path)) if ORDER.index(name) > mine}
+    assert not upward, f"{path} imports from above: {sorted(upward)}"
 
 
-@pytest.mark.parametrize("name", ["cli", "hooks", "__main__", "__init__"])
-def test_the_command_line_imports_little_at_its_top(name):
+@pytest.mark.parametrize(
+    "path",
+    ["cli/main.py", "cli/help.py", "sweep/hydra_callback.py", "__main__.py", "__init__.py"],
+)
+def test_the_command_line_imports_little_at_its_top(path):
     """Else --help and tab completion would wait for torch."""
-    names = set(imports(Path(f"runner/{name}.py"), top_only=True))
-    allowed = LAYERS[0] | LAYERS[1] | {"cli"}
-    assert within(names) <= allowed
+    names = set(imports(Path("runner", path), top_only=True))
+    assert packages(names) <= {"utils", "config", "distributed", "cli", "sweep"}
     assert tops(names) <= {"hydra", "omegaconf", "runner", "yaml"}  # OmegaConf reads with yaml
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if LEVEL.get(unit(p)) == 0], ids=str)
-def test_the_lowest_layer_needs_nothing(path):
-    late = {"torch"} if path.name == "torchrun.py" else set()  # in the processes that it started
-    assert tops(imports(path)) <= {"runner"} | late
-    assert tops(imports(path, top_only=True)) <= {"runner"}
-
-
-@pytest.mark.parametrize("path", [p for p in FILES if LEVEL.get(unit(p)) == 1], ids=str)
-def test_the_config_layer_needs_hydra_only(path):
-    assert tops(imports(path)) <= {"runner", "hydra", "omegaconf", "yaml"}
+@pytest.mark.parametrize("path", [p for p in FILES if package(p) == "config"], ids=str)
+def test_the_config_package_needs_hydra_only(path):
+    torch_types = {"torch"} if path.name == "trusted_targets.py" else set()
+    assert tops(imports(path)) <= {"runner", "hydra", "omegaconf", "yaml"} | torch_types
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "models").glob("*.py")), ids=lambda p: p.name)
@@ -185,11 +107,11 @@ def test_models_are_plain(path):
 def test_mlflow_is_imported_where_it_is_spoken_to_only():
     users = {str(path) for path in FILES if "mlflow" in tops(imports(path))}
     others = {name for name in users if not name.startswith("runner/tracking/")}
-    assert others <= {"runner/checkpoint.py"}
+    assert others <= {"runner/checkpoint/checkpoint_file.py"}
     of_the_writer = {
-        "runner/tracking/store.py",
-        "runner/tracking/answers.py",
-        "runner/tracking/names.py",
+        "runner/tracking/writer/store.py",
+        "runner/tracking/writer/store_errors.py",
+        "runner/tracking/writer/names.py",
     }
     for path in FILES:
         if str(path) not in of_the_writer:
@@ -199,10 +121,10 @@ def test_mlflow_is_imported_where_it_is_spoken_to_only():
 def test_config_objects_stop_at_the_config_layer():
     """Below it nothing sees a DictConfig."""
     users = {str(path) for path in FILES if any(".DictConfig" in name for name in imports(path))}
-    plugins = ("runner/launcher/", "runner/advise/")  # Hydra calls them with its own objects
-    of_hydra = {path for path in users if path.startswith(plugins)}
-    names = ("cli", "config", "explain", "hooks", "precision_keys")
-    assert users - of_hydra == {f"runner/{name}.py" for name in names}
+    # Hydra calls plugins and callbacks with its own objects.
+    called_by_hydra = {path for path in users if path.startswith("runner/sweep/")}
+    in_config = {path for path in users if path.startswith("runner/config/")}
+    assert users - called_by_hydra - in_config == {"runner/cli/main.py"}
 
 
 def test_there_is_no_cycle():

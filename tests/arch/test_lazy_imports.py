@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import contextlib, io, json, os, sys
-from runner.cli import main
+from runner.cli.main import main
 
 found = {}
 for argv in json.loads(sys.argv[1]):

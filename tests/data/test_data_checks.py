@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from runner.data import checks
-from runner.data.checks import problems
-from runner.data.loading import Loader
-from runner.tasks.classification import Classification
-from runner.tasks.language import Language
-from runner.tasks.regression import Regression
+from runner.data.loader import Loader
+from runner.diagnostics import data_checks
+from runner.diagnostics.data_checks import problems
+from runner.training.tasks.classification import Classification
+from runner.training.tasks.language import Language
+from runner.training.tasks.regression import Regression
 
 CPU = torch.device("cpu")
 
@@ -103,6 +103,6 @@ def test_no_more_is_looked_at_than_the_bounds_allow(monkeypatch):
     x[99] = math.nan
     assert told(x, y, kind=Items) == []
     assert told(x, y) != []
-    monkeypatch.setattr(checks, "ROWS", 10)
-    monkeypatch.setattr(checks, "SECONDS", 0.0)
+    monkeypatch.setattr(data_checks, "ROWS", 10)
+    monkeypatch.setattr(data_checks, "SECONDS", 0.0)
     assert told(x, y) == []

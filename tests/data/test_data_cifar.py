@@ -6,8 +6,8 @@ import pytest
 import torch
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from runner.data.cifar import cifar10, cifar100
-from runner.errors import ConfigError
+from runner.data.datasets.cifar import cifar10, cifar100
+from runner.utils.errors import ConfigError
 
 # Planes of red, green and blue, each row by row, as CIFAR stores them; red grows downwards.
 IMAGE = np.concatenate([np.repeat(np.arange(32), 32) * 8, np.repeat([0, 51], 1024)]).astype("uint8")

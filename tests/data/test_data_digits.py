@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from runner.data.digits import digits
-from runner.errors import ConfigError
+from runner.data.datasets.digits import digits
+from runner.utils.errors import ConfigError
 
 
 def test_every_image_once_normalised_and_stratified():

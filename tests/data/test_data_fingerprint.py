@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from runner.data.base import Splits
-from runner.data.digits import digits
+from runner.data.datasets.digits import digits
+from runner.data.datasets.imagefolder import imagefolder
 from runner.data.fingerprint import SAMPLES, describe
-from runner.data.imagefolder import imagefolder
+from runner.data.splits import Splits
 
 
 def described(dataset, node=None):
@@ -46,7 +46,7 @@ def tensors(seed=0, count=100):
 
 
 def test_what_is_told_of_digits():
-    node = {"_target_": "runner.data.digits.digits", "seed": 0, "meta": {"classes": 10}}
+    node = {"_target_": "runner.data.datasets.digits.digits", "seed": 0, "meta": {"classes": 10}}
     train, val = describe("digits", node, digits())
     assert (train["name"], train["context"], val["context"]) == ("digits", "training", "validation")
     assert train["digest"] != val["digest"]
@@ -76,7 +76,7 @@ def test_another_process_gets_the_same(root):
         "import torch\n"
         "from torch.utils.data import TensorDataset\n"
         "from runner.data.fingerprint import describe\n"
-        "from runner.data.base import Splits\n"
+        "from runner.data.splits import Splits\n"
         "generator = torch.Generator().manual_seed(0)\n"
         "data = TensorDataset(torch.randn(100, 3, generator=generator), torch.arange(100))\n"
         "print(describe('mine', {}, Splits(data, data))[0]['digest'])\n"
@@ -176,7 +176,11 @@ def pictures(tmp_path):
 
 def test_a_folder_of_images_is_known_by_its_files(pictures):
     def told(**more):
-        node = {"_target_": "runner.data.imagefolder.imagefolder", "root": str(pictures), **more}
+        node = {
+            "_target_": "runner.data.datasets.imagefolder.imagefolder",
+            "root": str(pictures),
+            **more,
+        }
         splits = imagefolder(str(pictures), size=8, val_fraction=0.25, **more)
         return describe("imagefolder", node, splits)
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from PIL import Image
 
-from runner.data.imagefolder import imagefolder
-from runner.errors import ConfigError
+from runner.data.datasets.imagefolder import imagefolder
+from runner.utils.errors import ConfigError
 
 COLOURS = {"green": (0, 255, 0), "red": (255, 0, 0)}
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from runner.data.mnist import fashion_mnist, mnist
-from runner.errors import ConfigError
+from runner.data.datasets.mnist import fashion_mnist, mnist
+from runner.utils.errors import ConfigError
 
 
 def write_idx(path, array):

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from runner.data.loading import Loader
-from runner.data.samples import of_step, targets
-from runner.loop import groups
+from runner.data.loader import Loader
+from runner.data.step_samples import of_step, targets
+from runner.training.loop import groups
 
 X, Y = torch.arange(10.0), torch.arange(10)
 

@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
-from runner.data.signals import signals
-from runner.data.synthetic_images import synthetic_images
-from runner.data.synthetic_tokens import synthetic_tokens
-from runner.errors import ConfigError
+from runner.data.datasets.signals import signals
+from runner.data.datasets.synthetic_images import synthetic_images
+from runner.data.datasets.synthetic_tokens import synthetic_tokens
+from runner.utils.errors import ConfigError
 
 
 def test_images_have_unit_variance_and_balanced_classes():

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from runner.data.text import TextWindows, text
-from runner.errors import ConfigError
+from runner.data.datasets.text import TextWindows, text
+from runner.utils.errors import ConfigError
 
 
 def test_windows_do_not_overlap_and_targets_are_one_on():

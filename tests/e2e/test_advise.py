@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.result import RunResult
+from runner.modes.result import RunResult
 
 pytestmark = pytest.mark.slow
 

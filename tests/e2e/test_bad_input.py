@@ -99,7 +99,7 @@ import pytest
 )  # fmt: skip
 def test_it_is_told(quick, typed, parts):
     if typed.startswith("accelerator=") and " " not in typed:
-        from runner.accelerator import available
+        from runner.utils.accelerator import available
 
         if (kind := typed.removeprefix("accelerator=")) in available():
             pytest.skip(f"this machine has a {kind} device")

@@ -113,7 +113,7 @@ def tensors(kind):
 """
 TASKS = """
 from torch.nn import functional as F
-from runner.tasks.classification import Classification
+from runner.training.tasks.classification import Classification
 
 
 class EachLoss(Classification):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from runner import kept
-from runner.again import before, own_spec
-from runner.data.loading import Loader
-from runner.data.samples import of_step
-from runner.restore import checkpoint_state_dict
+from runner.data.loader import Loader
+from runner.data.step_samples import of_step
+from runner.diagnostics import saved_batch as kept
+from runner.modes.rewind import before, own_spec
+from runner.training.state_dict import checkpoint_state_dict
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(faults, cli):
     assert "the loss is nan at step 6" in result["error"]
 
 
-def test_the_saved_batch_leads_to_the_planted_module(faulty, faults):
+def test_the_kept_leads_to_the_planted_module(faulty, faults):
     faulty(*NAN)
     (kept,) = (folder(faults) / "guard").iterdir()
     done = faulty(*NAN, "model.at=1", "debug=replay", f"batch={kept}", "precision=bf16-mixed",

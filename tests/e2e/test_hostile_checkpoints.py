@@ -17,9 +17,10 @@ from hostile import cases, ended_well
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner import checkpoint, signature
-from runner.errors import ConfigError
-from runner.layout import SIGNATURE
+from runner.checkpoint import checkpoint_file
+from runner.config import signature
+from runner.utils.errors import ConfigError
+from runner.utils.layout import SIGNATURE
 
 pytestmark = pytest.mark.slow
 
@@ -35,9 +36,9 @@ CALLS = {
     "builtins.open": {"file": CANARY, "mode": "w"},
     "shutil.copy": {"src": "/etc/hostname", "dst": CANARY},
     "pathlib.Path.touch": {"self": CANARY},
-    "runner.targets.instantiate": {"node": {"_target_": "os.mkdir", "path": CANARY}},
-    "runner.targets.locate": {"path": "antigravity.geohash"},
-    "runner.resume.Path": {},
+    "runner.config.targets.instantiate": {"node": {"_target_": "os.mkdir", "path": CANARY}},
+    "runner.config.targets.locate": {"path": "antigravity.geohash"},
+    "runner.modes.resume.Path": {},
     "runner.models.mlp.torch.save": {"obj": 1, "f": CANARY},
     "torch.save": {"obj": 1, "f": CANARY},
     "torch.hub.load": {"repo_or_dir": "a/b", "model": "c"},
@@ -168,7 +169,7 @@ def test_bytes_that_changed_or_are_gone(made, data):
             raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(raw)
     with suppress(ConfigError):
-        assert set(checkpoint.load(path)) == set(content())
+        assert set(checkpoint_file.load(path)) == set(content())
 
 
 class Bomb:
@@ -241,7 +242,7 @@ def test_no_forged_signature_has_a_target_called(made, forgery):
     first = 5 * [*FORGERIES].index(forgery) % 27
     for number, (target, arguments) in enumerate(calls[first : first + 12], first):
         theirs = content()
-        assert checkpoint.is_own(theirs)  # before it was changed
+        assert checkpoint_file.is_own(theirs)  # before it was changed
         group, way = GROUPS[number % 5], ("resume", "evaluate")[number // 5 % 2]
         if way == "evaluate" and group in ("optimizer", "scheduler"):
             group = "model"
@@ -299,8 +300,8 @@ def test_a_hostile_config_is_no_replays(made, compose):
     """debug=replay reads the config beside the batch."""
     from types import SimpleNamespace
 
-    from runner import again, artifacts
-    from runner.origin import Origin
+    from runner.config.invocation import Origin
+    from runner.modes import artifacts, rewind
 
     folder = Path.cwd() / "theirs"
     spec = compose("model=mlp", "tracking=none")
@@ -313,6 +314,6 @@ def test_a_hostile_config_is_no_replays(made, compose):
         (folder / SIGNATURE).write_text(kept)
         batch = folder / "guard" / "batch-000001.json"
         with pytest.raises(ConfigError, match=f"names {group}._target_={target}"):
-            again.as_its_run(replace(spec, batch=str(batch)), Origin(), SimpleNamespace(names={}))
+            rewind.as_its_run(replace(spec, batch=str(batch)), Origin(), SimpleNamespace(names={}))
         assert harmless()
     shutil.rmtree(folder)

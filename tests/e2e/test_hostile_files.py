@@ -17,12 +17,13 @@ from hostile import cases, ended_well
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner import checkpoint, kept
-from runner.errors import ConfigError
-from runner.layout import HISTORY
+from runner.checkpoint import checkpoint_file
+from runner.diagnostics import saved_batch
 from runner.tracking import history
 from runner.tracking import journal as journals
-from runner.tracking.progress import Progress
+from runner.tracking.upload_state import Progress
+from runner.utils.errors import ConfigError
+from runner.utils.layout import HISTORY
 
 QUICK = ("model=mlp", "model.hidden=[4]", "train.max_steps=2", "train.log_every=1",
          "tracking=none", "accelerator=cpu")  # fmt: skip
@@ -122,7 +123,7 @@ def test_a_batch_of_anything(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "batch.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="is no batch that a guard saved"):
-        kept.read(path)
+        saved_batch.read(path)
 
 
 def npz(**arrays):
@@ -220,5 +221,5 @@ def test_a_checkpoint_whose_members_lead_elsewhere(tmp_path):
     path = tmp_path / "evil.pt"
     path.write_bytes(zipped("../../touched"))
     with pytest.raises(ConfigError):
-        checkpoint.load(path)
+        checkpoint_file.load(path)
     assert not list(tmp_path.parent.rglob("touched"))

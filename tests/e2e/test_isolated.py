@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.stop import TOGETHER
+from runner.utils.stop_signals import TOGETHER
 
 DEADLY = '''
 import ctypes

@@ -323,10 +323,12 @@ def test_a_folder_that_is_not_shared_is_told_in_one_message(tmp_path, monkeypatc
     from hydra.core.utils import JobReturn, JobStatus
     from omegaconf import OmegaConf
 
-    from runner.launcher import remote
+    from runner.sweep.launcher import remote
 
     monkeypatch.setattr(remote, "_VISIBLE_SECONDS", 0.1)
-    monkeypatch.setattr("runner.job_result.record_result", lambda *told: recorded.append(told[2:]))
+    monkeypatch.setattr(
+        "runner.sweep.job_result.record_result", lambda *told: recorded.append(told[2:])
+    )
     recorded = []
     configs = {
         n: OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path), "subdir": str(n)}}})

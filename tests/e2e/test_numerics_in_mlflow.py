@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from runner.numerics import read
+from runner.diagnostics.numerics import read
 
 FILES = {"numerics.json", "numerics.html", "numerics.png"}
 TYPED = ("model=mlp", "model.hidden=[16]", "numerics.every=5", "train.max_steps=10")

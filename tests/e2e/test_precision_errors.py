@@ -202,7 +202,7 @@ class Cut(Keyword):
 '''
 TASKS = """
 import torch
-from runner.tasks.classification import Classification
+from runner.training.tasks.classification import Classification
 
 
 class NumpyLoss(Classification):

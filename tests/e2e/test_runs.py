@@ -8,8 +8,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from runner.config import flatten
-from runner.precision import support
+from runner.config.resolve import flatten
+from runner.precision import registry
 from runner.tracking import journal as journals
 
 # An initial scale that overflows and a short interval: the scale falls, then rises and falls.
@@ -18,8 +18,8 @@ SCALED = ("precision=16-mixed", "precision.loss_scale.init_scale=16777216",
 TINY = ("model=mlp", "model.hidden=[16]", "train.log_every=5", "train.eval_every=6")
 STEPS = 12
 CPU = torch.device("cpu")
-RUNS_HERE = [row.name for row in support.support(CPU) if row.runs]
-NOT_HERE = [row.name for row in support.support(CPU) if not row.runs]
+RUNS_HERE = [row.name for row in registry.support(CPU) if row.runs]
+NOT_HERE = [row.name for row in registry.support(CPU) if not row.runs]
 EXTRA = {"16-true": ["optimizer.eps=1e-4"]}
 
 

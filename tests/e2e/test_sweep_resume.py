@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from runner.alone import alone
+from runner.utils.folder_lock import alone
 
 GATE = '''
 import time

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.result import RunResult
+from runner.modes.result import RunResult
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_the_report_is_rebuilt_from_the_folder_or_from_mlflow_alone(
     (out / "report.md").unlink()
     assert main("report", out).rc == 0
     assert (out / "report.md").read_text() == wanted
-    monkeypatch.setattr("runner.result.read_results", None)  # nothing of the folder is read
+    monkeypatch.setattr("runner.modes.result.read_results", None)  # nothing of the folder is read
     for name in (parent.info.run_id, parent.data.tags["sweep_id"]):
         done = main("report", name)
         assert done.rc == 0, done.stderr
@@ -147,7 +147,7 @@ def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):
         result.write(folder)
         return result
 
-    monkeypatch.setattr("runner.run.run", note)
+    monkeypatch.setattr("runner.modes.run.run", note)
     assert quick("sweep=precisions", "hydra/launcher=basic").rc == 0
     assert names == ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 
@@ -156,7 +156,7 @@ def test_a_job_interrupted_by_ctrl_c_ends_the_sweep(quick, tmp_path, monkeypatch
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("runner.run.run", stop)
+    monkeypatch.setattr("runner.modes.run.run", stop)
     done = quick("-m", "seed=0,1,2", "hydra/launcher=basic")
     assert done.rc == 130
     (only,) = tmp_path.glob("outputs/sweeps/*/*/result.json")

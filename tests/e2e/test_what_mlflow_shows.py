@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.layout import HISTORY
 from runner.tracking import history
+from runner.utils.layout import HISTORY
 
 ARGS = ("model=mlp", "model.hidden=[64, 32]", "train.max_steps=40", "precision=bnb-int8-training",
         "precision.ignore_modules=[head]", "tracking.system_metrics=0.05")  # fmt: skip

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runner.errors import Unavailable
-from runner.precision import support
+from runner.precision import registry
+from runner.utils.errors import Unavailable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ BOUND = {"nf4": 0.15, "nf4-dq": 0.15, "fp4": 0.2, "fp4-dq": 0.2, "int8": 0.03,
 @pytest.mark.parametrize("shape", [(64, 10), (30, 10), (784, 10), (48, 100), (128, 256)])
 @pytest.mark.parametrize("mode", BOUND)
 def test_outputs_and_gradients_are_near_those_of_float32(mode, shape, rows):
-    precision = support.load(f"bnb-{mode}", compute_dtype="float32")
+    precision = registry.load(f"bnb-{mode}", compute_dtype="float32")
     try:
         precision.require(DEVICE)
     except Unavailable as error:
@@ -47,7 +47,7 @@ def test_outputs_and_gradients_are_near_those_of_float32(mode, shape, rows):
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "float8-tensorwise", "transformer-engine"])
 def test_a_compiled_model_computes_the_same(name):
-    precision = support.load(name)
+    precision = registry.load(name)
     try:
         precision.require(DEVICE)
     except Unavailable as error:

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from runner.accelerator import Accelerator
-from runner.blocks import Transfer
-from runner.data.loading import Loader
-from runner.precision import support
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.regression import Regression
+from runner.data.loader import Loader
+from runner.precision import registry
+from runner.training.record_buffer import Transfer
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.regression import Regression
+from runner.utils.accelerator import Accelerator
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ NATIVE = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 def made(name, optimizer=torch.optim.AdamW, **keywords):
     device = torch.device("cuda", 0)
-    precision = support.load(name)
+    precision = registry.load(name)
     torch.manual_seed(0)
     model, _ = precision.convert(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)))
     model.to(device)
@@ -84,7 +84,7 @@ def test_32_true_is_exact_and_tf32_is_not():
     exact = a.double() @ b.double()
     errors = {}
     for name in ("32-true", "tf32"):
-        with support.load(name).session(nn.Identity(), device):
+        with registry.load(name).session(nn.Identity(), device):
             errors[name] = (a @ b - exact).abs().max().item()
     assert errors["tf32"] > 10 * errors["32-true"]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from runner.numerics.measure import Row, count, lost, sample
-from runner.precision.rounding import FORMATS, rounded
+from runner.diagnostics.numerics.measure import Row, count, lost, sample
+from runner.precision.emulation.formats import FORMATS, rounded
 
 pytestmark = [
     pytest.mark.gpu,

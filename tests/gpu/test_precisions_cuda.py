@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from models.gpt import GPT
-from runner.blocks import Transfer
-from runner.model import Built
-from runner.precision import support
-from runner.precision.probe import DtypeProbe
-from runner.state import Driven, TrainState
-from runner.step import loss_of, train_step
-from runner.tasks.language import Language
+from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.precision import registry
+from runner.training.model import Built
+from runner.training.record_buffer import Transfer
+from runner.training.state import Driven, TrainState
+from runner.training.step import loss_of, train_step
+from runner.training.tasks.language import Language
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,10 +30,10 @@ DEVICE = torch.device("cuda", 0)
 
 
 def state_of(name):
-    row = next(r for r in support.support(DEVICE) if r.name == name)
+    row = next(r for r in registry.support(DEVICE) if r.name == name)
     if not row.runs:
         pytest.skip(f"{row.why} {row.remedy}")
-    precision = support.load(name)
+    precision = registry.load(name)
     torch.manual_seed(0)
     model, report = precision.convert(GPT(64, 16, layers=2, width=64, heads=4), DEVICE)
     built = Built(model.to(DEVICE), report, 0)
@@ -54,7 +54,7 @@ def reference():
     return loss_of(state, *batch(8)).item()
 
 
-@pytest.mark.parametrize("name", support.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_it_trains_from_float32s_loss_and_an_odd_last_batch_never_fails(name, reference):
     state = state_of(name)
     unit = 2**-4 if name.startswith(FP8) else UNIT[name]
@@ -70,7 +70,7 @@ def test_it_trains_from_float32s_loss_and_an_odd_last_batch_never_fails(name, re
         assert "float8_e4m3fn" in rows["blocks.0.expand"]["computes"]
 
 
-@pytest.mark.parametrize("name", support.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_a_checkpoint_brings_back_the_outputs(name, tmp_path):
     state = state_of(name)
     precision, model = state.precision, state.model

@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from runner.errors import Unavailable
-from runner.precision import support
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.regression import Regression
+from runner.precision import registry
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.regression import Regression
+from runner.utils.errors import Unavailable
 
-NAMES = [name for name in support.names() if name.startswith("transformer-engine")]
+NAMES = [name for name in registry.names() if name.startswith("transformer-engine")]
 DELAYED = "transformer-engine"
 DEVICE = torch.device("cuda", 0)
 # Bounds on relative errors: 3 bits of mantissa in E4M3, 2 in E5M2, 1 in FP4.
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 def load(name, **changes):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine")
-    precision = support.load(name, **changes)
+    precision = registry.load(name, **changes)
     try:
         precision.require(DEVICE)
     except Unavailable as error:
@@ -103,7 +103,7 @@ def test_every_shape_that_is_converted_runs(name, into, out):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "nvfp4" not in name])  # it rolls dice
 def test_emulation_computes_what_the_hardware_does(name, record_property):
-    hardware, emulated = load(name), support.load(name, emulate=True)
+    hardware, emulated = load(name), registry.load(name, emulate=True)
     torch.manual_seed(0)
     plain = nn.Linear(128, 256)
     inputs = torch.randn(3, 64, 128, device=DEVICE).to(hardware.storage)

@@ -3,7 +3,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.data.signals import signals
+from runner.data.datasets.signals import signals
 from runner.models.complex_mlp import ComplexLinear, ComplexMLP, ModReLU
 
 

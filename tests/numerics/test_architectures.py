@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from runner.numerics.found import KINDS, Numerics
-from runner.numerics.loss_scales import would_do
-from runner.numerics.measure import SAMPLE
-from runner.numerics.page import verdict
-from runner.numerics.probe import CALLS, Probe, holders
-from runner.precision import support
-from runner.precision.rounding import FORMATS
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.classification import Classification
-from runner.tasks.language import Language
+from runner.diagnostics.numerics.loss_scales import would_do
+from runner.diagnostics.numerics.measure import SAMPLE
+from runner.diagnostics.numerics.numerics_page import verdict
+from runner.diagnostics.numerics.probe import CALLS, Probe, holders
+from runner.diagnostics.numerics.results import KINDS, Numerics
+from runner.precision import registry
+from runner.precision.emulation.formats import FORMATS
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.training.tasks.language import Language
 
 CPU = torch.device("cpu")
 VOCABULARY, CLASSES, LR = 61, 5, 1e-3
@@ -223,7 +223,7 @@ def made(build):
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    precision = support.load("32-true")
+    precision = registry.load("32-true")
     driven = [Driven(torch.optim.SGD(model.parameters(), lr=LR))]
     task = Language() if isinstance(model, Tokens) else Classification()
     return TrainState(model, precision, task, precision.scale(CPU), driven, CPU), batch

@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from runner.errors import ConfigError
-from runner.layout import NUMERICS
-from runner.numerics import Numerics, read
-from runner.numerics.found import Look, Lost, Measured
-from runner.precision.rounding import FORMATS
+from runner.diagnostics.numerics import Numerics, read
+from runner.diagnostics.numerics.results import Look, Lost, Measured
+from runner.precision.emulation.formats import FORMATS
+from runner.utils.errors import ConfigError
+from runner.utils.layout import NUMERICS
 
 
 def lost(

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from runner.errors import ConfigError
-from runner.numerics import read
-from runner.numerics.looks import check_numerics
-from runner.spec import NumericsSpec, RunSpec
-from runner.strategy.base import Single
-from runner.strategy.ddp import DDP
-from runner.strategy.fsdp import FSDP
+from runner.config.schema import NumericsSpec, RunSpec
+from runner.diagnostics.numerics import read
+from runner.diagnostics.numerics.callback import check_numerics
+from runner.distributed.ddp import DDP
+from runner.distributed.fsdp import FSDP
+from runner.distributed.strategy import Single
+from runner.utils.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from runner.numerics.measure import (
+from runner.diagnostics.numerics.measure import (
     BLOCK,
     CHUNK,
     READINGS,
@@ -14,7 +14,7 @@ from runner.numerics.measure import (
     sample,
     takes,
 )
-from runner.precision.rounding import FLOAT16, FORMATS
+from runner.precision.emulation.formats import FLOAT16, FORMATS
 
 
 def measured(x, **more):

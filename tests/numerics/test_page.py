@@ -4,9 +4,18 @@ from dataclasses import replace
 import numpy as np
 from matplotlib.collections import PolyCollection
 
-from runner.numerics.found import KINDS, Look, Lost, Measured, Numerics
-from runner.numerics.page import COLUMNS, ROWS, cells, draw, heat_maps, share, summary, write_page
-from runner.precision.rounding import FORMATS
+from runner.diagnostics.numerics.numerics_page import (
+    COLUMNS,
+    ROWS,
+    cells,
+    draw,
+    heat_maps,
+    share,
+    summary,
+    write_page,
+)
+from runner.diagnostics.numerics.results import KINDS, Look, Lost, Measured, Numerics
+from runner.precision.emulation.formats import FORMATS
 
 SPOT = {("m2", 5): 0.25}
 

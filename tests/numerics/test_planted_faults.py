@@ -8,25 +8,25 @@ from test_architectures import bert
 from torch import nn
 from torch.nn import functional as F
 
-from runner.numerics.found import Numerics
-from runner.numerics.loss_scales import loss_scales, would_do
-from runner.numerics.measure import SAMPLE, Row, count, lost, sample
-from runner.numerics.page import about_scale, summary, verdict, write_page
-from runner.numerics.probe import Probe
-from runner.precision import support
-from runner.precision.rounding import FLOAT16, rounded
-from runner.precision.scale import DynamicScale
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.language import Language
-from runner.tasks.regression import Regression
+from runner.diagnostics.numerics.loss_scales import loss_scales, would_do
+from runner.diagnostics.numerics.measure import SAMPLE, Row, count, lost, sample
+from runner.diagnostics.numerics.numerics_page import about_scale, summary, verdict, write_page
+from runner.diagnostics.numerics.probe import Probe
+from runner.diagnostics.numerics.results import Numerics
+from runner.precision import registry
+from runner.precision.emulation.formats import FLOAT16, rounded
+from runner.precision.loss_scale import DynamicScale
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.language import Language
+from runner.training.tasks.regression import Regression
 
 CPU = torch.device("cpu")
 
 
 def seen(model, batch, lr=1e-3, task=None, scale=None, optimizer=torch.optim.SGD, groups=None):
     """The numbers of one step in float32."""
-    precision = support.load("32-true")
+    precision = registry.load("32-true")
     driven = [Driven(optimizer(groups or model.parameters(), lr=lr))]
     scale = scale or precision.scale(CPU)
     state = TrainState(model, precision, task or Regression(), scale, driven, CPU)

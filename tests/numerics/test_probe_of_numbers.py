@@ -1,4 +1,4 @@
-"""Hooks of runner/numerics/probe.py, with planted truths."""
+"""Hooks of runner/diagnostics/numerics/probe.py, with planted truths."""
 
 import copy
 
@@ -7,19 +7,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runner.numerics.found import KINDS, Numerics
-from runner.numerics.probe import Probe
-from runner.precision import support
-from runner.precision.scale import DynamicScale
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.regression import Regression
+from runner.diagnostics.numerics.probe import Probe
+from runner.diagnostics.numerics.results import KINDS, Numerics
+from runner.precision import registry
+from runner.precision.loss_scale import DynamicScale
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.regression import Regression
 
 CPU = torch.device("cpu")
 
 
 def made(model, name="32-true", lr=0.1, scale=None, optimizer=torch.optim.SGD):
-    precision = support.load(name)
+    precision = registry.load(name)
     model, _ = precision.convert(model)
     scale = scale or precision.scale(CPU)
     driven = [Driven(optimizer([p for p in model.parameters() if p.requires_grad], lr=lr))]

@@ -1,6 +1,6 @@
 import pytest
 
-from runner.records import EvalRecord, StepRecord
+from runner.training.records import EvalRecord, StepRecord
 
 
 @pytest.fixture

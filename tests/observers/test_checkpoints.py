@@ -1,7 +1,7 @@
 import pytest
 
-from runner.observers.checkpoints import Checkpoints
-from runner.records import EvalRecord
+from runner.training.callbacks.checkpointing import Checkpoints
+from runner.training.records import EvalRecord
 
 
 def evaluation(step, quality):

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from runner.observers.early_stop import EarlyStop
+from runner.training.callbacks.early_stopping import EarlyStop
 
 
 def reached_at(values, direction, patience, evaluation):

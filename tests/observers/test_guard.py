@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from runner.observers.guard import ENOUGH, Guard
-from runner.spec import GuardSpec, RunSpec, TrainSpec
+from runner.config.schema import GuardSpec, RunSpec, TrainSpec
+from runner.training.callbacks.guard import ENOUGH, Guard
 
 KEPT = "The samples are in x.json"
 

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from runner.observers.profile import Profile
+from runner.training.callbacks.profiler import Profile
 
 
 def call(path, write):

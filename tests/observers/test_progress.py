@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from runner.observers.progress import ProgressBar, ProgressLines, line, progress
+from runner.training.callbacks.progress import ProgressBar, ProgressLines, line, progress
 
 
 def console(terminal):

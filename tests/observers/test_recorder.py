@@ -3,11 +3,11 @@ import math
 import pytest
 import torch
 
-from runner.accelerator import Accelerator
-from runner.observers.base import tell
-from runner.observers.recorder import Recorder
-from runner.precision import support
+from runner.precision import registry
 from runner.tracking.none import NoTracker
+from runner.training.callbacks.callback import tell
+from runner.training.callbacks.metric_logger import Recorder
+from runner.utils.accelerator import Accelerator
 
 
 class Notebook(NoTracker):
@@ -34,7 +34,7 @@ class Notebook(NoTracker):
 class State:
     """Two tensors of optimizer state: 2 MiB."""
 
-    plain_model, precision = None, support.load("32-true")
+    plain_model, precision = None, registry.load("32-true")
 
     def state_tensors(self):
         return iter([torch.zeros(2**18), torch.zeros(2**18)])

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from runner.observers.tally import Tally
+from runner.training.callbacks.summary import Tally
 
 
 @pytest.fixture

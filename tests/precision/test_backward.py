@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from runner.errors import ConfigError, Unavailable
-from runner.precision import support
-from runner.shape import shape
-from runner.spec import RunSpec, TrainSpec
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.classification import Classification
+from runner.config.schema import RunSpec, TrainSpec
+from runner.precision import registry
+from runner.training.compile import shape
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
 DELAYED = ["transformer-engine", "transformer-engine-float16"]
@@ -24,7 +24,7 @@ DELAYED = ["transformer-engine", "transformer-engine-float16"]
 
 def load(name, **changes):
     emulated = name.startswith(("tf32", "float8", "transformer-engine"))
-    return support.load(name, **({"emulate": True} if emulated else {}), **changes)
+    return registry.load(name, **({"emulate": True} if emulated else {}), **changes)
 
 
 def _runs(name):
@@ -35,7 +35,7 @@ def _runs(name):
     return True
 
 
-HERE = [name for name in support.names() if _runs(name)]
+HERE = [name for name in registry.names() if _runs(name)]
 REPEATABLE = [name for name in HERE if name not in DELAYED]
 FIRST_ORDER = [
     name

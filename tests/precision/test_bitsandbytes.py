@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runner.errors import ConfigError, Unavailable
 from runner.models.gpt import GPT
-from runner.precision import support
+from runner.precision import registry
 from runner.precision.bitsandbytes import BitsandbytesPrecision
-from runner.precision.bitsandbytes_int8 import pack_int8
-from runner.precision.scale import NoScale
+from runner.precision.layers.linear_8bit import pack_int8
+from runner.precision.loss_scale import NoScale
+from runner.utils.errors import ConfigError, Unavailable
 
-pytest.importorskip("runner.precision.bitsandbytes_library")
+pytest.importorskip("runner.precision.layers.bnb_library")
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 FOUR = ("nf4", "nf4-dq", "fp4", "fp4-dq")
@@ -28,7 +28,7 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
 
 
 def load(mode, compute="float32", **changes):
-    return support.load(f"bnb-{mode}", compute_dtype=compute, **changes)
+    return registry.load(f"bnb-{mode}", compute_dtype=compute, **changes)
 
 
 def convert(model, mode, compute="float32", **changes):
@@ -75,7 +75,7 @@ def error(made, want):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_there_is_a_yaml_for_each_mode(mode):
-    precision = support.load(f"bnb-{mode}")
+    precision = registry.load(f"bnb-{mode}")
     assert (precision.name, precision.mode) == (f"bnb-{mode}", mode)
     assert (precision.storage, precision.compute) == (torch.float32, torch.bfloat16)
     assert precision.freezes == (mode != "int8-training")
@@ -126,7 +126,7 @@ def test_it_runs_on_a_cpu_and_not_on_an_apple_gpu():
 
 
 def test_a_missing_package_is_told_with_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "runner.precision.bitsandbytes_library")
+    monkeypatch.delitem(sys.modules, "runner.precision.layers.bnb_library")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(Unavailable) as told:
         load("nf4").require(CPU)
@@ -637,7 +637,7 @@ def test_training_lowers_the_loss(mode, rows, compute):
 def test_a_refusal_makes_no_island(name):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     with pytest.raises(ConfigError, match="zz matches no module"):
-        support.load(name, keep_fp32=["0"], ignore_modules=["zz"]).convert(model)
+        registry.load(name, keep_fp32=["0"], ignore_modules=["zz"]).convert(model)
     assert [type(m) for m in model] == [nn.Linear, nn.Linear]
 
 
@@ -656,7 +656,7 @@ def test_a_layer_of_one_input_is_left_by_the_int8_modes(mode):
 
 
 def test_a_library_without_its_native_part_is_told(monkeypatch):
-    monkeypatch.setattr("runner.precision.bitsandbytes_library.lib", type("LibraryMock", (), {})())
+    monkeypatch.setattr("runner.precision.layers.bnb_library.lib", type("LibraryMock", (), {})())
     with pytest.raises(Unavailable, match="does not load") as told:
         load("nf4").require(CPU)
     assert told.value.remedy.startswith("Type python -m bitsandbytes")
@@ -665,8 +665,8 @@ def test_a_library_without_its_native_part_is_told(monkeypatch):
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
 def test_a_product_within_float16_has_the_gradients_of_the_plain_one(size):
     """On a GPU, where the library quantises gradients by way of float16; here it does not."""
-    from runner.precision.bitsandbytes_int8 import within_float16
-    from runner.precision.bitsandbytes_library import bnb
+    from runner.precision.layers.bnb_library import bnb
+    from runner.precision.layers.linear_8bit import within_float16
 
     rows, weight = torch.randn(8, 64), torch.randn(48, 64)
     made, gradients = [], []

@@ -10,17 +10,22 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-pytest.importorskip("runner.precision.bitsandbytes_library")
+pytest.importorskip("runner.precision.layers.bnb_library")
 
-from runner.precision import support
-from runner.precision.bitsandbytes_int8 import Linear8bit, Linear8bitTrained, pack_int8, unpack_int8
-from runner.precision.bitsandbytes_layers import (
+from runner.precision import registry
+from runner.precision.layers.linear_4bit import (
     Linear4bit,
     label,
     pack_4bit,
     packed_mode,
     plain_weights,
     unpack_4bit,
+)
+from runner.precision.layers.linear_8bit import (
+    Linear8bit,
+    Linear8bitTrained,
+    pack_int8,
+    unpack_int8,
 )
 
 FOUR = ("nf4", "nf4-dq", "fp4", "fp4-dq")
@@ -37,7 +42,7 @@ def plain(seed=0, inside=80):
 
 
 def convert(model, mode, compute="float32", **changes):
-    support.load(f"bnb-{mode}", compute_dtype=compute, **changes).convert(model)
+    registry.load(f"bnb-{mode}", compute_dtype=compute, **changes).convert(model)
     return model
 
 
@@ -525,7 +530,7 @@ def test_a_weight_that_is_not_finite_is_left():
     for mode in MODES:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         model[0].weight.data[0, 0] = math.nan
-        _, report = support.load(f"bnb-{mode}").convert(model)
+        _, report = registry.load(f"bnb-{mode}").convert(model)
         assert [row.why for row in report.modules] == ["its weight is not finite", ""]
 
 
@@ -533,4 +538,4 @@ def test_meta_weights_are_not_taken_for_packed_ones():
     with torch.device("meta"):
         model = nn.Linear(8, 8)
     with pytest.raises(NotImplementedError):
-        support.load("bnb-nf4").convert(model, torch.device("meta"))
+        registry.load("bnb-nf4").convert(model, torch.device("meta"))

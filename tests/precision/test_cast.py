@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from runner.precision.cast import (
+from runner.precision.casting import (
     DefaultDtype,
     cast_floats,
     cast_nest,

@@ -9,30 +9,30 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from runner import checkpoint
-from runner.adapter import Lora
-from runner.built_optimizers import build_driven
-from runner.checkpoint import Saved
-from runner.model import build_model, restore_model
-from runner.precision import support
-from runner.precision.portable import portable
-from runner.restore import capture, checkpoint_state_dict, restore
-from runner.spec import RunSpec
-from runner.state import TrainState
-from runner.step import loss_of, train_step
-from runner.tasks.language import Language
+from runner.checkpoint import checkpoint_file
+from runner.checkpoint.checkpoint_file import Saved
+from runner.config.schema import RunSpec
+from runner.precision import registry
+from runner.precision.layers.exportable import portable
+from runner.training.adapters import Lora
+from runner.training.model import build_model, restore_model
+from runner.training.optimizers import build_driven
+from runner.training.state import TrainState
+from runner.training.state_dict import capture, checkpoint_state_dict, restore
+from runner.training.step import loss_of, train_step
+from runner.training.tasks.language import Language
 
 CPU = torch.device("cpu")
 FP8 = ("transformer-engine", "transformer-engine-current", "transformer-engine-mxfp8",
        "transformer-engine-nvfp4", "float8-tensorwise", "float8-rowwise")  # fmt: skip
 PACKED = ("bnb-nf4", "bnb-fp4-dq", "bnb-int8")
 ALL = (*FP8, *PACKED, "bnb-int8-training")
-LORA = {"_target_": "runner.adapter.Lora", "rank": 4}
+LORA = {"_target_": "runner.training.adapters.Lora", "rank": 4}
 
 
 def load(name, **changes):
     emulate = {"emulate": True} if name in FP8 else {}
-    return support.load(name, **emulate, **changes)
+    return registry.load(name, **emulate, **changes)
 
 
 class Pair(nn.Module):
@@ -195,8 +195,8 @@ def trained(name, spec, folder, steps=3):
     state, _ = made(name, spec)
     losses = steps_of(state, range(steps))
     content = checkpoint_state_dict(state, spec, course=capture(state, []))
-    path = checkpoint.save(folder, content, keep=1)
-    return state, losses, Saved(path, checkpoint.load(path))
+    path = checkpoint_file.save(folder, content, keep=1)
+    return state, losses, Saved(path, checkpoint_file.load(path))
 
 
 def steps_of(state, seeds):

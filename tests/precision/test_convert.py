@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from runner.errors import ConfigError
 from runner.models.gpt import GPT
-from runner.precision.base import ConversionReport, Converted
-from runner.precision.convert import Rules, convert_modules, graft, is_converted, shared_with
-from runner.precision.islands import make_islands
+from runner.precision.conversion import Rules, convert_modules, graft, is_converted, shared_with
+from runner.precision.keep_fp32 import make_islands
+from runner.precision.precision import ConversionReport, Converted
+from runner.utils.errors import ConfigError
 
 
 class Doubled(nn.Linear):

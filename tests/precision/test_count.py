@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
-from runner.errors import ConfigError
-from runner.precision import support
+from runner.precision import registry
+from runner.utils.errors import ConfigError
 
 LINEAR_ONLY = "precision=float8-rowwise converts linear layers only"
 LOOKUP = "an embedding is a lookup without a product"
@@ -15,7 +15,7 @@ LOOKUP = "an embedding is a lookup without a product"
 
 def convert(model, name="float8-rowwise"):
     emulate = {} if name.startswith("bnb") else {"emulate": True}
-    return support.load(name, **emulate).convert(model)[1]
+    return registry.load(name, **emulate).convert(model)[1]
 
 
 def left(report):

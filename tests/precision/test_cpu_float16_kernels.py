@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.precision.cpu_float16 import INTO, KERNELS, float32_accumulate
+from runner.precision.emulation.float16 import INTO, KERNELS, float32_accumulate
 
 HALF = torch.float16
 # Native convolution gradients round partial sums too: up to 1.2e-3 of the output's scale.

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from runner.errors import ConfigError, Unavailable
-from runner.precision import support
+from runner.precision import registry
 from runner.precision.cuda_half import half_sums
+from runner.utils.errors import ConfigError, Unavailable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WIDE = ("64-true", "32-true", "tf32")
-HALF = sorted(set(support.names()) - set(WIDE))
+HALF = sorted(set(registry.names()) - set(WIDE))
 MATMUL = torch.backends.cuda.matmul
 
 
@@ -25,10 +25,10 @@ def sums():
 def load(name, **changes):
     """A precision that runs on a CPU, emulated where it must be."""
     emulates = name.startswith(("float8", "transformer-engine")) or name == "tf32"
-    return support.load(name, **changes, **({"emulate": True} if emulates else {}))
+    return registry.load(name, **changes, **({"emulate": True} if emulates else {}))
 
 
-@pytest.mark.parametrize("name", support.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_every_precision_sums_in_float32_and_restores_torchs_switches(name):
     assert sums() == (True, True)
     with load(name).session(nn.Linear(2, 2), CPU):
@@ -109,29 +109,29 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_bfloat16_without_its_units_is_refused_with_what_runs(turing, name):
     if name.startswith("bnb"):
-        pytest.importorskip("runner.precision.bitsandbytes_library")
+        pytest.importorskip("runner.precision.layers.bnb_library")
     with pytest.raises(Unavailable, match=REFUSED[name]) as error:
-        support.load(name).require(CUDA)
+        registry.load(name).require(CUDA)
     assert "cuda:0 (Tesla T4) has 7.5" in error.value.what
 
 
 @pytest.mark.parametrize("name", ["bf16-true", "bf16-mixed"])
 def test_bfloat16_without_its_units_runs_marked_as_emulated(turing, name, monkeypatch):
-    precision = support.load(name, emulate=True)
+    precision = registry.load(name, emulate=True)
     precision.require(CUDA)
     assert precision.emulated
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(Unavailable, match=r"emulate=true runs on a CPU; this run is on cuda"):
         precision.require(CUDA)
-    support.load(name).require(CUDA)
+    registry.load(name).require(CUDA)
 
 
 def test_other_precisions_run_without_bfloat16_units(turing):
     for name in ("32-true", "64-true", "16-true", "16-mixed"):
-        support.load(name).require(CUDA)
+        registry.load(name).require(CUDA)
 
 
 @pytest.mark.parametrize("compute", ["float16", "float32"])
 def test_packed_weights_run_without_bfloat16_units_in_another_dtype(turing, compute):
-    pytest.importorskip("runner.precision.bitsandbytes_library")
-    support.load("bnb-nf4", compute_dtype=compute).require(CUDA)
+    pytest.importorskip("runner.precision.layers.bnb_library")
+    registry.load("bnb-nf4", compute_dtype=compute).require(CUDA)

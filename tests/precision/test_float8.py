@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runner.errors import ConfigError, Unavailable
+from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.models.gpt import GPT
 from runner.models.mlp import MLP
-from runner.precision import float8, support
-from runner.precision.probe import DtypeProbe
-from runner.precision.rows import padded
-from runner.precision.scale import NoScale
-from runner.state import Driven, TrainState
-from runner.step import loss_of, train_step
-from runner.tasks.classification import Classification
+from runner.precision import float8, registry
+from runner.precision.layers.padding import padded
+from runner.precision.loss_scale import NoScale
+from runner.training.state import Driven, TrainState
+from runner.training.step import loss_of, train_step
+from runner.training.tasks.classification import Classification
+from runner.utils.errors import ConfigError, Unavailable
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 TENSORWISE, ROWWISE, HP = NAMES = ("float8-tensorwise", "float8-rowwise", "float8-rowwise-hp")
@@ -30,7 +30,7 @@ E4M3 = 2**-4
 
 
 def load(name, **changes):
-    return support.load(name, emulate=True, **changes)
+    return registry.load(name, emulate=True, **changes)
 
 
 def convert(name, model, **changes):
@@ -77,7 +77,7 @@ def state_of(precision, model):
 def test_training_lowers_a_loss_that_starts_as_float32s(name, build, weights):
     model, *batch = build()
     with torch.no_grad():
-        exact = loss_of(state_of(support.load("32-true"), model), *batch).item()
+        exact = loss_of(state_of(registry.load("32-true"), model), *batch).item()
     precision, model, report = convert(name, model, weights=weights)
     assert all(row.done or "Embedding" in row.kind for row in report.modules)
     state = state_of(precision, model)
@@ -302,7 +302,7 @@ def test_nothing_to_convert_is_refused():
 
 def test_bad_values_are_refused_together():
     with pytest.raises(ConfigError) as error:
-        support.load(TENSORWISE, recipe="delayed", weights="half", emulate="yes", min_features=0)
+        registry.load(TENSORWISE, recipe="delayed", weights="half", emulate="yes", min_features=0)
     assert error.value.problems == (
         "precision.recipe=delayed is not known. Allowed: tensorwise, rowwise, rowwise_with_gw_hp.",
         "precision.weights=half is not known. Allowed: float32, bfloat16.",
@@ -310,7 +310,7 @@ def test_bad_values_are_refused_together():
         "precision.min_features=0 must be a whole number from 1.",
     )
     with pytest.raises(ConfigError, match="float32_matmul=tf32 is not known"):
-        support.load(TENSORWISE, float32_matmul="tf32")
+        registry.load(TENSORWISE, float32_matmul="tf32")
 
 
 def refusal(precision, device):
@@ -321,7 +321,7 @@ def refusal(precision, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cpu_must_be_told_to_emulate(name):
-    error = refusal(support.load(name), CPU)
+    error = refusal(registry.load(name), CPU)
     assert f"precision={name} needs an NVIDIA GPU" in error.what
     assert error.remedy.startswith("Type precision.emulate=true for its numbers without its speed")
     load(name).require(CPU)
@@ -331,23 +331,23 @@ def test_a_cpu_must_be_told_to_emulate(name):
 def test_what_a_gpu_must_be(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert "cuda:0 (NVIDIA A100) has 8.0." in refusal(support.load(name), CUDA).what
+    assert "cuda:0 (NVIDIA A100) has 8.0." in refusal(registry.load(name), CUDA).what
     load(name).require(CUDA)
     for capability in ((8, 9), (9, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        support.load(name).require(CUDA)
+        registry.load(name).require(CUDA)
 
 
 @pytest.mark.parametrize("emulate", [False, True])
 def test_mps_has_no_fp8(emulate):
-    error = refusal(support.load(TENSORWISE, emulate=emulate), MPS)
+    error = refusal(registry.load(TENSORWISE, emulate=emulate), MPS)
     assert error.remedy == ("Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.")
 
 
 def test_a_missing_package_is_named_after_the_device(monkeypatch):
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
     assert refusal(load(ROWWISE), CPU).remedy == "Type pip install torchao."
-    assert "GPU" in refusal(support.load(ROWWISE), CPU).what
+    assert "GPU" in refusal(registry.load(ROWWISE), CPU).what
 
 
 def test_the_library_is_imported_late_and_without_a_word():

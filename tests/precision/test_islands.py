@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from runner.errors import ConfigError
-from runner.precision import support
-from runner.precision.islands import Float32Island, make_islands
-from runner.precision.probe import DtypeProbe
+from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.precision import registry
+from runner.precision.keep_fp32 import Float32Island, make_islands
+from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 OTHERS = ("16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true")
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 def converted(name, model, *patterns):
-    precision = support.load(name, keep_fp32=list(patterns))
+    precision = registry.load(name, keep_fp32=list(patterns))
     return precision, precision.convert(model)[0]
 
 

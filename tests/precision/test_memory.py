@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from runner.precision import support
-from runner.precision.memory import elements, stored_bytes, tensor_bytes
+from runner.precision import registry
+from runner.utils.tensors import elements, stored_bytes, tensor_bytes
 
 BNB = ("bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-fp4-dq", "bnb-int8", "bnb-int8-training")
 
@@ -80,10 +80,10 @@ def test_a_wrapper_counts_what_is_inside():
 
 
 def converted(name, width=512):
-    pytest.importorskip("runner.precision.bitsandbytes_library")
+    pytest.importorskip("runner.precision.layers.bnb_library")
     model = nn.Linear(width, width, bias=False)
     before = stored_bytes(model)
-    support.load(name).convert(model)
+    registry.load(name).convert(model)
     return model, stored_bytes(model) / before
 
 

@@ -16,13 +16,13 @@ import torch
 
 from models.gpt import GPT
 from models.mlp import MLP
-from runner.errors import Unavailable
-from runner.precision import support
-from runner.precision.probe import DtypeProbe
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.tasks.classification import Classification
-from runner.tasks.language import Language
+from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.precision import registry
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.training.tasks.language import Language
+from runner.utils.errors import Unavailable
 
 CPU = torch.device("cpu")
 STEPS = 25
@@ -49,11 +49,11 @@ STORES = {"bnb-nf4": "uint8", "bnb-nf4-dq": "uint8", "bnb-fp4": "uint8", "bnb-fp
 
 def load(name):
     imitated = name.startswith(("tf32", "float8", "transformer-engine"))
-    return support.load(name, **({"emulate": True} if imitated else {}))
+    return registry.load(name, **({"emulate": True} if imitated else {}))
 
 
 def here():
-    for name in support.names():
+    for name in registry.names():
         try:
             load(name).require(CPU)
         except Unavailable:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.precision.probe import DtypeProbe
+from runner.diagnostics.dtype_trace import DtypeProbe
 
 
 class Net(nn.Module):

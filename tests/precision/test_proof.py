@@ -8,10 +8,10 @@ import torchvision
 import transformers
 from torch import nn
 
-from runner.model import Built
-from runner.precision import support
-from runner.precision.convert import ROOT, is_converted
-from runner.trial import BYPASSED, CODES, build_proven
+from runner.modes.trial_forward import BYPASSED, CODES, build_proven
+from runner.precision import registry
+from runner.precision.conversion import ROOT, is_converted
+from runner.training.model import Built
 
 CPU = torch.device("cpu")
 PRECISIONS = {
@@ -117,7 +117,7 @@ def encoder():
 
 
 def lora():
-    from runner.adapter import Lora
+    from runner.training.adapters import Lora
 
     made = bert()
     made.after = lambda model, dtype: Lora(rank=2).add(model, dtype)
@@ -132,7 +132,7 @@ MODELS = {
 
 def proven(name, make_model):
     """A built model with its precision and its report."""
-    precision = support.load(name, **PRECISIONS[name])
+    precision = registry.load(name, **PRECISIONS[name])
     torch.manual_seed(0)
     x = MODELS[make_model]()
 
@@ -169,7 +169,7 @@ def test_what_counts_as_converted_is_what_runs(make_model, name):
     assert done
     assert out.float().isfinite().all()
     torch.manual_seed(0)
-    plain, _ = support.load("32-true").convert(make_model(), CPU)
+    plain, _ = registry.load("32-true").convert(make_model(), CPU)
     with torch.no_grad():
         wanted = plain.eval()(x)
     assert (out.float() - wanted).norm() < 0.35 * wanted.norm()
@@ -200,7 +200,7 @@ def test_an_embedding_may_read_the_weight_that_it_shares_with_an_idle_layer():
         def forward(self, x):
             return self.out(self.table(x))
 
-    precision = support.load("float8-tensorwise", emulate=True)
+    precision = registry.load("float8-tensorwise", emulate=True)
     x = tokens()
     made = build_proven(
         lambda: Built(*precision.convert(Idle(), CPU), 0), precision, CPU, 0, lambda: x

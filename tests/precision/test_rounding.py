@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from runner.precision.rounding import (
+from runner.precision.emulation.formats import (
     BFLOAT16,
     E2M1,
     E4M3,

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from runner.errors import ConfigError
-from runner.precision import scale as scale_module
-from runner.precision.scale import DynamicScale, HostFlag, NoScale, check_loss_scale
+from runner.precision import loss_scale as scale_module
+from runner.precision.loss_scale import DynamicScale, HostFlag, NoScale, check_loss_scale
+from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 SETTINGS = [

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from runner.precision.rounding import E2M1, E4M3, E5M2, rounded
-from runner.precision.scaled import (
+from runner.precision.emulation.formats import E2M1, E4M3, E5M2, rounded
+from runner.precision.emulation.quantizers import (
     Blocks,
     Nvfp4,
     by_exponent,

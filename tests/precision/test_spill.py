@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.pytorch_utils import Conv1D
 
-from runner.model import build_model
+from runner.config.schema import RunSpec
 from runner.models.gpt import GPT
-from runner.precision import support
-from runner.precision.spill import Spill
-from runner.spec import RunSpec
+from runner.precision import registry
+from runner.precision.disk_offload import Spill
+from runner.training.model import build_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -189,7 +189,7 @@ import sys
 from contextlib import nullcontext
 import torch
 from torch import nn
-from runner.precision.spill import Spill
+from runner.precision.disk_offload import Spill
 
 torch.set_num_threads(1)
 
@@ -232,10 +232,10 @@ def spec(low, model=None):
 @LINUX
 @pytest.mark.parametrize("name", ["bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-int8"])
 def test_a_model_built_in_low_memory_computes_the_same_bit_for_bit(folder, name):
-    pytest.importorskip("runner.precision.bitsandbytes_library")
+    pytest.importorskip("runner.precision.layers.bnb_library")
     models, sizes = [], []
     for low in (False, True):
-        precision = support.load(name, ignore_modules=["blocks.1.expand"])
+        precision = registry.load(name, ignore_modules=["blocks.1.expand"])
         torch.manual_seed(3)
         built = build_model(spec(low), precision, CPU)
         models.append(built.model)
@@ -271,7 +271,7 @@ class Spy(nn.Module):
 def test_weights_are_spilled_where_they_are_to_be_packed_and_memory_is_low(
     folder, name, low, spilled
 ):
-    pytest.importorskip("runner.precision.bitsandbytes_library")
+    pytest.importorskip("runner.precision.layers.bnb_library")
     node = {"_target_": f"{__name__}.Spy", "folder": str(folder)}
-    build_model(spec(low, node), support.load(name), CPU)
+    build_model(spec(low, node), registry.load(name), CPU)
     assert Spy.spilled == spilled

@@ -4,18 +4,18 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from runner.errors import ConfigError, Unavailable
-from runner.precision import support
+from runner.precision import registry
 from runner.precision.true import TruePrecision
+from runner.utils.errors import ConfigError, Unavailable
 
 CONF = Path(__file__).parents[2] / "conf" / "precision"
 CPU = torch.device("cpu")
 
 
 def test_every_yaml_is_listed_by_width():
-    assert set(support.names()) == {path.stem for path in CONF.glob("*.yaml")}
-    assert len(support.names()) == len(set(support.names()))
-    assert support.names()[:7] == [
+    assert set(registry.names()) == {path.stem for path in CONF.glob("*.yaml")}
+    assert len(registry.names()) == len(set(registry.names()))
+    assert registry.names()[:7] == [
         "64-true", "32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true",
     ]  # fmt: skip
 
@@ -23,36 +23,36 @@ def test_every_yaml_is_listed_by_width():
 def test_a_new_yaml_is_picked_up_after_the_known_ones(tmp_path, monkeypatch):
     for name in ("b-new", "a-new", "16-true"):
         (tmp_path / f"{name}.yaml").write_text(f"# what {name} is\n# Why: because\nname: x\n")
-    monkeypatch.setattr(support, "CONF", tmp_path)
-    assert support.names() == ["16-true", "a-new", "b-new"]
-    assert support.header("a-new") == ("what a-new is", "because")
+    monkeypatch.setattr(registry, "CONF", tmp_path)
+    assert registry.names() == ["16-true", "a-new", "b-new"]
+    assert registry.header("a-new") == ("what a-new is", "because")
 
 
-@pytest.mark.parametrize("name", support.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_a_header_says_what_and_why(name):
     lines = (CONF / f"{name}.yaml").read_text().splitlines()
     assert lines[0].startswith("# ")
     assert lines[1].startswith("# Why: ")
-    assert support.header(name) == (lines[0][2:], lines[1][7:])
+    assert registry.header(name) == (lines[0][2:], lines[1][7:])
 
 
 def test_keywords_change_what_the_yaml_says():
-    precision = support.load("bf16-true", autocast_loss=True)
+    precision = registry.load("bf16-true", autocast_loss=True)
     assert isinstance(precision, TruePrecision)
     assert (precision.name, precision.autocast_loss) == ("bf16-true", True)
-    assert not support.load("bf16-true").autocast_loss
+    assert not registry.load("bf16-true").autocast_loss
 
 
 def test_unknown_keywords_and_targets_fail():
     with pytest.raises(TypeError):
-        support.load("32-true", loss_scale={})
+        registry.load("32-true", loss_scale={})
     with pytest.raises(ConfigError, match="does not import"):
-        support.load("32-true", _target_="runner.precision.none.None")
+        registry.load("32-true", _target_="runner.precision.none.None")
 
 
 def test_a_row_for_every_precision():
-    rows = support.support(CPU)
-    assert [row.name for row in rows] == support.names()
+    rows = registry.support(CPU)
+    assert [row.name for row in rows] == registry.names()
     assert {row.device for row in rows} == {"cpu"}
     by_name = {row.name: row for row in rows}
     assert by_name["32-true"].runs
@@ -69,8 +69,8 @@ def test_rows_follow_require(monkeypatch):
 
     monkeypatch.setattr(TruePrecision, "require", refuse)
     plain = ("64-true", "32-true", "tf32", "16-true", "bf16-true")
-    refused = [row for row in support.support(CPU) if not row.runs and row.name in plain]
-    assert refused == [support.Support("bf16-true", "cpu", "not on cpu", "type another")]
+    refused = [row for row in registry.support(CPU) if not row.runs and row.name in plain]
+    assert refused == [registry.Support("bf16-true", "cpu", "not on cpu", "type another")]
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_rows_follow_require(monkeypatch):
 )  # fmt: skip
 def test_a_name_says_what_runs(name, change, told):
     with pytest.raises(ConfigError, match=f"is not what {name} is") as error:
-        support.load(name, **change)
+        registry.load(name, **change)
     (problem,) = error.value.problems
     assert problem.endswith(told)
 
 
 def test_a_preset_sweeps_over_all_of_them():
     node = OmegaConf.load(CONF.parent / "sweep" / "every_precision.yaml")
-    assert node.hydra.sweeper.params.precision.split(",") == support.names()
+    assert node.hydra.sweeper.params.precision.split(",") == registry.names()

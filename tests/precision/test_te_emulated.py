@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from runner.precision import support, te_emulated
-from runner.precision.rounding import E4M3, E5M2
-from runner.precision.scaled import Blocks, by_power_of_two, to_the_top
+from runner.precision import registry
+from runner.precision.emulation import te_emulation
+from runner.precision.emulation.formats import E4M3, E5M2
+from runner.precision.emulation.quantizers import Blocks, by_power_of_two, to_the_top
 
 CPU = torch.device("cpu")
-TE = [name for name in support.names() if name.startswith("transformer-engine")]
+TE = [name for name in registry.names() if name.startswith("transformer-engine")]
 
 
 def load(name, **changes):
-    return support.load(name, emulate=True, **changes)
+    return registry.load(name, emulate=True, **changes)
 
 
 def spread(*shape, seed=0):
@@ -72,8 +73,8 @@ def test_a_high_precision_backward(name):
 
 
 def test_gradients_are_in_e5m2_only_where_the_recipe_says():
-    hybrid = te_emulated.operands({"kind": "current"})
-    plain = te_emulated.operands({"kind": "current", "format": "E4M3"})
+    hybrid = te_emulation.operands({"kind": "current"})
+    plain = te_emulation.operands({"kind": "current", "format": "E4M3"})
     x = spread(16, 16)
     assert torch.equal(hybrid.grad.along(x), Blocks(E5M2, to_the_top)(x))
     assert torch.equal(plain.grad.along(x), Blocks(E4M3, to_the_top)(x))
@@ -82,7 +83,7 @@ def test_gradients_are_in_e5m2_only_where_the_recipe_says():
 
 def test_blocks_run_along_what_a_product_contracts():
     x = spread(256, 256)
-    how = te_emulated.operands({"kind": "block"})
+    how = te_emulation.operands({"kind": "block"})
     line = Blocks(E4M3, by_power_of_two, (1, 128))
     along, across = how.input.both(x)
     assert torch.equal(along, line(x))

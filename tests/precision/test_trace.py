@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.precision.trace import Trace, begins, seen
+from runner.diagnostics.nonfinite_trace import Trace, begins, seen
 
 
 class Times(nn.Module):

@@ -11,16 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runner.errors import ConfigError, Unavailable
-from runner.precision import support, te_layers, te_recipes
-from runner.precision.convert import Rules
-from runner.precision.rows import padded
-from runner.precision.te_layers import convert_layers, find_pairs, unfit, unfit_shape
+from runner.precision import registry, te_recipes
+from runner.precision.conversion import Rules
+from runner.precision.layers import te_layers
+from runner.precision.layers.padding import padded
+from runner.precision.layers.te_layers import convert_layers, find_pairs, unfit, unfit_shape
 from runner.precision.te_recipes import KINDS
 from runner.precision.transformer_engine import TransformerEnginePrecision, _fit
+from runner.utils.errors import ConfigError, Unavailable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-NAMES = [name for name in support.names() if name.startswith("transformer-engine")]
+NAMES = [name for name in registry.names() if name.startswith("transformer-engine")]
 DELAYED, FLOAT16 = "transformer-engine", "transformer-engine-float16"
 
 
@@ -33,7 +34,7 @@ def problems(**changes):
 # The config.
 def test_there_is_a_yaml_for_each_recipe_with_all_its_keys_at_their_defaults():
     assert len(NAMES) == 6
-    loaded = [support.load(name) for name in NAMES]
+    loaded = [registry.load(name) for name in NAMES]
     assert {p.recipe["kind"] for p in loaded} == set(KINDS)
     for precision in loaded:
         keys = {key: entry.default for key, entry in precision.kind.keys.items()}
@@ -84,14 +85,14 @@ def test_nvfp4_has_no_float16():
 def test_float16_weights_refuse_an_eps_that_underflows():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    support.load(DELAYED).check_optimizers([optimizer])
+    registry.load(DELAYED).check_optimizers([optimizer])
     with pytest.raises(ConfigError, match=r"optimizer\.eps=1e-08"):
-        support.load(FLOAT16).check_optimizers([optimizer])
+        registry.load(FLOAT16).check_optimizers([optimizer])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_forward_on_a_cpu_only_sets_the_default_dtype(name):
-    precision = support.load(name)
+    precision = registry.load(name)
     for _ in range(2):
         with precision.forward(CPU):
             assert torch.get_default_dtype() is precision.storage
@@ -102,7 +103,7 @@ def test_the_forward_on_a_cpu_only_sets_the_default_dtype(name):
 # What a machine must have.
 def refusal(name, device=CUDA):
     with pytest.raises(Unavailable) as error:
-        support.load(name).require(device)
+        registry.load(name).require(device)
     return error.value
 
 
@@ -143,7 +144,7 @@ RUNS = {
 @pytest.mark.parametrize("name", NAMES)
 def test_the_capability_that_each_recipe_needs(name, capability, gpu, monkeypatch):
     gpu(capability)
-    precision = support.load(name)
+    precision = registry.load(name)
     library(monkeypatch, **{precision.kind.check: lambda return_reason: (True, "")})
     if capability in RUNS[precision.recipe["kind"]]:
         precision.require(CUDA)
@@ -476,7 +477,7 @@ def trained(precision):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("te")
 def test_the_library_takes_every_recipe_and_fills_none_from_the_environment(name):
-    precision = support.load(name)
+    precision = registry.load(name)
     made = precision._recipe
     assert type(made).__name__ == precision.kind.recipe
     assert precision._recipe is made
@@ -505,7 +506,7 @@ def test_power_of_two_scales_reach_what_the_library_reads():
 def test_the_librarys_layers_hold_the_plain_models_parameters(name, fuse):
     model = nn.Sequential(Block(64), nn.Linear(64, 3))
     plain, before = copy.deepcopy(model), dict(model.named_parameters())
-    precision = support.load(name, fuse=fuse, keep_fp32=["0.out"])
+    precision = registry.load(name, fuse=fuse, keep_fp32=["0.out"])
     model, report = precision.convert(model)
     assert all(before[n] is p for n, p in model.named_parameters())
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -524,12 +525,12 @@ def test_the_librarys_layers_hold_the_plain_models_parameters(name, fuse):
         assert twin[0].into.layer_norm_weight is twin[0].norm1.weight
         assert "norm1.weight" not in dict(twin[0].into.named_parameters())
     with pytest.raises(ConfigError, match="is a TELinear already"):
-        support.load(name).convert(nn.Sequential(model[0].gate))
+        registry.load(name).convert(nn.Sequential(model[0].gate))
 
 
 @pytest.mark.usefixtures("te")
 def test_fp8_state_survives_a_resume_without_a_pickle(tmp_path):
-    precision = support.load(DELAYED)
+    precision = registry.load(DELAYED)
     model = trained(precision)
     state = precision.state_dict(model)
     assert set(state) == {"0", "1"}
@@ -547,31 +548,31 @@ def test_fp8_state_survives_a_resume_without_a_pickle(tmp_path):
         assert quantizer.scale.data_ptr() == held.scale.data_ptr()
         assert quantizer.amax.data_ptr() == held.amax_history.data_ptr()
     precision.load_state_dict(fresh, {})
-    other = support.load("transformer-engine-current")
+    other = registry.load("transformer-engine-current")
     other.load_state_dict(fresh, saved)
     assert other.state_dict(fresh) == other.gauges(fresh) == {}
 
 
 @pytest.mark.usefixtures("te")
 def test_a_resume_with_another_history_keeps_the_latest():
-    model = trained(support.load(DELAYED))
+    model = trained(registry.load(DELAYED))
     for length, last in ((4, 7.0), (1, 0.0)):
-        precision = support.load(DELAYED, recipe={"kind": "delayed", "amax_history_len": length})
+        precision = registry.load(DELAYED, recipe={"kind": "delayed", "amax_history_len": length})
         fresh, _ = precision.convert(nn.Sequential(nn.Linear(32, 32)))
-        precision.load_state_dict(fresh, support.load(DELAYED).state_dict(model))
+        precision.load_state_dict(fresh, registry.load(DELAYED).state_dict(model))
         history = precision.state_dict(fresh)["0"]["forward_amax_history"]
         assert (len(history), history[-1, 0].item()) == (length, last)
 
 
 @pytest.mark.usefixtures("te")
 def test_gauges_are_the_inputs_latest_amax_and_scale():
-    precision = support.load(DELAYED)
+    precision = registry.load(DELAYED)
     gauges = precision.gauges(trained(precision))
     assert {key: value.item() for key, value in gauges.items()} == {
         "fp8/amax/0": 7.0, "fp8/scale/0": 2.0, "fp8/amax/1": 8.0, "fp8/scale/1": 3.0,
     }  # fmt: skip
     recipe = {"kind": "delayed", "amax_history_len": 1, "margin": 1}
-    precision = support.load(DELAYED, recipe=recipe)
+    precision = registry.load(DELAYED, recipe=recipe)
     gauges = precision.gauges(trained(precision))
     assert gauges["fp8/amax/0"].item() == 448 / 2 / 2.0
 
@@ -579,7 +580,7 @@ def test_gauges_are_the_inputs_latest_amax_and_scale():
 @pytest.mark.parametrize("update", [False, True])
 @pytest.mark.usefixtures("te")
 def test_an_evaluation_leaves_the_scales(update):
-    precision = support.load(DELAYED, update_in_eval=update)
+    precision = registry.load(DELAYED, update_in_eval=update)
     model = trained(precision)
     before = precision.state_dict(model)
     with precision.evaluating(model):
@@ -593,7 +594,7 @@ def test_an_evaluation_leaves_the_scales(update):
 
 
 def test_a_run_updates_its_own_scales_only(te):
-    manager, precision = te.FP8GlobalStateManager, support.load(DELAYED)
+    manager, precision = te.FP8GlobalStateManager, registry.load(DELAYED)
     model = trained(precision)
     for layer in model:
         layer.fp8_meta["recipe"] = precision._recipe
@@ -613,7 +614,7 @@ def test_a_run_updates_its_own_scales_only(te):
 
 
 def test_the_forward_context_on_a_gpu_serves_again(te):
-    precision = support.load(DELAYED)
+    precision = registry.load(DELAYED)
     for _ in range(2):
         with torch.no_grad(), precision.forward(CUDA):
             assert te.FP8GlobalStateManager.is_fp8_enabled()

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.segmentation.lraspp import LRASPP
 
-from runner.tasks.base import Task, mean, stack, wide
+from runner.training.tasks.task import Task, mean, stack, wide
 
 TOKENS = 64
 LENGTH = 12
@@ -212,8 +212,8 @@ def _pixels(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return images, torch.randint(CLASSES, (EXAMPLES, 32, 32), generator=generator)
 
 
-LANGUAGE = "runner.tasks.language.Language"
-CLASSIFICATION = "runner.tasks.classification.Classification"
+LANGUAGE = "runner.training.tasks.language.Language"
+CLASSIFICATION = "runner.training.tasks.classification.Classification"
 SEGMENTATION = f"{__name__}.Segmentation"
 
 

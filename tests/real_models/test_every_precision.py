@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
-from runner.precision.convert import is_converted
-from runner.precision.support import load
-from runner.run import run
+from runner.modes.run import run
+from runner.precision.conversion import is_converted
+from runner.precision.registry import load
 from runner.tracking.none import NoTracker
 
 STEPS = 3

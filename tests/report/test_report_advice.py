@@ -1,20 +1,20 @@
-"""runner.report.advice and advised: the ranking, the pick, and how both are told."""
+"""runner.sweep.report.ranking and advised: the ranking, the pick, and how both are told."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from runner.report.advice import Advice, advise
-from runner.report.advised import answer, besides, blocks, next_lines, table
-from runner.report.data import Job, SweepData
-from runner.report.pages import write_report
-from runner.report.question import Question
-from runner.report.render import to_markdown
-from runner.report.stats import Ratio
-from runner.report.verdict import health, reason
-from runner.result import RunResult
-from runner.tracking.metrics import VAL_LOSS
+from runner.modes.result import RunResult
+from runner.sweep.advisor.settings import Question
+from runner.sweep.report.advice_page import answer, besides, blocks, next_lines, table
+from runner.sweep.report.jobs import Job, SweepData
+from runner.sweep.report.pages import write_report
+from runner.sweep.report.ranking import Advice, advise
+from runner.sweep.report.statistics import Ratio
+from runner.sweep.report.verdict import health, reason
+from runner.tracking.metric_names import VAL_LOSS
+from runner.utils.markup import to_markdown
 
 ASKED = Question("time", 1.0, 100, 60, 5, "5m", ["python", "-m", "runner", "model=mlp"])
 NOISE = (0.0, 0.01, -0.01, 0.02, -0.02)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from matplotlib.collections import PathCollection
 
-from runner.plots import plain, svg
-from runner.report.charts import legend, overview, panels, styles
-from runner.report.data import Job, SweepData
-from runner.report.thin import BUCKETS, MEANS, envelope, means, points
-from runner.result import RunResult
+from runner.modes.result import RunResult
+from runner.sweep.report.charts import legend, overview, panels, styles
+from runner.sweep.report.downsample import BUCKETS, MEANS, envelope, means, points
+from runner.sweep.report.jobs import Job, SweepData
+from runner.utils.plots import plain, svg
 
 
 def curve(values, steps=None):

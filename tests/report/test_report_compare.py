@@ -3,16 +3,16 @@ import math
 import pytest
 from scipy import stats
 
-from runner.report.compare import compare, groups, pareto
-from runner.report.conclusion import (
+from runner.modes.result import RunResult, sweep_table
+from runner.sweep.report.compare import compare, groups, pareto
+from runner.sweep.report.conclusion import (
     around,
     conclusion,
     plus_minus,
     recommended,
     verdict,
 )
-from runner.report.stats import Spread, difference
-from runner.result import RunResult, sweep_table
+from runner.sweep.report.statistics import Spread, difference
 
 CPU, GPU = "Some CPU (2 of 2 threads)", "NVIDIA H100"
 

@@ -1,8 +1,8 @@
 """What a sweep of short jobs says."""
 
-from runner.report.compare import compare
-from runner.report.conclusion import conclusion
-from runner.result import RunResult
+from runner.modes.result import RunResult
+from runner.sweep.report.compare import compare
+from runner.sweep.report.conclusion import conclusion
 
 
 def test_jobs_too_short_for_a_speed_are_compared_by_quality():

@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runner.errors import ConfigError, TrackingError
-from runner.layout import HISTORY
-from runner.report.command import rebuild, store_report
-from runner.report.compare import compare
-from runner.report.gather import from_folder, from_store, named_apart, write_jobs
-from runner.result import RunResult
+from runner.modes.result import RunResult
+from runner.sweep.report.compare import compare
+from runner.sweep.report.load import from_folder, from_store, named_apart, write_jobs
+from runner.sweep.report.rebuild import rebuild, store_report
 from runner.tracking import history
-from runner.tracking.base import RunInfo
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.reader import Reader
+from runner.tracking.tracker import RunInfo
+from runner.utils.errors import ConfigError, TrackingError
+from runner.utils.layout import HISTORY
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -149,9 +149,9 @@ def test_a_store_tells_of_jobs_that_left_no_list(stored):
 
 def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatch):
     monkeypatch.setattr(Reader, "artifact", lambda *_: b"PK\x03\x04 cut off")
-    monkeypatch.setattr("runner.report.gather._told", lambda *_: ([DONE], [], False, 1, None))
+    monkeypatch.setattr("runner.sweep.report.load._told", lambda *_: ([DONE], [], False, 1, None))
     monkeypatch.setattr(
-        "runner.report.gather._result", lambda _, run: replace(DONE, run_id=run.run_id)
+        "runner.sweep.report.load._result", lambda _, run: replace(DONE, run_id=run.run_id)
     )
     reader = Reader(stored[0])
     jobs = from_store(reader, reader.run(stored[1])).jobs

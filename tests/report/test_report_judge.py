@@ -1,4 +1,4 @@
-"""runner.report.judge: verdicts with the error that they state."""
+"""runner.sweep.report.paired_test: verdicts with the error that they state."""
 
 import math
 import random
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from runner.report.judge import ERROR, judge, yardstick
+from runner.sweep.report.paired_test import ERROR, judge, yardstick
 
 
 def test_a_clear_harm_is_worse_and_its_interval_is_students() -> None:

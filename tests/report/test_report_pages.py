@@ -6,9 +6,10 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from runner.report.data import Job, SweepData
-from runner.report.pages import summary_markdown, write_report
-from runner.report.render import (
+from runner.modes.result import RunResult
+from runner.sweep.report.jobs import Job, SweepData
+from runner.sweep.report.pages import summary_markdown, write_report
+from runner.utils.markup import (
     Cell,
     Commands,
     Items,
@@ -19,7 +20,6 @@ from runner.report.render import (
     markdown,
     md,
 )
-from runner.result import RunResult
 
 CPU = "Some CPU (2 of 2 threads)"
 HOSTILE = (

@@ -37,7 +37,7 @@ class Outcome:
         return found[-1]
 
     def weights(self):
-        from runner.checkpoint import load
+        from runner.checkpoint.checkpoint_file import load
 
         return load(self.checkpoint())["model"]
 

@@ -106,8 +106,8 @@ def test_a_killed_process_is_started_anew_and_the_run_ends_the_same(tmp_path, ro
 
 
 def test_a_shard_that_has_changed_is_told(runs, tmp_path):
-    from runner.checkpoint import load
-    from runner.errors import ConfigError
+    from runner.checkpoint.checkpoint_file import load
+    from runner.utils.errors import ConfigError
 
     folder = shutil.copytree(runs["fsdp-Stays-whole"].folder / "checkpoints", tmp_path / "copy")
     (shard, *_) = sorted(folder.glob("*.shards/*"))

@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.errors import ConfigError, Unavailable
-from runner.precision.support import load
-from runner.state import Driven, TrainState
-from runner.step import train_step
-from runner.strategy.ddp import DDP
-from runner.strategy.fsdp import FSDP
-from runner.tasks.classification import Classification
-from runner.torchrun import Place, join, place
+from runner.distributed.ddp import DDP
+from runner.distributed.fsdp import FSDP
+from runner.distributed.torchrun import Place, join, place
+from runner.precision.registry import load
+from runner.training.state import Driven, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
 

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_module
 
-from runner import torchrun
-from runner.argv import rewrite
-from runner.config import register_schema, resolve
-from runner.errors import RunnerError
-from runner.origin import Origin
-from runner.run import run
+from runner.config.invocation import Origin
+from runner.config.overrides import rewrite
+from runner.config.resolve import register_schema, resolve
+from runner.distributed import torchrun
+from runner.modes.run import run
+from runner.utils.errors import RunnerError
 
 torch.set_num_threads(1)
-OWN = "tracking._target_=runner.tracking.process_journal.ProcessJournal"
+OWN = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
 
 
 def counted(folder, rank):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from runner.errors import ConfigError
-from runner.tasks.classification import Classification
+from runner.training.tasks.classification import Classification
+from runner.utils.errors import ConfigError
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 3.0], [5.0, 0.0, 0.0]])
 TARGET = torch.tensor([0, 1, 2, 1])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from runner.tasks import base
-from runner.tasks.base import Task
+from runner.training.tasks import task
+from runner.training.tasks.task import Task
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "task").glob("*.yaml"))
 
@@ -28,5 +28,5 @@ def test_sums_are_single_on_mps_only():
     class OnMps:
         device = torch.device("mps")
 
-    assert base.wide(OnMps()) == torch.float32
-    assert base.wide(torch.zeros(1)) == torch.float64
+    assert task.wide(OnMps()) == torch.float32
+    assert task.wide(torch.zeros(1)) == torch.float64

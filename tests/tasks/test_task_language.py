@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from runner.tasks.language import Language
+from runner.training.tasks.language import Language
 
 
 def batch():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from runner.tasks.regression import Regression
+from runner.training.tasks.regression import Regression
 
 
 def test_mean_over_all_elements_of_unequal_batches():

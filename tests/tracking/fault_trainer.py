@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from runner.tracking.base import RunInfo
 from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.tracker import RunInfo
 
 BLOCK = 20
 BEGAN_MS = 1_700_000_000_000

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from fault_trainer import BEGAN_MS, values
 
-from runner.layout import HISTORY
 from runner.tracking import history
-from runner.tracking.progress import Progress
+from runner.tracking.upload_state import Progress
+from runner.utils.layout import HISTORY
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # mlflow's imports, not ours

@@ -12,8 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from runner.tracking import dashboard
-from runner.tracking.base import NOTE_TAG
-from runner.tracking.metrics import METRICS
+from runner.tracking.metric_names import METRICS
+from runner.tracking.tracker import NOTE_TAG
 
 TAG, SWEEP_TAG = (
     "mlflow.sharedViewState.precision-runner",

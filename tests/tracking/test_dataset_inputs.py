@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from runner.data.base import Splits
-from runner.data.digits import digits
+from runner.data.datasets.digits import digits
 from runner.data.fingerprint import describe
-from runner.tracking.inputs import log_inputs
+from runner.data.splits import Splits
+from runner.tracking.writer.dataset_inputs import log_inputs
 
-NODE = {"_target_": "runner.data.digits.digits", "seed": 0, "meta": {"classes": 10}}
+NODE = {"_target_": "runner.data.datasets.digits.digits", "seed": 0, "meta": {"classes": 10}}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_mlflow_reads_the_schema_and_the_source(store, run_in):
     (features,) = schema.features.inputs
     assert (str(features.type), features.shape) == ("float32", (-1, 1, 8, 8))
     assert schema.targets.inputs[0].shape == (-1,)
-    assert get_source(dataset).to_dict()["tags"]["target"] == "runner.data.digits.digits"
+    assert get_source(dataset).to_dict()["tags"]["target"] == "runner.data.datasets.digits.digits"
 
 
 def test_runs_on_the_same_data_share_one_data_set(store, run_in):

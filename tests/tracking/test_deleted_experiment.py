@@ -5,9 +5,9 @@ import sqlite3
 import pytest
 from mlflow.tracking import MlflowClient
 
-from runner.tracking.answers import RefusedError
-from runner.tracking.store import Store
 from runner.tracking.uri import sqlite_path
+from runner.tracking.writer.store import Store
+from runner.tracking.writer.store_errors import RefusedError
 
 # MLflow's, which runs in this process here.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import TrackingError
-from runner.secrets import hide
-from runner.tracking.base import RunInfo
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.process import WriterProcess
+from runner.tracking.tracker import RunInfo
 from runner.tracking.uri import resolve_experiment_id
+from runner.tracking.writer_process import WriterProcess
+from runner.utils.errors import TrackingError
+from runner.utils.secrets import hide
 
 CWD = Path("/lab")
 
@@ -121,8 +121,8 @@ from pathlib import Path
 import mlflow
 from hydra import compose, initialize_config_module
 
-from runner.config import register_schema, resolve
-from runner.run import run
+from runner.config.resolve import register_schema, resolve
+from runner.modes.run import run
 
 mlflow.set_tracking_uri(sys.argv[1])
 mlflow.set_experiment("notebook")

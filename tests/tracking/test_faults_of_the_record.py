@@ -20,7 +20,7 @@ from serving import Server
 sys.path.insert(0, str(Path(__file__).parent))
 from faults import ROOT, Trainer, counted, progress_of, status_of
 
-from runner.sync import sync
+from runner.cli.sync import sync
 from runner.tracking import journal as journals
 
 # MLflow's warnings, where its client reads a database in this process.

@@ -2,9 +2,9 @@ import os
 
 import pytest
 
-from runner.layout import HISTORY
 from runner.tracking import history
 from runner.tracking.journal import Journal
+from runner.utils.layout import HISTORY
 
 
 def journal(folder, *values):

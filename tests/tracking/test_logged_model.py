@@ -12,9 +12,9 @@ import torch
 from serving import Server
 from torch import nn
 
-from runner.export import export
+from runner.checkpoint.export import export
 from runner.precision.mixed import MixedPrecision
-from runner.tracking.logged_model import log_model
+from runner.tracking.writer.logged_model import log_model
 
 ODD = "Anna's model"
 
@@ -148,7 +148,7 @@ def test_the_writer_needs_no_torch_for_it(quiet_store, exported, tmp_path, root)
         "import json, pathlib, sys, warnings\n"
         "warnings.simplefilter('ignore')\n"
         f"sys.path.insert(0, {str(root)!r})\n"
-        "from runner.tracking.logged_model import log_model\n"
+        "from runner.tracking.writer.logged_model import log_model\n"
         "uri, run_id, folder, facts = sys.argv[1:]\n"
         "facts = json.loads(facts)\n"
         "log_model(uri, run_id, pathlib.Path(folder), facts, 'model')\n"

@@ -11,13 +11,13 @@ from serving import Server
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from runner.data.base import Splits
+from runner.checkpoint.export import export
 from runner.data.fingerprint import describe
-from runner.export import export
-from runner.precision.support import load
+from runner.data.splits import Splits
+from runner.precision.registry import load
 from runner.tracking import history
-from runner.tracking.base import RunInfo
 from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.tracker import RunInfo
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,11 @@ import warnings
 
 import pytest
 
-from runner.errors import ConfigError, TrackingError
-from runner.sync import sync
-from runner.tracking.base import RunInfo
+from runner.cli.sync import sync
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.process import shared_writer
+from runner.tracking.tracker import RunInfo
+from runner.tracking.writer_process import shared_writer
+from runner.utils.errors import ConfigError, TrackingError
 
 KEYS = tuple(f"train/metric_{number}" for number in range(7))
 
@@ -187,9 +187,9 @@ def test_beside_a_deleted_experiment_the_user_is_told_where_runs_go(begin, store
 
 
 def test_a_store_without_dashboards_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch):
-    from runner.tracking.store import Store
+    from runner.tracking.writer.store import Store
 
-    monkeypatch.setattr("runner.tracking.views.version_of", lambda uri: "3.9.0")
+    monkeypatch.setattr("runner.tracking.dashboard_views.version_of", lambda uri: "3.9.0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mlflow's, while it makes its tables
         store = Store(f"sqlite:///{tmp_path}/mlflow.db")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from runner.errors import TrackingError
 from runner.tracking.reader import Reader
+from runner.utils.errors import TrackingError
 
 
 def test_a_password_is_hidden_before_the_text_is_cut(monkeypatch):

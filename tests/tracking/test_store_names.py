@@ -3,7 +3,7 @@
 import pytest
 from mlflow.utils import validation
 
-from runner.tracking.names import cut, distinct, legal_name
+from runner.tracking.writer.names import cut, distinct, legal_name
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import ConfigError
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
+from runner.utils.errors import ConfigError
 
 CWD = Path("/lab")
 

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from runner.errors import ConfigError
-from runner.tracking import system
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.system import SystemMetrics
+from runner.tracking.writer import system_metrics
+from runner.tracking.writer.system_metrics import SystemMetrics
+from runner.utils.errors import ConfigError
 
 pytest.importorskip("psutil")
 
@@ -88,14 +88,14 @@ def test_a_process_that_is_gone_is_left_out():
 
 
 def test_a_monitor_that_breaks_or_is_missing_is_left_out(monkeypatch):
-    real = system.import_module
+    real = system_metrics.import_module
 
     def without_disk(name):
         if name.endswith("disk_monitor"):
             raise ImportError("No module named 'psutil'")
         return real(name)
 
-    monkeypatch.setattr(system, "import_module", without_disk)
+    monkeypatch.setattr(system_metrics, "import_module", without_disk)
     values = SystemMetrics(10).sample()
     assert "system/cpu_utilization_percentage" in values
     assert "system/disk_usage_percentage" not in values
@@ -105,7 +105,7 @@ def test_without_any_monitor_it_is_never_due(monkeypatch):
     def nothing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(system, "import_module", nothing)
+    monkeypatch.setattr(system_metrics, "import_module", nothing)
     metrics = SystemMetrics(10, process=os.getpid())
     assert not metrics.due(1e9)
     assert metrics.sample() == {}

@@ -6,14 +6,15 @@ import time
 
 import pytest
 
-from runner.tracking import follow, left, writer
-from runner.tracking.answers import RefusedError, UnreachableError
-from runner.tracking.batch import next_batch
-from runner.tracking.follow import Follower
-from runner.tracking.followed import Followed
+from runner.tracking import pending
 from runner.tracking.journal import Journal
-from runner.tracking.progress import Progress
-from runner.tracking.store import MAX_POINTS
+from runner.tracking.journal_status import Followed
+from runner.tracking.upload_state import Progress
+from runner.tracking.writer import uploader, writer_main
+from runner.tracking.writer.batches import next_batch
+from runner.tracking.writer.store import MAX_POINTS
+from runner.tracking.writer.store_errors import RefusedError, UnreachableError
+from runner.tracking.writer.uploader import Follower
 
 START = {"id": "1", "time": 1, "uri": "fake", "experiment": "e", "name": None, "params": {}}
 QUIET = ("progress", "waiting", "back")
@@ -60,15 +61,15 @@ def journal(tmp_path):
 def work(journal, monkeypatch):
     """A writer on a fake store with one journal; `events` are what it tells the trainer."""
     receive, send = os.pipe()
-    one = writer.Writer(os.getpid(), send)
+    one = writer_main.Writer(os.getpid(), send)
     store = one.store = FakeStore()
     name = one.name = str(journal.path)
     follower = Follower(
         journal.path, FakeStores(store), lambda *args, **kw: one._emit(name, *args, **kw)
     )
-    task = one._tasks[name] = one.task = writer.Task(follower)
-    monkeypatch.setattr(follow, "PARTIAL_SECONDS", 0.0)
-    monkeypatch.setattr(left, "settle_behind", lambda folder: 0)
+    task = one._tasks[name] = one.task = writer_main.Task(follower)
+    monkeypatch.setattr(uploader, "PARTIAL_SECONDS", 0.0)
+    monkeypatch.setattr(pending, "settle_behind", lambda folder: 0)
 
     def turn(seconds_later=0.0):
         if seconds_later:
@@ -312,7 +313,7 @@ def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(
     assert [event["event"] for event in work.events()] == ["error", "closed"]
     assert not Progress(journal.path).peek()
     journal.close()
-    assert left.state_of(journal.path) == "refused"
+    assert pending.state_of(journal.path) == "refused"
 
 
 def test_a_torn_progress_file_starts_over_and_looks_for_the_run(journal):
@@ -324,7 +325,7 @@ def test_a_torn_progress_file_starts_over_and_looks_for_the_run(journal):
 
 
 def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
-    from runner.tracking.writer import NAP_SECONDS, REST, Task, Writer
+    from runner.tracking.writer.writer_main import NAP_SECONDS, REST, Task, Writer
 
     class Idle:
         behind = 0.0

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from runner.tracking.base import RunInfo
 from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.tracker import RunInfo
 
 STEPS = 400
 

@@ -1,0 +1,1 @@
+"""Write, find and read checkpoints, and export models."""

@@ -1,0 +1,225 @@
+"""Checkpoints: one file each, loadable without unpickling anything but tensors and containers."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from runner.checkpoint import sharded_tensors
+from runner.config.renamed import with_current_targets
+from runner.config.signature import is_signed
+from runner.tracking.reader import folder_of_run
+from runner.utils.errors import ConfigError
+from runner.utils.files import written_by_torch
+from runner.utils.tpu import is_tpu
+
+FORMAT = 1
+_KINDS = {
+    "spec": dict, "choices": dict, "precision": str, "layout": str, "precision_state": dict,
+    "metrics": dict, "step": int, "epoch": int, "skipped_steps": int, "model": dict,
+    "optimizers": list, "schedulers": list, "loss_scale": dict,
+}  # fmt: skip
+_SIGNED = "spec"
+_PARTS = ("model", "data", "task", "precision", "optimizer", "scheduler", "adapter", "debug")
+"""Mappings in a spec."""
+
+
+def is_own(content: Mapping[str, Any]) -> bool:
+    """Check whether this user's key has signed the spec that a checkpoint holds."""
+    spec = content.get("signed_spec", content["spec"])
+    return is_signed(_SIGNED, repr(spec), content.get("signature"))
+
+
+def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
+    """Write `step-<n>.pt` aside, sync and rename it, then drop all but the newest `keep`. What
+    was there stays whole whatever happens meanwhile. Its parts, if any, are there already.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = path_of(folder, content["step"])
+    aside = path.with_suffix(".partial")
+    try:
+        with written_by_torch(aside) as file:
+            torch.save(tree_map_only(Tensor, _portable, dict(content)), file)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    aside.replace(path)
+    _sync(folder)  # the rename, too
+    for old in sorted(folder.glob("step-*.pt"))[:-keep]:
+        drop(old)
+    return path
+
+
+def drop(path: Path) -> None:
+    """Remove a checkpoint, with its parts."""
+    path.unlink()
+    shutil.rmtree(parts_of(path), ignore_errors=True)
+
+
+def parts_of(path: Path) -> Path:
+    """Where the parts of a checkpoint lie that several processes wrote."""
+    return path.with_suffix(sharded_tensors.SUFFIX)
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    """torch_xla's tensors go back to their device whatever map_location says, so as on the host."""
+    return tensor.cpu() if is_tpu(tensor.device) else tensor
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"step-{step:08d}.pt"
+
+
+def keep_best(path: Path) -> Path:
+    """Keeps a checkpoint as `best.pt`, too, whatever becomes of it under its own name."""
+    best = path.with_name("best.pt")
+    if (parts := parts_of(path)).is_dir():
+        shutil.rmtree(parts_of(best), ignore_errors=True)
+        shutil.copytree(parts, parts_of(best), copy_function=os.link)
+    aside = best.with_suffix(".partial")
+    aside.unlink(missing_ok=True)
+    os.link(path, aside)
+    return aside.replace(best)
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Renames the checkpoints after a step from which a run goes on: they are of another course,
+    or damaged."""
+    for path in folder.glob("step-*.pt"):
+        if path > path_of(folder, step):
+            path.replace(path.with_suffix(".superseded"))
+
+
+def _sync(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def find(where: str, tracking_uri: str | None = None, key: str = "checkpoint") -> Path:
+    """The checkpoint that a file, a run's folder or an MLflow run id names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return _found(where, tracking_uri, key)[0]
+
+
+def newest(where: str, tracking_uri: str | None, key: str, told: list[str]) -> "Saved":
+    """The newest checkpoint that is whole, as find() looks for it.
+
+    Args:
+        where: a file, a run's folder or an MLflow run id.
+        tracking_uri: where an id is looked up.
+        key: that names it, for messages.
+        told: gets a line for each file that was passed over.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    problem = ConfigError("")
+    for path in _found(where, tracking_uri, key):
+        try:
+            return Saved(path, load(path))
+        except ConfigError as error:
+            problem = error
+            told.append(f"passed over {path}: it is damaged")
+    raise problem
+
+
+def _found(where: str, tracking_uri: str | None, key: str) -> list[Path]:
+    """Newest first."""
+    path = Path(where)
+    try:
+        if path.is_file():
+            return [path]
+        if not path.exists() and "/" not in where and "\\" not in where:
+            path = folder_of_run(where, tracking_uri, key)
+    except OSError as error:  # too long for a name, a loop of links
+        raise ConfigError(f"{key}={where}: {error.strerror}. Type a file or folder.") from error
+    found = sorted(path.glob("checkpoints/step-*.pt")) or sorted(path.glob("step-*.pt"))
+    if not found:
+        raise ConfigError(
+            f"{key}={where}: no checkpoint is there. Give a .pt file, the folder of a run "
+            "(outputs/runs/<time>), or the id of an MLflow run that was trained on this machine."
+        )
+    return found[::-1]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A checkpoint's content on the CPU.
+
+    Raises:
+        ConfigError: the file is not one of ours, or damaged.
+    """
+    if not path.is_file():
+        raise ConfigError(f"checkpoint={path} is no file. Give a step-*.pt file of a run.")
+    try:
+        with ZipFile(path) as file:  # torch does not compare the checksums that it writes
+            if any(member.compress_type != ZIP_STORED for member in file.infolist()):
+                raise BadZipFile  # torch compresses none, and one may unfold to anything
+            if (damaged := file.testzip()) is not None:
+                raise ConfigError(f"checkpoint={path} is damaged: {damaged} has changed on disk.")
+    except (BadZipFile, OSError, EOFError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"checkpoint={path} is no checkpoint of this runner, or it is cut short. "
+            "Give a step-*.pt file of a run."
+        ) from error
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ConfigError(f"checkpoint={path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ConfigError(f"checkpoint={path} was not written by this runner (format {FORMAT}).")
+    if problem := next(_misfits(content), None):
+        raise ConfigError(f"checkpoint={path} was not written by this runner: {problem}.")
+    if sums := content.get("parts"):
+        sharded_tensors.check(parts_of(path), sums)
+        content["model"] = sharded_tensors.whole(content["model"], parts_of(path))
+    content["signed_spec"] = content["spec"]  # the signature is of the text that was written
+    content["spec"] = with_current_targets(content["spec"])
+    return content
+
+
+def _misfits(content: Mapping[str, Any]) -> Iterator[str]:
+    """What is not as `contents` makes it: a file from elsewhere may hold anything."""
+    for key, kind in _KINDS.items():
+        if not isinstance(content.get(key), kind):
+            yield f"its {key} is no {kind.__name__}"
+    if not all(isinstance(text, str) for pair in content["choices"].items() for text in pair):
+        yield "its choices are no names"
+    bypassed = content.get("bypassed", {})  # older files have none
+    if not isinstance(bypassed, dict) or not all(
+        isinstance(text, str) for pair in bypassed.items() for text in pair
+    ):
+        yield "its bypassed are no names"
+    for key in _PARTS:
+        if not isinstance(content["spec"].get(key, {}), dict):
+            yield f"its spec.{key} is no dict"
+    try:
+        spec = json.dumps(content["spec"])
+    except (TypeError, ValueError):
+        yield "its spec holds what no config does"
+    else:
+        if "${" in spec:
+            yield "its spec holds an interpolation, which would be resolved here"
+
+
+class Saved(NamedTuple):
+    """A checkpoint's file and what it holds."""
+
+    path: Path
+    content: Mapping[str, Any]

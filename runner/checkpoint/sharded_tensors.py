@@ -1,0 +1,175 @@
+"""Checkpoints in parts: beside `step-<n>.pt`, which holds everything else, `step-<n>.shards` has
+what each process held of the sharded tensors, in safetensors files that
+torch.distributed.checkpoint writes. They load in any number of processes, and nothing in them is
+unpickled."""
+
+import os
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from runner.distributed.strategy import is_parted
+from runner.distributed.torchrun import place
+from runner.utils.errors import ConfigError
+
+if TYPE_CHECKING:  # else every run would pay for the import
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.tensor import DTensor
+
+SUFFIX = ".shards"
+_MARK = "sharded"
+"""Key of what stands for a tensor that lies in parts: its name there."""
+_CHUNK = 1 << 24
+
+Sums = dict[str, list[int]]
+"""Size and checksum (CRC-32) of files by name."""
+
+
+def part(value: Any, parts: "dict[str, DTensor]", name: str = "") -> Any:
+    """A copy of plain containers in which marks stand for sharded tensors, which go to `parts`."""
+    if is_parted(value):
+        known = next((key for key, other in parts.items() if _same(other, value)), name)
+        parts.setdefault(known, value)
+        return {_MARK: known, "shape": [*value.shape], "dtype": str(value.dtype)}
+    if isinstance(value, Mapping):
+        return {k: part(v, parts, f"{name}/{k}" if name else str(k)) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(part(v, parts, f"{name}/{i}") for i, v in enumerate(value))
+    return value
+
+
+def _same(one: "DTensor", other: "DTensor") -> bool:
+    """Whether they are one tensor under two names, in a process that has nothing of it, too."""
+    storages = (t.to_local().untyped_storage()._cdata for t in (one, other))
+    return len({*storages}) == 1
+
+
+def write(folder: Path, parts: "Mapping[str, DTensor]") -> Sums:
+    """Write this process's parts and wait until they are on the disk; called by all.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        dcp.save({**parts}, storage_writer=writer)
+    except dcp.api.CheckpointException as error:
+        raise OSError(_reason(error)) from error
+    return {p.name: _sum(p) for p in folder.glob(f"shard-{place().rank + 1:05d}-*")}
+
+
+def check(folder: Path, sums: Sums) -> None:
+    """Compare the files with their checksums; of several processes each takes some.
+
+    Raises:
+        ConfigError: one has changed or is missing.
+    """
+    here = place()
+    for i, (name, wanted) in enumerate(sorted(sums.items())):
+        path = folder / Path(name).name
+        mine = i % here.world == here.rank
+        try:
+            found = _sum(path) if mine else [path.stat().st_size, wanted[1]]
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint={folder}: {name} is missing: {error.strerror}."
+            ) from None
+        if found != wanted:
+            raise ConfigError(f"checkpoint={folder} is damaged: {name} has changed on disk.")
+
+
+def whole(value: Any, folder: Path) -> Any:
+    """Plain containers with whole tensors on the CPU in place of the marks."""
+    wanted: dict[str, Tensor] = {}
+
+    def fill(mark: Mapping[str, Any]) -> Tensor:
+        return wanted.setdefault(mark[_MARK], torch.empty(mark["shape"], dtype=_dtype(mark)))
+
+    made = _filled(value, fill)
+    _read(folder, wanted)
+    return made
+
+
+def parted(state: Mapping[Any, Mapping[str, Any]], params: Sequence[Tensor], folder: Path) -> Any:
+    """An optimizer's state, parted as its parameters are: read from a folder of parts where marks
+    stand for it, else cut out of what is whole.
+
+    Args:
+        state: values by the parameter's number and their name.
+        params: the parameters.
+        folder: of the parts.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    wanted: dict[str, Tensor] = {}
+
+    def like(param: Tensor, value: Any) -> Any:
+        assert is_parted(param)
+        if isinstance(value, Mapping) and _MARK in value:
+            empty = torch.empty_like(param, dtype=_dtype(value), requires_grad=False)
+            return wanted.setdefault(value[_MARK], empty)
+        if isinstance(value, Tensor) and value.shape == param.shape and value.ndim:
+            mesh, placements = param.device_mesh, param.placements
+            return distribute_tensor(value.to(param.device), mesh, placements, src_data_rank=None)
+        return value
+
+    made = {
+        i: {key: like(params[i], value) for key, value in values.items()}
+        for i, values in state.items()
+    }
+    _read(folder, wanted)
+    return made
+
+
+def _read(folder: Path, wanted: dict[str, Tensor]) -> None:
+    """Fill tensors in place; of a sharded one this process's part."""
+    if not wanted:
+        return
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is one process
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
+    except dcp.api.CheckpointException as error:
+        raise ConfigError(f"checkpoint={folder} does not fit: {_reason(error)}") from error
+
+
+def _filled(value: Any, fill: Any) -> Any:
+    if isinstance(value, Mapping):
+        if _MARK in value:
+            return fill(value)
+        return {key: _filled(item, fill) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_filled(item, fill) for item in value)
+    return value
+
+
+def _reason(error: "CheckpointException") -> str:
+    """The first process's, on one line."""
+    return " ".join(str(next(iter(error.failures.values()))[0]).split())
+
+
+def _dtype(mark: Mapping[str, Any]) -> torch.dtype:
+    found = getattr(torch, str(mark["dtype"]).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"checkpoint: {mark['dtype']} is no dtype.")
+    return found
+
+
+def _sum(path: Path) -> list[int]:
+    """Size and CRC-32 of a file, which is on the disk then."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        os.fsync(file.fileno())
+    return [size, crc]

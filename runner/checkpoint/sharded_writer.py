@@ -1,0 +1,86 @@
+"""Saving a checkpoint by all processes of a run: each writes what it holds of the sharded tensors,
+the first one everything else."""
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from runner.checkpoint import checkpoint_file, sharded_tensors
+from runner.distributed.strategy import Strategy
+from runner.utils.errors import CheckpointError
+from runner.utils.files import why
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class PartSaver:
+    """Writes one checkpoint at a time, while the loop waits. Where nothing is sharded, all but the
+    first process have nothing to do. See saving.Saver for its methods."""
+
+    def __init__(
+        self, folder: Path, keep: int, say: Callable[[str], None], strategy: Strategy
+    ) -> None:
+        self.folder, self.keep, self.say, self.strategy = folder, keep, say, strategy
+        if strategy.place.first:
+            for rest in folder.glob("*.partial"):  # of processes that were killed while they wrote
+                shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
+            for parts in folder.glob(f"*{sharded_tensors.SUFFIX}"):
+                if not parts.with_suffix(".pt").exists():
+                    shutil.rmtree(parts)
+
+    def save(
+        self, content: Mapping[str, Any], best: bool = False, late: Iterable[Tensor] = ()
+    ) -> None:
+        """Returns once the checkpoint is written, or cannot be: training goes on."""
+        if self.strategy.shards and (error := self._write(content, best)):
+            self.say(f"warning: A checkpoint could not be written ({error}). Training goes on.")
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def finish(self, content: Mapping[str, Any] | None = None) -> Path | None:
+        """Writes a last checkpoint; its path.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if content is None or not self.strategy.shards:
+            return None
+        if error := self._write(content):
+            raise CheckpointError(f"The checkpoint could not be written ({error}).")
+        return checkpoint_file.path_of(self.folder, content["step"])
+
+    def _write(self, content: Mapping[str, Any], best: bool = False) -> str | None:
+        """Why it failed in any process."""
+        place, parts, sums = self.strategy.place, dict[str, "DTensor"](), sharded_tensors.Sums()
+        path = checkpoint_file.path_of(self.folder, content["step"])
+        aside = checkpoint_file.parts_of(path).with_suffix(".partial")
+        rest, reason = sharded_tensors.part(dict(content), parts), None
+        try:
+            sums = sharded_tensors.write(aside, parts)
+        except OSError as error:
+            reason = why(error)
+        found = self.strategy.gather((reason, sums))
+        if place.first:
+            reason = next((told for told, _ in found if told), None)
+            if reason is None:
+                every = {name: values for _, part in found for name, values in part.items()}
+                reason = self._finish(path, aside, {**rest, "parts": every}, best)
+        return self.strategy.told(reason)
+
+    def _finish(
+        self, path: Path, aside: Path, content: Mapping[str, Any], best: bool
+    ) -> str | None:
+        try:
+            shutil.rmtree(checkpoint_file.parts_of(path), ignore_errors=True)
+            aside.replace(checkpoint_file.parts_of(path))
+            checkpoint_file.save(self.folder, content, self.keep)
+            if best:
+                checkpoint_file.keep_best(path)
+        except OSError as error:
+            return why(error)
+        return None

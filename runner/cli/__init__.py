@@ -1,0 +1,1 @@
+"""Turn argv into an exit status: the run command and doctor, report, sync, ui."""

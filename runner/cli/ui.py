@@ -1,0 +1,141 @@
+"""`runner ui`: MLflow's pages on the store that runs log to."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import webbrowser
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from runner.tracking.pending import settle_behind
+from runner.tracking.uri import resolve_experiment, resolve_uri
+from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.secrets import hide
+from runner.utils.stop_signals import Stopped, StopSignals
+from runner.utils.terminal import complain
+
+FIRST_PORT = 5000
+LAST_PORT = 5100
+
+
+def ui(argv: Sequence[str]) -> int:
+    """Serve the store on loopback until interrupted, and print the pages' URLs.
+
+    Args:
+        argv: `tracking.uri=...`, `tracking.experiment=...` or `port=...`, each optional.
+    """
+    try:
+        given = _arguments(argv)
+        uri = resolve_uri(given.get("tracking.uri"), os.environ, Path.cwd())
+        port = _port(given.get("port"))
+    except ConfigError as error:
+        complain(str(error))
+        return 2
+    name = resolve_experiment(given.get("tracking.experiment"), os.environ)
+    base = hide(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
+    print(f"store: {hide(uri)}")
+    settle_behind(Path("outputs"))
+    try:
+        found = dict(pages(uri, base, name, make="tracking.uri" not in given))
+    except RunnerError as error:
+        complain(str(error))
+        return error.exit_status
+    for what, url in found.items():
+        print(f"{what}: {url}", flush=True)
+    first = next(iter(found.values()))
+    if uri.startswith("http"):
+        _browse(first)
+        return 0
+    return _serve(uri, port, first)
+
+
+def _serve(uri: str, port: int, first: str) -> int:
+    """Runs MLflow's server on loopback until Ctrl-C, and opens the first page once it answers."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port),
+               "--workers", "1"]  # fmt: skip
+    # By the environment: a password in a URI would show among the processes' arguments. MLflow's
+    # jobs, for judges of language models, would be eight processes more and 1.8 GB.
+    env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ,
+           "MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_DISABLE_TELEMETRY": "true"}  # fmt: skip
+    print("Ctrl-C ends it.", flush=True)
+    with StopSignals() as signals:
+        server = subprocess.Popen(command, env=env)
+        try:
+            with signals.at_once():
+                while server.poll() is None and not _answers(port):
+                    time.sleep(0.2)
+                if server.poll() is None:
+                    _browse(first)
+                return server.wait()
+        except Stopped as error:
+            for process in psutil.Process(server.pid).children(recursive=True):
+                process.terminate()
+            server.terminate()
+            server.wait()
+            return 0 if signals.number == signal.SIGINT else error.exit_status
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _browse(url: str) -> None:
+    """Opens a page where there is a screen to open it on."""
+    if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(url)
+
+
+def pages(uri: str, base: str, experiment: str, make: bool = True) -> Iterator[tuple[str, str]]:
+    """What there is to see, and its URL: the newest sweep's dashboard, the experiment's, its plain
+    runs page; the front page of a store that has no such experiment.
+
+    Args:
+        uri: the store.
+        base: address of its server.
+        experiment: by name.
+        make: a SQLite file that is not there yet is made.
+
+    Raises:
+        ConfigError: it is not there, and not to be made.
+        TrackingError: the store does not answer.
+    """
+    from runner.tracking.reader import Reader
+
+    for what, path in Reader(uri, make).pages(experiment):
+        yield what, f"{base}{path}"
+
+
+def _arguments(argv: Sequence[str]) -> dict[str, str]:
+    allowed = ("tracking.uri", "tracking.experiment", "port")
+    given = {}
+    for text in argv:
+        key, mark, value = text.partition("=")
+        if not mark or key not in allowed:
+            raise ConfigError(f"ui does not take {text}. Allowed: {'=..., '.join(allowed)}=...")
+        given[key] = value
+    return given
+
+
+def _port(text: str | None) -> int:
+    """The port that was asked for, or the first free one."""
+    if text is not None and not (text.isdecimal() and 0 < int(text) < 2**16):
+        raise ConfigError(
+            f"port={text} is no port. Allowed: 1 to 65535. Type for example port={FIRST_PORT}."
+        )
+    for port in [int(text)] if text else range(FIRST_PORT, LAST_PORT):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(
+        f"Port {text or f'{FIRST_PORT} to {LAST_PORT - 1}'} is in use. Type port=<n>."
+    )

@@ -1,0 +1,1 @@
+"""Turn a command line and yaml files into a checked RunSpec. Hydra stops here."""

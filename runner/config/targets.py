@@ -1,0 +1,221 @@
+"""Import, check and call the targets (`_target_`) of a config."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from importlib import import_module
+from inspect import Parameter, signature
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from runner.config.renamed import current_path
+from runner.config.schema import RunSpec
+from runner.utils.errors import ConfigError
+
+# What the runner itself passes first to the target of each group.
+LEADING = {"optimizer": 1, "scheduler": 1}
+
+
+# Keys of a group that describe it to the runner and are not passed to its target.
+RESERVED = {"_target_", "meta", "match", "shuffle"}
+
+
+def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that a group node passes to its target."""
+    return {key: value for key, value in node.items() if key not in RESERVED}
+
+
+def locate(path: str) -> Callable[..., Any]:
+    """The object at a dotted path. Raises ConfigError where it does not import."""
+    parts = current_path(path).split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:cut])
+        try:
+            found: Any = import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and (
+                module_name == error.name or module_name.startswith(f"{error.name}.")
+            ):
+                continue
+            raise ConfigError(f"{path} does not import: {error}.") from error
+        except Exception as error:
+            raise ConfigError(
+                f"{path} does not import: {type(error).__name__}: {error}."
+            ) from error
+        for name in parts[cut:]:
+            if not hasattr(found, name):
+                raise ConfigError(f"{path} does not import: {module_name} has no {name}.")
+            found = getattr(found, name)
+        return found
+    raise ConfigError(
+        f"{path} does not import: no module named {parts[0]} on the path. "
+        "Write package.module.Name, importable from the folder you run in."
+    )
+
+
+def instantiate(node: Mapping[str, Any], *leading: object) -> Any:
+    """Call a group node's target with what the runner passes first and the node's keywords."""
+    return locate(node["_target_"])(*leading, **arguments(node))
+
+
+def targets(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """Each node of a spec that has a target: its dotted key, itself, leading arguments."""
+    for part in fields(RunSpec):
+        node = getattr(spec, part.name)
+        if not isinstance(node, dict):
+            continue
+        leading = LEADING.get(part.name, 0)
+        if "_target_" in node:
+            yield part.name, node, leading
+            continue
+        for key, child in node.items():  # several optimizers, each under a name of its own
+            if isinstance(child, dict) and "_target_" in child:
+                yield f"{part.name}.{key}", child, leading
+
+
+def check_targets(spec: RunSpec) -> list[str]:
+    """Every problem of the targets: ones that do not import, arguments that do not bind."""
+    found = {key.partition(".")[0] for key, _, _ in targets(spec)}
+    empty = [key for key in NEEDED if key not in found]
+    problems = [f"{key} has no _target_. Type {key}=<option>." for key in empty]
+    for key, node, leading in targets(spec):
+        path = node["_target_"]
+        if path is None and key not in NEEDED:
+            continue
+        if not isinstance(path, str):
+            problems.append(f"{key}._target_={path} is no path. Write package.module.Name.")
+            continue
+        try:
+            target = locate(path)
+        except ConfigError as error:
+            problems += [f"{key}._target_={problem}" for problem in error.problems]
+            continue
+        problems += _binding(key, node, target, leading)
+    return problems
+
+
+def _binding(key: str, node: Mapping[str, Any], target: Any, leading: int) -> Iterator[str]:
+    if not callable(target):
+        kind = type(target).__name__
+        yield f"{key}._target_={node['_target_']} is a {kind}, not a class or function."
+        return
+    try:
+        parameters = list(signature(target).parameters.values())[leading:]
+    except (TypeError, ValueError):  # builtins without a signature are called as they are
+        return
+    given = arguments(node)
+    keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in keywords]
+    if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        for name in given:
+            if name not in names:
+                yield (
+                    f"{key}.{name}={given[name]}: {node['_target_']} takes no {name}. "
+                    f"It takes: {', '.join(names)}."
+                )
+    for p in keywords:
+        if p.default is Parameter.empty and p.name not in given:
+            yield f"{key}.{p.name} is needed by {node['_target_']}. Type +{key}.{p.name}=<value>."
+    defaults = {p.name: p.default for p in keywords}
+    # Many write `width: int = None`; what is the default already fits, whatever is annotated.
+    chosen = {n: v for n, v in given.items() if v is not None or defaults.get(n) is not None}
+    yield from _wrong_types(key, chosen, target)
+
+
+def _wrong_types(key: str, given: Mapping[str, Any], target: Any) -> Iterator[str]:
+    """Values that are not what the target's annotations want; what they leave open passes."""
+    try:
+        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+    except Exception:
+        return
+    for name, value in given.items():
+        filled = key == "scheduler" and value is None  # by the runner: the run's length
+        if name in hints and not filled and not fits(value, hints[name]):
+            is_text = " is text" if isinstance(value, str) else " does not fit"
+            yield f"{key}.{name}={_typed(value)}{is_text}. Allowed: {_words(hints[name])}."
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value of YAML fits an annotation; one that is not understood is fit by all."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, UnionType):
+        return any(fits(value, option) for option in get_args(hint))
+    if kind is Literal:
+        texts = all(isinstance(option, str) for option in get_args(hint))
+        return not texts or isinstance(value, str)  # which text: the target says
+    if not isinstance(kind, type) or kind is object:
+        return True
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if issubclass(kind, str | bool | NoneType):
+        return isinstance(value, kind)
+    if issubclass(kind, Mapping):
+        return isinstance(value, Mapping)
+    if issubclass(kind, Iterable):
+        # A module may be called 0, which YAML reads as a number.
+        item = next((a for a in get_args(hint) if a is not Ellipsis), Any)
+        of = str | int if item is str else item
+        return isinstance(value, list | tuple) and all(fits(part, of) for part in value)
+    return True
+
+
+def dataclass_fields_from_json(kind: type, values: object) -> dict[str, Any]:
+    """The fields of a dataclass among what was read from a file.
+
+    Raises:
+        ValueError: a value is not what its annotation says (mappings hold numbers), or is missing.
+    """
+    hints = get_type_hints(kind)
+    if not isinstance(values, Mapping):
+        raise ValueError(f"no {kind.__name__}")
+    found = {key: value for key, value in values.items() if key in hints}
+    for key, value in found.items():
+        words = get_args(hints[key]) if get_origin(hints[key]) is Literal else (value,)
+        numbers = value.values() if isinstance(value, Mapping) else ()
+        if not (
+            fits(value, hints[key]) and value in words and all(fits(n, float) for n in numbers)
+        ):
+            raise ValueError(f"{key} is no {kind.__name__}'s")
+    if lacking := {f.name for f in fields(kind) if f.default is f.default_factory} - set(found):
+        raise ValueError(f"no {kind.__name__}: it lacks {', '.join(sorted(lacking))}")
+    return found
+
+
+def _typed(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+          NoneType: "null"}  # fmt: skip
+
+
+def _words(hint: Any) -> str:
+    """An annotation in the words of who types."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, UnionType):
+        return " or ".join(_words(option) for option in get_args(hint))
+    if kind is Literal:
+        return ", ".join(map(str, get_args(hint)))
+    if isinstance(kind, type) and kind in _WORDS:
+        return _WORDS[kind]
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return "keys with values, as in {a: 1}"
+    if isinstance(kind, type) and issubclass(kind, Iterable):
+        return "a list, as in [a,b]"
+    return str(hint).replace("typing.", "").replace("collections.abc.", "")
+
+
+def build_group(key: str, node: Mapping[str, Any], *leading: object) -> Any:
+    """Call a group's target; a value that it refuses becomes a ConfigError that names the group."""
+    try:
+        return instantiate(node, *leading)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: {node['_target_']} refuses its arguments: {error}") from error
+
+
+# Groups that every run needs; a scheduler may be none.
+NEEDED = ("strategy", "precision", "model", "data", "task", "optimizer", "tracking")

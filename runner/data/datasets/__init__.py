@@ -1,0 +1,1 @@
+"""Data targets, one file each: functions that return Splits(train, val)."""

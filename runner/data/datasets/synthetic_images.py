@@ -1,0 +1,45 @@
+"""Images that can be learned, of any shape and count, without files."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.utils.data import TensorDataset
+
+from runner.data.splits import Splits, at_least, held_out
+
+
+def synthetic_images(
+    shape: Sequence[int] = (3, 32, 32),
+    classes: int = 10,
+    count: int = 2048,
+    noise: float = 2.0,
+    val_fraction: float = 0.2,
+    seed: int = 0,
+) -> Splits:
+    """Draw one random template per class and hide it in noise.
+
+    Args:
+        shape: of one image, [C, H, W].
+        classes: number of templates; labels are balanced.
+        count: training and validation images together.
+        noise: standard deviation of the noise; the templates have 1.
+        val_fraction: share for validation, between 0 and 1.
+        seed: of the data alone. The global random state is not touched.
+
+    Returns:
+        float32 [N, C, H, W] of unit variance and int64 [N].
+
+    Raises:
+        ConfigError: a size is too small, or a split would be empty.
+    """
+    at_least("synthetic_images", classes=(classes, 2), count=(count, 2))
+    val = held_out(count, val_fraction, "synthetic_images")
+    generator = torch.Generator().manual_seed(seed)
+    templates = torch.randn(classes, *shape, generator=generator)
+    labels = (torch.arange(count) % classes)[torch.randperm(count, generator=generator)]
+    images = torch.randn(count, *shape, generator=generator).mul_(noise).add_(templates[labels])
+    images.div_(math.sqrt(1 + noise**2))
+    return Splits(
+        TensorDataset(images[val:], labels[val:]), TensorDataset(images[:val], labels[:val])
+    )

@@ -1,0 +1,65 @@
+"""Token sequences with a known best loss, without files."""
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from runner.data.splits import Splits, at_least, held_out
+from runner.utils.errors import ConfigError
+
+
+def synthetic_tokens(
+    vocab: int = 64,
+    context: int = 64,
+    count: int = 1024,
+    branches: int = 4,
+    val_fraction: float = 0.2,
+    seed: int = 0,
+) -> Splits:
+    """Sample a fixed random Markov chain.
+
+    Each token is followed by one of `branches` successors of its own, all equally likely, so a
+    perfect model reaches a perplexity of exactly `branches` (a loss of ln `branches` nats).
+
+    Args:
+        vocab: number of tokens.
+        context: T, tokens in a sequence.
+        count: training and validation sequences together.
+        branches: successors of each token, at most `vocab`.
+        val_fraction: share for validation, between 0 and 1.
+        seed: of the data alone. The global random state is not touched.
+
+    Returns:
+        Inputs and targets, int64 [N, T] each; the target is the input one token on.
+
+    Raises:
+        ConfigError: a size is too small or too large, or a split would be empty.
+    """
+    at_least("synthetic_tokens", vocab=(vocab, 2), context=(context, 1), count=(count, 2))
+    _check_branches(branches, vocab)
+    val = held_out(count, val_fraction, "synthetic_tokens")
+    sequences = _sample(vocab, context + 1, count, branches, seed)
+    inputs, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+    return Splits(
+        TensorDataset(inputs[val:], targets[val:]), TensorDataset(inputs[:val], targets[:val])
+    )
+
+
+def _check_branches(branches: int, vocab: int) -> None:
+    if not 1 <= branches <= vocab:
+        raise ConfigError(
+            f"data=synthetic_tokens: branches={branches} is not between 1 and vocab={vocab}. "
+            f"Type data.branches={min(4, vocab)}."
+        )
+
+
+def _sample(vocab: int, length: int, count: int, branches: int, seed: int) -> Tensor:
+    """Return int64 [count, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    successors = torch.rand(vocab, vocab, generator=generator).argsort(1)[:, :branches]
+    choices = torch.randint(branches, (count, length), generator=generator)
+    sequences = torch.empty(count, length, dtype=torch.int64)
+    sequences[:, 0] = torch.randint(vocab, (count,), generator=generator)
+    for step in range(1, length):
+        sequences[:, step] = successors[sequences[:, step - 1], choices[:, step]]
+    return sequences

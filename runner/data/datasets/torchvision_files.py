@@ -1,0 +1,73 @@
+"""Load a torchvision dataset whole, with an error that says which files are missing where."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+from torchvision.datasets import CIFAR10, MNIST
+
+from runner.data.splits import Splits, image_tensors
+from runner.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset of torchvision and the facts about it.
+
+    Attributes:
+        name: the data config's name.
+        kind: torchvision's class; CIFAR100 is a CIFAR10, FashionMNIST an MNIST.
+        folder: where torchvision looks, below the root.
+        files: what it looks for there.
+        mean, std: per channel over the training images, full range = 1.
+    """
+
+    name: str
+    kind: type[MNIST] | type[CIFAR10]
+    folder: str
+    files: Sequence[str]
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def load(self, root: str, download: bool) -> Splits:
+        """Read both splits: float32 [N, C, H, W], normalised, and int64 [N].
+
+        Args:
+            root: the folder that holds `folder`.
+            download: let torchvision fetch missing files.
+
+        Raises:
+            ConfigError: files are missing or damaged, or the download failed.
+        """
+        try:
+            return Splits(self._split(root, True, download), self._split(root, False, download))
+        except (RuntimeError, OSError, ValueError, AssertionError) as problem:
+            raise ConfigError(self._missing(root, download, problem)) from problem
+
+    def _split(self, root: str, train: bool, download: bool) -> TensorDataset:
+        dataset = self.kind(root, train=train, download=download)
+        return image_tensors(
+            _channels_first(dataset.data), torch.as_tensor(dataset.targets), self.mean, self.std
+        )
+
+    def _missing(self, root: str, download: bool, problem: Exception) -> str:
+        folder = Path(root).absolute() / self.folder
+        advice = (
+            "The download did not succeed: put the files there yourself"
+            if download
+            else "Type data.download=true to fetch them"
+        )
+        return (
+            f"data={self.name}: files are missing or damaged in {folder}. Expected there, "
+            f"unpacked: {', '.join(self.files)}. {advice}, or data.root=FOLDER where "
+            f"{self.folder} lies. (torchvision: {problem})"
+        )
+
+
+def _channels_first(data: object) -> Tensor:
+    """Bring uint8 [N, H, W] or [N, H, W, C] to uint8 [N, C, H, W]."""
+    pixels = torch.as_tensor(data)
+    return pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)

@@ -1,0 +1,78 @@
+"""What a data target returns, and the helpers that several targets share."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from runner.utils.errors import ConfigError
+
+
+class Splits(NamedTuple):
+    """Two map-style datasets of (input, target) pairs.
+
+    In-memory data are TensorDatasets, which the runner slices a whole batch at a time; a dataset
+    with a method `batch(indices: Tensor) -> (input, target)` is gathered through that, in loading
+    processes too, and on the device where it has `nbytes` and `to(device)`.
+    """
+
+    train: Dataset
+    val: Dataset
+
+
+def image_tensors(
+    pixels: Tensor, labels: Tensor, mean: Sequence[float], std: Sequence[float]
+) -> TensorDataset:
+    """Normalise images channel by channel: (pixels / 255 - mean) / std.
+
+    Args:
+        pixels: uint8 [N, C, H, W].
+        labels: integers [N].
+        mean, std: C numbers each, in units of the full range.
+
+    Returns:
+        float32 [N, C, H, W] and int64 [N].
+    """
+    images = pixels.to(torch.float32, memory_format=torch.contiguous_format)
+    # In place: CIFAR's 50,000 images are 0.6 GB in float32, once is enough.
+    images.sub_(torch.tensor(mean).view(-1, 1, 1) * 255).div_(
+        torch.tensor(std).view(-1, 1, 1) * 255
+    )
+    return TensorDataset(images, labels.to(torch.int64))
+
+
+def held_out(count: int, fraction: float, name: str) -> int:
+    """Return how many of `count` examples are for validation.
+
+    Args:
+        count: number of examples.
+        fraction: share for validation, between 0 and 1.
+        name: the data config's name, for the message.
+
+    Raises:
+        ConfigError: the fraction leaves either side empty.
+    """
+    val = round(count * fraction) if 0 < fraction < 1 else 0
+    if not 0 < val < count:
+        raise ConfigError(
+            f"data={name}: val_fraction={fraction} of {count} examples leaves an empty split; "
+            "it lies between 0 and 1. Type data.val_fraction=0.1, or use more examples."
+        )
+    return val
+
+
+def at_least(name: str, **limits: tuple[int, int]) -> None:
+    """Check sizes given as keyword=(value, smallest allowed).
+
+    Raises:
+        ConfigError: one line for each size that is too small.
+    """
+    problems = [
+        f"data={name}: {key}={value} is below {smallest}. Type data.{key}={smallest} or more."
+        for key, (value, smallest) in limits.items()
+        if value < smallest
+    ]
+    if problems:
+        raise ConfigError(*problems)

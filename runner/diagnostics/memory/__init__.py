@@ -1,0 +1,1 @@
+"""Measure, forecast and explain what a step holds in memory."""

@@ -1,0 +1,256 @@
+"""Peak memory of training, by kind, before anything is trained.
+
+The run's own step (runner.training.step) and an evaluation are rehearsed on fake tensors, which
+have shapes and no memory, and runner.diagnostics.memory.tracker adds up the storages that every
+operator makes and drops. Left out are a data set held in memory, a checkpoint's copy, and what a
+compiler or a GPU's libraries take.
+bench/memory_plan.py holds it against the allocator.
+
+torch's MemTracker (torch.distributed._tools) adds up the same. It keeps alive what an
+autograd.Function keeps for its backward (bnb-int8-training: a fifth too much), sees nothing of what
+kernels take inside themselves, and knows the peak alone, not the moments that lead to it.
+
+Where operators want values or addresses (4-bit weights, some optimizers), two real steps, of FEW
+examples and of twice as many, tell what an example adds to each moment; the peak is that of the
+moments at the batch size asked for. The peaks themselves would mislead: with few examples another
+moment has it.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
+from runner.config.targets import build_group
+from runner.diagnostics.memory.limits import USABLE, free
+from runner.diagnostics.memory.tracker import ACTIVATIONS, OPTIMIZER, WEIGHTS, Ledger, Peak
+from runner.precision.casting import cast_nest
+from runner.precision.precision import Precision
+from runner.training.compile import shape
+from runner.training.evaluation import Stagnation
+from runner.training.example_batch import Unknown, examples
+from runner.training.lazy_layers import materialize
+from runner.training.model import Built, build_model
+from runner.training.optimizers import build_driven
+from runner.training.state import TrainState
+from runner.training.step import train_step
+from runner.utils.errors import RunnerError
+from runner.utils.tensors import GIB, float32_bytes
+from runner.utils.tpu import is_tpu
+
+META = torch.device("meta")
+FEW = 2
+
+
+def predict(
+    spec: RunSpec, precision: Precision, device: torch.device, batch_size: int | None = None
+) -> Peak:
+    """The peak of a training step.
+
+    Args:
+        spec: data.meta tells the shape of an example.
+        precision: of the spec, for this device.
+        device: where the run computes.
+        batch_size: examples of a micro-batch; None takes train.batch_size.
+
+    Raises:
+        Unknown: no shape is given, or the step runs neither on fake tensors nor on few examples.
+    """
+    return forecast(spec, precision, device)(batch_size or spec.train.batch_size)
+
+
+def largest_batch(
+    spec: RunSpec, precision: Precision, device: torch.device, room: float
+) -> int | None:
+    """Return the largest batch size whose predicted peak is within `room` bytes, of
+    train.batch_size and the powers of two up to LARGEST_FORECAST_BATCH; None where a single example
+    is too much. Raises Unknown."""
+    return largest(forecast(spec, precision, device), spec.train.batch_size, room)
+
+
+def largest(peak: Callable[[int], Peak], own: int, room: float) -> int | None:
+    """The same of a forecast, with one batch size of the user's own."""
+    sizes = sorted({own, *(2**power for power in range(LARGEST_FORECAST_BATCH.bit_length()))})
+    fits, low, high = None, 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(peak, sizes[middle], room):
+            fits, low = sizes[middle], middle + 1
+        else:
+            high = middle
+    return fits
+
+
+def _fits(peak: Callable[[int], Peak], size: int, room: float) -> bool:
+    try:
+        return peak(size).total <= room
+    except (RuntimeError, ValueError):  # as batch normalisation of a single example
+        return False
+
+
+def forecast(spec: RunSpec, precision: Precision, device: torch.device) -> Callable[[int], Peak]:
+    """The peak as a function of the batch size. Raises Unknown."""
+    _refuse(spec, device)
+    try:
+        rehearsal = _Rehearsal(spec, precision, device, fake=True)
+        rehearsal.peak(spec.train.batch_size)
+    except RunnerError:
+        raise
+    except Exception:
+        return _extrapolated(spec, precision, device)
+    return rehearsal.peak
+
+
+def _refuse(spec: RunSpec, device: torch.device) -> None:
+    if is_tpu(device):
+        raise Unknown("a TPU's compiler decides what a step holds.")
+    if spec.optimizer.get("_target_") == "torch.optim.LBFGS":
+        raise Unknown("optimizer=lbfgs keeps more with every step, up to its history_size.")
+
+
+def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device) -> None:
+    """A real step on few examples takes weights, gradients and two averages; where most weights are
+    frozen, them alone, before they are packed."""
+    size, room = 0, USABLE * free(device)
+    with suppress(NotImplementedError, RuntimeError), META:
+        model = build_group("model", spec.model)
+        materialize(spec, model, META)
+        size = float32_bytes(model)
+    if (needs := size * (1.5 if precision.freezes else 4)) > room:
+        raise Unknown(
+            f"its operators want real numbers, and steps on a few take about {needs / GIB:.1f} of "
+            f"the {room / GIB:.1f} GiB that may be used."
+        )
+
+
+def _extrapolated(
+    spec: RunSpec, precision: Precision, device: torch.device
+) -> Callable[[int], Peak]:
+    _refuse_too_large(spec, precision, device)
+    try:
+        rehearsal = _Rehearsal(spec, precision, device, fake=False)
+        less, more = rehearsal.line(FEW), rehearsal.line(2 * FEW)
+    except RunnerError:
+        raise
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise Unknown(f"its step does not run on random inputs: {said}") from error
+    if len(less) != len(more):
+        raise Unknown(f"steps of {FEW} and of {2 * FEW} examples differ in their operators.")
+
+    def peak(size: int) -> Peak:
+        share = (size - FEW) / FEW
+        moments = zip(less, more, strict=True)
+        line = (
+            Peak(*(round(a + (b - a) * share) for a, b in zip(*m, strict=True))) for m in moments
+        )
+        return max(line, key=sum)
+
+    return peak
+
+
+def build(spec: RunSpec, precision: Precision) -> Built:
+    """The converted model on the meta device, which takes no memory; on the CPU where a model's
+    code reads values."""
+    try:
+        return build_model(spec, precision, META, made_on=META)
+    except RunnerError:
+        raise
+    except (NotImplementedError, RuntimeError):
+        return build_model(spec, precision, torch.device("cpu"))
+
+
+class _Rehearsal:
+    """A run's model with its optimizers, whose state is made, ready for steps on any batch size."""
+
+    def __init__(
+        self, spec: RunSpec, precision: Precision, device: torch.device, fake: bool
+    ) -> None:
+        self.spec, self.device = spec, device
+        self.peak = cache(lambda size: max(self.line(size), key=sum))
+        self.tensors = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+        making = Ledger(kind=WEIGHTS)  # in float32 before it is converted, and on the CPU
+        with making if device.type == "cpu" else nullcontext():
+            made = build(spec, precision) if fake else build_model(spec, precision, device)
+        self.making, model = making.line, made.model
+        with self.tensors:
+            if fake:
+                _replace(model, device)
+            driven = build_driven(replace(spec, scheduler={}), model, precision, steps=1)
+            task, scale = build_group("task", spec.task), precision.scale(device)
+            scale.step = lambda optimizer, found_inf: optimizer.step()  # found-inf has no value
+            self.state = TrainState(
+                model, precision, task, scale, driven, device, spec.train.clip_norm
+            )
+            shape(replace(spec, train=replace(spec.train, compile=False)), precision, device, model)
+            model.train()
+            for p in self.state.trainable:
+                p.grad = torch.zeros_like(p)
+            for one in driven:
+                one.optimizer.step()
+            for p in self.state.trainable:
+                p.grad = None
+
+    def line(self, size: int) -> list[Peak]:
+        """What is held while the model is made, and after each operator of a step on micro-batches
+        of `size` examples."""
+        state, train, precision = self.state, self.spec.train, self.state.precision
+        with self.tensors, precision.session(state.model, self.device):
+            batches = [examples(self.spec, size, self.device) for _ in range(train.accumulate)]
+            ledger = Ledger(accumulates=precision.kernels() == "float32_accumulate")
+            ledger.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
+            ledger.add(OPTIMIZER, *state.state_tensors())
+            ledger.add(ACTIVATIONS, *tree_leaves(batches))
+            with ledger.gradients_of(state.trainable), ledger:
+                # An evaluation's step compares half-precision weights before and after it.
+                watch = Stagnation(state) if precision.storage.itemsize == 2 else None
+                state.before_update = ledger.updates
+                train_step(state, batches[:2])  # further micro-batches hold what the second does
+                if watch is not None:
+                    watch.close()
+                del watch
+                self._evaluate(*batches[0])
+        return [*self.making, *ledger.line]
+
+    @torch.no_grad()
+    def _evaluate(self, inputs: Any, target: Any) -> None:
+        """What loop.evaluate does with a batch."""
+        state, precision = self.state, self.state.precision
+        state.model.eval()
+        with precision.evaluating(state.plain_model), precision.forward(self.device):
+            output = state.model(precision.cast(inputs))
+        dtype = precision.loss_dtype
+        state.task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
+        state.model.train()
+
+
+def _replace(model: nn.Module, device: torch.device) -> None:
+    """Fake tensors in place of a model's own, tied ones by the same.
+
+    Raises:
+        NotImplementedError: it holds tensors of a class of their own.
+    """
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise NotImplementedError(type(tensor).__name__)
+        if id(tensor) not in made:
+            empty = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+            )
+            kept = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if kept else empty
+        return made[id(tensor)]
+
+    for module in model.modules():
+        held: dict[str, Any]
+        for held in (module._parameters, module._buffers):
+            held |= {name: fake(t) for name, t in held.items() if t is not None}

@@ -1,0 +1,135 @@
+"""Which settings would fit the memory that there is: an estimate, after it ran out."""
+
+import gc
+import resource
+import traceback
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from runner.data.loader import Batch, Loader
+from runner.training.state import TrainState
+from runner.training.step import loss_of
+from runner.utils.tensors import stored_bytes, tensor_bytes
+
+if TYPE_CHECKING:
+    from runner.modes.context import Run
+
+USABLE = 0.8
+"""Share that an estimate may take of what a run finds: allocators leave gaps, libraries load
+late."""
+_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a step takes; `example` for each of a micro-batch, `other` outside the run."""
+
+    weights: float
+    gradients: float
+    state: float
+    fixed: float
+    example: float
+    other: float
+
+    def of(self, examples: int) -> float:
+        parts = self.weights + self.gradients + self.state + self.fixed + self.other
+        return parts + self.example * examples
+
+    def narrower(self, mixed: bool) -> "Need":
+        """With numbers of half the width; activations have it already in a mixed precision."""
+        names = ["weights", "gradients", "state", *([] if mixed else ["example"])]
+        return replace(self, **{name: getattr(self, name) / 2 for name in names})
+
+    def smaller_state(self) -> "Need":
+        """With 8 bits for 32, and the scales of its blocks."""
+        return replace(self, state=self.state * 0.27)
+
+
+def limit(device: torch.device) -> tuple[float, float]:
+    """What is taken, this run's tensors included, of the tightest limit; both in bytes."""
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return whole - free - unused, whole
+    memory = psutil.Process().memory_info()
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        return memory.vms, soft
+    whole = psutil.virtual_memory().total
+    for name in _CGROUPS:
+        with suppress(OSError, ValueError):  # none, or "max"
+            whole = min(whole, int(Path("/sys/fs/cgroup", name).read_text()))
+    return memory.rss, whole
+
+
+def free(device: torch.device) -> float:
+    """Bytes that a run may yet take of the tightest limit, and of what other processes leave."""
+    taken, whole = limit(device)
+    if device.type == "cuda":
+        return whole - taken
+    return max(0, min(whole - taken, psutil.virtual_memory().available))
+
+
+def need(this: "Run", error: BaseException, loader: Loader) -> Need | None:
+    """Of a step as it was to be, activations as few examples take them; None where even those
+    find no memory. Frees what the failed step holds."""
+    state = this.state
+    assert state is not None
+    traceback.clear_frames(error.__traceback__)
+    weights, gradients = stored_bytes(state.model), tensor_bytes(*state.trainable)
+    made = tensor_bytes(*state.state_tensors())
+    for parameter in state.trainable:
+        parameter.grad = None
+    gc.collect()
+    compiled = this.spec.train.compile  # for another size it would take minutes, and memory
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with suppress(Exception), eager:
+        batch = next(loader.epoch(0))
+        few = min(2, loader.batch_size // 2)
+        small, large = (_kept(state, batch, n) for n in (few, 2 * few))
+        example = (large - small) / few
+        return Need(weights, gradients, made or _unmade(state), small - few * example, example,
+                    this.other)  # fmt: skip
+    return None
+
+
+def _kept(state: TrainState, batch: Batch, examples: int) -> int:
+    """Bytes that a forward keeps for its backward, and twice its largest tensor for what the
+    backward itself makes."""
+    own = {t.data_ptr() for t in (*state.model.parameters(), *state.model.buffers())}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    few = tree_map(lambda value: value[:examples] if isinstance(value, Tensor) else value, batch)
+    state.model.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(state, *few)
+    del loss
+    return sum(sizes.values()) + 2 * max(sizes.values(), default=0)
+
+
+def _unmade(state: TrainState) -> float:
+    """What the optimizers will hold after their first step, by the averages that they keep."""
+    found = 0.0
+    for driven in state.driven:
+        group = driven.optimizer.param_groups[0]
+        averages = 2 if "betas" in group else bool(group.get("momentum"))
+        found += averages * tensor_bytes(*driven.params)
+    return found
+
+
+def batches(size: int) -> Iterator[int]:
+    """Sizes that divide this one, from it downwards."""
+    return (n for n in range(size, 0, -1) if size % n == 0)

@@ -1,0 +1,106 @@
+"""What a step holds in memory after each of its operators, by kind, on real and on fake tensors."""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from runner.diagnostics.memory.kernel_workspace import inside
+from runner.utils.tensors import parts
+
+_CUDA_BLOCK = 512  # what its allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp)
+
+
+class Peak(NamedTuple):
+    """Bytes at one moment of a step.
+
+    Attributes:
+        weights: parameters and buffers.
+        gradients: those of parameters that are whole.
+        optimizer: its state.
+        activations: the batch, and what the forward makes.
+        temporaries: what the backward and the update make beside the gradients, and what kernels
+            take inside themselves; what activation checkpointing computes anew is among them.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    temporaries: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = range(len(Peak._fields))
+
+
+class Ledger(TorchDispatchMode):
+    """Adds up the storages that live; `line` has an entry for each operator.
+
+    Args:
+        kind: of what is made outside of a backward and an update.
+        accumulates: see runner.diagnostics.memory.kernel_workspace.inside.
+    """
+
+    def __init__(self, kind: int = ACTIVATIONS, accumulates: bool = False) -> None:
+        super().__init__()
+        self.kind, self.accumulates = kind, accumulates
+        self.line: list[Peak] = []
+        self._now = [0] * len(Peak._fields)
+        self._held: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
+        self._updates = False
+
+    def updates(self) -> None:
+        """From here on the optimizer works."""
+        self._updates = True
+
+    def add(self, kind: int, *tensors: Tensor) -> None:
+        """Count storages as of a kind, also those that were of another."""
+        for part in (part for tensor in tensors for part in parts(tensor)):
+            storage = part.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key in self._held:
+                self._drop(key)
+            size += -size % _CUDA_BLOCK if part.is_cuda else 0
+            gone = weakref.ref(storage, lambda _, key=key: self._drop(key))
+            self._held[key] = kind, size, gone
+            self._now[kind] += size
+
+    def _drop(self, key: int) -> None:
+        kind, size, _ = self._held.pop(key)
+        self._now[kind] -= size
+
+    def gradients_of(self, params: Sequence[Tensor]) -> ExitStack:
+        """Context in which what becomes a parameter's gradient counts as one."""
+        stack = ExitStack()
+        for p in params:
+            stack.callback(p.register_post_accumulate_grad_hook(self._gradient).remove)
+        return stack
+
+    def _gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.add(GRADIENTS, parameter.grad)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        backward = torch._C._current_graph_task_id() != -1
+        self.add(TEMPORARIES if backward or self._updates else self.kind, *self._new(result))
+        now = list(self._now)
+        now[TEMPORARIES] += inside(func, args, kwargs or {}, result, self.accumulates)
+        self.line.append(Peak(*now))
+        return result
+
+    def _new(self, result: Any) -> Iterator[Tensor]:
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._held:
+                yield leaf

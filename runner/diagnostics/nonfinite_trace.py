@@ -1,0 +1,101 @@
+"""Where numbers stop being finite: every module's output, and its gradients, in one step."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from runner.utils.tensors import widest
+
+
+class Seen(NamedTuple):
+    """One tensor that flowed.
+
+    Attributes:
+        phase: forward or backward.
+        module: its dotted name, or (inputs), (model), (loss).
+        kind: the module's class.
+        tensor: output, gradient of the output, or gradient of a parameter by its name.
+        dtype: without torch.
+        largest: greatest magnitude of the finite elements.
+        lost: share of elements that are not finite, 0 to 1.
+    """
+
+    phase: str
+    module: str
+    kind: str
+    tensor: str
+    dtype: str
+    largest: float
+    lost: float
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What is the same tensor in another precision."""
+        return self.phase, self.module, self.tensor
+
+
+def seen(phase: str, module: str, kind: str, tensor: str, value: Tensor) -> Seen:
+    """What there is to say of a tensor. Reads the device."""
+    value = value.detach()
+    wide = widest(value.device)
+    magnitude = value.abs().to(wide)
+    finite = magnitude.isfinite()
+    largest = torch.where(finite, magnitude, 0).max().item() if value.numel() else 0.0
+    lost = 1 - finite.to(wide).mean().item() if value.numel() else 0.0
+    name = str(value.dtype).removeprefix("torch.")
+    return Seen(phase, module, kind, tensor, name, largest, lost)
+
+
+class Trace:
+    """Context around a forward and a backward; rows are in the order in which tensors were made,
+    so a module's own output comes before that of the module that holds it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.rows: list[Seen] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Trace":
+        for name, module in self.model.named_modules():
+            self._watch(name or "(model)", module)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def note(self, phase: str, module: str, kind: str, tensor: str, nest: Any) -> None:
+        """Add the floating and complex tensors of a nest."""
+        for value in tree_leaves(nest):
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                self.rows.append(seen(phase, module, kind, tensor, value))
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        kind = type(module).__name__
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            self.note("forward", name, kind, "output", output)
+            for value in tree_leaves(output):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(gradient)
+
+        def gradient(grad: Tensor) -> None:
+            self.note("backward", name, kind, "gradient of the output", grad)
+
+        self._stack.callback(module.register_forward_hook(after).remove)
+        for key, param in module.named_parameters(recurse=False):
+            if param.requires_grad:
+
+                def accumulated(made: Tensor, key: str = key) -> None:
+                    self.note("backward", name, kind, f"gradient of {key}", made.grad)
+
+                handle = param.register_post_accumulate_grad_hook(accumulated)
+                self._stack.callback(handle.remove)
+
+
+def begins(rows: Sequence[Seen]) -> int | None:
+    """Index of the first row that is not finite throughout; None where all are."""
+    return next((i for i, row in enumerate(rows) if row.lost), None)

@@ -1,0 +1,1 @@
+"""Share a run among processes: strategies, the process group, torchrun."""

@@ -1,0 +1,71 @@
+"""strategy=ddp: every process has the whole model; gradients are averaged.
+
+Source: Li et al., PyTorch Distributed, arXiv:2006.15704.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from runner.distributed.process_group import Grouped
+
+_NOTHING = nullcontext()
+
+
+@final
+class DDP(Grouped):
+    """torch's DistributedDataParallel. Gradients of half precision are added in float32.
+
+    Args:
+        bucket_cap_mb: MiB of gradients that are reduced together.
+        find_unused_parameters: for models of which a step leaves parameters out.
+        static_graph: for models whose every step uses the same parameters in the same way.
+        timeout: seconds after which a process that waits for another one gives up.
+    """
+
+    name = "ddp"
+
+    def __init__(
+        self,
+        bucket_cap_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        timeout: float = 1800.0,
+    ) -> None:
+        super().__init__(timeout)
+        self.bucket_cap_mb = bucket_cap_mb
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self._model: DistributedDataParallel | None = None
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        self._model = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=True,
+        )
+        self._model.register_comm_hook(None, mean_in_float32)
+        return self._model
+
+    def accumulating(self, last: bool) -> AbstractContextManager[object]:
+        return _NOTHING if last or self._model is None else self._model.no_sync()
+
+
+def mean_in_float32(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The mean of a bucket over the processes: added in float32 at least, rounded once."""
+    grads = bucket.buffer()
+    wide = grads.float() if grads.itemsize < 4 else grads
+    wide.div_(dist.get_world_size())
+    done = dist.all_reduce(wide, async_op=True)
+    assert done is not None
+
+    def rounded(_: object) -> Tensor:
+        return grads.copy_(wide) if wide is not grads else grads
+
+    return done.get_future().then(rounded)

@@ -1,0 +1,374 @@
+"""What a failure on a batch means: a table of the kinds of failures, each with what to change or
+type."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from runner.modes.precision_errors import failing_module, precision_advice
+from runner.precision.precision import Precision
+from runner.training.tasks.classification import Classification
+from runner.training.tasks.language import Language
+from runner.training.tasks.regression import Regression
+from runner.training.tasks.task import Task
+
+_OUTPUTS = {
+    Classification: "logits [B, C]",
+    Language: "logits [B, T, V]",
+    Regression: "real numbers in the shape of the target",
+}
+_SIZES = re.compile(
+    r"cannot be multiplied|to have \d+ channels|size mismatch|must match the size|is invalid for "
+    r"input of size|normalized_shape|shape mismatch|size of tensor"
+)
+_NO_GRADIENT = ("does not require grad and does not have a grad_fn", "received a gradient")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A batch on which the model or the loss failed.
+
+    Attributes:
+        error: what was raised.
+        model: as it was built and converted.
+        task: of the run.
+        precision: of the run.
+        names: the options of `model`, `data`, `task` and `precision`.
+        inputs: of the batch, as the data set yields them.
+        target: of the batch.
+        outputs: the model's output; empty where its forward raised.
+    """
+
+    error: Exception
+    model: nn.Module
+    task: Task
+    precision: Precision
+    names: Mapping[str, str]
+    inputs: Any
+    target: Any
+    outputs: Sequence[Any] = field(default_factory=list)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the model's forward raised, not the loss."""
+        return not self.outputs
+
+    @property
+    def text(self) -> str:
+        """The error's own message."""
+        return str(self.error)
+
+    @property
+    def wants(self) -> str:
+        """What a built-in task takes as output; empty for a task of the user's own."""
+        return _OUTPUTS.get(type(self.task), "")
+
+    def module(self) -> str:
+        """The innermost module whose forward raised, as `layers.0 (Linear)`; empty for none."""
+        found = failing_module(self.error, self.model)
+        if found is None:
+            return ""
+        return f"{found[0] or 'the model itself'} ({type(found[1]).__name__})"
+
+
+def explain(failure: Failure) -> str:
+    """Return the message for a failure: what failed on which batch, and what to change."""
+    names = failure.names
+    advice = precision_advice(failure.error, failure.model, failure.precision)
+    advice = advice or next(text(failure) for applies, text in RULES if applies(failure))
+    return (
+        f"model={names['model']} fails on the first batch of data={names['data']} (inputs "
+        f"{_kind(failure.inputs)}) with task={names['task']}: {type(failure.error).__name__}: "
+        f"{failure.text.strip().rstrip('.')}. {advice}"
+    )
+
+
+@contextmanager
+def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
+    """Context in which the outputs of a model's forward are collected."""
+    outputs: list[Any] = []
+    handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def _returns_none(failure: Failure) -> bool:
+    return any(output is None for output in failure.outputs)
+
+
+def _say_none(failure: Failure) -> str:
+    name = type(failure.model).__name__
+    return f"The model returns None: end {name}.forward with `return <output>`."
+
+
+def _returns_structure(failure: Failure) -> bool:
+    outputs = failure.outputs
+    return bool(failure.wants and outputs) and not isinstance(outputs[-1], Tensor)
+
+
+def _say_structure(failure: Failure) -> str:
+    output = failure.outputs[-1]
+    logits = isinstance(output, Mapping) and "logits" in output
+    if logits or hasattr(output, "logits"):
+        how = 'return output["logits"]' if type(output) is dict else "return output.logits"
+    elif isinstance(output, tuple | list):
+        how = "return output[0]"
+    else:
+        how = "return one tensor"
+    return (
+        f"The model returns a {_kind(output)}; task={failure.names['task']} takes a tensor, "
+        f"{failure.wants}. End the model's forward with `{how}`, in a module of your own around "
+        "it (docs/own-code.md), or write a task that takes what it returns."
+    )
+
+
+def _yields_structure(failure: Failure) -> bool:
+    return bool(failure.wants and failure.outputs) and not isinstance(failure.target, Tensor)
+
+
+def _say_target(failure: Failure) -> str:
+    return (
+        f"data={failure.names['data']} yields as target a {_kind(failure.target)}; "
+        f"task={failure.names['task']} takes a tensor. Yield (input, target) with one tensor as "
+        "target, or write a task that takes it."
+    )
+
+
+def _does_not_bind(failure: Failure) -> bool:
+    if not failure.in_forward or not isinstance(failure.error, TypeError):
+        return False
+    try:
+        signature(failure.model.forward).bind(failure.inputs)
+    except TypeError:
+        return True
+    return False
+
+
+def _say_arguments(failure: Failure) -> str:
+    names = [*signature(failure.model.forward).parameters]
+    taken = ", ".join(names)
+    if isinstance(failure.inputs, Mapping):
+        start = "; ".join(f'{name} = inputs["{name}"]' for name in names)
+    elif names:
+        start = f"{taken} = inputs"
+    else:
+        start = "return ..."
+    return (
+        f"{type(failure.model).__name__}.forward takes ({taken}), and the runner passes the inputs "
+        f"of a batch as one argument, here a {_kind(failure.inputs)}. Write "
+        f"`def forward(self, inputs): {start}`."
+    )
+
+
+def _takes_no_structure(failure: Failure) -> bool:
+    return failure.in_forward and isinstance(failure.inputs, Mapping | tuple | list)
+
+
+def _say_inputs(failure: Failure) -> str:
+    call = "self.net(**inputs)" if isinstance(failure.inputs, Mapping) else "self.net(*inputs)"
+    return (
+        f"data={failure.names['data']} yields as inputs a {_kind(failure.inputs)}, and the runner "
+        "passes them to the model as one argument. In a module of your own around the model, write "
+        f"`def forward(self, inputs): return {call}` and take the tensor that the task needs "
+        "(docs/own-code.md)."
+    )
+
+
+def _tokens_without_embedding(failure: Failure) -> bool:
+    inputs = failure.inputs
+    if not failure.in_forward or not isinstance(inputs, Tensor):
+        return False
+    tables = (isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in failure.model.modules())
+    return not (inputs.is_floating_point() or inputs.is_complex() or any(tables))
+
+
+def _say_tokens(failure: Failure) -> str:
+    return (
+        f"The inputs are integers ({failure.inputs.dtype}), tokens, and the model has no "
+        "embedding for them. Type a model that takes tokens (model=gpt), or have the data set "
+        "yield floating-point inputs (x.float())."
+    )
+
+
+def _numbers_for_embedding(failure: Failure) -> bool:
+    return failure.in_forward and "for argument #1 'indices'" in failure.text
+
+
+def _say_indices(failure: Failure) -> str:
+    return (
+        f"{failure.module()} takes integer tokens, and the inputs are floating-point numbers. Have "
+        "the data set yield int64 inputs (x.long()), or type a model that takes numbers."
+    )
+
+
+def _size_differs(failure: Failure) -> bool:
+    return failure.in_forward and bool(_SIZES.search(failure.text))
+
+
+def _say_size(failure: Failure) -> str:
+    where = failure.module()
+    return (
+        f"{where} was made for inputs of another size. Give the model the sizes of the data: model "
+        "keys that are ${data.meta.input} or ${data.meta.classes} follow the data set's meta, "
+        f"others you type (--cfg job shows model= as it is). An example of data="
+        f"{failure.names['data']} has the shape {_shape(failure.inputs)[1:]}."
+    )
+
+
+def _task_differs(failure: Failure) -> bool:
+    return bool(failure.outputs) and _fitting_task(failure) not in ("", failure.names["task"])
+
+
+def _say_task(failure: Failure) -> str:
+    return f"{_says(failure)} Those fit task={_fitting_task(failure)}: type it."
+
+
+def _fitting_task(failure: Failure) -> str:
+    """The built-in task that takes this output and target; empty for none."""
+    output, target = failure.outputs[-1], failure.target
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+        return ""
+    if target.is_floating_point():
+        return "regression" if output.shape == target.shape else ""
+    if output.dim() == 2 and target.shape == output.shape[:1]:
+        return "classification"
+    return "language" if output.dim() == 3 and target.shape == output.shape[:2] else ""
+
+
+def _says(failure: Failure) -> str:
+    return (
+        f"The model returns {_kind(failure.outputs[-1])}, and the targets are "
+        f"{_kind(failure.target)}."
+    )
+
+
+def _say_where(failure: Failure) -> str:
+    """Return what helps with a failure of no known kind."""
+    if not failure.in_forward:
+        more = f" task={failure.names['task']} takes {failure.wants}." if failure.wants else ""
+        return (
+            f"The loss fails, not the model. {_says(failure)}{more} Change the model's last layer "
+            "or the data set's targets, or type the task= that takes them."
+        )
+    where = failure.module() or f"{type(failure.model).__name__}.forward"
+    return (
+        f"It fails in {where}, whose input or sizes do not fit this data set. Change model= (or "
+        "its keys, model.<key>=) or data= to one that the other can take."
+    )
+
+
+def _always(_failure: Failure) -> bool:
+    return True
+
+
+RULES: tuple[tuple[Callable[[Failure], bool], Callable[[Failure], str]], ...] = (
+    (_returns_none, _say_none),
+    (_returns_structure, _say_structure),
+    (_yields_structure, _say_target),
+    (_does_not_bind, _say_arguments),
+    (_takes_no_structure, _say_inputs),
+    (_tokens_without_embedding, _say_tokens),
+    (_numbers_for_embedding, _say_indices),
+    (_size_differs, _say_size),
+    (_task_differs, _say_task),
+    (_always, _say_where),
+)
+"""Kinds of failures, the first that applies is told: whether it applies, and what to say."""
+
+
+def loss_problem(loss: Any, task: str) -> str | None:
+    """Return what is wrong with a task's loss that is no single number; None where it is one."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return None
+    what = f"of the shape {_shape(loss)}" if isinstance(loss, Tensor) else f"a {_kind(loss)}"
+    return (
+        f"task={task} returns as loss {what}, and training needs one number. Return the mean over "
+        "the batch, `loss.mean()`."
+    )
+
+
+def lacks_gradient(error: Exception) -> bool:
+    """Return whether a backward failed because the loss does not depend on what trains."""
+    return any(text in str(error) for text in _NO_GRADIENT)
+
+
+def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
+    """Return why a loss has no gradient: found by one more forward, module by module.
+
+    Args:
+        model: whose parameters train.
+        call: runs the forward on a batch and returns its output.
+    """
+    seen: list[tuple[str, bool, bool]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            seen.append((name, torch.is_grad_enabled(), _requires_grad(output)))
+
+        return hook
+
+    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    try:
+        with torch.enable_grad():
+            output = call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    off = [name for name, enabled, _ in seen if not enabled]
+    live = [name for name, _, requires in seen if requires]
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    start = "The loss has no gradient, so nothing can train."
+    if _requires_grad(output):
+        return f"{start} The model's output has one: the task's loss cuts it. {_CUTS}"
+    if off:
+        return (
+            f"{start} {type(model).__name__}.forward runs {off[0]} with gradients switched off. "
+            "Leave torch.no_grad() and torch.inference_mode() out of what trains."
+        )
+    if live:
+        return f"{start} The last module whose output has one is {live[-1]}. {_CUTS}"
+    return (
+        f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
+        f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "
+        "set requires_grad of those that it uses."
+    )
+
+
+_CUTS = (
+    "Leave out what cuts it after that: .detach(), .data, .item(), .numpy(), argmax, round, "
+    "torch.no_grad()."
+)
+
+
+def _requires_grad(nest: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _leaves(nest))
+
+
+def _leaves(nest: Any) -> list[Any]:
+    """Return the leaves of a nest; of a mapping that torch does not know (ModelOutput), too."""
+    return tree_leaves(dict(nest) if isinstance(nest, Mapping) else nest)
+
+
+def _kind(value: Any) -> str:
+    """Return a value in words: dtype and shape of a tensor, the parts of a structure."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {_shape(value)}"
+    name = type(value).__name__
+    if isinstance(value, Mapping):
+        return f"{name} with the keys {', '.join(map(str, value))}"
+    if isinstance(value, tuple | list):
+        return f"{name} of {len(value)}"
+    return name
+
+
+def _shape(value: Any) -> list[int]:
+    return list(getattr(value, "shape", []))

@@ -1,0 +1,171 @@
+"""mode=plan: what a run would do, without data and without training."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from runner.config.invocation import Origin
+from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
+from runner.diagnostics.memory.forecast import Unknown, build, forecast, largest
+from runner.diagnostics.memory.limits import USABLE, free
+from runner.modes.result import RunResult
+from runner.precision.keep_fp32 import Float32Island
+from runner.precision.precision import Precision
+from runner.training.compile import check_shape
+from runner.training.model import Built
+from runner.training.optimizers import build_driven, build_optimizer, embeddings, shares
+from runner.utils.accelerator import Accelerator
+from runner.utils.files import write_json
+from runner.utils.reproducibility import seed_all
+from runner.utils.tensors import GIB, MIB, elements, stored_bytes, tensor_bytes
+
+
+def plan(
+    spec: RunSpec,
+    out: Path,
+    origin: Origin,
+    precision: Precision,
+    accelerator: Accelerator,
+    console: Console,
+) -> RunResult:
+    """Build the model without memory where its code allows, convert it, and print what a run
+    would hold. Nothing is trained, loaded or tracked."""
+    seed_all(spec.seed)
+    built = build(spec, precision)
+    model, report = built.model, built.report
+    build_driven(spec, model, precision, steps=1)  # refuses what a run would refuse
+    check_shape(spec, precision, accelerator.device, model)
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = {key: (node, params) for key, node, params in shares(spec.optimizer, model, named)}
+    table = _overview(spec, origin, precision, accelerator, built, optimizer)
+    for name, text in _peak(spec, precision, accelerator.device).items():
+        table.add_row(name, text)
+    console.print(table)
+    for line in report.lines(most=len(report.modules)):
+        console.print(line)
+    if report.modules:
+        console.print(
+            "not proven: no batch was run, so layers that the model never calls are counted, too"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "conversion.json", report.to_list())
+    islands = [n for n, m in model.named_modules() if isinstance(m, Float32Island)]
+    if islands:
+        console.print(f"kept in float32: {', '.join(islands)}", markup=False)
+    return RunResult(precision.name, origin.label(spec), str(out), device=accelerator.name)
+
+
+def _overview(
+    spec: RunSpec,
+    origin: Origin,
+    precision: Precision,
+    accelerator: Accelerator,
+    built: Built,
+    optimizers: Mapping[str, tuple[Mapping[str, Any], list[nn.Parameter]]],
+) -> Table:
+    model = built.model
+    params = list(model.parameters())
+    trainable = [p for p in params if p.requires_grad]
+    state = sum(_state_bytes(key, *pair, model) for key, pair in optimizers.items())
+    weights, grads = stored_bytes(model), tensor_bytes(*trainable)
+    scale = precision.scale(torch.device("cpu")).value
+    train = spec.train
+    length = f"{train.max_steps} steps" if train.max_steps else f"{train.epochs} epochs"
+    rows = {
+        "device": accelerator.name,
+        "stored in": _dtypes(model),
+        "computed in": precision.computes,
+        "loss scale": "none" if scale is None else f"from {scale.item():g}",
+        "parameters": f"{_count(params):,} ({_count(trainable):,} trainable)",
+        "weights and buffers": f"{weights / MIB:.1f} MiB (float32: {built.plain_bytes / MIB:.1f})",
+        "gradients": f"{grads / MIB:.1f} MiB",
+        "optimizer state": f"{state / MIB:.1f} MiB",
+        "before activations": f"{(weights + grads + state) / MIB:.1f} MiB",
+        "batch": f"{train.batch_size} x {train.accumulate} micro-batches per step",
+        "length": length,
+    }
+    table = Table(title=f"plan: {origin.label(spec)}", title_justify="left", show_header=False)
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def _peak(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str, str]:
+    """Rows on the memory of a step, and the largest batch that fits."""
+    own = spec.train.batch_size
+    try:
+        peak = forecast(spec, precision, device)
+        most, room = peak(own), free(device)
+        fits = largest(peak, own, USABLE * room)
+    except Unknown as error:
+        return {"peak of a step": f"not predicted: {error}"}
+    parts = [f"{name} {size / MIB:.1f}" for name, size in most._asdict().items()]
+    more = " or more" if fits == LARGEST_FORECAST_BATCH else ""
+    here = f"in {USABLE:g} of the {room / GIB:.1f} GiB that are free"
+    return {
+        "peak of a step": f"{most.total / MIB:.1f} MiB",
+        "at the peak": f"{', '.join(parts[:3])},\n{', '.join(parts[3:])}",
+        "largest batch": f"{'none' if fits is None else fits}{more} {here}",
+    }
+
+
+def _count(params: list[nn.Parameter]) -> int:
+    return sum(elements(p) for p in params)
+
+
+def _dtypes(model: nn.Module) -> str:
+    counts: dict[str, int] = {}
+    for p in model.parameters():
+        packed = getattr(p, "quant_state", None)
+        name = packed.quant_type if packed else str(p.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + elements(p)
+    return ", ".join(f"{name} ({count:,})" for name, count in sorted(counts.items()))
+
+
+def _state_bytes(
+    key: str, node: Mapping[str, Any], params: list[nn.Parameter], model: nn.Module
+) -> int:
+    """Bytes of optimizer state after the first step, made on the meta device by the optimizer's
+    own code: exact, also where it depends on a tensor's size, and without memory."""
+    wide = embeddings(model)
+    twins = {p: nn.Parameter(torch.empty_like(p, device="meta")) for p in params}
+    kept = [twin for p, twin in twins.items() if p in wide]
+    optimizer = build_optimizer(key, node, list(twins.values()), kept)
+    if _wants_closure(optimizer):
+        return _probed_bytes(key, node, params)
+    for twin in twins.values():
+        twin.grad = torch.empty_like(twin)
+    try:
+        optimizer.step()
+    except (NotImplementedError, RuntimeError):  # it reads values, which meta tensors lack
+        return _probed_bytes(key, node, params)
+    held = (v for values in optimizer.state.values() for v in values.values())
+    return tensor_bytes(*(v for v in held if isinstance(v, torch.Tensor)))
+
+
+def _probed_bytes(key: str, node: Mapping[str, Any], params: list[nn.Parameter]) -> int:
+    """The same from one real step on a small tensor of each dtype, which tells how many bytes an
+    element of a parameter needs."""
+    total = 0
+    for dtype in {p.dtype for p in params}:
+        probe = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
+        optimizer = build_optimizer(key, node, [probe])
+        probe.grad = torch.ones_like(probe)
+        optimizer.step(None if not _wants_closure(optimizer) else lambda p=probe: p.sum())  # type: ignore[arg-type]
+        state = [
+            v
+            for v in optimizer.state[probe].values()
+            if isinstance(v, torch.Tensor) and v.numel() > 1
+        ]
+        per_element = tensor_bytes(*state) / probe.numel()
+        total += int(per_element * sum(p.numel() for p in params if p.dtype is dtype))
+    return total
+
+
+def _wants_closure(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.LBFGS)

@@ -1,0 +1,231 @@
+"""mode=replay: forward and backward on a saved batch, to see where its numbers stop being finite.
+
+The weights are those of init.weights=, else those before the step, to which the run is trained once
+more; fresh ones where its config is gone. Nothing is tracked.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from runner.checkpoint.checkpoint_file import Saved
+from runner.config.invocation import Origin
+from runner.config.schema import RunSpec
+from runner.data.build import build_loaders, build_splits
+from runner.data.loader import Batch
+from runner.diagnostics import saved_batch
+from runner.diagnostics.nonfinite_trace import Seen, Trace, begins, seen
+from runner.diagnostics.saved_batch import Kept
+from runner.modes.result import RunResult
+from runner.modes.rewind import before, own_spec
+from runner.modes.trial_forward import build_proven
+from runner.precision import registry
+from runner.precision.precision import Precision
+from runner.training.model import build_model, keeps_adapter, start
+from runner.training.state import TrainState
+from runner.training.state_dict import checkpoint_state_dict
+from runner.training.step import backpropagate, examples_in, loss_of
+from runner.training.tasks.task import Task, labels_of, mean
+from runner.utils.accelerator import Accelerator
+from runner.utils.errors import ConfigError
+from runner.utils.formatting import number
+from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
+from runner.utils.tensors import MIB, float32_bytes
+
+BEFORE, AFTER, MOST = 3, 4, 5  # rows shown around the beginning; of a sound batch in all
+CHEAP_MIB = 4096.0  # weights in float32 up to which a run in 32-true is made beside it
+
+
+class Replayed(NamedTuple):
+    """A batch's way through a model; rows are of the first micro-batch that is not finite, or of
+    the last."""
+
+    loss: float
+    rows: list[Seen]
+    weights_mib: float
+
+
+def replay(
+    spec: RunSpec,
+    out: Path,
+    origin: Origin,
+    precision: Precision,
+    accelerator: Accelerator,
+    task: Task,
+    console: Console,
+) -> RunResult:
+    """Replay the batch that spec.batch names and print where it begins."""
+    assert spec.batch is not None
+    saved = saved_batch.read(Path(spec.batch))
+    device, own = accelerator.device, own_spec(Path(spec.batch))
+    value = precision.scale(device).value
+    scale = 1.0 if value is None else saved.loss_scale or value.item()
+    runs: dict[str, Replayed] = {}
+    begin, rng = start(spec), None
+    weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
+    if own is None or saved.begun is None or spec.init.weights != own.init.weights:
+        batches = _batches(spec, saved, device, console, origin)
+    else:
+        with before(replace(own, batch=spec.batch), saved, device, console) as reached:
+            state, batches, weights = reached
+            begin, rng = (
+                Saved(Path(spec.batch), checkpoint_state_dict(state, own)),
+                rng_state(device),
+            )
+            for line in _lost_weights(state.plain_model):
+                console.print(line)
+            if all(getattr(own, key) == getattr(spec, key) for key in ("model", "precision")):
+                runs[precision.name] = _traced(state, batches, scale)
+    if not runs:
+        runs[precision.name] = _through(spec, precision, task, device, batches, scale, begin, rng)
+    plain = registry.load("32-true")
+    small = runs[precision.name].weights_mib <= CHEAP_MIB
+    if precision.name not in (plain.name, "64-true") and small:
+        runs[plain.name] = _through(spec, plain, task, device, batches, scale, begin, rng)
+    _show(console, saved, runs, weights)
+    return RunResult(precision.name, origin.label(spec), str(out), device=accelerator.name)
+
+
+def _batches(
+    spec: RunSpec, saved: Kept, device: torch.device, console: Console, origin: Origin
+) -> list[Batch]:
+    data = origin.chosen("data", spec.data)
+    if (data, spec.seed) != (saved.data, saved.seed):
+        console.print(
+            f"warning: the batch is of data={saved.data} seed={saved.seed}, this is data={data} "
+            f"seed={spec.seed}: its indices may mean other samples."
+        )
+    loader, _ = build_loaders(spec, build_splits(spec), device)
+    highest = max(index for micro in saved.micro_batches for index in micro)
+    if highest >= loader.examples:
+        raise ConfigError(
+            f"batch={spec.batch} holds sample {highest}; the training set has {loader.examples}. "
+            f"Type the data= and data.* that it was saved with (data={saved.data})."
+        )
+    return list(loader.batches([torch.tensor(micro) for micro in saved.micro_batches]))
+
+
+def _through(
+    spec: RunSpec,
+    precision: Precision,
+    task: Task,
+    device: torch.device,
+    batches: Sequence[Batch],
+    scale: float,
+    begin: Saved | None,
+    rng: Mapping[str, Any] | None,
+) -> Replayed:
+    """What a model made anew with these weights does with the batch; in every precision with one
+    loss scale, so that their gradients can be compared."""
+    seed_all(spec.seed)
+    # The run's own weights (rng is given) come with the adapter that its gradients were of.
+    whole = rng is not None and begin is not None and keeps_adapter(spec, precision, begin)
+    make = partial(build_model, spec, precision, device, start=begin, whole=whole)
+    built = build_proven(make, precision, device, spec.seed, lambda: batches[0][0])
+    state = TrainState(built.model, precision, task, precision.scale(device), [], device)
+    if rng is not None:
+        set_rng_state(rng, device)
+    with precision.session(built.model, device):
+        built.model.train()
+        return _traced(state, batches, scale)
+
+
+def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replayed:
+    """Forward and backward of each micro-batch as in a step, without the step."""
+    rows: list[Seen] = []
+    last: list[Seen] = []
+    total, whole, task = 0.0, 0.0, type(state.task).__name__
+    for inputs, target in batches:
+        state.model.zero_grad(set_to_none=True)
+        with Trace(state.model) as trace:
+            trace.note("forward", "(inputs)", "", "inputs", inputs)
+            loss = loss_of(state, inputs, target)
+            trace.rows.append(seen("forward", "(loss)", task, "loss", loss))
+            backpropagate(state, loss * scale)
+        last = trace.rows
+        labels = labels_of(state.task, target)
+        count = examples_in((inputs, target)) if labels is None else labels.item()
+        if not count:
+            continue  # a mean over no labels is NaN and weighs nothing in the step
+        total, whole = total + loss.item() * count, whole + count
+        if not any(row.lost for row in rows):
+            rows = trace.rows
+    return Replayed(mean(total, whole), rows or last, float32_bytes(state.model) / MIB)
+
+
+def _lost_weights(model: nn.Module) -> Iterator[str]:
+    """Which weights are not finite before the step."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not parameter.isfinite().all():
+            yield f"warning: {name} is not finite before the step: an earlier update broke it."
+
+
+def _show(console: Console, saved: Kept, runs: Mapping[str, Replayed], weights: str) -> None:
+    (name, ours), *others = runs.items()
+    step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
+    samples = sum(map(len, saved.micro_batches))
+    console.print(f"replay of step {step}: {samples} samples, weights: {weights}")
+    for label, run in runs.items():
+        console.print(f"loss in {label}: {number(run.loss)}")
+    beside = {row.place: row for _, run in others for row in run.rows}
+    spot = begins(ours.rows)
+    if spot is not None:
+        console.print(_told(name, ours.rows[spot], beside))
+    console.print(_table(name, _around(ours.rows, spot), beside))
+    if spot is None:
+        console.print(
+            "Everything is finite with these weights. Type init.weights=<a checkpoint from shortly "
+            "before the step>; above is what comes nearest to the end of its range."
+        )
+
+
+def _told(name: str, row: Seen, beside: Mapping[tuple[str, str, str], Seen]) -> str:
+    """Where it begins, and what that says."""
+    of = "" if row.module in ("(inputs)", "(loss)") else f" of {row.module}"
+    text = f"It begins in the {row.phase}, at the {row.tensor}{of} ({row.dtype})"
+    if row.module == "(inputs)":
+        return f"{text}: the samples themselves are not finite."
+    plain = beside.get(row.place)
+    if plain is None:
+        return f"{text}."
+    if plain.lost:
+        return f"{text}, in 32-true as well: not a matter of precision={name}."
+    keep = "" if row.module in ("(model)", "(loss)") else f": precision.keep_fp32=[{row.module}]"
+    return f"{text}; in 32-true it is finite, at most {plain.largest:.4g}{keep}"
+
+
+def _around(rows: Sequence[Seen], spot: int | None) -> Sequence[Seen]:
+    """The rows around the beginning; of a sound batch those nearest to the end of their range."""
+    if spot is None:
+        return sorted(rows, key=_reach, reverse=True)[:MOST]
+    return rows[max(0, spot - BEFORE) : spot + AFTER]
+
+
+def _reach(row: Seen) -> float:
+    return row.largest / torch.finfo(getattr(torch, row.dtype)).max
+
+
+def _table(name: str, rows: Sequence[Seen], beside: Mapping[tuple[str, str, str], Seen]) -> Table:
+    table = Table(title=f"in {name}", title_justify="left")
+    for head in ("pass", "module", "kind", "tensor", "dtype", "largest", "not finite"):
+        table.add_column(head)
+    if beside:
+        table.add_column("largest in 32-true")
+    for row in rows:
+        cells = [*row[:5], f"{row.largest:.4g}", f"{row.lost:.1%}" if row.lost else ""]
+        if beside:
+            plain = beside.get(row.place)
+            cells.append(_plain(plain) if plain else "")
+        table.add_row(*cells)
+    return table
+
+
+def _plain(row: Seen) -> str:
+    return f"{row.largest:.4g}" + (f", {row.lost:.1%} not finite" if row.lost else "")

@@ -1,0 +1,247 @@
+"""The trial forward that proves a conversion, before it is announced and before anything trains."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from runner.data.loader import Loader
+from runner.distributed.strategy import Single, Strategy
+from runner.precision.conversion_proof import Watch, adapted_layers, converted_layers, multiplies
+from runner.precision.precision import ConversionReport, Precision
+from runner.training.model import Built
+from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.files import write_json
+from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
+
+if TYPE_CHECKING:
+    from runner.modes.context import Run
+
+BYPASSED = "the model reads its weight and passes its forward by"
+CODES = "the model reads its weight itself, which packed would hold codes"
+IDLE = "converted, but not proven: it did not run in the first batch"
+TRAINS = "ran in the first step, not in the evaluation before it"
+
+
+class Found(NamedTuple):
+    """What a trial forward shows.
+
+    Attributes:
+        ran: names of the converted layers that ran.
+        bypassed: reasons why others count as not converted, by name.
+        ended: whether the forward came to its end.
+        matrices: names of the converted layers that hold a matrix.
+    """
+
+    ran: set[str]
+    bypassed: dict[str, str]
+    ended: bool
+    matrices: list[str]
+
+
+def prove(this: "Run", make: Callable[[], Built], loader: Loader) -> Built:
+    """Build a run's model with its conversion proven; see build_proven."""
+
+    def inputs() -> Any:
+        return next(loader.epoch(0))[0]
+
+    return build_proven(make, this.precision, this.device, this.spec.seed, inputs, this.strategy)
+
+
+def build_proven(
+    make: Callable[[], Built],
+    precision: Precision,
+    device: torch.device,
+    seed: int,
+    inputs: Callable[[], Any],
+    strategy: Strategy | None = None,
+) -> Built:
+    """Build a model whose conversion is proven by one forward. Layers that the model passes by are
+    left as they were, without an adapter too, for which it is built a second time.
+
+    Args:
+        make: builds the model from a freshly seeded generator.
+        precision: that converts it; its `bypassed` names the layers that are left.
+        device: where the model runs.
+        seed: of the second build.
+        inputs: loads the model inputs of the first batch.
+        strategy: of several processes, which agree on what they found.
+
+    Raises:
+        ConfigError: no converted layer runs.
+    """
+    built = make()
+    converts = any(row.done for row in built.report.modules)
+    if not converts and not adapted_layers(built.model):
+        return built
+    trial = _Trial(precision, device, inputs, strategy or Single())
+    found = trial(built)
+    if found.bypassed:
+        precision.leave_unconverted(found.bypassed)
+        del built  # else both models would be in memory
+        seed_all(seed)
+        built = make()
+        found = trial(built)
+    if found.bypassed:
+        raise ConfigError(
+            f"precision={precision.name}: {_reasons(found.bypassed)}. That shows only where "
+            f"{_list(precision.bypassed)} are left as they were. Type precision.ignore_modules="
+            f"[{','.join(sorted({*precision.bypassed, *found.bypassed}))}]."
+        )
+    if not found.ended:
+        return built  # the check of the first batch, which comes next, says why
+    if converts and not found.ran & {*found.matrices}:
+        raise ConfigError(
+            f"precision={precision.name}: none of the layers that it converts runs in the model's "
+            f"forward on the first batch: {_list(found.matrices)}. Have the forward call them. "
+            "Type a precision without conversion, for example precision=bf16-mixed."
+        )
+    return built._replace(report=_with_idle(built.report, found.ran))
+
+
+def _list(names: Any, most: int = 6) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _bypassed(watch: Watch) -> dict[str, str]:
+    """Why layers count as not converted, by name."""
+    return {name: CODES if name in watch.ran else BYPASSED for name in sorted(watch.bypassed)}
+
+
+def _reasons(bypassed: Mapping[str, str], most: int = 4) -> str:
+    reasons = [f"{name}: {why}" for name, why in list(bypassed.items())[:most]]
+    more = f"; and {len(bypassed) - most} more" if len(bypassed) > most else ""
+    return "; ".join(reasons) + more
+
+
+def _with_idle(report: ConversionReport, ran: set[str]) -> ConversionReport:
+    """The report in which converted layers that did not run count as not converted."""
+    rows = (
+        replace(row, done=False, why=IDLE) if row.done and row.module not in ran else row
+        for row in report.modules
+    )
+    return replace(report, modules=tuple(rows))
+
+
+class _Trial:
+    """The trial forward of one run."""
+
+    def __init__(
+        self,
+        precision: Precision,
+        device: torch.device,
+        inputs: Callable[[], Any],
+        strategy: Strategy,
+    ) -> None:
+        self.precision, self.device, self.strategy = precision, device, strategy
+        self.inputs = inputs
+
+    def __call__(self, built: Built) -> Found:
+        """Return what all processes found together."""
+        found = self._found(built, strict=False)
+        every = self.strategy.gather(found)
+        together = found._replace(
+            ran={name for one in every for name in one.ran},
+            bypassed=dict(sorted(pair for one in every for pair in one.bypassed.items())),
+            ended=all(one.ended for one in every),
+        )
+        return self.strategy.told(together)
+
+    def _found(self, built: Built, strict: bool) -> Found:
+        converted = converted_layers(built.model, built.report)
+        layers = adapted_layers(built.model) | converted
+        watch = Watch(built.model, layers, strict)
+        ended = False
+        with _unchanged(built.model, self.device):
+            try:
+                self._forward(built.model, watch)
+                ended = True
+            except RunnerError:
+                raise
+            except Exception:  # the check of the first batch says it, where it is not the packing
+                pass
+        if not ended and watch.asked and not strict:  # what was asked for may be why it failed
+            return self._found(built, strict=True)
+        matrices = [name for name, layer in converted.items() if multiplies(layer)]
+        return Found(watch.ran, _bypassed(watch), ended, matrices)
+
+    def _forward(self, model: nn.Module, watch: Watch) -> None:
+        precision = self.precision
+        inputs = precision.cast(self.inputs())
+        model.eval()
+        with (
+            torch.no_grad(),
+            precision.session(model, self.device),
+            precision.evaluating(model),
+            torch.compiler.set_stance("force_eager"),  # a compiled part would show nothing
+            precision.forward(self.device),
+            watch,
+        ):
+            model(inputs)
+
+
+@contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context after which modes, buffers and generators are as before."""
+    drawn = rng_state(device)
+    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+    values = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        yield
+    finally:
+        for module, training, buffers in modules:
+            module.training = training
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        set_rng_state(drawn, device)
+
+
+@contextmanager
+def first_step(this: "Run", model: nn.Module) -> Iterator[None]:
+    """Watch the first training step: converted layers that run in training only count from then on.
+
+    Raises:
+        ConfigError: the model reads a packed weight in training, though not in evaluation.
+    """
+    idle = [row for row in this.report.modules if row.why == IDLE]
+    shown = replace(
+        this.report,
+        modules=tuple(replace(row, done=row.done or row in idle) for row in this.report.modules),
+    )
+    layers = converted_layers(model, shown)
+    if this.spec.train.compile or not layers:
+        yield
+        return
+    with Watch(model, layers) as watch:
+        yield
+    if found := _bypassed(watch):
+        raise ConfigError(
+            f"precision={this.precision.name}: in the first step, and not in the evaluation "
+            f"before it: {_reasons(found)}. Type precision.ignore_modules=[{','.join(found)}]."
+        )
+    if any(row.module in watch.ran for row in idle):
+        _count_trained(this, watch.ran)
+
+
+def _count_trained(this: "Run", ran: set[str]) -> None:
+    """Write the report anew with the layers that ran in the first step."""
+    proven = {row.module for row in this.report.modules if row.why == IDLE} & ran
+    rows = (
+        replace(row, done=True, why=TRAINS) if row.module in proven else row
+        for row in this.report.modules
+    )
+    this.report = report = replace(this.report, modules=tuple(rows))
+    done, layers = report.layers
+    this.say(f"converted {done} of {layers} layers: {_list(proven)} ran in the first step")
+    this.tracker.tags(report.tags())
+    listed = report.to_list()
+    this.leave(this.out / "conversion.json", lambda path: write_json(path, listed))

@@ -1,5 +1,0 @@
-"""What a run's numbers are like, module by module, and what narrower formats would lose of them."""
-
-from runner.numerics.found import Numerics, read
-
-__all__ = ["Numerics", "read"]

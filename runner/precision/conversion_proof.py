@@ -1,0 +1,229 @@
+"""Proof of a conversion: which converted layers run in a forward, and whose weights are read by
+anything but the layer itself.
+
+A model may take a layer's weight (`F.linear(x, layer.weight)`) and never call the layer: nothing of
+it then computes in the converted format. Where the weight is packed the reader gets codes instead
+of numbers, and `x.to(layer.weight.dtype)` rounds activations to uint8.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from runner.precision.conversion import ROOT
+from runner.precision.precision import ConversionReport
+
+_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+# Answers that differ between a packed weight [bytes, 1] and the weight that it stands for.
+_SHAPES = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel,
+    torch.Tensor.nelement, torch.Tensor.__len__, torch.numel,
+}  # fmt: skip
+
+
+def converted_layers(model: nn.Module, report: ConversionReport) -> dict[str, nn.Module]:
+    """Return the converted modules of a model by the names that its report gives them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers = {}
+    for row in report.modules:
+        module = modules.get("" if row.module == ROOT else row.module)
+        while hasattr(module, "get_base_layer"):  # an adapter's wrapper has taken the name
+            module = module.get_base_layer()  # type: ignore[union-attr,operator]
+        if row.done and module is not None:
+            layers[row.module] = module
+    return layers
+
+
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that an adapter adds to, by the names that they have without it."""
+    return {
+        name: module.get_base_layer()  # type: ignore[operator]
+        for name, module in model.named_modules()
+        if hasattr(module, "get_base_layer")
+    }
+
+
+def multiplies(layer: nn.Module) -> bool:
+    """Return whether a layer holds a matrix, as a norm does not."""
+    weight = layer._parameters.get("weight")
+    return weight is not None and weight.ndim > 1
+
+
+class Watch(TorchFunctionMode):
+    """Context that watches converted layers in one forward and changes no module for good.
+
+    A foreign read of a packed weight gets the numbers that the weight stands for, so that the
+    forward continues and all such readers show in one pass.
+
+    Args:
+        model: that holds the layers.
+        layers: converted modules by name.
+        strict: whether asking for a packed weight's dtype counts as a read; else only passing that
+            dtype on to an operator does.
+
+    Attributes:
+        ran: names of the layers whose own forward ran.
+        read: names of the layers whose weight something else computed with.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, nn.Module], strict: bool = False
+    ) -> None:
+        super().__init__()
+        self.model, self.layers, self.strict = model, layers, strict
+        self.ran: set[str] = set()
+        self.read: set[str] = set()
+        self.asked: dict[torch.dtype, str] = {}  # the last layer whose packed dtype was asked for
+        self._names = {id(layer._parameters.get("weight")): n for n, layer in layers.items()}
+        self._inside = 0  # converted layers whose forward is running
+        self._holders: list[set[int]] = []  # weights of other modules whose forward is running
+        self._depth = 0  # of the model's own forward; an optimizer reads weights, too
+        self._forwards: list[tuple[nn.Module, Any]] = []  # what modules had as their own forward
+
+    @property
+    def bypassed(self) -> set[str]:
+        """Names of the layers that count as not converted: a plain weight may be read by others
+        as long as the layer runs too, a packed one may not."""
+        return {n for n in self.read if n not in self.ran or _is_packed(self.layers[n])}
+
+    def __enter__(self) -> "Watch":
+        # Not by hooks: `layer.forward(x)` passes them by, and their presence changes the path that
+        # some modules take.
+        names = {id(layer): name for name, layer in self.layers.items()}
+        for module in self.model.modules():
+            held = {id(p) for p in module._parameters.values()} & self._names.keys()
+            if id(module) in names:
+                self._replace(module, self._converted(module, names[id(module)]))
+            elif held:
+                self._replace(module, self._holding(module, held))
+        self._replace(self.model, self._rooted(self.model))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for module, forward in reversed(self._forwards):
+            del vars(module)["forward"]
+            if forward is not None:
+                vars(module)["forward"] = forward
+        self._forwards.clear()
+
+    def _replace(self, module: nn.Module, forward: Any) -> None:
+        self._forwards.append((module, vars(module).get("forward")))
+        vars(module)["forward"] = forward
+
+    def _rooted(self, module: nn.Module) -> Any:
+        """The model's forward, in which alone reads count."""
+        forward = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return run
+
+    def _converted(self, module: nn.Module, name: str) -> Any:
+        """A converted layer's forward, in which no read counts."""
+        forward = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.ran.add(name)
+            self._inside += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside -= 1
+
+        return run
+
+    def _holding(self, module: nn.Module, weights: set[int]) -> Any:
+        """The forward of a module that holds a converted layer's weight as its own, as an
+        embedding may, and may read it."""
+        forward = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._holders.append(weights)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._holders.pop()
+
+        return run
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = (args, kwargs or {})
+        if self._inside or not self._depth:
+            return func(*given[0], **given[1])
+        names = set(self._foreign(given))
+        packed = {n: self.layers[n] for n in names if _is_packed(self.layers[n])}
+        if packed:
+            return self._unpacked(func, given, names, packed)
+        if self.asked:
+            given = self._without_packed_dtypes(given)
+        made = func(*given[0], **given[1])
+        if names and _has_tensor(made):
+            self.read |= names
+        return made
+
+    def _foreign(self, given: Any) -> Iterator[str]:
+        """Names of the layers whose weight is among a function's arguments, and in no module that
+        holds it as its own and runs."""
+        for leaf in tree_leaves(given):
+            if not isinstance(leaf, Tensor) or id(leaf) not in self._names:
+                continue
+            if not any(id(leaf) in held for held in self._holders):
+                yield self._names[id(leaf)]
+
+    def _unpacked(
+        self, func: Any, given: Any, names: set[str], packed: Mapping[str, nn.Module]
+    ) -> Any:
+        """A function's result on the numbers that packed weights stand for."""
+        plain = {id(m._parameters["weight"]): m.unpacked_weight() for m in packed.values()}  # type: ignore[operator]
+        args, kwargs = tree_map(lambda leaf: plain.get(id(leaf), leaf), given)
+        made = func(*args, **kwargs)
+        if _has_tensor(made):
+            self.read |= names
+            return made
+        real = func(*given[0], **given[1])
+        if func == _DTYPE and not self.strict:
+            self.asked[real] = next(iter(packed))
+            return real
+        if (func in _SHAPES and made != real) or func == _DTYPE:
+            self.read |= names
+            return made
+        return real
+
+    def _without_packed_dtypes(self, given: Any) -> Any:
+        """A function's arguments with the dtype of a packed weight, on which floating numbers would
+        be lost, replaced by that of the weight that it stands for."""
+        leaves = tree_leaves(given)
+        dtypes = {leaf for leaf in leaves if isinstance(leaf, torch.dtype)} & self.asked.keys()
+        first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+        if not dtypes or (first is not None and not first.is_floating_point()):
+            return given
+        names = {dtype: self.asked[dtype] for dtype in dtypes}
+        self.read |= set(names.values())
+        plain = {d: self.layers[n].unpacked_weight().dtype for d, n in names.items()}  # type: ignore[operator]
+        return tree_map(lambda v: plain.get(v, v) if isinstance(v, torch.dtype) else v, given)
+
+
+def _is_packed(layer: nn.Module) -> bool:
+    return hasattr(layer, "unpacked_weight")
+
+
+def _has_tensor(made: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(made))

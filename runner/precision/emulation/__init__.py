@@ -1,0 +1,1 @@
+"""Compute low-precision formats in wider arithmetic, for machines without their hardware."""

@@ -1,0 +1,139 @@
+"""keep_fp32: modules that store and compute in float32 inside a model of another precision.
+
+The module's class is swapped for a subclass whose forward casts at the border (the way
+torch.nn.utils.parametrize does it): names, state dict, hooks, isinstance and deepcopy survive,
+and torch.compile sees an ordinary forward.
+"""
+
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from runner.precision.casting import cast_floats, cast_nest
+from runner.precision.layers.backward_checks import in_backward
+from runner.utils.errors import ConfigError
+from runner.utils.modules import select
+
+
+class Float32Island:
+    """Mixin before a module's own class: float32 inside, the surroundings' dtype out."""
+
+    _surroundings: torch.dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = (*self.parameters(recurse=False), *tree_leaves((args, kwargs)))  # type: ignore[attr-defined]
+        kind = next((t.device.type for t in leaves if isinstance(t, Tensor)), "cpu")
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch.autocast(kind, enabled=False):
+                args, kwargs = cast_nest((args, kwargs), torch.float32)
+                outputs = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            torch.set_default_dtype(previous)
+        # Under autocast the surroundings are float32 storage and the next operation casts by
+        # itself; in a true precision the next layer's weights want their own dtype.
+        return cast_nest(outputs, self._surroundings)
+
+
+def find_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
+    """Dotted names of the outermost modules that the patterns match; changes nothing.
+
+    Args:
+        model: not changed.
+        patterns: see runner.utils.modules.
+        storage: dtype of the surroundings.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or an island shares a parameter with a module
+            of another dtype.
+    """
+    if not patterns:
+        return set()
+    # A module that is registered twice can be meant by either name.
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    chosen = select("precision.keep_fp32", patterns, names)
+    outermost = {n for n in chosen if not any(_holds(m, n) for m in chosen)}
+    if storage is not torch.float32:
+        _refuse_ties(model, outermost)
+    return outermost
+
+
+def make_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
+    """Turn the modules that find_islands finds into islands, whose outputs return to the dtype of
+    the surroundings; their names. It raises what find_islands raises."""
+    islands = find_islands(model, patterns, storage)
+    for name in islands:
+        _make_island(model.get_submodule(name), storage)
+    return islands
+
+
+def _holds(outer: str, inner: str) -> bool:
+    """Whether one name is that of a module inside the other; the model's own name is empty."""
+    return outer != inner and (not outer or inner.startswith(f"{outer}."))
+
+
+def _make_island(module: nn.Module, storage: torch.dtype) -> None:
+    if not isinstance(module, Float32Island):
+        module.__class__ = _island_class(type(module))
+        module._surroundings = storage  # type: ignore[assignment]
+        # nn.TransformerEncoderLayer reads its parts' weights and passes their forward by in
+        # evaluation, but for parts with hooks.
+        module.register_forward_pre_hook(called)
+        if storage is not torch.float32:
+            _Recomputed().watch(module)
+    cast_floats(module, torch.float32)
+
+
+class _Recomputed:
+    """Hooks on an island's parts, which the island's own torch.utils.checkpoint computes again in
+    the backward, outside the island's forward: float32 is the default dtype there too. Autocast is
+    restored by torch."""
+
+    def __init__(self) -> None:
+        self.previous: list[torch.dtype] = []
+
+    def watch(self, island: nn.Module) -> None:
+        for part in island.modules():
+            if part is not island:
+                part.register_forward_pre_hook(self._before)
+                part.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if in_backward():
+            self.previous.append(torch.get_default_dtype())
+            torch.set_default_dtype(torch.float32)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward():
+            torch.set_default_dtype(self.previous.pop())
+
+
+def called(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing, so that fast paths see one; see _make_island."""
+
+
+@cache
+def _island_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Float32{kind.__name__}", (Float32Island, kind), {})
+
+
+def _refuse_ties(model: nn.Module, islands: Collection[str]) -> None:
+    """A tied parameter has one dtype, so both its modules are in float32 or neither is."""
+    held = {part for name in islands for part in model.get_submodule(name).modules()}
+    inside = {id(p) for part in held for p in part.parameters(recurse=False)}
+    outside = [
+        name
+        for name, module in model.named_modules()
+        if module not in held and any(id(p) in inside for p in module.parameters(recurse=False))
+    ]
+    if outside:
+        raise ConfigError(
+            f"precision.keep_fp32: {', '.join(sorted(islands))} shares a parameter with "
+            f"{', '.join(name or 'the model itself' for name in outside)}, which is not in it. "
+            f"Add {', '.join(name or '*' for name in outside)}."
+        )

@@ -1,0 +1,1 @@
+"""Replacement layers of converting precisions."""

@@ -1,0 +1,53 @@
+"""What low-precision layers cannot do in a backward: be differentiated twice, and, where they scale
+by past steps, be computed again. Both would give wrong gradients without an error."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.utils.errors import ConfigError
+
+
+def first_order(output: Tensor) -> Tensor:
+    """Return a layer's output, whose gradient cannot be differentiated again.
+
+    The libraries' backward rounds outside autograd, so that a second derivative through it lacks
+    terms.
+
+    Args:
+        output: of the layer; a hook is registered on it.
+
+    Raises:
+        ConfigError: in the backward, where create_graph=True asks for such a gradient.
+    """
+    # A compiler traces the backward with gradients enabled, and refuses the second order itself.
+    if output.requires_grad and not torch.compiler.is_compiling():
+        output.register_hook(_refuse_graph)
+    return output
+
+
+def _refuse_graph(grad: Tensor) -> None:
+    if torch.is_grad_enabled():  # in a backward: create_graph=True
+        raise ConfigError(
+            "The model or task differentiates gradients (torch.autograd.grad with "
+            "create_graph=True), and a linear layer in FP8, FP4 or int8 has first derivatives "
+            "only. Type precision.ignore_modules=[<its layers>], which computes those in the "
+            "precision of the rest, or precision=bf16-mixed."
+        )
+
+
+def in_backward() -> bool:
+    """Say whether a backward runs, in which a forward is a recompute."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def refuse_recompute(module: nn.Module, args: Any) -> None:
+    """Raise ConfigError for a forward that runs within a backward; a forward pre-hook."""
+    if in_backward():
+        raise ConfigError(
+            "The model computes forwards again in the backward (torch.utils.checkpoint, as in "
+            "transformers' gradient_checkpointing_enable), and delayed scaling scales by past "
+            "steps, which a forward moves on. Type precision=transformer-engine-current, or "
+            "switch the model's checkpointing off."
+        )

@@ -1,0 +1,26 @@
+"""bitsandbytes, without its advice in every forward and on a package that it can do without."""
+
+import logging
+
+from runner.utils.quiet_import import quiet
+
+with quiet():
+    import bitsandbytes as bnb
+    from bitsandbytes.cextension import lib
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+    from bitsandbytes.utils import unpack_tensor_to_dict
+
+# It tells of the cast to float16 before int8 in every forward.
+logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+
+__all__ = [
+    "QuantState",
+    "bnb",
+    "dequantize_4bit",
+    "unpack_tensor_to_dict",
+]
+
+
+def has_kernels() -> bool:
+    """Whether the library found its native part; without it every call raises."""
+    return "Mock" not in type(lib).__name__

@@ -1,0 +1,68 @@
+"""Every precision that is built, and whether it runs on a device: read from conf/precision/ and
+asked of require(), never kept by hand."""
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from runner.config.targets import instantiate
+from runner.precision.precision import Precision
+from runner.utils.errors import Unavailable
+
+CONF = Path(str(files("runner.conf"))) / "precision"
+
+
+@dataclass(frozen=True)
+class Support:
+    """A precision on a device: why is empty where it runs."""
+
+    name: str
+    device: str
+    why: str
+    remedy: str
+
+    @property
+    def runs(self) -> bool:
+        return not self.why
+
+
+def names() -> list[str]:
+    """Names of the precisions, by width and then by name."""
+    return sorted((path.stem for path in CONF.glob("*.yaml")), key=_order)
+
+
+def _order(name: str) -> tuple[int, str]:
+    widths = ("64-true", "32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true",
+              "transformer-engine", "float8", "bnb-int8", "bnb")  # fmt: skip
+    places = [i for i, width in enumerate(widths) if name == width or name.startswith(f"{width}-")]
+    return (min(places, default=len(widths)), name)
+
+
+def header(name: str) -> tuple[str, str]:
+    """The two comments that a precision's yaml opens with: what it is, and why to use it."""
+    what, why = (CONF / f"{name}.yaml").read_text().splitlines()[:2]
+    return what.lstrip("# "), why.removeprefix("# Why: ")
+
+
+def load(name: str, **changes: Any) -> Precision:
+    """A precision from its yaml, with some keywords changed."""
+    node = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    assert isinstance(node, dict)
+    return instantiate({**node, **changes})  # type: ignore[arg-type]
+
+
+def support(device: torch.device) -> list[Support]:
+    """What require() says of every precision on a device."""
+    rows = []
+    for name in names():
+        try:
+            load(name).require(device)
+        except Unavailable as error:
+            rows.append(Support(name, str(device), error.what, error.remedy))
+        else:
+            rows.append(Support(name, str(device), "", ""))
+    return rows

@@ -1,1 +1,0 @@
-"""How the processes of a run share its work."""

@@ -1,0 +1,1 @@
+"""Run many jobs: the parent run, launchers, the report and the advisor."""

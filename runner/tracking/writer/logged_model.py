@@ -1,0 +1,174 @@
+"""Exported models in MLflow: a logged model of the run, and a version in the registry. Called by
+the writer process only; it builds the folder as mlflow.pytorch would for serialization_format
+"pt2", which needs no torch here."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlflow.models.model import Model
+    from mlflow.tracking import MlflowClient
+
+LINKED = "val/"
+"""Metrics of the run that are the model's too, where they were logged at its step."""
+
+
+def log_model(
+    uri: str,
+    run_id: str,
+    folder: Path,
+    facts: Mapping[str, Any],
+    name: str,
+    registered_name: str | None = None,
+    step: int = 0,
+) -> str:
+    """Store an exported model with its run; saying it again finishes what was begun.
+
+    Args:
+        uri: of the tracking store and registry.
+        run_id: of the run that trained it.
+        folder: holds model.pt2.
+        facts: see runner.checkpoint.export.Exported.
+        name: of the logged model; `runs:/<run_id>/<name>` finds it.
+        registered_name: of a registered model that gets a version; None for none.
+        step: of the weights.
+
+    Returns:
+        The id: `models:/<id>` finds it.
+
+    Raises:
+        MlflowException: the store refuses or cannot be reached.
+        OSError: model.pt2 cannot be read.
+    """
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    run = client.get_run(run_id)
+    model = _begun(client, run, name) or client.create_logged_model(
+        run.info.experiment_id, name, run_id, params=run.data.params
+    )
+    if str(model.status) != "READY":
+        with tempfile.TemporaryDirectory() as made:
+            _write(Path(made), folder, facts, _described(model, run_id, facts))
+            client.log_model_artifacts(model.model_id, made)
+        client.finalize_logged_model(model.model_id, "READY")
+    _attach(client, run, model.model_id, step)
+    if registered_name:
+        # Without a server, MLflow 3.17 would look the id up in the store of the environment.
+        served = uri.startswith(("http:", "https:"))
+        source = f"models:/{model.model_id}" if served else model.artifact_location
+        _register(client, registered_name, model.model_id, run_id, source)
+    return model.model_id
+
+
+def _begun(client: "MlflowClient", run: Any, name: str) -> Any:
+    """The run's logged model of this name, from an earlier try."""
+    query = f"source_run_id = '{run.info.run_id}'"  # a name's own quotes cannot be written in one
+    found = client.search_logged_models([run.info.experiment_id], filter_string=query)
+    return next((model for model in found if model.name == name), None)
+
+
+def _described(model: Any, run_id: str, facts: Mapping[str, Any]) -> "Model":
+    """The MLmodel file's content."""
+    from mlflow.models import ModelSignature
+    from mlflow.models.model import Model
+
+    described = Model(
+        artifact_path=model.artifact_location,
+        run_id=run_id,
+        model_uuid=model.model_id,
+        model_id=model.model_id,
+    )
+    inputs, outputs = _schema(facts["inputs"]), _schema(facts["outputs"])
+    described.signature = ModelSignature(inputs=inputs, outputs=outputs)
+    return described
+
+
+def _schema(specs: list[dict[str, Any]]) -> Any:
+    import numpy as np
+    from mlflow.types.schema import Schema, TensorSpec
+
+    several = len(specs) > 1
+    return Schema(
+        [
+            TensorSpec(np.dtype(s["dtype"]), tuple(s["shape"]), s["name"] if several else None)
+            for s in specs
+        ]
+    )
+
+
+def _write(made: Path, folder: Path, facts: Mapping[str, Any], model: "Model") -> None:
+    """A model's folder as mlflow.pytorch and mlflow.pyfunc read it."""
+    import yaml
+    from mlflow import pyfunc
+    from mlflow.utils.environment import _mlflow_conda_env, _PythonEnv
+    from mlflow.version import VERSION
+
+    (made / "data").mkdir()
+    shutil.copyfile(folder / facts["file"], made / "data" / "model.pt2")
+    model.add_flavor("pytorch", model_data="data", pytorch_version=facts["torch"], code=None)
+    if facts["one_tensor"]:
+        # A program's weights stay where they are, on the CPU: MLflow would ask for the GPU.
+        pyfunc.add_to_model(
+            model,
+            loader_module="mlflow.pytorch",
+            data="data",
+            conda_env="conda.yaml",
+            python_env="python_env.yaml",
+            model_config={"device": "cpu"},
+        )
+    model.model_size_bytes = sum(f.stat().st_size for f in made.rglob("*") if f.is_file())
+    model.save(str(made / "MLmodel"))
+    torch = f"torch=={facts['torch'].partition('+')[0]}"  # a local version is on no index
+    (made / "requirements.txt").write_text(f"mlflow=={VERSION}\n{torch}\n")
+    conda = _mlflow_conda_env(additional_pip_deps=[torch])
+    (made / "conda.yaml").write_text(yaml.safe_dump(conda, default_flow_style=False))
+    _PythonEnv.current().to_yaml(str(made / "python_env.yaml"))
+
+
+def _attach(client: "MlflowClient", run: Any, model_id: str, step: int) -> None:
+    """The model as an output of its run, with the run's validation metrics of that step."""
+    from mlflow.entities import LoggedModelOutput, Metric
+
+    run_id = run.info.run_id
+    outputs = run.outputs.model_outputs if run.outputs else []
+    if all(output.model_id != model_id for output in outputs):
+        client.log_outputs(run_id, [LoggedModelOutput(model_id, step=step)])
+    points = [
+        Metric(p.key, p.value, p.timestamp, p.step, model_id=model_id, run_id=run_id)
+        for key in run.data.metrics
+        if key.startswith(LINKED)
+        for p in client.get_metric_history(run_id, key)
+        if p.step == step
+    ]
+    if points:
+        client.log_batch(run_id, metrics=points, synchronous=True)
+
+
+def _register(client: "MlflowClient", name: str, model_id: str, run_id: str, source: str) -> None:
+    """A version of a registered model, unless there is one of this model; the model's page links
+    to it by a tag."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
+
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    known = client.search_model_versions(f"run_id = '{run_id}'")
+    version = next((v for v in known if (v.name, v.source) == (name, source)), None)
+    if version is None:
+        version = client.create_model_version(
+            name, source, run_id=run_id, model_id=model_id, await_creation_for=0
+        )
+    tags = client.get_logged_model(model_id).tags or {}
+    links = json.loads(tags.get(MLFLOW_MODEL_VERSIONS, "[]"))
+    link = {"name": version.name, "version": version.version}
+    if link not in links:
+        value = json.dumps([*links, link])
+        client.set_logged_model_tags(model_id, {MLFLOW_MODEL_VERSIONS: value})

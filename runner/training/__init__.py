@@ -1,0 +1,1 @@
+"""Train: state, step, loop, records, optimizers, model set-up; tasks and callbacks."""

@@ -1,0 +1,99 @@
+"""Carries the records to the tracker, under the metric names that dashboards rely on."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from runner.tracking.tracker import Tracker
+from runner.training.callbacks.callback import Observer
+from runner.training.records import (
+    EvalRecord,
+    StepRecord,
+    Steps,
+    record_from_state,
+    record_to_state,
+)
+from runner.training.state import TrainState
+from runner.utils.accelerator import Accelerator
+from runner.utils.tensors import MIB, tensor_bytes
+
+Point = tuple[int, int, dict[str, float]]
+_REFUSED = re.compile(r"[^\w\-. :/]")  # what MLflow takes in no name of a metric
+
+
+class Recorder(Observer):
+    """Every step's values at its own number; rates and memory once per block."""
+
+    key = "metric_logger"
+    is_in_every_run = True
+
+    def __init__(self, tracker: Tracker, state: TrainState, accelerator: Accelerator) -> None:
+        self.tracker, self.state, self.accelerator = tracker, state, accelerator
+        self._last: StepRecord | None = None
+        self._sized = False
+
+    def steps(self, block: Steps) -> None:
+        self.tracker.metrics_many(self._points(block))
+        self.tracker.check()
+
+    def _points(self, block: Steps) -> Iterator[Point]:
+        for record in block:
+            values = {
+                "train/loss": record.loss,
+                "train/lr": record.lr,
+                "train/grad_norm": record.grad_norm,
+            }
+            if record.loss_scale is not None:
+                values["loss_scale/value"] = record.loss_scale
+                values["loss_scale/overflow"] = record.overflow or 0.0
+                values["loss_scale/skipped_steps"] = record.skipped_steps or 0
+                yield from self._changes(record)
+            yield record.step, record.time_ms, values
+            self._last = record
+        yield self._rates(block)
+
+    def _changes(self, record: StepRecord) -> Iterator[Point]:
+        """The scale where it changes, the value before and the value after: MLflow's charts draw
+        a few hundred points per line, and so show every dip."""
+        last, scale = self._last, record.loss_scale
+        assert scale is not None
+        if last is None:
+            yield record.step, record.time_ms, {"loss_scale/changes": scale}
+        elif last.loss_scale is not None and last.loss_scale != scale:
+            yield last.step, last.time_ms, {"loss_scale/changes": last.loss_scale}
+            yield record.step, record.time_ms, {"loss_scale/changes": scale}
+
+    def _rates(self, block: Steps) -> Point:
+        milliseconds = sum(record.step_ms for record in block)
+        values = {
+            "perf/step_ms": milliseconds / len(block),
+            "perf/examples_per_second": sum(r.examples for r in block) / milliseconds * 1e3,
+            "memory/peak_mib": self.accelerator.peak_memory_mib(),
+        }
+        # The optimizer makes its state in its first applied step.
+        if not self._sized and any(not record.overflow for record in block):
+            self._sized = True
+            values["memory/optimizer_mib"] = tensor_bytes(*self.state.state_tensors()) / MIB
+        gauges = block[-1].gauges or {}
+        values |= {_REFUSED.sub("_", name): value for name, value in gauges.items()}
+        return block[-1].step, block[-1].time_ms, values
+
+    def evaluation(self, record: EvalRecord) -> None:
+        values = dict(record.metrics)
+        if record.stagnant is not None:
+            values["guard/stagnant_share"] = record.stagnant
+        self.tracker.metrics(record.step, record.time_ms, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": record_to_state(self._last), "sized": self._sized}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self._last = record_from_state(state["last"])
+            self._sized = state["sized"]
+
+    def close(self) -> None:
+        """The last value of the scale closes the line of its changes."""
+        if self._last is not None and self._last.loss_scale is not None:
+            values = {"loss_scale/changes": self._last.loss_scale}
+            self.tracker.metrics(self._last.step, self._last.time_ms, values)

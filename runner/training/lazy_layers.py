@@ -1,0 +1,115 @@
+"""Lazy layers (nn.LazyLinear, nn.LazyConv2d, ...): their shapes found before anything else is done.
+
+torch makes their parameters in the first forward. Here that would be after the conversion, in the
+precision's dtype and so with other numbers than in float32, and after the optimizers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
+
+from runner.config.schema import RunSpec
+from runner.data.build import build_loaders, build_splits
+from runner.precision.casting import cast_nest
+from runner.training.example_batch import Unknown, examples
+from runner.utils.errors import ConfigError, RunnerError
+
+_CPU = torch.device("cpu")
+_FEW = 2
+
+
+def materialize(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
+    """Make the parameters of a model's lazy layers, by one forward in evaluation mode; a model
+    without such layers is left alone.
+
+    Args:
+        spec: tells the inputs: its data's first examples, in mode=plan random numbers in the shapes
+            of data.meta.
+        model: not converted yet; changed in place.
+        device: where its parameters are.
+
+    Raises:
+        ConfigError: no example can be had, the forward fails or does not reach every lazy layer.
+        NotImplementedError: the forward fails on the meta device.
+    """
+    if not any(map(is_lazy, _tensors(model))):
+        return
+    inputs = _example(spec, device, _names(model))
+    inputs = cast_nest(inputs, _dtype(model))
+    try:
+        with torch.no_grad(), _evaluating(model):
+            model(inputs)
+    except RunnerError:
+        raise
+    except Exception as error:
+        if device.type == "meta":
+            raise NotImplementedError("lazy layers of this model need real numbers") from error
+        shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
+        raise ConfigError(
+            f"model: the lazy layers {_names(model)} take their sizes from a first forward, which "
+            f"fails on inputs {shape}: {type(error).__name__}: {error}. Give these "
+            "layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= whose "
+            "examples the model takes."
+        ) from error
+    if any(map(is_lazy, _tensors(model))):
+        raise ConfigError(
+            f"model: the lazy layers {_names(model)} are not called by a forward in evaluation "
+            "mode, from which they would take their sizes. Give them their sizes (nn.Linear in "
+            "place of nn.LazyLinear)."
+        )
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    return chain(module.parameters(recurse), module.buffers(recurse))
+
+
+def _names(model: nn.Module) -> str:
+    """The layers that are lazy still."""
+    found = [
+        name or "(the model itself)"
+        for name, module in model.named_modules()
+        if any(map(is_lazy, _tensors(module, recurse=False)))
+    ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"{', '.join(found[:3])}{more}"
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    dtypes = (p.dtype for p in model.parameters() if p.dtype.is_floating_point)
+    return next(dtypes, torch.get_default_dtype())
+
+
+def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
+    """Inputs of a few examples. What is drawn for them leaves the model's random numbers alone."""
+    with torch.random.fork_rng(devices=[]):
+        if spec.mode == "plan":  # it promises to need no data
+            try:
+                return examples(spec, _FEW, device)[0]
+            except Unknown as error:
+                raise ConfigError(
+                    f"model: the lazy layers {names} take their sizes from an example: {error} "
+                    "Type data.meta.input and data.meta.classes, or give these layers their sizes."
+                ) from error
+        few = replace(spec.train, batch_size=_FEW, num_workers=0, data_on_device=False)
+        loader, _ = build_loaders(replace(spec, train=few), build_splits(spec), _CPU)
+        inputs, _ = next(loader.epoch(0))
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, in which norms keep their statistics; every module's own mode after."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,37 @@
+"""Whether a model starts from random weights, as far as its config node tells."""
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+from runner.config.targets import arguments, locate
+from runner.utils.errors import ConfigError
+
+_LOADING = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg",
+            "pretrained_cfg_overlay")  # fmt: skip
+"""Keywords by which timm and torchvision load weights."""
+_KNOWN = ("runner.models.", "timm.", "torchvision.models.")
+
+
+def starts_random(node: Mapping[str, Any]) -> bool:
+    """Return whether a model's weights are known to be random ones: a model of the runner, timm or
+    torchvision that is not asked to load any. False claims nothing, since transformers'
+    from_pretrained and a user's own code load weights in ways that the node does not show.
+
+    Args:
+        node: the model's config node, with its `_target_`.
+    """
+    target = str(node.get("_target_", ""))
+    return target.startswith(_KNOWN) and not any(_given(node, target, key) for key in _LOADING)
+
+
+def _given(node: Mapping[str, Any], target: str, key: str) -> bool:
+    """A keyword's value, the target's own default where the node does not give it: torchvision's
+    detection models load their backbone unless told otherwise."""
+    if key in arguments(node):
+        return bool(node[key])
+    try:
+        known = signature(locate(target)).parameters
+    except (ConfigError, TypeError, ValueError):
+        return False
+    return key in known and bool(known[key].default)

@@ -1,0 +1,69 @@
+"""Sparse gradients, which embeddings with `sparse=True` get: optimizers that take them, and their
+values as plain tensors."""
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from torch.optim import Optimizer
+
+from runner.utils.errors import ConfigError
+
+
+def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters whose gradients are sparse, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            found[f"{name}.weight".lstrip(".")] = module.weight
+    return {name: p for name, p in found.items() if p.requires_grad}
+
+
+def coalesce(params: Sequence[Tensor]) -> None:
+    """Add up the rows of sparse gradients that are of one index, in place."""
+    for p in params:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()
+
+
+def values(grad: Tensor) -> Tensor:
+    """Return a gradient as a plain tensor that shares its memory: of a sparse one its values."""
+    return grad.values() if grad.is_sparse else grad
+
+
+def check_optimizer(
+    key: str,
+    build: Callable[[list[nn.Parameter]], Optimizer],
+    names: Collection[str],
+    dtype: torch.dtype,
+) -> None:
+    """Raise ConfigError where an optimizer refuses sparse gradients, which torch's optimizers do in
+    a step only: tried on a table of two rows.
+
+    Args:
+        key: of the optimizer's node.
+        build: makes the optimizer of parameters.
+        names: of the parameters whose gradients are sparse.
+        dtype: of the tables.
+    """
+    invariants = torch.sparse.check_sparse_tensor_invariants
+    if not invariants.is_enabled():
+        invariants.disable()  # else torch warns of the tensors that its own optimizers make
+    table = nn.Parameter(torch.zeros(2, 2, dtype=dtype))
+    optimizer = build([table])
+    if isinstance(optimizer, torch.optim.LBFGS):  # it flattens gradients, and needs the loss again
+        return
+    try:
+        for _ in range(2):
+            table.grad = None
+            embedding(torch.zeros(1, dtype=torch.int64), table, sparse=True).sum().backward()
+            coalesce([table])
+            optimizer.step()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"{key}: {type(optimizer).__name__} refuses the sparse gradients of "
+            f"{', '.join(names)}: {reason}. Type optimizer=sgd optimizer.weight_decay=0 or "
+            "optimizer=adagrad optimizer.weight_decay=0, or build the embedding with sparse=False."
+        ) from error

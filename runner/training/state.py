@@ -1,0 +1,105 @@
+"""Everything of a run that changes while it trains."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from runner.distributed.strategy import Single, Strategy
+from runner.precision.loss_scale import HostFlag, Scale
+from runner.precision.precision import Precision
+from runner.training.sparse_gradients import sparse_parameters
+from runner.training.tasks.task import Task
+
+
+@dataclass
+class Driven:
+    """An optimizer with its schedule and its own parameters.
+
+    unsettled is the found-inf flag of the last step while the schedule waits for it: a schedule
+    counts applied steps only, and asking the device at once would stall it.
+    """
+
+    optimizer: Optimizer
+    scheduler: Any = None
+    unsettled: HostFlag | None = None
+    params: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    def settle(self) -> None:
+        """Move the schedule on if the last step was applied."""
+        if self.unsettled is not None and not self.unsettled.raised:
+            self.scheduler.step()
+        self.unsettled = None
+
+
+@dataclass
+class TrainState:
+    """What a step changes.
+
+    Attributes:
+        step: attempted optimizer steps.
+        epoch: passes begun.
+        position: micro-batches of this pass that were taken.
+        skipped: steps skipped, as far as the records have arrived.
+        evaluated: the step of the last evaluation.
+        stagnant: share of elements that the last step left where they were, see loop.Stagnation.
+        before_update: called before weights and optimizer state change.
+    """
+
+    model: nn.Module
+    precision: Precision
+    task: Task
+    scale: Scale
+    driven: list[Driven]
+    device: torch.device
+    clip_norm: float | None = None
+    strategy: Strategy = field(default_factory=Single)
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+    skipped: int = 0
+    evaluated: int = 0
+    stagnant: float | None = None
+    before_update: Callable[[], None] | None = None
+
+    @property
+    def plain_model(self) -> nn.Module:
+        """The module inside the wrappers of torch.compile and DDP, whose names carry no prefix."""
+        model = getattr(self.model, "_orig_mod", self.model)
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    @cached_property
+    def trainable(self) -> list[Tensor]:
+        return [p for d in self.driven for p in d.params]
+
+    @cached_property
+    def complex(self) -> list[Tensor]:
+        return [p for p in self.trainable if p.is_complex()]
+
+    @cached_property
+    def sparse(self) -> list[Tensor]:
+        """Parameters whose gradients are sparse."""
+        return [*sparse_parameters(self.plain_model).values()]
+
+    @cached_property
+    def takes_closure(self) -> bool:
+        """Whether the one optimizer evaluates the loss by itself, as LBFGS does."""
+        return len(self.driven) == 1 and isinstance(self.driven[0].optimizer, torch.optim.LBFGS)
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Tensors that the optimizers hold."""
+        for d in self.driven:
+            for values in d.optimizer.state.values():
+                yield from (v for v in values.values() if isinstance(v, Tensor))

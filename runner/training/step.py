@@ -1,0 +1,241 @@
+"""One optimizer step. Nothing in it reads the device: values stay there, see blocks.py."""
+
+from collections.abc import Sequence
+from itertools import chain
+from math import nan
+from time import perf_counter, time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runner.precision.casting import cast_nest
+from runner.precision.loss_scale import HostFlag
+from runner.training.sparse_gradients import coalesce, values
+from runner.training.state import Driven, TrainState
+from runner.training.tasks.task import labels_of
+from runner.utils.tensors import widest
+
+Batch = tuple[Any, Any]
+
+
+class Pending(NamedTuple):
+    """A StepRecord whose tensors are still on the device. norms has one entry per gradient."""
+
+    step: int
+    time_ms: int
+    epoch: int
+    lr: float
+    ended: float
+    examples: int
+    loss: Tensor
+    norms: Tensor
+    scale: Tensor | None
+    found_inf: Tensor | None
+
+
+def examples_in(batch: Batch) -> int:
+    """Examples of a batch: the length of the first dimension of its target, or of its inputs."""
+    target = batch[1]
+    first = target if isinstance(target, Tensor) else batch[0]
+    return first.shape[0] if isinstance(first, Tensor) and first.ndim else 1  # len() costs 3 µs
+
+
+def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
+    """Mean loss of a micro-batch, the precision holding where the spec says that it does."""
+    precision, task = state.precision, state.task
+    with precision.forward(state.device):
+        output = state.model(precision.cast(inputs))
+        if precision.autocast_loss:
+            return task.loss(output, precision.cast(target))
+    dtype = precision.loss_dtype
+    return task.loss(cast_nest(output, dtype), cast_nest(target, dtype))
+
+
+def backpropagate(state: TrainState, loss: Tensor, weight: Tensor | None = None) -> None:
+    """Add the gradients of a loss, times a weight, to those of the parameters.
+
+    What the model computes again in the backward (activation checkpointing) is computed in the
+    precision of its forward.
+    """
+    with state.precision.backward(state.device):
+        loss.backward(weight)
+
+
+def train_step(
+    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int] | None = None
+) -> Pending:
+    """Train on the micro-batches of one step; gradients add up to those of one large batch.
+
+    Args:
+        state: changed in place.
+        micros: this process's part of each.
+        sizes: their examples in all processes; None where there is one.
+    """
+    state.step += 1
+    strategy = state.strategy
+    sizes = sizes or [examples_in(micro) for micro in micros]
+    if state.takes_closure:
+        lr = state.driven[0].lr
+        loss, norms, scale, found = _closure_step(state, micros, sizes)
+    else:
+        scale = state.scale.value
+        loss = _backward(state, micros, sizes)
+        grads = [strategy.local(_grads(d)) for d in state.driven]
+        founds = [strategy.found(state.scale.unscale(part)) for part in grads]
+        norms = _clip(state, grads[0] if len(grads) == 1 else [*chain(*grads)])
+        for d in state.driven:
+            if d.unsettled is not None:
+                d.settle()
+        lr = state.driven[0].lr
+        if state.before_update:
+            state.before_update()
+        _apply(state, founds)
+        found = founds[0] if len(founds) == 1 else _any(founds)
+    for p in state.trainable:
+        p.grad = None
+    return Pending(
+        state.step, int(time() * 1000), state.epoch, lr, perf_counter(), sum(sizes),
+        loss, norms, scale, found,
+    )  # fmt: skip
+
+
+def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
+    """Accumulate the gradients of the mean over all labels. Returns that mean, detached; of
+    several processes each has a number of its own, and theirs is the mean."""
+    if len(micros) == state.strategy.place.world == 1:
+        loss = loss_of(state, *micros[0])
+        backpropagate(state, state.scale.multiply(loss))
+        total = loss.detach()
+    else:
+        total = _accumulate(state, micros, sizes)
+    coalesce(state.sparse)
+    for p in state.complex:  # autograd leaves lazy conjugates, which optimizers cannot read
+        p.grad = None if p.grad is None else p.grad.resolve_conj()
+    return total
+
+
+class _Shares(NamedTuple):
+    """What the mean loss of each micro-batch is multiplied by; and bool [], whether no label of
+    the whole step counts (None where examples are counted)."""
+
+    each: Sequence[float | Tensor]
+    none: Tensor | None
+
+
+def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
+    shares = _shares(state, micros, sizes)
+    losses: list[Tensor] = []
+    weights: list[Tensor] = []
+    for i, (micro, share) in enumerate(zip(micros, shares.each, strict=True), 1):
+        with state.strategy.accumulating(last=i == len(micros)):
+            loss = loss_of(state, *micro)
+            mean = loss.detach()
+            weight = share.to(mean.dtype) if isinstance(share, Tensor) else mean.new_full((), share)
+            backpropagate(state, state.scale.multiply(loss), weight)
+        losses.append(mean)
+        weights.append(weight)
+    shown = torch.stack(weights)
+    # A micro-batch without a label adds nothing: its mean is NaN.
+    total = (torch.stack(losses) * shown).masked_fill(shown == 0, 0).sum()
+    return total if shares.none is None else total.masked_fill(shares.none, nan)
+
+
+def _shares(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _Shares:
+    """Return the share that each micro-batch has of the labels of the step, in all processes; of
+    its examples where the task counts no labels. Labels are counted on the device.
+
+    Gradients are averaged over the processes, so a share is multiplied by their number.
+    """
+    place = state.strategy.place
+    examples = [place.examples(size) for size in sizes]
+    counts = [labels_of(state.task, target) for _, target in micros]
+    labels = [count for count in counts if count is not None]
+    if len(labels) < len(counts):
+        whole = sum(sizes)
+        return _Shares([count * place.world / whole for count in examples], None)
+    own = torch.stack(labels).to(widest(state.device))
+    for i, count in enumerate(examples):
+        if not count:
+            own[i] = 0  # the micro-batch was lent an example
+    total = own.sum()
+    if place.world > 1:
+        total = state.strategy.sum(total)
+    none = total == 0
+    return _Shares((own * place.world / total).masked_fill(none, 0).unbind(), none)
+
+
+def _grads(driven: Driven) -> list[Tensor]:
+    return [values(p.grad) for p in driven.params if p.grad is not None]
+
+
+def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
+    """Norm of each gradient before clipping, of what this process holds of it; an overflow makes
+    it infinite and never raises."""
+    norms = grad_norms(grads)
+    if state.clip_norm is not None:
+        # What overflowed is skipped, and must not scale another optimizer's gradients to nought.
+        total = torch.linalg.vector_norm(norms.nan_to_num(nan=0.0, posinf=0.0))
+        total = state.strategy.norms(total)
+        factor = (state.clip_norm / (total + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, factor)
+    return norms
+
+
+_WIDE = ({torch.float32}, {torch.float64})
+
+
+def grad_norms(grads: list[Tensor]) -> Tensor:
+    """2-norm of each gradient, shape [len(grads)], accumulated in float32 at least.
+
+    Raises:
+        RuntimeError: no parameter received a gradient.
+    """
+    if not grads:
+        raise RuntimeError("no parameter received a gradient: the loss does not depend on any")
+    dtypes = {grad.dtype for grad in grads}
+    if dtypes in _WIDE:
+        return torch.stack(torch._foreach_norm(grads))
+    double = bool(dtypes & {torch.float64, torch.complex128})
+    wide = torch.float64 if double else torch.float32
+    real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
+    return torch.stack(torch._foreach_norm(real, 2.0, dtype=wide))
+
+
+def _apply(state: TrainState, founds: Sequence[Tensor | None]) -> None:
+    for d, found in zip(state.driven, founds, strict=True):
+        state.scale.step(d.optimizer, found)
+        if d.scheduler is not None:
+            if found is None:
+                d.scheduler.step()
+            else:
+                d.unsettled = HostFlag(found)
+    state.scale.update(founds)
+
+
+def _any(founds: Sequence[Tensor | None]) -> Tensor | None:
+    flags = [flag for flag in founds if flag is not None]
+    return torch.stack(flags).amax() if flags else None
+
+
+def _closure_step(
+    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
+) -> tuple[Tensor, Tensor, None, None]:
+    """A step of an optimizer that evaluates by itself; recorded is its first evaluation."""
+    driven = state.driven[0]
+    first: list[tuple[Tensor, Tensor]] = []
+
+    def closure() -> Tensor:
+        for p in driven.params:
+            p.grad = None
+        loss = _backward(state, micros, sizes)
+        if not first:
+            first.append((loss, grad_norms(_grads(driven))))
+        return loss
+
+    if state.before_update:
+        state.before_update()
+    driven.optimizer.step(closure)  # type: ignore[arg-type]
+    if driven.scheduler is not None:
+        driven.scheduler.step()
+    return (*first[0], None, None)

@@ -1,0 +1,70 @@
+"""Classification: one class per example."""
+
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from runner.training.tasks.task import Task, counted, mean, outside, stack, wide
+from runner.utils.errors import ConfigError
+
+
+class Classification(Task):
+    """Cross entropy over logits [B, C] and integer targets [B], of which -100 does not count.
+
+    Args:
+        label_smoothing: share of each target spread over all classes, in [0, 1) (Szegedy et al.
+            2015, arXiv:1512.00567). The training loss has it, val/loss has not, so that runs
+            stay comparable.
+
+    Raises:
+        ConfigError: label_smoothing is out of range.
+    """
+
+    quality: ClassVar[str] = "val/accuracy"
+    direction = "max"
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        if not 0 <= label_smoothing < 1:
+            raise ConfigError(
+                f"task=classification: label_smoothing={label_smoothing} is not in [0, 1). "
+                "Type task.label_smoothing=0.1."
+            )
+        self.label_smoothing = label_smoothing
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean cross entropy, in nats.
+
+        Raises:
+            ValueError: shapes or dtypes are not those of classification.
+        """
+        _check(output, target)
+        return F.cross_entropy(output, target, label_smoothing=self.label_smoothing)
+
+    def totals(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return [summed cross entropy in nats, correct predictions, labels that count]."""
+        _check(output, target)
+        losses = F.cross_entropy(output, target, reduction="none").to(wide(output))
+        correct = (output.argmax(1) == target).sum()
+        return stack(losses.sum(), correct, counted(target))
+
+    def labels(self, target: Tensor) -> Tensor:
+        """Return how many labels count."""
+        return counted(target)
+
+    def misplaced(self, target: Tensor, classes: int) -> Tensor:
+        """Return bool [B], which labels are no class."""
+        return outside(target, classes)
+
+    def summarise(self, totals: list[float]) -> dict[str, float]:
+        """Return val/loss in nats and val/accuracy in [0, 1]."""
+        loss, correct, count = totals
+        return {"val/loss": mean(loss, count), "val/accuracy": mean(correct, count)}
+
+
+def _check(output: Tensor, target: Tensor) -> None:
+    if output.dim() != 2 or target.shape != output.shape[:1] or target.is_floating_point():
+        raise ValueError(
+            "classification needs logits [B, C] and integer targets [B], got "
+            f"{list(output.shape)} and {target.dtype} {list(target.shape)}"
+        )

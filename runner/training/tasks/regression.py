@@ -1,0 +1,49 @@
+"""Regression: real numbers out."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from runner.training.tasks.task import Task, mean, stack, wide
+
+
+class Regression(Task):
+    """Mean squared error between real tensors of one shape [B, ...]."""
+
+    quality: ClassVar[str] = "val/loss"
+    direction = "min"
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the squared error, averaged over all elements.
+
+        Raises:
+            ValueError: the shapes differ (broadcasting would hide it), or either is not real.
+        """
+        _check(output, target)
+        return F.mse_loss(output, target)
+
+    def totals(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return [summed squared error, elements]."""
+        _check(output, target)
+        # Widened before squaring: at 1e-12 the squares' own rounding would show.
+        error = output.to(wide(output)) - target.to(wide(output))
+        return stack(error.square().sum(), error.numel())
+
+    def labels(self, target: Tensor) -> Tensor:
+        """Return the number of elements."""
+        return torch.full((), target.numel(), device=target.device)
+
+    def summarise(self, totals: list[float]) -> dict[str, float]:
+        """Return val/loss, the mean squared error."""
+        return {"val/loss": mean(*totals)}
+
+
+def _check(output: Tensor, target: Tensor) -> None:
+    real = output.is_floating_point() and target.is_floating_point()
+    if output.shape != target.shape or not real:
+        raise ValueError(
+            "regression needs float output and target of one shape, got "
+            f"{output.dtype} {list(output.shape)} and {target.dtype} {list(target.shape)}"
+        )

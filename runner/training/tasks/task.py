@@ -1,0 +1,107 @@
+"""The contract of a task: what to minimise, what to report, which number decides."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from runner.utils.errors import ConfigError
+from runner.utils.tensors import widest
+
+
+class Task(ABC):
+    """Loss and metrics of one kind of problem.
+
+    Validation metrics are sums over labels: `totals` of every batch (and process) are added
+    on the device and `summarise` divides once, so a partial last batch weighs what it should.
+    """
+
+    quality: ClassVar[str]
+    """The metric that runs are compared by, e.g. "val/accuracy"."""
+    direction: ClassVar[Literal["max", "min"]]
+    """Whether `quality` is better high ("max") or low ("min")."""
+
+    @abstractmethod
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the batch's mean loss: a scalar on the device, computed in output's dtype."""
+
+    @abstractmethod
+    def totals(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return one batch's sums: [K] on the device, float64 where it has it, without a sync."""
+
+    def labels(self, target: Tensor) -> Tensor | None:
+        """Return how many labels `loss` averages over: a scalar on the device, without a sync.
+
+        The micro-batches of a step, and the parts of several processes, weigh by this number, so
+        that their gradients add up to those of one large batch. One that has no label weighs
+        nothing; the gradient of its `loss` is multiplied by 0, so it must be finite.
+
+        Returns:
+            A number that may be a fraction (a sum of weights); None, for every target, where each
+            example weighs alike.
+        """
+        return None
+
+    def misplaced(self, target: Tensor, classes: int) -> Tensor | None:
+        """Return bool [B], which examples have a label that is none of the classes 0 to
+        classes - 1; None where labels are no classes."""
+        return None
+
+    @abstractmethod
+    def summarise(self, totals: list[float]) -> dict[str, float]:
+        """Turn the sums over all batches, K numbers, into metrics named "val/...".
+
+        No labels at all give NaN.
+        """
+
+
+IGNORED = -100
+"""The label that torch's cross entropy leaves out."""
+
+
+def counted(target: Tensor) -> Tensor:
+    """Return how many of the labels torch's cross entropy averages over: int64 []."""
+    return (target != IGNORED).sum()
+
+
+def labels_of(task: Task, target: Any) -> Tensor | None:
+    """Return what `task.labels` does.
+
+    Raises:
+        ConfigError: it is no scalar tensor.
+    """
+    found = task.labels(target)
+    if found is None or (isinstance(found, Tensor) and not found.ndim):
+        return found
+    shape = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    raise ConfigError(
+        f"task={type(task).__name__}: labels() returned {shape}. It returns a scalar tensor, the "
+        "number of labels that the mean loss divides by, or None. Type return mask.sum()."
+    )
+
+
+def outside(target: Tensor, classes: int) -> Tensor:
+    """Return bool [B], which examples of integers [B, ...] have one that is no class."""
+    wrong = ((target < 0) & (target != IGNORED)) | (target >= classes)
+    return wrong.reshape(len(target), -1).any(1)
+
+
+def stack(*sums: Tensor | int) -> Tensor:
+    """Stack sums into one vector [K] on the device of the first, without a sync."""
+    first = sums[0]
+    assert isinstance(first, Tensor)
+    dtype = wide(first)
+    parts = [s if isinstance(s, Tensor) else first.new_full((), s, dtype=dtype) for s in sums]
+    return torch.stack([part.to(dtype) for part in parts])
+
+
+def wide(like: Tensor) -> torch.dtype:
+    """Return the dtype to add up in: the widest of the device."""
+    return widest(like.device)
+
+
+def mean(total: float, count: float) -> float:
+    """Divide, with NaN for no labels."""
+    return total / count if count else math.nan

@@ -1,0 +1,1 @@
+"""Serve all other packages: errors, files, text, terminal, signals, devices, random numbers."""
