@@ -37,10 +37,23 @@ Record = dict[str, dict[str, str]]
 
 UNSTABLE = ("perf/", "memory/peak", "system/")
 RESULT = (
-    "status", "steps", "best", "metrics", "as_trained", "train_loss", "converted",
-    "converted_weights", "trains", "kernels", "weights_mib", "plain_weights_mib", "optimizer_mib",
-    "skipped_steps", "loss_scale", "stagnant_share",
-)  # fmt: skip
+    "status",
+    "steps",
+    "best",
+    "metrics",
+    "as_trained",
+    "train_loss",
+    "converted",
+    "converted_weights",
+    "trains",
+    "kernels",
+    "weights_mib",
+    "plain_weights_mib",
+    "optimizer_mib",
+    "skipped_steps",
+    "loss_scale",
+    "stagnant_share",
+)
 STATES = ("model", "optimizers", "schedulers", "loss_scale", "precision_state", "rng")
 PACKAGES = ("torch", "torchao", "bitsandbytes", "peft", "numpy", "scikit-learn")
 
@@ -108,9 +121,14 @@ def train(lane: Mapping[str, str], folder: Path) -> None:
         words = f"{overrides} {SHARED} hydra.sweep.dir={name}".split()
         command = [sys.executable, "-m", "runner", *words]
         done = subprocess.run(
-            command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, check=False,
-        )  # fmt: skip
+            command,
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             sys.exit(f"{done.stdout[-4000:]}\n{name}: exit status {done.returncode}")
         print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)

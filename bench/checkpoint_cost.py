@@ -19,10 +19,10 @@ from common import median, spread, table, write
 
 from models.resnet import resnet
 from runner.checkpoint import checkpoint_file
-from runner.checkpoint.async_writer import Saver
+from runner.checkpoint.async_writer import AsyncCheckpointWriter
 from runner.config.schema import RunSpec
-from runner.precision.registry import load
-from runner.training.state import Driven, TrainState
+from runner.precision.registry import load_precision
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
@@ -30,9 +30,9 @@ from runner.training.tasks.classification import Classification
 
 def made() -> TrainState:
     torch.manual_seed(0)
-    cpu, precision = torch.device("cpu"), load("32-true")
+    cpu, precision = torch.device("cpu"), load_precision("32-true")
     model = resnet(18, 10, (1, 8, 8))
-    driven = [Driven(torch.optim.AdamW(model.parameters(), fused=True))]
+    driven = [ScheduledOptimizer(torch.optim.AdamW(model.parameters(), fused=True))]
     return TrainState(model, precision, Classification(), precision.scale(cpu), driven, cpu)
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     state, folder = made(), Path(tempfile.mkdtemp())
     batch = torch.randn(32, 1, 8, 8), torch.randint(10, (32,))
-    saver = Saver(folder / "beside", 1, print)
+    saver = AsyncCheckpointWriter(folder / "beside", 1, print)
     waited = 0.0
 
     def settle() -> None:
@@ -77,8 +77,15 @@ def main() -> None:
     rows = []
     for name in ("waiting", "beside"):
         added = median(loops[name]) - base
-        rows.append([name, spread(calls[name]), f"{median(calls[name]) / sync:.1%}",
-                     f"{added:.0f}", f"{added / sync:.1%}"])  # fmt: skip
+        rows.append(
+            [
+                name,
+                spread(calls[name]),
+                f"{median(calls[name]) / sync:.1%}",
+                f"{added:.0f}",
+                f"{added / sync:.1%}",
+            ]
+        )
     head = ["written", "loop stands still, ms", "of a waiting one", "loop longer by, ms", "of it"]
     note = f"{args.steps} steps take {base:.0f} ms; median (least to greatest)"
     write("checkpoint_cost", "What a checkpoint costs the loop", f"{note}\n\n{table(head, rows)}")

@@ -176,7 +176,7 @@ def models() -> Iterator[str]:
     yield "|" + "---|" * (len(CONTENDERS) + 2)
     for name, (build, shape, rounds, steps) in MODELS.items():
         took = interleaved(attempt(build, shape, rounds), rounds, steps)
-        auto = cpu16.resolve("auto", build())
+        auto = cpu16.choose_kernels("auto", build())
         yield f"| {name} | {ratios(took, list(CONTENDERS))} | {auto} |"
 
 

@@ -19,12 +19,12 @@ from runner.config.schema import TrainSpec
 from runner.data.datasets.digits import digits
 from runner.data.loader import Loader
 from runner.models.mlp import MLP
-from runner.precision.registry import load
-from runner.sweep.report.paired_test import ERROR, judge, yardstick
+from runner.precision.registry import load_precision
+from runner.sweep.report.paired_test import ERROR, baseline_spread, test_non_inferiority
 from runner.tracking.metric_names import VAL_LOSS
 from runner.training.loop import fit
 from runner.training.records import EvalRecord
-from runner.training.state import Driven, TrainState
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.classification import Classification
 
 CPU = torch.device("cpu")
@@ -36,13 +36,13 @@ SPLITS = digits()
 def loss(seed: int, nudge: int = 0, steps: int = 60) -> float:
     """val/loss of a training; nudge: which last bits of the first weights are turned."""
     torch.manual_seed(seed)
-    policy, model = load("32-true"), MLP([1, 8, 8], 10, [32])
+    policy, model = load_precision("32-true"), MLP([1, 8, 8], 10, [32])
     if nudge:
         turn = torch.Generator().manual_seed(nudge)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + (torch.rand(p.shape, generator=turn) - 0.5) * 2**-22)
-    driven = [Driven(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))]
+    driven = [ScheduledOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))]
     state = TrainState(model, policy, Classification(), policy.scale(CPU), driven, CPU)
     loader = Loader(SPLITS.train, 32, shuffle=True, seed=seed, device=CPU)
     validation = Loader(SPLITS.val, 512, shuffle=False, seed=0, device=CPU)
@@ -58,7 +58,7 @@ def real(comparisons: int, paired: bool) -> Counter[str]:
         base = [loss(seed) for seed in seeds]
         other = [loss(s, nudge=s + 1) if paired else loss(s + 10**6) for s in seeds]
         gaps = [a - b for a, b in zip(other, base, strict=True)]
-        found[judge(gaps, yardstick(base), 1.0, JUDGED).verdict] += 1
+        found[test_non_inferiority(gaps, baseline_spread(base), 1.0, JUDGED).verdict] += 1
     return found
 
 
@@ -68,7 +68,7 @@ def simulated(effect: float, noise: float, count: int) -> Counter[str]:
     for _ in range(count):
         base = [draw.gauss(0, 1) for _ in range(SEEDS)]
         gaps = [draw.gauss(effect, noise) for _ in range(SEEDS)]
-        found[judge(gaps, yardstick(base), 1.0, JUDGED).verdict] += 1
+        found[test_non_inferiority(gaps, baseline_spread(base), 1.0, JUDGED).verdict] += 1
     return found
 
 

@@ -25,8 +25,15 @@ from typing import NamedTuple
 from common import spread, table, versions, write
 
 ROOT = Path(__file__).parents[1]
-TYPED = ("model=mlp", "data=digits", "train.max_steps=600", "train.log_every=10",
-         "train.eval_every=50", "precision=16-mixed", "checkpoint.every_steps=100")  # fmt: skip
+TYPED = (
+    "model=mlp",
+    "data=digits",
+    "train.max_steps=600",
+    "train.log_every=10",
+    "train.eval_every=50",
+    "precision=16-mixed",
+    "checkpoint.every_steps=100",
+)
 PHASES = ("starting", "before the first step", "training", "exporting and storing", "over")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -44,9 +51,14 @@ def start(folder: Path) -> subprocess.Popen[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
     env = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "runner", *TYPED], cwd=folder, env=env, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "runner", *TYPED],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def phase(folder: Path, over: bool) -> str:
@@ -142,12 +154,15 @@ def summary(ends: Sequence[End]) -> str:
         here = [end for end in ends if end.phase == name]
         statuses = Counter(end.status for end in here)
         wrong = Counter(text for end in here for text in end.wrong)
-        rows.append([
-            name, str(len(here)),
-            ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items())),
-            spread([end.seconds for end in here]) if here and name != "over" else "",
-            ", ".join(f"{text}: {count}" for text, count in wrong.items()) or "nothing",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                str(len(here)),
+                ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items())),
+                spread([end.seconds for end in here]) if here and name != "over" else "",
+                ", ".join(f"{text}: {count}" for text, count in wrong.items()) or "nothing",
+            ]
+        )
     head = ["the signal came", "runs", "exit statuses", "seconds to the end", "what was wrong"]
     return table(head, rows)
 

@@ -25,13 +25,34 @@ from runner.checkpoint import checkpoint_file
 from runner.tracking import journal
 
 ROOT = Path(__file__).parents[1]
-TYPED = ("model=gpt", "data=text", "model.layers=1", "model.width=32", "model.heads=2",
-         "model.dropout=0.2", "data.context=16", "train.batch_size=4", "train.accumulate=2",
-         "train.log_every=5", "train.eval_every=500", "precision=16-mixed", "scheduler=cosine",
-         "precision.loss_scale.growth_interval=20", "checkpoint.every_steps=10",
-         "checkpoint.keep=2", "tracking.log_model=false", "data.val_fraction=0.001")  # fmt: skip
-LOGGED = ("train/loss", "train/lr", "train/grad_norm", "loss_scale/value", "loss_scale/overflow",
-          "val/loss")  # fmt: skip
+TYPED = (
+    "model=gpt",
+    "data=text",
+    "model.layers=1",
+    "model.width=32",
+    "model.heads=2",
+    "model.dropout=0.2",
+    "data.context=16",
+    "train.batch_size=4",
+    "train.accumulate=2",
+    "train.log_every=5",
+    "train.eval_every=500",
+    "precision=16-mixed",
+    "scheduler=cosine",
+    "precision.loss_scale.growth_interval=20",
+    "checkpoint.every_steps=10",
+    "checkpoint.keep=2",
+    "tracking.log_model=false",
+    "data.val_fraction=0.001",
+)
+LOGGED = (
+    "train/loss",
+    "train/lr",
+    "train/grad_norm",
+    "loss_scale/value",
+    "loss_scale/overflow",
+    "val/loss",
+)
 
 
 def start(folder: Path, *typed: str) -> subprocess.Popen[bytes]:
@@ -44,7 +65,7 @@ def start(folder: Path, *typed: str) -> subprocess.Popen[bytes]:
 
 def reached(folder: Path) -> int:
     """The last step in the newest journal."""
-    found = [journal.newest(run) for run in folder.glob("outputs/runs/*")]
+    found = [journal.latest_journal(run) for run in folder.glob("outputs/runs/*")]
     paths = [path for path in found if path]
     return max((journal.last_steps([p]).get("train/loss", 0) for p in paths), default=0)
 

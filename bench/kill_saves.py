@@ -22,7 +22,7 @@ import torch
 from common import table, write
 
 from runner.checkpoint import checkpoint_file
-from runner.checkpoint.async_writer import Saver
+from runner.checkpoint.async_writer import AsyncCheckpointWriter
 from runner.utils.errors import ConfigError
 
 Save = Callable[[int], None]
@@ -36,7 +36,7 @@ def contents(step: int, tensor: torch.Tensor) -> dict[str, object]:
 
 def ours(folder: Path, tensor: torch.Tensor, told: int) -> None:
     """Saves without end; writes the number of each checkpoint that is on the disk to `told`."""
-    saver, step = Saver(folder, 2, print), first_free(folder)
+    saver, step = AsyncCheckpointWriter(folder, 2, print), first_free(folder)
     while True:
         saver.save(contents(step, tensor))
         saver.finish()
@@ -61,7 +61,7 @@ def first_free(folder: Path) -> int:
 def whole_ours(folder: Path) -> int:
     """Step of the newest whole checkpoint, 0 without one; its numbers are checked, too."""
     try:
-        content = checkpoint_file.newest(str(folder), None, "checkpoint", []).content
+        content = checkpoint_file.load_newest(str(folder), None, "checkpoint", []).content
     except ConfigError:
         return 0
     weight = content["model"]["w"]
@@ -77,9 +77,12 @@ def whole_plain(folder: Path) -> int:
 
 
 def killed(
-    save: Callable[[Path, torch.Tensor, int], None], whole: Callable[[Path], int], folder: Path,
-    kills: int, megabytes: int,
-) -> tuple[int, int]:  # fmt: skip
+    save: Callable[[Path, torch.Tensor, int], None],
+    whole: Callable[[Path], int],
+    folder: Path,
+    kills: int,
+    megabytes: int,
+) -> tuple[int, int]:
     """How many kills hit a save, and how many of them cost what was saved before."""
     tensor = torch.zeros(megabytes * 2**18)
     hit = torn = 0

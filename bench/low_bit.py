@@ -16,9 +16,9 @@ from common import RESULTS, interleave, median, table, versions, write
 from torch import nn
 
 from models.gpt import GPT
-from runner.precision.registry import load, names
+from runner.precision.registry import load_precision, precision_names
 from runner.training import lowbit_optimizers
-from runner.training.state import Driven, TrainState
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.language import Language
 from runner.utils.errors import Unavailable
@@ -33,7 +33,7 @@ OPTIMIZERS = ("Adam8bit", "AdamW8bit", "Lion8bit", "AdamW4bit", "AdamWFp8")
 def here() -> list[str]:
     """Precisions that run here, or are emulated."""
     found = []
-    for name in names():
+    for name in precision_names():
         try:
             made(name).require(CPU)
         except Unavailable:
@@ -43,7 +43,7 @@ def here() -> list[str]:
 
 
 def made(name: str):
-    return load(name, **({"emulate": True} if name.startswith(EMULATED) else {}))
+    return load_precision(name, **({"emulate": True} if name.startswith(EMULATED) else {}))
 
 
 def layer(name: str) -> tuple[float, float]:
@@ -88,7 +88,7 @@ def steps(name: str) -> Callable[[], None]:
     torch.manual_seed(0)
     model, _ = precision.convert(GPT(256, 64, layers=4, width=128, heads=4))
     params = [p for p in model.parameters() if p.requires_grad]
-    driven = [Driven(torch.optim.AdamW(params, lr=1e-3, eps=1e-4))]
+    driven = [ScheduledOptimizer(torch.optim.AdamW(params, lr=1e-3, eps=1e-4))]
     state = TrainState(model, precision, Language(), precision.scale(CPU), driven, CPU)
     tokens = torch.randint(256, (8, 65))
 
@@ -126,9 +126,15 @@ def main() -> None:
         own = library(name)
         step = median(ratios) if ratios else None
         figures[name] = {"weights": weights, "error": error, "library": own, "step": step}
-        rows.append([f"`{name}`", f"{weights:.3f}", f"{error:.2g}", "" if own is None else
-                     f"{own:.2g}", "" if step is None else
-                     f"{step:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"])  # fmt: skip
+        rows.append(
+            [
+                f"`{name}`",
+                f"{weights:.3f}",
+                f"{error:.2g}",
+                "" if own is None else f"{own:.2g}",
+                "" if step is None else f"{step:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            ]
+        )
     whole = state_bytes(torch.optim.AdamW)
     ratio = {name: state_bytes(getattr(lowbit_optimizers, name)) / whole for name in OPTIMIZERS}
     head = ["precision", "weights", "error", "library", "step (least to greatest)"]

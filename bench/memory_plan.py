@@ -23,10 +23,10 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Loader
-from runner.diagnostics.memory.forecast import predict
-from runner.diagnostics.memory.tracker import Peak
+from runner.diagnostics.memory.forecast import predict_peak
+from runner.diagnostics.memory.tracker import MemoryBreakdown
 from runner.precision.precision import Precision
-from runner.training.compile import shape
+from runner.training.compile import prepare_model
 from runner.training.loop import fit
 from runner.training.model import build_model
 from runner.training.optimizers import build_driven
@@ -36,8 +36,16 @@ from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import MIB
 
 STEPS = 4
-FULL = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true",
-        "bnb-int8-training", "bnb-nf4")  # fmt: skip
+FULL = (
+    "32-true",
+    "64-true",
+    "bf16-mixed",
+    "16-mixed",
+    "bf16-true",
+    "16-true",
+    "bnb-int8-training",
+    "bnb-nf4",
+)
 # What is trained: its overrides, its batch sizes and its precisions.
 RUNS = {
     "mlp": (("model=mlp", "data=digits"), (16, 64, 256), FULL),
@@ -45,14 +53,13 @@ RUNS = {
     "resnet": (("model=resnet", "data=digits"), (8, 32, 128), FULL),
     "resnet, 32 px": (("model=resnet", "data=synthetic_images", "data.count=320"), (8, 32), FULL),
     "gpt": (("model=gpt", "data=text"), (2, 8, 32), FULL),
-    "complex_mlp": (
-        ("model=complex_mlp", "data=signals", "data.count=1600"), (64, 256), FULL[:2]
-    ),
+    "complex_mlp": (("model=complex_mlp", "data=signals", "data.count=1600"), (64, 256), FULL[:2]),
     "complex_mlp, 256 wide": (
         ("model=complex_mlp", "data=signals", "data.count=1600", "model.hidden=[256,256]"),
-        (64, 256), FULL[:2],
+        (64, 256),
+        FULL[:2],
     ),
-}  # fmt: skip
+}
 NEEDS = {
     # A scale that overflows would skip the step that makes the optimizer's state.
     "16-mixed": ("precision.loss_scale.init_scale=64",),
@@ -68,7 +75,7 @@ OTHERS = (
 )
 
 
-HEAD = ["trained", "precision", "batch", *Peak._fields, "predicted", "measured", "error"]
+HEAD = ["trained", "precision", "batch", *MemoryBreakdown._fields, "predicted", "measured", "error"]
 LARGE = 4  # MiB
 WHY = (
     "Not predicted are the loader's order (8 bytes for each example of the data set), oneDNN's "
@@ -81,7 +88,7 @@ class Row(NamedTuple):
     run: str
     case: str
     size: int
-    peak: Peak
+    peak: MemoryBreakdown
     measured: int
 
     @property
@@ -95,8 +102,14 @@ class Row(NamedTuple):
 
 
 def spec_of(run: str, precision: str, size: int, more: tuple[str, ...], device: str) -> RunSpec:
-    overrides = [*RUNS[run][0], f"precision={precision}", f"train.batch_size={size}",
-                 f"accelerator={device}", *NEEDS.get(precision, ()), *more]  # fmt: skip
+    overrides = [
+        *RUNS[run][0],
+        f"precision={precision}",
+        f"train.batch_size={size}",
+        f"accelerator={device}",
+        *NEEDS.get(precision, ()),
+        *more,
+    ]
     with initialize_config_module(version_base="1.3", config_module="runner.conf"):
         spec = resolve(compose("config", overrides=overrides))
     return replace(spec, train=replace(spec.train, max_steps=STEPS, eval_every=STEPS))
@@ -110,7 +123,7 @@ def trained(
     task, driven = build_group("task", spec.task), build_driven(spec, model, precision, STEPS)
     with precision.session(model, device):
         state = TrainState(model, precision, task, precision.scale(device), driven, device)
-        shape(spec, precision, device, model)
+        prepare_model(spec, precision, device, model)
         for _ in fit(state, *loaders, spec.train):
             pass
 
@@ -159,11 +172,16 @@ def summary(rows: list[Row]) -> list[list[str]]:
             errors = [abs(row.error) for row in group]
             worst = max(group, key=lambda row: abs(row.error))
             sizes = [row.measured / MIB for row in group]
-            lines.append([
-                name, str(len(group)), f"{min(sizes):.2g} to {max(sizes):.3g}",
-                f"{100 * statistics.median(errors):.1f} %", f"{100 * worst.error:+.1f} %",
-                f"`{worst.case}`, batch {worst.size}",
-            ])  # fmt: skip
+            lines.append(
+                [
+                    name,
+                    str(len(group)),
+                    f"{min(sizes):.2g} to {max(sizes):.3g}",
+                    f"{100 * statistics.median(errors):.1f} %",
+                    f"{100 * worst.error:+.1f} %",
+                    f"`{worst.case}`, batch {worst.size}",
+                ]
+            )
     return lines
 
 
@@ -182,7 +200,7 @@ def main() -> None:
         try:
             precision.require(device)
             seed_all(0)
-            peak = predict(spec, precision, device)
+            peak = predict_peak(spec, precision, device)
             found = measured(spec, precision, device)
         except RunnerError as error:
             left.append(f"- not run: {run}, {case}: {error}")
@@ -190,10 +208,18 @@ def main() -> None:
         rows.append(Row(run, case, size, peak, found))
         print(*rows[-1].cells(), flush=True)
     means, head = summary(rows), ["trained", "cases", "MiB", "median", "worst", "where"]
-    body = "\n\n".join(filter(None, [
-        table(head, means), WHY, table(HEAD, [row.cells() for row in rows]), "\n".join(left),
-        f"{versions('torch', 'bitsandbytes')}, one thread, {given.device}",
-    ]))  # fmt: skip
+    body = "\n\n".join(
+        filter(
+            None,
+            [
+                table(head, means),
+                WHY,
+                table(HEAD, [row.cells() for row in rows]),
+                "\n".join(left),
+                f"{versions('torch', 'bitsandbytes')}, one thread, {given.device}",
+            ],
+        )
+    )
     command = f"python -m bench.memory_plan {' '.join(sys.argv[1:])}".strip()
     write("memory_plan", (__doc__ or "").strip().splitlines()[0], body, command)
     figures = json.dumps({"head": head, "rows": means}, indent=1)

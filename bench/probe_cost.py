@@ -22,9 +22,9 @@ from runner.config.resolve import register_schema, resolve
 from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
 from runner.diagnostics.numerics.probe import Probe
-from runner.diagnostics.numerics.results import Look
+from runner.diagnostics.numerics.results import NumericsSnapshot
 from runner.distributed.strategy import Single
-from runner.training.loop import groups
+from runner.training.loop import accumulation_batches
 from runner.training.model import build_model
 from runner.training.optimizers import build_driven
 from runner.training.state import TrainState
@@ -51,7 +51,10 @@ class Loop:
         driven, scale = build_driven(spec, model, precision, 10**6), precision.scale(CPU)
         task = build_group("task", spec.task)
         self.state = TrainState(model, precision, task, scale, driven, CPU)
-        self.groups, self.looks = groups(self.state, loader, 1), list[Look]()
+        self.groups, self.looks = (
+            accumulation_batches(self.state, loader, 1),
+            list[NumericsSnapshot](),
+        )
         self.probe = Probe(self.state, self.looks.append)
 
     def steps(self, count: int, watched: bool) -> None:
@@ -72,8 +75,13 @@ def measure(name: str, every: int, block: int, rounds: int) -> list[str]:
     step = median(off) / block
     added = [b - a for a, b in zip(off, on, strict=True)]
     share = [100 * more / step / every for more in added]
-    return [name, str(len(loop.looks[-1].measured)), spread([t / block for t in off], ".0f"),
-            spread(added, ".0f"), spread(share, ".1f")]  # fmt: skip
+    return [
+        name,
+        str(len(loop.looks[-1].measured)),
+        spread([t / block for t in off], ".0f"),
+        spread(added, ".0f"),
+        spread(share, ".1f"),
+    ]
 
 
 def main() -> None:
@@ -89,8 +97,7 @@ def main() -> None:
     for name in RUNS:
         rows.append(measure(name, args.every, args.block, args.rounds))
         loads.append(os.getloadavg()[0])
-    head = ["run", "tensors", "ms per step", "ms that a look adds",
-            f"% of {args.every} steps"]  # fmt: skip
+    head = ["run", "tensors", "ms per step", "ms that a look adds", f"% of {args.every} steps"]
     notes = (
         f"CPU time, median (least to greatest) of {args.rounds} pairs of {args.block} steps; "
         f"float32, one thread. {os.cpu_count()} cores, load average from {min(loads):.1f} to "

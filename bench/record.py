@@ -28,12 +28,12 @@ import torch
 from common import median, spread, table, versions, write
 from torch import nn
 
-from runner.precision.registry import load
+from runner.precision.registry import load_precision
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.tracker import RunInfo
 from runner.tracking.writer_process import shared_writer
-from runner.training.callbacks.metric_logger import Recorder
+from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.records import StepRecord
 from runner.training.state import TrainState
 from runner.training.tasks.regression import Regression
@@ -52,8 +52,9 @@ def record(step: int, seconds: float) -> StepRecord:
     over = float(step % 500 == 0)
     now = time.time_ns() // 1_000_000
     scale = 2.0 ** (16 - step // 500 % 8)
-    return StepRecord(step, now, 1, loss, 1e-3, 0.5 / step, seconds * 1e3, 64, scale, over,
-                      step // 500)  # fmt: skip
+    return StepRecord(
+        step, now, 1, loss, 1e-3, 0.5 / step, seconds * 1e3, 64, scale, over, step // 500
+    )
 
 
 def loop(steps: int, work: Callable[[], None], observe: Observe) -> Iterator[tuple[float, float]]:
@@ -93,9 +94,17 @@ def stores(folder: Path) -> Iterator[dict[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}",
-               "--workers=1", f"--backend-store-uri=sqlite:///{folder}/server.db",
-               f"--artifacts-destination={folder}/artifacts"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--workers=1",
+        f"--backend-store-uri=sqlite:///{folder}/server.db",
+        f"--artifacts-destination={folder}/artifacts",
+    ]
     log = (folder / "server.log").open("wb")
     server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -106,7 +115,7 @@ def stores(folder: Path) -> Iterator[dict[str, str]]:
         log.close()
 
 
-def opened(uri: str, folder: Path) -> tuple[MlflowTracker, Recorder]:
+def opened(uri: str, folder: Path) -> tuple[MlflowTracker, MetricLogger]:
     """A run that is open: what the start of the writer takes is not measured here."""
     tracker = MlflowTracker(uri=uri)
     tracker.open(RunInfo(Path(tempfile.mkdtemp(dir=folder))))
@@ -114,9 +123,9 @@ def opened(uri: str, folder: Path) -> tuple[MlflowTracker, Recorder]:
         tracker.check()
         time.sleep(0.05)
     cpu = torch.device("cpu")
-    precision = load("32-true")
+    precision = load_precision("32-true")
     state = TrainState(nn.Linear(2, 2), precision, Regression(), precision.scale(cpu), [], cpu)
-    return tracker, Recorder(tracker, state, Accelerator(cpu))
+    return tracker, MetricLogger(tracker, state, Accelerator(cpu))
 
 
 def overhead(uris: dict[str, str], folder: Path, steps: int, rounds: int) -> str:
@@ -143,8 +152,13 @@ def overhead(uris: dict[str, str], folder: Path, steps: int, rounds: int) -> str
             spread([(mine[0] / base[0] - 1) * 100 for mine, base in twins], "+.2f"),
         ]
         rows.append([name, *columns])
-    head = ["records go to", "ms per step", "wall ms over the list", "own CPU ms over the list",
-            "% over the list"]  # fmt: skip
+    head = [
+        "records go to",
+        "ms per step",
+        "wall ms over the list",
+        "own CPU ms over the list",
+        "% over the list",
+    ]
     return table(head, rows)
 
 
@@ -161,8 +175,15 @@ def closing(uris: dict[str, str], folder: Path, steps: int) -> str:
         closed = time.perf_counter() - ended
         assert tracker.run_id is not None
         missing, altered = arrived(uri, tracker.run_id, steps, folder)
-        rows.append([name, f"{ended - began:.1f}", f"{closed:.2f}", f"{missing} of {5 * steps:,}",
-                     f"{altered} of {steps:,}"])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{ended - began:.1f}",
+                f"{closed:.2f}",
+                f"{missing} of {5 * steps:,}",
+                f"{altered} of {steps:,}",
+            ]
+        )
     head = ["store", "loop s", "close s", "points missing", "values altered in history.npz"]
     return table(head, rows)
 
@@ -177,7 +198,7 @@ def arrived(uri: str, run_id: str, steps: int, folder: Path) -> tuple[int, int]:
     for key in NAMES:
         there = {point.step for point in client.get_metric_history(run_id, key)}
         missing += len(wanted.keys() - there)
-    losses = history.read(Path(client.download_artifacts(run_id, HISTORY, str(folder))))
+    losses = history.read_history(Path(client.download_artifacts(run_id, HISTORY, str(folder))))
     exact = dict(zip(*losses["train/loss"][[0, 2]].tolist(), strict=True))
     same = (repr(exact.get(step)) == repr(value) for step, value in wanted.items())
     return missing, sum(not equal for equal in same)

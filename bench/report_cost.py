@@ -20,7 +20,7 @@ from common import table, versions, write
 
 from runner.modes.result import RunResult
 from runner.sweep.manifest import Manifest
-from runner.sweep.report.load import JOBS, from_folder, write_jobs
+from runner.sweep.report.load import JOBS, load_from_folder, write_job_facts
 from runner.sweep.report.pages import write_report
 from runner.sweep.report.rebuild import store_report
 from runner.tracking.mlflow import MlflowTracker
@@ -42,13 +42,13 @@ def main() -> None:
     Manifest("made-up", ["made", "up"]).write(folder)
     for number in range(args.jobs):
         record_job(uri, folder / str(number), number, args.steps)
-    data = from_folder(folder)
-    parent.artifact(write_jobs(folder, data, 0), JOBS)
+    data = load_from_folder(folder)
+    parent.artifact(write_job_facts(folder, data, 0), JOBS)
     parent.close("FINISHED")
     seconds = {"the sweep's folder": [], "MLflow alone (SQLite)": []}
     for _ in range(3):
         start = time.perf_counter()
-        write_report(from_folder(folder), folder)
+        write_report(load_from_folder(folder), folder)
         middle = time.perf_counter()
         store_report(uri, "made-up", home)
         seconds["the sweep's folder"].append(middle - start)
@@ -58,8 +58,11 @@ def main() -> None:
     rows = [[name, *(f"{value:.1f}" for value in values)] for name, values in seconds.items()]
     body = table(["made from", "first, s", "second, s", "third, s"], rows)
     text = f"{args.jobs} jobs of {args.steps:,} steps; {versions('mlflow', 'matplotlib')}."
-    write("report_cost", "How long the report of a large sweep takes",
-          f"{text}\n\n{body}\n\nreport.html has {size:.1f} MB.")  # fmt: skip
+    write(
+        "report_cost",
+        "How long the report of a large sweep takes",
+        f"{text}\n\n{body}\n\nreport.html has {size:.1f} MB.",
+    )
 
 
 def record_job(uri: str, folder: Path, number: int, steps: int) -> None:
@@ -73,18 +76,31 @@ def record_job(uri: str, folder: Path, number: int, steps: int) -> None:
         records = []
         for step in range(first + 1, first + BLOCK + 1):
             over = float(step % 400 == 0)
-            values = {"train/loss": 2 / step**0.3 + noise.gauss(0, 0.05), "train/lr": 1e-3,
-                      "train/grad_norm": noise.random(), "loss_scale/value": 2.0 ** (16 - over),
-                      "loss_scale/overflow": over}  # fmt: skip
+            values = {
+                "train/loss": 2 / step**0.3 + noise.gauss(0, 0.05),
+                "train/lr": 1e-3,
+                "train/grad_norm": noise.random(),
+                "loss_scale/value": 2.0 ** (16 - over),
+                "loss_scale/overflow": over,
+            }
             records.append((step, 1_700_000_000_000 + step, values))
         tracker.metrics_many(records)
     quality = 0.95 + noise.gauss(0, 0.004)
     tracker.metrics(steps, 1_700_000_000_000 + steps, {"val/accuracy": quality})
     result = RunResult(
-        precision, label, str(folder), group=precision, seed=seed, quality="val/accuracy",
-        metrics={"val/accuracy": quality, "val/loss": 0.2}, best=quality, steps=steps,
-        examples_per_second=1000 + noise.gauss(0, 20), weights_mib=40.0, optimizer_mib=80.0,
-    )  # fmt: skip
+        precision,
+        label,
+        str(folder),
+        group=precision,
+        seed=seed,
+        quality="val/accuracy",
+        metrics={"val/accuracy": quality, "val/loss": 0.2},
+        best=quality,
+        steps=steps,
+        examples_per_second=1000 + noise.gauss(0, 20),
+        weights_mib=40.0,
+        optimizer_mib=80.0,
+    )
     tracker.artifact(result.write(folder))
     tracker.close("FINISHED")
     replace(result, run_id=tracker.run_id, experiment_id=tracker.experiment_id).write(folder)

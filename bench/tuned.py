@@ -27,11 +27,11 @@ from runner.data.loader import Loader
 from runner.models.gpt import GPT
 from runner.models.resnet import resnet
 from runner.precision import registry
-from runner.training.compile import shape
+from runner.training.compile import prepare_model
 from runner.training.optimizers import build_optimizer
 
 CPU = torch.device("cpu")
-PLAIN = registry.load("32-true")
+PLAIN = registry.load_precision("32-true")
 Rows = list[list[str]]
 
 
@@ -42,7 +42,7 @@ def gpt(vocab: int = 256, **sizes: float) -> nn.Module:
 
 def stepper(model: nn.Module, x: Tensor, y: Tensor, first: dict[str, float], name: str, **train):
     """A training step of a model that is shaped so."""
-    shape(replace(RunSpec(), train=TrainSpec(**train)), PLAIN, CPU, model)
+    prepare_model(replace(RunSpec(), train=TrainSpec(**train)), PLAIN, CPU, model)
     node = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
     optimizer = build_optimizer("optimizer", node, list(model.parameters()))
 
@@ -133,8 +133,14 @@ def checkpointing() -> Rows:
         kept[str(what)] = sum(count.seen.values())
     agree(first, 0.0)
     found = ratios(steps, 9)
-    return [[f"`train.activation_checkpointing={name.lower()}`", f"{found[name]:.2f}",
-             f"{kept[name] / kept['False']:.2f}"] for name in found]  # fmt: skip
+    return [
+        [
+            f"`train.activation_checkpointing={name.lower()}`",
+            f"{found[name]:.2f}",
+            f"{kept[name] / kept['False']:.2f}",
+        ]
+        for name in found
+    ]
 
 
 class Short(Dataset):
@@ -156,8 +162,10 @@ def loading() -> Rows:
         if close:
             loader.close()
 
-    steps = {"anew in each epoch": lambda: epoch(loaders[0], True),
-             "kept": lambda: epoch(loaders[1], False)}  # fmt: skip
+    steps = {
+        "anew in each epoch": lambda: epoch(loaders[0], True),
+        "kept": lambda: epoch(loaders[1], False),
+    }
     times = {name: median([wall for _, wall in t]) for name, t in interleave(steps, 25).items()}
     loaders[1].close()
     base = times["anew in each epoch"]
@@ -167,8 +175,14 @@ def loading() -> Rows:
 def optimizers() -> Rows:
     """The update alone, of model=gpt's parameters: what the runner picks, and the others."""
     rows = []
-    for name, lr in (("AdamW", 1e-3), ("Adam", 1e-3), ("SGD", 1e-2), ("Adagrad", 1e-2),
-                     ("RMSprop", 1e-3), ("NAdam", 1e-3)):  # fmt: skip
+    for name, lr in (
+        ("AdamW", 1e-3),
+        ("Adam", 1e-3),
+        ("SGD", 1e-2),
+        ("Adagrad", 1e-2),
+        ("RMSprop", 1e-3),
+        ("NAdam", 1e-3),
+    ):
         node = {"_target_": f"torch.optim.{name}", "lr": lr}
         node |= {"momentum": 0.9} if name == "SGD" else {}
         steps = {}
@@ -240,15 +254,19 @@ def cross_entropy() -> Rows:
 
 
 PARTS: dict[str, tuple[Callable[[], Rows], list[str]]] = {
-    "compilation": (compilation, ["model=gpt", "step", "cold start, CPU time",
-                                  "with model.layers=12"]),
+    "compilation": (
+        compilation,
+        ["model=gpt", "step", "cold start, CPU time", "with model.layers=12"],
+    ),
     "checkpointing": (checkpointing, ["model=gpt, 12 layers", "step", "kept for the backward"]),
     "loading": (loading, ["two processes", "epoch of 8 batches, wall time", "median"]),
     "optimizers": (optimizers, ["update: the runner picks", "picked", "for-loop", "foreach"]),
     "memory_format": (memory_format, ["model=resnet, 32x32", "step"]),
-    "cross_entropy": (cross_entropy, ["32768 classes, 1024 tokens", "forward and backward",
-                                      "kept for the backward"]),
-}  # fmt: skip
+    "cross_entropy": (
+        cross_entropy,
+        ["32768 classes, 1024 tokens", "forward and backward", "kept for the backward"],
+    ),
+}
 
 
 def main() -> None:
@@ -266,8 +284,9 @@ def main() -> None:
         gc.collect()
     body = "\n\n".join(
         f"{measure.__doc__}\n\n{table(found[name]['head'], found[name]['rows'])}"
-        for name, (measure, _) in PARTS.items() if name in found
-    )  # fmt: skip
+        for name, (measure, _) in PARTS.items()
+        if name in found
+    )
     write("tuned", "What does each option of docs/performance.md buy on a CPU?", body)
 
 

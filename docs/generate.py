@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.config.schema import RunSpec
-from runner.precision.registry import header, load, names
+from runner.precision.registry import load_precision, precision_names, yaml_header
 from runner.tracking.metric_names import METRICS
 from runner.utils.errors import Unavailable
 
@@ -34,11 +34,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def precisions() -> str:
     rows = []
-    for name in names():
-        p = load(name)
+    for name in precision_names():
+        p = load_precision(name)
         scale = p.scale(torch.device("cpu")).value
         text = "none" if scale is None else f"dynamic, from {scale.item():g}"
-        rows.append([f"`{name}`", p.stores, p.computes, text, needs(name), header(name)[1]])
+        rows.append([f"`{name}`", p.stores, p.computes, text, needs(name), yaml_header(name)[1]])
     head = ["precision", "stores", "computes", "loss scale", "needs", "why"]
     return table(head, rows)
 
@@ -48,7 +48,7 @@ def needs(name: str) -> str:
     lacking = []
     for kind, called in (("cpu", "a CPU"), ("mps", "an Apple GPU"), ("xla", "a TPU")):
         try:
-            load(name).require(torch.device(kind))
+            load_precision(name).require(torch.device(kind))
         except Unavailable as error:
             if found := error.what.partition("needs ")[2].partition(";")[0].removeprefix("an "):
                 return found
@@ -65,7 +65,7 @@ def runs_on_turing(name: str) -> bool:
         patch("torch.cuda.get_device_name", return_value="Tesla T4"),
     ):
         try:
-            load(name).require(torch.device("cuda"))
+            load_precision(name).require(torch.device("cuda"))
         except Unavailable:
             return False
     return True
@@ -75,10 +75,14 @@ def measured() -> str:
     """What bench/low_bit.py measured."""
     found = json.loads((RESULTS / "low_bit.json").read_text())["precisions"]
     rows = [
-        [f"`{name}`", f"{row['weights']:.3f}", f"{row['error']:.1e}",
-         f"{row['step']:.2f}" if row["step"] else "emulated"]
+        [
+            f"`{name}`",
+            f"{row['weights']:.3f}",
+            f"{row['error']:.1e}",
+            f"{row['step']:.2f}" if row["step"] else "emulated",
+        ]
         for name, row in found.items()
-    ]  # fmt: skip
+    ]
     head = ["precision", "weights' bytes", "error of a product", "time of a training step"]
     return table(head, rows)
 
@@ -111,8 +115,10 @@ def gpu() -> str:
     lines = []
     for page in pages:
         found = json.loads(page.read_text())
-        lines.append(f"[{found['device']}](../bench/results/gpu/{page.stem}.md), commit "
-                     f"{found['commit'][:12]}: {found['tests']}")  # fmt: skip
+        lines.append(
+            f"[{found['device']}](../bench/results/gpu/{page.stem}.md), commit "
+            f"{found['commit'][:12]}: {found['tests']}"
+        )
     return "\n\n".join(lines)
 
 

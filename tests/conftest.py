@@ -21,7 +21,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 
 from runner.cli import main as command_line
-from runner.config.overrides import rewrite
+from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema, resolve
 
 ROOT = Path(__file__).parents[1]
@@ -77,8 +77,12 @@ def cli(tmp_path):
     def run(*args, cwd=tmp_path, env=None, timeout=120):
         done = subprocess.run(
             [sys.executable, "-m", "runner", *map(str, args)],
-            cwd=cwd, env=clean_env(**(env or {})), capture_output=True, text=True, timeout=timeout,
-        )  # fmt: skip
+            cwd=cwd,
+            env=clean_env(**(env or {})),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
         return Done(done.returncode, done.stdout, done.stderr)
 
     return run
@@ -135,7 +139,7 @@ def compose():
 
     def made(*overrides):
         with initialize_config_module(version_base="1.3", config_module="runner.conf"):
-            return resolve(hydra_compose("config", rewrite(overrides)))
+            return resolve(hydra_compose("config", rewrite_arguments(overrides)))
 
     return made
 

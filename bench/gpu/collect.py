@@ -47,8 +47,17 @@ def collect(folder: Path, sweep: Path) -> dict[str, Any]:
 
 
 def _job(result: dict[str, Any]) -> dict[str, Any]:
-    kept = ("label", "status", "error", "metrics", "converted", "weights_mib", "peak_memory_mib",
-            "examples_per_second", "skipped_steps")  # fmt: skip
+    kept = (
+        "label",
+        "status",
+        "error",
+        "metrics",
+        "converted",
+        "weights_mib",
+        "peak_memory_mib",
+        "examples_per_second",
+        "skipped_steps",
+    )
     return {key: result.get(key) for key in kept}
 
 
@@ -83,8 +92,9 @@ def markdown(found: dict[str, Any]) -> str:
     ]
     if found["ceilings"]:
         c = found["ceilings"]
-        parts.append(f"Ceilings: bfloat16 product {c['tflops']:.0f} TFLOP/s, copy "
-                     f"{c['tbps']:.2f} TB/s.")  # fmt: skip
+        parts.append(
+            f"Ceilings: bfloat16 product {c['tflops']:.0f} TFLOP/s, copy {c['tbps']:.2f} TB/s."
+        )
     return "\n\n".join([*parts, _throughput(found["gpt"]), _sweep(found["sweep"])]) + "\n"
 
 
@@ -94,9 +104,13 @@ def _throughput(rows: list[dict[str, Any]]) -> str:
         for row in rows
         if row["precision"] == "bf16-mixed" and row["compiled"] and "error" not in row
     }
-    lines = ["## GPT, tokens per second", "",
-             "| width | precision | compiled | tokens/s (least to greatest) | against compiled "
-             "bf16-mixed | peak GiB | converted |", "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "## GPT, tokens per second",
+        "",
+        "| width | precision | compiled | tokens/s (least to greatest) | against compiled "
+        "bf16-mixed | peak GiB | converted |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         start = f"| {row['width']} | {row['precision']} | {'yes' if row['compiled'] else 'no'} |"
         if "error" in row:
@@ -112,15 +126,23 @@ def _throughput(rows: list[dict[str, Any]]) -> str:
 
 
 def _sweep(jobs: list[dict[str, Any]]) -> str:
-    lines = ["## Every precision, GPT on text, 100 steps", "",
-             "| precision | status | val/loss | weights MiB | peak MiB | converted | reason |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "## Every precision, GPT on text, 100 steps",
+        "",
+        "| precision | status | val/loss | weights MiB | peak MiB | converted | reason |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for job in jobs:
         loss = (job["metrics"] or {}).get("val/loss")
         sizes = (job["weights_mib"], job["peak_memory_mib"])
-        cells = [job["label"], job["status"], "" if loss is None else f"{loss:.4f}",
-                 *("" if size is None else f"{size:.1f}" for size in sizes), job["converted"] or "",
-                 (job["error"] or "").replace("\n", " ")]  # fmt: skip
+        cells = [
+            job["label"],
+            job["status"],
+            "" if loss is None else f"{loss:.4f}",
+            *("" if size is None else f"{size:.1f}" for size in sizes),
+            job["converted"] or "",
+            (job["error"] or "").replace("\n", " "),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from models.gpt import GPT
-from runner.precision.registry import load, support
-from runner.training.state import Driven, TrainState
+from runner.precision.registry import load_precision, supported_precisions
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.language import Language
 
@@ -51,7 +51,9 @@ def measure(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
     """The ceilings, then every contender at every width. Packed weights do not get faster, and so
     are measured at the last width only."""
     yield {"kind": "ceilings", **ceilings(device)}
-    runs = [row.name for row in support(device) if row.runs and row.name not in LEFT_OUT]
+    runs = [
+        row.name for row in supported_precisions(device) if row.runs and row.name not in LEFT_OUT
+    ]
     names = ["bf16-mixed", *(name for name in runs if name != "bf16-mixed")]
     for width in options.widths:
         for name in names:
@@ -100,7 +102,7 @@ def gpt(
     options: Any, device: torch.device, name: str, width: int, compiled: bool
 ) -> dict[str, float]:
     """Median tokens per second with the least and greatest, and peak memory in GiB."""
-    precision = load(name)
+    precision = load_precision(name)
     torch.manual_seed(0)
     batch, length = options.tokens // options.context, options.context
     model = GPT(VOCABULARY, length, options.layers, max(1, width // 128), width)
@@ -112,8 +114,12 @@ def gpt(
     optimizer = torch.optim.AdamW(trained, lr=1e-4, eps=1e-4, fused=fused)
     state = TrainState(
         torch.compile(model) if compiled else model,  # type: ignore[arg-type]
-        precision, Language(), precision.scale(device), [Driven(optimizer)], device,
-    )  # fmt: skip
+        precision,
+        Language(),
+        precision.scale(device),
+        [ScheduledOptimizer(optimizer)],
+        device,
+    )
     batches = [
         tuple(torch.randint(VOCABULARY, (batch, length), device=device) for _ in range(2))
         for _ in range(3)
@@ -135,10 +141,16 @@ def gpt(
     rates = [options.steps * batch * length / block for block in blocks]
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     return {
-        "tokens_per_second": statistics.median(rates), "least": min(rates), "greatest": max(rates),
-        "peak_gib": peak, "parameters": parameters, "converted": str(report),  # type: ignore[dict-item]
-        "batch": batch, "context": length, "layers": options.layers,
-    }  # fmt: skip
+        "tokens_per_second": statistics.median(rates),
+        "least": min(rates),
+        "greatest": max(rates),
+        "peak_gib": peak,
+        "parameters": parameters,
+        "converted": str(report),  # type: ignore[dict-item]
+        "batch": batch,
+        "context": length,
+        "layers": options.layers,
+    }
 
 
 if __name__ == "__main__":

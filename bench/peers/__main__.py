@@ -89,11 +89,17 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
         profile = profile_table(paths, mlp.steps)
         imported = import_table(measure.imports(python, mlp, device, folder))
     return {
-        "device": device, "threads": chosen.threads, "start": start, "rows": rows,
-        "profile": profile, "imports": imported,
+        "device": device,
+        "threads": chosen.threads,
+        "start": start,
+        "rows": rows,
+        "profile": profile,
+        "imports": imported,
         "command": f"python -m bench.peers {' '.join(sys.argv[1:])}".strip(),
-        "versions": versions(python), "load": busiest, "commit": commit(),
-    }  # fmt: skip
+        "versions": versions(python),
+        "load": busiest,
+        "commit": commit(),
+    }
 
 
 def say(what: str) -> None:
@@ -108,16 +114,20 @@ def report(found: dict[str, Any]) -> None:
         "The cost of a step": f"MLP 16-16-4, batch 8.\n\n{result.step_table()}",
         "Realistic jobs": result.real_table(),
         "From exec to the first finished step": result.start_table(),
-        "Where the rest goes": "\n\n".join([
-            "The cost of a step, µs of CPU time:", result.rest(),
-            "Functions whose own time is more than raw's (MLP, 32-true; cProfile, which makes "
-            "calls dearer, so the shares count):",
-            table(["function", "calls per step", "µs per step over raw"], found["profile"]),
-            "Start-up: packages that the runner imports and raw does not:",
-            table(["package", "own ms"], found["imports"]),
-            "Beside the training process, for the record in MLflow:", result.beside_table(),
-        ]),
-    }  # fmt: skip
+        "Where the rest goes": "\n\n".join(
+            [
+                "The cost of a step, µs of CPU time:",
+                result.rest(),
+                "Functions whose own time is more than raw's (MLP, 32-true; cProfile, which makes "
+                "calls dearer, so the shares count):",
+                table(["function", "calls per step", "µs per step over raw"], found["profile"]),
+                "Start-up: packages that the runner imports and raw does not:",
+                table(["package", "own ms"], found["imports"]),
+                "Beside the training process, for the record in MLflow:",
+                result.beside_table(),
+            ]
+        ),
+    }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
     note = (
         f"Contenders in turn, {threads} each, {os.cpu_count()} cores; {found['versions']}. Medians "
@@ -129,8 +139,13 @@ def report(found: dict[str, Any]) -> None:
             "times mean nothing, and CPU times are too long.**"
         )
     draw(result, RESULTS / "peers.png")
-    write("peers", QUESTION, f"{note}\n\n![The same as a picture](peers.png)\n\n{body}",
-          found["command"], found["commit"])  # fmt: skip
+    write(
+        "peers",
+        QUESTION,
+        f"{note}\n\n![The same as a picture](peers.png)\n\n{body}",
+        found["command"],
+        found["commit"],
+    )
 
 
 def main() -> None:

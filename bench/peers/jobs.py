@@ -41,8 +41,13 @@ def _resnet(depth: int, side: int) -> dict[str, Any]:
 
 
 def _gpt(vocab: int, context: int, layers: int, width: int) -> dict[str, Any]:
-    return {"vocab_size": vocab, "context": context, "layers": layers, "heads": width // 32,
-            "width": width}  # fmt: skip
+    return {
+        "vocab_size": vocab,
+        "context": context,
+        "layers": layers,
+        "heads": width // 32,
+        "width": width,
+    }
 
 
 def _tokens(context: int, examples: int) -> dict[str, Any]:
@@ -50,9 +55,16 @@ def _tokens(context: int, examples: int) -> dict[str, Any]:
 
 
 MLP = Job(
-    "mlp", "mlp", {"input_shape": [16], "classes": 4, "hidden": [16]},
-    "synthetic_images", {"shape": [16], "classes": 4, "count": 640}, 8, 1000, 15, real=False,
-)  # fmt: skip
+    "mlp",
+    "mlp",
+    {"input_shape": [16], "classes": 4, "hidden": [16]},
+    "synthetic_images",
+    {"shape": [16], "classes": 4, "count": 640},
+    8,
+    1000,
+    15,
+    real=False,
+)
 RESNET18 = Job(
     "resnet18", "resnet", _resnet(18, 32), "synthetic_images", _images(32, 320), 4, 20, 7
 )
@@ -65,12 +77,21 @@ GPU_JOBS = {
     job.name: job
     for job in (
         MLP,
-        Job("resnet50", "resnet", _resnet(50, 224),
-            "synthetic_images", _images(224, 640), 64, 40, 9),
-        Job("gpt124m", "gpt", {**_gpt(50304, 1024, 12, 768), "heads": 12},
-            "synthetic_tokens", _tokens(1024, 320), 8, 40, 9),
+        Job(
+            "resnet50", "resnet", _resnet(50, 224), "synthetic_images", _images(224, 640), 64, 40, 9
+        ),
+        Job(
+            "gpt124m",
+            "gpt",
+            {**_gpt(50304, 1024, 12, 768), "heads": 12},
+            "synthetic_tokens",
+            _tokens(1024, 320),
+            8,
+            40,
+            9,
+        ),
     )
-}  # fmt: skip
+}
 
 
 def jobs(device: str) -> dict[str, Job]:

@@ -63,9 +63,14 @@ class Worker:
         self.began = time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env=os.environ | own, cwd=folder,
-            )  # fmt: skip
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | own,
+                cwd=folder,
+            )
 
     def read(self) -> dict[str, Any]:
         """The next report.
@@ -132,8 +137,9 @@ def measure(
     python: Path, job: Job, precision: str, names: Sequence[str], device: str, folder: Path
 ) -> list[Row]:
     """All contenders of one job in one precision, a segment each in turn; who begins changes."""
-    orders = [Order(name, job.name, precision, device, job.steps, job.steps, job.rounds)
-              for name in names]  # fmt: skip
+    orders = [
+        Order(name, job.name, precision, device, job.steps, job.steps, job.rounds) for name in names
+    ]
     with workers(python, orders, folder) as running:
         first = {name: worker.read() for name, worker in running.items()}
         rows = {name: judged(job, precision, name, first, device) for name in names}
@@ -152,10 +158,12 @@ def measure(
         for name, worker in running.items():
             cpu, memory = worker.settled()
             rows[name] = replace(
-                rows[name], peak=first[name]["peak"], writer_peak=memory,
+                rows[name],
+                peak=first[name]["peak"],
+                writer_peak=memory,
                 device_peak=first[name].get("device_peak", 0),
                 writer_cpu=(cpu - before[name]) / (job.rounds * job.steps),
-            )  # fmt: skip
+            )
             worker.finish()
     return list(rows.values())
 

@@ -43,8 +43,14 @@ def _dots(axis: Any, groups: dict[str, dict[str, list[float]]], limit: float, ti
             errors = [[max(0.0, mid - low)], [max(0.0, high - mid)]]
             axis.errorbar(x, mid, yerr=errors, fmt="o", color=COLOURS[name], label=name, capsize=3)
     axis.axhline(limit, color="0.6", linestyle="--", linewidth=1)
-    axis.annotate("target", (1, limit), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                  color="0.45")  # fmt: skip
+    axis.annotate(
+        "target",
+        (1, limit),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="bottom",
+        color="0.45",
+    )
     axis.set_xticks(range(len(groups)), groups)
     axis.set_title(title, loc="left")
     axis.spines[["top", "right"]].set_visible(False)

@@ -72,13 +72,32 @@ class Result:
                     continue
                 over, ratio = paired(row["cpu"], raw["cpu"])
                 lines.append(
-                    [precision, name, kept, middle([v * MICRO for v in row["cpu"]], ".0f"),
-                     middle([v * MICRO for v in over], "+.0f"), f"{statistics.median(ratio):.2f}",
-                     middle([v * MICRO for v in row["wall"]], ".0f"), memory(row, raw),
-                     agreement(row)]
-                )  # fmt: skip
-        return table(["precision", "contender", "records", "µs CPU per step", "over raw", "ratio",
-                      "µs wall per step", "peak over raw", "first losses"], lines)  # fmt: skip
+                    [
+                        precision,
+                        name,
+                        kept,
+                        middle([v * MICRO for v in row["cpu"]], ".0f"),
+                        middle([v * MICRO for v in over], "+.0f"),
+                        f"{statistics.median(ratio):.2f}",
+                        middle([v * MICRO for v in row["wall"]], ".0f"),
+                        memory(row, raw),
+                        agreement(row),
+                    ]
+                )
+        return table(
+            [
+                "precision",
+                "contender",
+                "records",
+                "µs CPU per step",
+                "over raw",
+                "ratio",
+                "µs wall per step",
+                "peak over raw",
+                "first losses",
+            ],
+            lines,
+        )
 
     def real_table(self) -> str:
         lines = []
@@ -90,13 +109,32 @@ class Result:
                     continue
                 cpu, wall = ([1 / v for v in paired(row[k], raw[k])[1]] for k in ("cpu", "wall"))
                 lines.append(
-                    [job, precision, name, middle([v * 1e3 for v in row["cpu"]]),
-                     middle([v * 1e3 for v in row["wall"]]), middle(cpu, ".3f"),
-                     middle(wall, ".3f"), memory(row, raw), agreement(row)]
-                )  # fmt: skip
-        return table(["job", "precision", "contender", "ms CPU per step", "ms wall per step",
-                      "speed over raw, CPU", "speed over raw, wall", "peak over raw",
-                      "first losses"], lines)  # fmt: skip
+                    [
+                        job,
+                        precision,
+                        name,
+                        middle([v * 1e3 for v in row["cpu"]]),
+                        middle([v * 1e3 for v in row["wall"]]),
+                        middle(cpu, ".3f"),
+                        middle(wall, ".3f"),
+                        memory(row, raw),
+                        agreement(row),
+                    ]
+                )
+        return table(
+            [
+                "job",
+                "precision",
+                "contender",
+                "ms CPU per step",
+                "ms wall per step",
+                "speed over raw, CPU",
+                "speed over raw, wall",
+                "peak over raw",
+                "first losses",
+            ],
+            lines,
+        )
 
     def start_table(self) -> str:
         lines, start = [], self.found["start"]
@@ -104,9 +142,14 @@ class Result:
             cpu, wall = zip(*pairs, strict=True)
             raw_cpu, raw_wall = zip(*start["raw"], strict=True)
             lines.append(
-                [name, middle(cpu, ".2f"), f"{statistics.median(paired(cpu, raw_cpu)[1]):.2f}",
-                 middle(wall, ".2f"), f"{statistics.median(paired(wall, raw_wall)[1]):.2f}"]
-            )  # fmt: skip
+                [
+                    name,
+                    middle(cpu, ".2f"),
+                    f"{statistics.median(paired(cpu, raw_cpu)[1]):.2f}",
+                    middle(wall, ".2f"),
+                    f"{statistics.median(paired(wall, raw_wall)[1]):.2f}",
+                ]
+            )
         return table(["contender", "CPU s", "over raw", "wall s", "over raw"], lines)
 
     def beside_table(self) -> str:
@@ -114,9 +157,17 @@ class Result:
         rows = [r for r in self.rows if r["writer_peak"]]
         return table(
             ["job", "precision", "contender", "µs CPU per step", "MiB"],
-            [[r["job"], r["precision"], r["contender"], f"{r['writer_cpu'] * MICRO:.0f}",
-              f"{r['writer_peak'] / MIB:.0f}"] for r in rows],
-        )  # fmt: skip
+            [
+                [
+                    r["job"],
+                    r["precision"],
+                    r["contender"],
+                    f"{r['writer_cpu'] * MICRO:.0f}",
+                    f"{r['writer_peak'] / MIB:.0f}",
+                ]
+                for r in rows
+            ],
+        )
 
     def targets(self) -> str:
         """What was aimed at, and whether it is reached; judged by CPU time where a CPU trains."""
@@ -138,14 +189,16 @@ class Result:
     def _speed(self) -> str:
         pairs = list(self.measured(True, "runner"))
         speeds = {
-            clock: {f"{r['job']} {r['precision']}": 1 / median_ratio(r, raw, clock)
-                    for r, raw in pairs}
+            clock: {
+                f"{r['job']} {r['precision']}": 1 / median_ratio(r, raw, clock) for r, raw in pairs
+            }
             for clock in ("cpu", "wall")
-        }  # fmt: skip
+        }
         if not pairs:
             return ""
-        told = "; ".join(f"by {clock} time {listed(found, '{:.3f}')}"
-                         for clock, found in speeds.items())  # fmt: skip
+        told = "; ".join(
+            f"by {clock} time {listed(found, '{:.3f}')}" for clock, found in speeds.items()
+        )
         reached = min(speeds[self.clock].values()) >= SPEED
         return verdict(reached, f"Realistic jobs, at least {SPEED} of raw's speed", told)
 
@@ -169,8 +222,10 @@ class Result:
                 yield f"- {name}, which records nothing: {listed(over, '{:+.0f} µs')} per step."
         for r in self.rows:
             if r["void"]:
-                yield (f"- {r['contender']} on {r['job']} was asked for {r['precision']} and "
-                       f"is left out: {r['void']}.")  # fmt: skip
+                yield (
+                    f"- {r['contender']} on {r['job']} was asked for {r['precision']} and "
+                    f"is left out: {r['void']}."
+                )
 
     def rest(self) -> str:
         """Where the runner's cost over raw goes: each part is a difference between two rows."""
@@ -179,12 +234,19 @@ class Result:
             by = {row["contender"]: row["cpu"] for row in rows}
             if "raw, recording" not in by:
                 continue
-            parts = (("raw, recording", "raw"), ("runner, tracking=none", "raw"),
-                     ("runner", "runner, tracking=none"))  # fmt: skip
+            parts = (
+                ("raw, recording", "raw"),
+                ("runner, tracking=none", "raw"),
+                ("runner", "runner, tracking=none"),
+            )
             cells = [middle([d * MICRO for d in paired(by[a], by[b])[0]], "+.0f") for a, b in parts]
             lines.append([precision, *cells])
-        head = ["precision", "five metrics by hand, over raw", "the same in the runner, over raw",
-                "journal and tracking, over that"]  # fmt: skip
+        head = [
+            "precision",
+            "five metrics by hand, over raw",
+            "the same in the runner, over raw",
+            "journal and tracking, over that",
+        ]
         return table(head, lines)
 
 
@@ -227,8 +289,11 @@ def profile_table(paths: Mapping[str, Path], steps: int, most: int = 12) -> list
 def import_table(found: Mapping[str, Mapping[str, float]], most: int = 10) -> list[list[str]]:
     """Packages whose import costs the runner more than raw."""
     raw, mine = found["raw"], found["runner"]
-    over = {name: seconds - raw.get(name, 0.0) for name, seconds in mine.items()
-            if name not in raw or name in ("runner", "logging")}  # fmt: skip
+    over = {
+        name: seconds - raw.get(name, 0.0)
+        for name, seconds in mine.items()
+        if name not in raw or name in ("runner", "logging")
+    }
     first = sorted(over, key=lambda name: -over[name])[:most]
     rows = [[f"`{name}`", f"{over[name] * 1e3:.0f}"] for name in first]
     return [*rows, ["all of them", f"{sum(over.values()) * 1e3:.0f}"]]

@@ -79,9 +79,16 @@ class Gate:
         if self.order.device == "cuda":
             torch().cuda.synchronize()
         cpu, wall, now = time.process_time(), time.perf_counter(), time.monotonic()
-        report = {"cpu": cpu - self.cpu, "wall": wall - self.wall, "total_cpu": cpu, "now": now,
-                  "count": self.count, "peak": peak_memory(), "first": self.first,
-                  "dtype": self.dtype}  # fmt: skip
+        report = {
+            "cpu": cpu - self.cpu,
+            "wall": wall - self.wall,
+            "total_cpu": cpu,
+            "now": now,
+            "count": self.count,
+            "peak": peak_memory(),
+            "first": self.first,
+            "dtype": self.dtype,
+        }
         if self.order.device == "cuda":
             report["device_peak"] = torch().cuda.max_memory_allocated()
         self.next += self.order.steps

@@ -39,11 +39,23 @@ def launch(world: int, rounds: int, sizes: Sequence[tuple[int, int]], **env: str
         chosen = [f"{width},{layers}" for width, layers in sizes]
         own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
         subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone",
-             f"--nproc-per-node={world}", "-m", "bench.scaling.worker", str(file), str(rounds),
-             *chosen],
-            env=os.environ | own, cwd=ROOT, check=True, timeout=600,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={world}",
+                "-m",
+                "bench.scaling.worker",
+                str(file),
+                str(rounds),
+                *chosen,
+            ],
+            env=os.environ | own,
+            cwd=ROOT,
+            check=True,
+            timeout=600,
+        )
         return json.loads(file.read_text())
 
 
@@ -91,8 +103,11 @@ def net_of(row: Mapping[str, Any]) -> Net:
     """The model that was timed; its activations as bench/scaling/predict.py counts them."""
     layers, width = row["layers"], row["width"]
     root = row["params"] - layers * row["block"]
-    kept = (CONTEXT * (15 * layers * width + VOCABULARY), CONTEXT * 2 * layers * width,
-            CONTEXT * 2 * VOCABULARY)  # fmt: skip
+    kept = (
+        CONTEXT * (15 * layers * width + VOCABULARY),
+        CONTEXT * 2 * layers * width,
+        CONTEXT * 2 * VOCABULARY,
+    )
     return Net(f"GPT {width}", layers, row["block"], root, 0.0, kept)
 
 
@@ -118,13 +133,22 @@ def compare(world: int, found: Mapping[str, Any]) -> list[dict[str, Any]]:
             small = (row["width"], row["layers"]) == SMALL
             if small:
                 host[key] = max(seen - said, 0.0)
-            rows.append({
-                "world": world, "strategy": strategy, "precision": row["precision"],
-                "width": row["width"], "params": row["params"], "calibrates": small,
-                "alone": walls(row["times"]["alone"]), "bare": said, "host": host[key],
-                "predicted": said + host[key], "measured": seen,
-                "cpu": median([cpu for _, cpu in row["times"][strategy]]),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "world": world,
+                    "strategy": strategy,
+                    "precision": row["precision"],
+                    "width": row["width"],
+                    "params": row["params"],
+                    "calibrates": small,
+                    "alone": walls(row["times"]["alone"]),
+                    "bare": said,
+                    "host": host[key],
+                    "predicted": said + host[key],
+                    "measured": seen,
+                    "cpu": median([cpu for _, cpu in row["times"][strategy]]),
+                }
+            )
     return rows
 
 
@@ -138,8 +162,15 @@ def weigh(found: Mapping[str, float]) -> list[dict[str, Any]]:
     for key, measured in found.items():
         precision, strategy = key.split()
         said = memory(net, KINDS[precision], strategy, 2, EXAMPLES)
-        rows.append({"precision": precision, "strategy": strategy, "predicted": sum(said.values()),
-                     "measured": measured, "params": params})  # fmt: skip
+        rows.append(
+            {
+                "precision": precision,
+                "strategy": strategy,
+                "predicted": sum(said.values()),
+                "measured": measured,
+                "params": params,
+            }
+        )
     return rows
 
 
@@ -149,8 +180,17 @@ def lines(world: int, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     for kind, seen in links(pooled(found), world).times.items():
         line = fit(seen)
         off = [abs(line(size) / seconds - 1) for size, seconds in seen.items()]
-        rows.append({"world": world, "kind": kind, "alpha": line.alpha, "beta": line.beta,
-                     "error": median(off), "worst": max(off), "seconds": seen})  # fmt: skip
+        rows.append(
+            {
+                "world": world,
+                "kind": kind,
+                "alpha": line.alpha,
+                "beta": line.beta,
+                "error": median(off),
+                "worst": max(off),
+                "seconds": seen,
+            }
+        )
     return rows
 
 

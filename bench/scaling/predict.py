@@ -34,9 +34,14 @@ CAPACITY, USABLE = 141 * GB, 0.9
 A100_IMAGES = {"tf32": 938.0, "half": 2470.0}  # ResNet-50 per second
 A100_MEMORY = 2.04 * TB
 CLUSTER = Cluster(
-    1, 8, inside=450 * GB, between=50 * GB, share=0.8,
-    ring=Latency(10 * US, 1.9 * US, 4.0 * US), tree=Latency(4.4 * US, 1.2 * US, 8.5 * US),
-)  # fmt: skip
+    1,
+    8,
+    inside=450 * GB,
+    between=50 * GB,
+    share=0.8,
+    ring=Latency(10 * US, 1.9 * US, 4.0 * US),
+    tree=Latency(4.4 * US, 1.2 * US, 8.5 * US),
+)
 
 
 class Source(NamedTuple):
@@ -48,30 +53,62 @@ class Source(NamedTuple):
 
 
 ASSUMED = [
-    Source("peak, dense", "67 float32, 495 TF32, 989 bfloat16 and float16 TFLOP/s",
-           "H200 SXM datasheet (which lists the tensor cores' with sparsity, twice that)"),
-    Source("share of it that a GPT reaches", f"{SHARE['half']:.2f}; float32 {SHARE['32-true']}",
-           "GPT-2 124M at 498k tokens/s on one H200, bfloat16, compiled (a public script, one "
-           "reading); MPT-7B 0.46 on H100s (llm-foundry); for TF32 and float32 a guess"),
-    Source("FP8 step against bfloat16", f"{FP8_GAIN} times as fast",
-           "MPT-1B on H100s 1.35 at T=512, 1.10 at T=8k (llm-foundry); Llama3-8B 1.25 (torchao)"),
-    Source("ResNet-50", "A100's images/s times 2.35, the ratio of the memories",
-           "938 TF32, 2470 AMP (NVIDIA DeepLearningExamples); its time goes to memory, not FLOPs"),
-    Source("memory", f"4.8 TB/s, of which {MEMORY_SHARE} is reached; 141 GB, {USABLE} usable",
-           "datasheet; the rest for the context, NCCL and gaps: a guess"),
-    Source("links", f"450 GB/s each way in a node of 8, 50 GB/s per GPU out of it, {CLUSTER.share} "
-           "of it reached", "NVLink 900 GB/s in both directions; 400 Gb/s NDR InfiniBand, a card "
-           "per GPU; the share is a guess"),
-    Source("latency", "ring 10 us + 1.9 per hop in a node, 4 between; tree 4.4 us + 2 (7 x 1.2 + "
-           "log2(nodes) x 8.5)", "NCCL's own model, src/graph/tuning.cc at 01afd20, LL128"),
-    Source("overlap", "collectives cost nothing while compute runs", "Li et al. 2020, Zhao et al. "
-           "2023; really they take units and bandwidth"),
-    Source("examples per device", "GPT-2 32 x 1024 tokens, 1.3B 8 x 2048, 7B 2 x 2048, 256 images",
-           "constant, so train.batch_size grows with the devices (weak scaling)"),
-    Source("FP8's copies of weights", "2 bytes per weight on every device",
-           "float8-tensorwise: autocast's; transformer-engine: FP8 and transpose; a guess"),
+    Source(
+        "peak, dense",
+        "67 float32, 495 TF32, 989 bfloat16 and float16 TFLOP/s",
+        "H200 SXM datasheet (which lists the tensor cores' with sparsity, twice that)",
+    ),
+    Source(
+        "share of it that a GPT reaches",
+        f"{SHARE['half']:.2f}; float32 {SHARE['32-true']}",
+        "GPT-2 124M at 498k tokens/s on one H200, bfloat16, compiled (a public script, one "
+        "reading); MPT-7B 0.46 on H100s (llm-foundry); for TF32 and float32 a guess",
+    ),
+    Source(
+        "FP8 step against bfloat16",
+        f"{FP8_GAIN} times as fast",
+        "MPT-1B on H100s 1.35 at T=512, 1.10 at T=8k (llm-foundry); Llama3-8B 1.25 (torchao)",
+    ),
+    Source(
+        "ResNet-50",
+        "A100's images/s times 2.35, the ratio of the memories",
+        "938 TF32, 2470 AMP (NVIDIA DeepLearningExamples); its time goes to memory, not FLOPs",
+    ),
+    Source(
+        "memory",
+        f"4.8 TB/s, of which {MEMORY_SHARE} is reached; 141 GB, {USABLE} usable",
+        "datasheet; the rest for the context, NCCL and gaps: a guess",
+    ),
+    Source(
+        "links",
+        f"450 GB/s each way in a node of 8, 50 GB/s per GPU out of it, {CLUSTER.share} "
+        "of it reached",
+        "NVLink 900 GB/s in both directions; 400 Gb/s NDR InfiniBand, a card "
+        "per GPU; the share is a guess",
+    ),
+    Source(
+        "latency",
+        "ring 10 us + 1.9 per hop in a node, 4 between; tree 4.4 us + 2 (7 x 1.2 + "
+        "log2(nodes) x 8.5)",
+        "NCCL's own model, src/graph/tuning.cc at 01afd20, LL128",
+    ),
+    Source(
+        "overlap",
+        "collectives cost nothing while compute runs",
+        "Li et al. 2020, Zhao et al. 2023; really they take units and bandwidth",
+    ),
+    Source(
+        "examples per device",
+        "GPT-2 32 x 1024 tokens, 1.3B 8 x 2048, 7B 2 x 2048, 256 images",
+        "constant, so train.batch_size grows with the devices (weak scaling)",
+    ),
+    Source(
+        "FP8's copies of weights",
+        "2 bytes per weight on every device",
+        "float8-tensorwise: autocast's; transformer-engine: FP8 and transpose; a guess",
+    ),
     Source("optimizer", "AdamW, fused; train.accumulate=1; no clipping", "the default"),
-]  # fmt: skip
+]
 
 
 def gpt(name: str, layers: int, width: int, context: int, vocabulary: int = VOCABULARY) -> Net:

@@ -28,23 +28,40 @@ def bytes_per_weight() -> str:
     for name, kind in KINDS.items():
         sends = (f"{wire(any_net, kind, s, FAR) / any_net.params:.0f}" for s in STRATEGIES)
         cast = f" + {kind.cast}" if kind.cast else ""
-        found = (f"{predict.per_parameter(kind)}", f"{predict.largest(kind) / 1e9:.1f}",
-                 f"{4 * kind.stored} / N{cast}", *sends)  # fmt: skip
+        found = (
+            f"{predict.per_parameter(kind)}",
+            f"{predict.largest(kind) / 1e9:.1f}",
+            f"{4 * kind.stored} / N{cast}",
+            *sends,
+        )
         rows.setdefault(found, []).append(f"`{name}`")
-    head = ["precision", "DDP holds", "DDP's largest, 10^9 weights", "FSDP holds", "DDP sends",
-            "FSDP sends"]  # fmt: skip
+    head = [
+        "precision",
+        "DDP holds",
+        "DDP's largest, 10^9 weights",
+        "FSDP holds",
+        "DDP sends",
+        "FSDP sends",
+    ]
     return table(head, [[", ".join(names), *found] for found, names in rows.items()])
 
 
 def links() -> str:
     """alpha and bandwidth of each collective over gloo."""
     rows = [
-        [f"{row['world']}", row["kind"].replace("_", "-"), f"{row['alpha'] / US:.0f} us",
-         f"{1e-9 / row['beta']:.2f} GB/s", f"{row['error']:.0%}", f"{row['worst']:.0%}"]
+        [
+            f"{row['world']}",
+            row["kind"].replace("_", "-"),
+            f"{row['alpha'] / US:.0f} us",
+            f"{1e-9 / row['beta']:.2f} GB/s",
+            f"{row['error']:.0%}",
+            f"{row['worst']:.0%}",
+        ]
         for row in figures()["links"]
-    ]  # fmt: skip
-    return table(["processes", "collective", "alpha", "1 / beta", "off by (median)", "at worst"],
-                 rows)  # fmt: skip
+    ]
+    return table(
+        ["processes", "collective", "alpha", "1 / beta", "off by (median)", "at worst"], rows
+    )
 
 
 def tested() -> list[dict[str, Any]]:
@@ -62,10 +79,14 @@ def steps() -> str:
     sizes = {row["width"]: row["params"] / 1e6 for row in found}
     where = [(strategy, width) for strategy in STRATEGIES for width in sorted(sizes)]
     cells = {
-        (row["world"], row["precision"], row["strategy"], row["width"]):
-        f"{row['predicted'] * 1e3:.0f} / {row['measured'] * 1e3:.0f} ({error(row):+.0%})"
+        (
+            row["world"],
+            row["precision"],
+            row["strategy"],
+            row["width"],
+        ): f"{row['predicted'] * 1e3:.0f} / {row['measured'] * 1e3:.0f} ({error(row):+.0%})"
         for row in found
-    }  # fmt: skip
+    }
     lines = [
         [str(world), f"`{name}`", *(cells.get((world, name, s, width), "") for s, width in where)]
         for world, name in dict.fromkeys((row["world"], row["precision"]) for row in found)
@@ -77,15 +98,31 @@ def steps() -> str:
 def every_step() -> str:
     """All that was measured of steps, those that calibrated the host's cost too."""
     rows = [
-        [str(row["world"]), NAMES[row["strategy"]], f"`{row['precision']}`",
-         f"{row['params'] / 1e6:.2f}",
-         *(f"{row[key] * 1e3:.1f}" for key in ("alone", "bare", "predicted", "measured", "cpu")),
-         "calibrates" if row["calibrates"] else f"{error(row):+.0%}"]
+        [
+            str(row["world"]),
+            NAMES[row["strategy"]],
+            f"`{row['precision']}`",
+            f"{row['params'] / 1e6:.2f}",
+            *(f"{row[key] * 1e3:.1f}" for key in ("alone", "bare", "predicted", "measured", "cpu")),
+            "calibrates" if row["calibrates"] else f"{error(row):+.0%}",
+        ]
         for row in figures()["steps"]
-    ]  # fmt: skip
-    return table(["processes", "strategy", "precision", "10^6 weights", "alone beside others",
-                  "without the host", "predicted", "measured", "measured, CPU", "error"],
-                 rows)  # fmt: skip
+    ]
+    return table(
+        [
+            "processes",
+            "strategy",
+            "precision",
+            "10^6 weights",
+            "alone beside others",
+            "without the host",
+            "predicted",
+            "measured",
+            "measured, CPU",
+            "error",
+        ],
+        rows,
+    )
 
 
 def summary() -> str:
@@ -97,8 +134,15 @@ def summary() -> str:
             off, bare = ([abs(error(r, key)) for r in rows] for key in ("predicted", "bare"))
             shown = [f"{value:.0%}" for value in (median(off), max(off), median(bare), max(bare))]
             parts.append([str(world), NAMES[strategy], str(len(rows)), *shown])
-    head = ["processes", "strategy", "predictions", "off by (median)", "at worst",
-            "without the host's cost (median)", "at worst"]  # fmt: skip
+    head = [
+        "processes",
+        "strategy",
+        "predictions",
+        "off by (median)",
+        "at worst",
+        "without the host's cost (median)",
+        "at worst",
+    ]
     where = (
         f"{found['machine']}; load of the machine {found['load']:.1f}; commit {found['commit']}."
     )
@@ -108,17 +152,24 @@ def summary() -> str:
 def held() -> str:
     """Predicted and measured memory of a process of two."""
     rows = [
-        [NAMES[r["strategy"]], f"`{r['precision']}`", f"{r['predicted'] / 1e6:.0f}",
-         f"{r['measured'] / 1e6:.0f}", f"{r['predicted'] / r['measured'] - 1:+.0%}"]
+        [
+            NAMES[r["strategy"]],
+            f"`{r['precision']}`",
+            f"{r['predicted'] / 1e6:.0f}",
+            f"{r['measured'] / 1e6:.0f}",
+            f"{r['predicted'] / r['measured'] - 1:+.0%}",
+        ]
         for r in sorted(figures()["memory"], key=lambda r: list(NAMES).index(r["strategy"]))
-    ]  # fmt: skip
+    ]
     return table(["strategy", "precision", "predicted, MB", "measured, MB", "error"], rows)
 
 
 def flags() -> str:
     """What the flag of a stop costs a step."""
-    rows = [[world, f"{one['flag'] / US:.0f} us", f"{one['flag twice'] / US:.0f} us"]
-            for world, one in figures()["others"].items()]  # fmt: skip
+    rows = [
+        [world, f"{one['flag'] / US:.0f} us", f"{one['flag twice'] / US:.0f} us"]
+        for world, one in figures()["others"].items()
+    ]
     return table(["processes", "asked once", "asked twice in a row"], rows)
 
 
@@ -140,9 +191,15 @@ def times() -> str:
     rows = []
     for row in predict.rows():
         sizes = [row.bytes["ddp", 8], *(row.bytes["fsdp", n] for n in (8, 1024))]
-        rows.append([row.net.name, f"`{row.precision}`", f"{row.alone * 1e3:.0f}",
-                     *(cell(row, s, n) for s, n in where),
-                     *(f"{size / 1e9:.0f}" for size in sizes)])  # fmt: skip
+        rows.append(
+            [
+                row.net.name,
+                f"`{row.precision}`",
+                f"{row.alone * 1e3:.0f}",
+                *(cell(row, s, n) for s, n in where),
+                *(f"{size / 1e9:.0f}" for size in sizes),
+            ]
+        )
     heads = [f"{NAMES[s]} {n}" for s, n in where]
     return table(["model", "precision", "one", *heads, "GB, DDP", "FSDP 8", "FSDP 1024"], rows)
 
@@ -168,8 +225,11 @@ def sure() -> str:
     """Efficiency on 1024 devices if an assumption is off."""
     whole, rows = predict.CLUSTER, []
     slow = replace(whole, share=whole.share / 2)
-    late = replace(whole, ring=Latency(*(2 * t for t in whole.ring)),
-                   tree=Latency(*(2 * t for t in whole.tree)))  # fmt: skip
+    late = replace(
+        whole,
+        ring=Latency(*(2 * t for t in whole.ring)),
+        tree=Latency(*(2 * t for t in whole.tree)),
+    )
     for net in NETS:
         for precision, strategy in UNSURE:
             kind, cells = KINDS[precision], []
@@ -178,8 +238,18 @@ def sure() -> str:
                 case = Case(net, kind, work, replace(cluster, world=1024), predict.SPEED, overlaps)
                 cells.append(f"{sum(work) / STRATEGIES[strategy](case).total:.0%}")
             rows.append([net.name, f"`{precision}`", NAMES[strategy], *cells])
-    return table(["model", "precision", "strategy", "as assumed", "half the bandwidth",
-                  "twice the latency", "no overlap"], rows)  # fmt: skip
+    return table(
+        [
+            "model",
+            "precision",
+            "strategy",
+            "as assumed",
+            "half the bandwidth",
+            "twice the latency",
+            "no overlap",
+        ],
+        rows,
+    )
 
 
 TABLES = {

@@ -25,10 +25,10 @@ from runner.data.loader import Loader
 from runner.distributed.ddp import DDP
 from runner.distributed.fsdp import FSDP
 from runner.distributed.strategy import Single, Strategy
-from runner.distributed.torchrun import Place
-from runner.precision.registry import load
+from runner.distributed.torchrun import ProcessRank
+from runner.precision.registry import load_precision
 from runner.training.loop import fit
-from runner.training.state import Driven, TrainState
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import loss_of
 from runner.training.tasks.language import Language
 from runner.utils.accelerator import Accelerator
@@ -88,16 +88,21 @@ class Contender:
     def __init__(self, name: str, size: tuple[int, int], strategy: Strategy, control: DDP) -> None:
         width, layers = size
         torch.manual_seed(0)
-        precision = load(name)
+        precision = load_precision(name)
         plain, _ = precision.convert(GPT(VOCABULARY, CONTEXT, layers, 4, width))
         self.params = sum(p.numel() for p in plain.parameters())
         self.block = sum(p.numel() for p in plain.blocks[0].parameters())  # type: ignore[union-attr]
         model = strategy.wrap(plain, CPU)
         adam = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)
         self.state = TrainState(
-            model, precision, Language(), precision.scale(CPU), [Driven(adam)], CPU,
+            model,
+            precision,
+            Language(),
+            precision.scale(CPU),
+            [ScheduledOptimizer(adam)],
+            CPU,
             strategy=strategy,
-        )  # fmt: skip
+        )
         place = strategy.place
         tokens = torch.randint(VOCABULARY, (64 * place.world, CONTEXT + 1))
         data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -127,7 +132,7 @@ class Alone(Single):
     """One process among others, which compute at the same time and share nothing."""
 
     def __init__(self) -> None:
-        self.place = Place()
+        self.place = ProcessRank()
 
 
 def strategies() -> dict[str, Strategy]:
@@ -157,8 +162,15 @@ def contest(name: str, size: tuple[int, int], rounds: int, control: DDP) -> dict
         key: [(wall / LOG_EVERY, cpu / LOG_EVERY) for wall, cpu in found]
         for key, found in times.items()
     }
-    return {"width": size[0], "layers": size[1], "precision": name, "params": alone.params,
-            "block": alone.block, "times": per, "links": links}  # fmt: skip
+    return {
+        "width": size[0],
+        "layers": size[1],
+        "precision": name,
+        "params": alone.params,
+        "block": alone.block,
+        "times": per,
+        "links": links,
+    }
 
 
 def peak(name: str, size: tuple[int, int], key: str, control: DDP) -> float:
@@ -190,8 +202,13 @@ def main() -> None:
     control = DDP()
     with control.session():
         if int(rounds):
-            found = {"steps": [contest(name, size, int(rounds), control)
-                               for size in chosen for name in PRECISIONS]}  # fmt: skip
+            found = {
+                "steps": [
+                    contest(name, size, int(rounds), control)
+                    for size in chosen
+                    for name in PRECISIONS
+                ]
+            }
         else:
             found = {"memory": memory(chosen[0], control)}
     if control.place.first:

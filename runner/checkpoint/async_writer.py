@@ -12,13 +12,13 @@ from torch import Tensor
 
 from runner.checkpoint import checkpoint_file
 from runner.utils.errors import CheckpointError
-from runner.utils.files import why
+from runner.utils.files import os_error_reason
 
 Key = tuple[str | int, ...]
 Pair = tuple[Tensor, Tensor]
 
 
-class Saver:
+class AsyncCheckpointWriter:
     """Writes one checkpoint at a time in a thread; the next one waits for it. Where memory is too
     short for a copy, the loop waits for the file.
 
@@ -92,7 +92,7 @@ class Saver:
         self._write(content)
         if (error := self._error) is not None:
             raise CheckpointError(self._trouble(error))
-        return checkpoint_file.path_of(self.folder, content["step"])
+        return checkpoint_file.checkpoint_path(self.folder, content["step"])
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -105,7 +105,7 @@ class Saver:
     def _trouble(self, error: Exception) -> str:
         whole = sorted(self.folder.glob("step-*.pt"))
         last = f"the last whole one is {whole[-1]}" if whole else "there is no earlier one"
-        return f"A checkpoint could not be written ({why(error)}): {last}."
+        return f"A checkpoint could not be written ({os_error_reason(error)}): {last}."
 
     def _write(self, content: Mapping[str, Any], best: bool = False) -> None:
         try:

@@ -17,15 +17,25 @@ from runner.config.renamed import with_current_targets
 from runner.config.signature import is_signed
 from runner.tracking.reader import folder_of_run
 from runner.utils.errors import ConfigError
-from runner.utils.files import written_by_torch
+from runner.utils.files import write_with_torch
 from runner.utils.tpu import is_tpu
 
 FORMAT = 1
 _KINDS = {
-    "spec": dict, "choices": dict, "precision": str, "layout": str, "precision_state": dict,
-    "metrics": dict, "step": int, "epoch": int, "skipped_steps": int, "model": dict,
-    "optimizers": list, "schedulers": list, "loss_scale": dict,
-}  # fmt: skip
+    "spec": dict,
+    "choices": dict,
+    "precision": str,
+    "layout": str,
+    "precision_state": dict,
+    "metrics": dict,
+    "step": int,
+    "epoch": int,
+    "skipped_steps": int,
+    "model": dict,
+    "optimizers": list,
+    "schedulers": list,
+    "loss_scale": dict,
+}
 _SIGNED = "spec"
 _PARTS = ("model", "data", "task", "precision", "optimizer", "scheduler", "adapter", "debug")
 """Mappings in a spec."""
@@ -45,10 +55,10 @@ def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
         OSError: the file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = path_of(folder, content["step"])
+    path = checkpoint_path(folder, content["step"])
     aside = path.with_suffix(".partial")
     try:
-        with written_by_torch(aside) as file:
+        with write_with_torch(aside) as file:
             torch.save(tree_map_only(Tensor, _portable, dict(content)), file)
     except BaseException:
         aside.unlink(missing_ok=True)
@@ -56,17 +66,17 @@ def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
     aside.replace(path)
     _sync(folder)  # the rename, too
     for old in sorted(folder.glob("step-*.pt"))[:-keep]:
-        drop(old)
+        delete_checkpoint(old)
     return path
 
 
-def drop(path: Path) -> None:
+def delete_checkpoint(path: Path) -> None:
     """Remove a checkpoint, with its parts."""
     path.unlink()
-    shutil.rmtree(parts_of(path), ignore_errors=True)
+    shutil.rmtree(shards_folder(path), ignore_errors=True)
 
 
-def parts_of(path: Path) -> Path:
+def shards_folder(path: Path) -> Path:
     """Where the parts of a checkpoint lie that several processes wrote."""
     return path.with_suffix(sharded_tensors.SUFFIX)
 
@@ -76,7 +86,7 @@ def _portable(tensor: Tensor) -> Tensor:
     return tensor.cpu() if is_tpu(tensor.device) else tensor
 
 
-def path_of(folder: Path, step: int) -> Path:
+def checkpoint_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
     return folder / f"step-{step:08d}.pt"
 
@@ -84,20 +94,20 @@ def path_of(folder: Path, step: int) -> Path:
 def keep_best(path: Path) -> Path:
     """Keeps a checkpoint as `best.pt`, too, whatever becomes of it under its own name."""
     best = path.with_name("best.pt")
-    if (parts := parts_of(path)).is_dir():
-        shutil.rmtree(parts_of(best), ignore_errors=True)
-        shutil.copytree(parts, parts_of(best), copy_function=os.link)
+    if (parts := shards_folder(path)).is_dir():
+        shutil.rmtree(shards_folder(best), ignore_errors=True)
+        shutil.copytree(parts, shards_folder(best), copy_function=os.link)
     aside = best.with_suffix(".partial")
     aside.unlink(missing_ok=True)
     os.link(path, aside)
     return aside.replace(best)
 
 
-def set_aside(folder: Path, step: int) -> None:
+def set_aside_newer(folder: Path, step: int) -> None:
     """Renames the checkpoints after a step from which a run goes on: they are of another course,
     or damaged."""
     for path in folder.glob("step-*.pt"):
-        if path > path_of(folder, step):
+        if path > checkpoint_path(folder, step):
             path.replace(path.with_suffix(".superseded"))
 
 
@@ -109,16 +119,18 @@ def _sync(folder: Path) -> None:
         os.close(file)
 
 
-def find(where: str, tracking_uri: str | None = None, key: str = "checkpoint") -> Path:
+def find_checkpoint(where: str, tracking_uri: str | None = None, key: str = "checkpoint") -> Path:
     """The checkpoint that a file, a run's folder or an MLflow run id names.
 
     Raises:
         ConfigError: there is none.
     """
-    return _found(where, tracking_uri, key)[0]
+    return _find_checkpoints(where, tracking_uri, key)[0]
 
 
-def newest(where: str, tracking_uri: str | None, key: str, told: list[str]) -> "Saved":
+def load_newest(
+    where: str, tracking_uri: str | None, key: str, told: list[str]
+) -> "LoadedCheckpoint":
     """The newest checkpoint that is whole, as find() looks for it.
 
     Args:
@@ -131,16 +143,16 @@ def newest(where: str, tracking_uri: str | None, key: str, told: list[str]) -> "
         ConfigError: there is none.
     """
     problem = ConfigError("")
-    for path in _found(where, tracking_uri, key):
+    for path in _find_checkpoints(where, tracking_uri, key):
         try:
-            return Saved(path, load(path))
+            return LoadedCheckpoint(path, load(path))
         except ConfigError as error:
             problem = error
             told.append(f"passed over {path}: it is damaged")
     raise problem
 
 
-def _found(where: str, tracking_uri: str | None, key: str) -> list[Path]:
+def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Path]:
     """Newest first."""
     path = Path(where)
     try:
@@ -187,8 +199,8 @@ def load(path: Path) -> dict[str, Any]:
     if problem := next(_misfits(content), None):
         raise ConfigError(f"checkpoint={path} was not written by this runner: {problem}.")
     if sums := content.get("parts"):
-        sharded_tensors.check(parts_of(path), sums)
-        content["model"] = sharded_tensors.whole(content["model"], parts_of(path))
+        sharded_tensors.check_shards(shards_folder(path), sums)
+        content["model"] = sharded_tensors.load_full(content["model"], shards_folder(path))
     content["signed_spec"] = content["spec"]  # the signature is of the text that was written
     content["spec"] = with_current_targets(content["spec"])
     return content
@@ -218,7 +230,7 @@ def _misfits(content: Mapping[str, Any]) -> Iterator[str]:
             yield "its spec holds an interpolation, which would be resolved here"
 
 
-class Saved(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """A checkpoint's file and what it holds."""
 
     path: Path

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.precision.casting import cast_nest
-from runner.precision.layers.exportable import Plain8bit, PlainFloat8, portable
+from runner.precision.layers.exportable import Plain8bit, PlainFloat8, exportable_copy
 from runner.precision.precision import CPU, Precision
-from runner.utils.files import why, written_by_torch
+from runner.utils.files import os_error_reason, write_with_torch
 from runner.utils.layout import EXPORTED_MODEL
-from runner.utils.quiet_import import quiet
+from runner.utils.quiet_import import quiet_imports
 
 ROWS = 4
 """Rows of the batch that is traced and compared: torch.export takes one row for a constant."""
@@ -31,7 +31,7 @@ class ExportError(Exception):
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedModel:
     """What was written, and what a reader of it must know.
 
     Attributes:
@@ -45,7 +45,7 @@ class Exported:
     facts: dict[str, Any]
 
 
-def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path) -> Exported:
+def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path) -> ExportedModel:
     """Write the model as the evaluation runs it, on the CPU, for any number of rows.
 
     Call it inside `precision.session`. The program takes inputs as the data gives them and gives
@@ -65,18 +65,18 @@ def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path
     path = folder / EXPORTED_MODEL
     with _refusing(path):
         example = _rows(example)
-        with _evaluating(model, precision, example.device), quiet():
+        with _evaluating(model, precision, example.device), quiet_imports():
             live = _Evaluated(model, precision, example.device)(example)
             _refuse_lstm(model, precision, example.device)
-            plain = portable(model)
+            plain = exportable_copy(model)
             program = _trace(_Evaluated(plain, precision, CPU), example.to(CPU))
             folder.mkdir(parents=True, exist_ok=True)
-            with written_by_torch(path) as file:
+            with write_with_torch(path) as file:
                 torch.export.save(program, file)
             loaded = torch.export.load(path).module()
         facts = _facts(example, live)
         _compare(loaded, example, live, _tolerance(plain, precision, example.device))
-        return Exported(path, facts)
+        return ExportedModel(path, facts)
 
 
 @contextmanager
@@ -252,6 +252,6 @@ def line(error: Exception) -> str:
     if isinstance(error, ExportError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return why(error)
+        return os_error_reason(error)
     lines = [text.strip() for text in str(error).splitlines() if text.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from runner.distributed.strategy import is_parted
-from runner.distributed.torchrun import place
+from runner.distributed.strategy import is_sharded
+from runner.distributed.torchrun import process_rank
 from runner.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # else every run would pay for the import
@@ -30,16 +30,18 @@ Sums = dict[str, list[int]]
 """Size and checksum (CRC-32) of files by name."""
 
 
-def part(value: Any, parts: "dict[str, DTensor]", name: str = "") -> Any:
+def extract_shards(value: Any, parts: "dict[str, DTensor]", name: str = "") -> Any:
     """A copy of plain containers in which marks stand for sharded tensors, which go to `parts`."""
-    if is_parted(value):
+    if is_sharded(value):
         known = next((key for key, other in parts.items() if _same(other, value)), name)
         parts.setdefault(known, value)
         return {_MARK: known, "shape": [*value.shape], "dtype": str(value.dtype)}
     if isinstance(value, Mapping):
-        return {k: part(v, parts, f"{name}/{k}" if name else str(k)) for k, v in value.items()}
+        return {
+            k: extract_shards(v, parts, f"{name}/{k}" if name else str(k)) for k, v in value.items()
+        }
     if isinstance(value, list | tuple):
-        return type(value)(part(v, parts, f"{name}/{i}") for i, v in enumerate(value))
+        return type(value)(extract_shards(v, parts, f"{name}/{i}") for i, v in enumerate(value))
     return value
 
 
@@ -49,7 +51,7 @@ def _same(one: "DTensor", other: "DTensor") -> bool:
     return len({*storages}) == 1
 
 
-def write(folder: Path, parts: "Mapping[str, DTensor]") -> Sums:
+def write_shards(folder: Path, parts: "Mapping[str, DTensor]") -> Sums:
     """Write this process's parts and wait until they are on the disk; called by all.
 
     Raises:
@@ -62,16 +64,16 @@ def write(folder: Path, parts: "Mapping[str, DTensor]") -> Sums:
         dcp.save({**parts}, storage_writer=writer)
     except dcp.api.CheckpointException as error:
         raise OSError(_reason(error)) from error
-    return {p.name: _sum(p) for p in folder.glob(f"shard-{place().rank + 1:05d}-*")}
+    return {p.name: _sum(p) for p in folder.glob(f"shard-{process_rank().rank + 1:05d}-*")}
 
 
-def check(folder: Path, sums: Sums) -> None:
+def check_shards(folder: Path, sums: Sums) -> None:
     """Compare the files with their checksums; of several processes each takes some.
 
     Raises:
         ConfigError: one has changed or is missing.
     """
-    here = place()
+    here = process_rank()
     for i, (name, wanted) in enumerate(sorted(sums.items())):
         path = folder / Path(name).name
         mine = i % here.world == here.rank
@@ -85,7 +87,7 @@ def check(folder: Path, sums: Sums) -> None:
             raise ConfigError(f"checkpoint={folder} is damaged: {name} has changed on disk.")
 
 
-def whole(value: Any, folder: Path) -> Any:
+def load_full(value: Any, folder: Path) -> Any:
     """Plain containers with whole tensors on the CPU in place of the marks."""
     wanted: dict[str, Tensor] = {}
 
@@ -97,7 +99,9 @@ def whole(value: Any, folder: Path) -> Any:
     return made
 
 
-def parted(state: Mapping[Any, Mapping[str, Any]], params: Sequence[Tensor], folder: Path) -> Any:
+def load_sharded(
+    state: Mapping[Any, Mapping[str, Any]], params: Sequence[Tensor], folder: Path
+) -> Any:
     """An optimizer's state, parted as its parameters are: read from a folder of parts where marks
     stand for it, else cut out of what is whole.
 
@@ -111,7 +115,7 @@ def parted(state: Mapping[Any, Mapping[str, Any]], params: Sequence[Tensor], fol
     wanted: dict[str, Tensor] = {}
 
     def like(param: Tensor, value: Any) -> Any:
-        assert is_parted(param)
+        assert is_sharded(param)
         if isinstance(value, Mapping) and _MARK in value:
             empty = torch.empty_like(param, dtype=_dtype(value), requires_grad=False)
             return wanted.setdefault(value[_MARK], empty)

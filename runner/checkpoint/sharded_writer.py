@@ -11,13 +11,13 @@ from torch import Tensor
 from runner.checkpoint import checkpoint_file, sharded_tensors
 from runner.distributed.strategy import Strategy
 from runner.utils.errors import CheckpointError
-from runner.utils.files import why
+from runner.utils.files import os_error_reason
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class PartSaver:
+class ShardedCheckpointWriter:
     """Writes one checkpoint at a time, while the loop waits. Where nothing is sharded, all but the
     first process have nothing to do. See saving.Saver for its methods."""
 
@@ -52,18 +52,18 @@ class PartSaver:
             return None
         if error := self._write(content):
             raise CheckpointError(f"The checkpoint could not be written ({error}).")
-        return checkpoint_file.path_of(self.folder, content["step"])
+        return checkpoint_file.checkpoint_path(self.folder, content["step"])
 
     def _write(self, content: Mapping[str, Any], best: bool = False) -> str | None:
         """Why it failed in any process."""
         place, parts, sums = self.strategy.place, dict[str, "DTensor"](), sharded_tensors.Sums()
-        path = checkpoint_file.path_of(self.folder, content["step"])
-        aside = checkpoint_file.parts_of(path).with_suffix(".partial")
-        rest, reason = sharded_tensors.part(dict(content), parts), None
+        path = checkpoint_file.checkpoint_path(self.folder, content["step"])
+        aside = checkpoint_file.shards_folder(path).with_suffix(".partial")
+        rest, reason = sharded_tensors.extract_shards(dict(content), parts), None
         try:
-            sums = sharded_tensors.write(aside, parts)
+            sums = sharded_tensors.write_shards(aside, parts)
         except OSError as error:
-            reason = why(error)
+            reason = os_error_reason(error)
         found = self.strategy.gather((reason, sums))
         if place.first:
             reason = next((told for told, _ in found if told), None)
@@ -76,11 +76,11 @@ class PartSaver:
         self, path: Path, aside: Path, content: Mapping[str, Any], best: bool
     ) -> str | None:
         try:
-            shutil.rmtree(checkpoint_file.parts_of(path), ignore_errors=True)
-            aside.replace(checkpoint_file.parts_of(path))
+            shutil.rmtree(checkpoint_file.shards_folder(path), ignore_errors=True)
+            aside.replace(checkpoint_file.shards_folder(path))
             checkpoint_file.save(self.folder, content, self.keep)
             if best:
                 checkpoint_file.keep_best(path)
         except OSError as error:
-            return why(error)
+            return os_error_reason(error)
         return None

@@ -46,7 +46,7 @@ Keys: tracking.uri=<store>, tracking.experiment=<name>, port=<number>.""",
 }
 
 
-def usage(argv: Sequence[str]) -> str:
+def print_help(argv: Sequence[str]) -> str:
     """The help text up to the config's keys; lists the user's own --config-dir, too."""
     folders = [Path(str(files("runner.conf")))]
     if (mine := config_dir(argv)) is not None:

@@ -21,19 +21,24 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from runner.cli.help import COMMAND_HELP, usage
+from runner.cli.help import COMMAND_HELP, print_help
 from runner.config.hydra_plugins import ADVISE
 from runner.config.messages import explain
-from runner.config.overrides import config_dir, rewrite, shadowed
-from runner.config.precision_keys import drop
+from runner.config.overrides import config_dir, rewrite_arguments, shadowed
+from runner.config.precision_keys import drop_keys
 from runner.config.resolve import register_schema, resolve
 from runner.config.schema import AUTO
 from runner.distributed import torchrun
-from runner.sweep.job_result import _left_out, _overrides, job_origin, record_result
+from runner.sweep.job_result import (
+    job_origin,
+    job_overrides,
+    keys_left_out_of_job,
+    record_result,
+)
 from runner.utils.errors import RunnerError, Unavailable
-from runner.utils.secrets import hide
+from runner.utils.secrets import redact
 from runner.utils.stop_signals import CommandSignals, Interrupted
-from runner.utils.terminal import PlainFormatter, complain, is_text, one_line, plain
+from runner.utils.terminal import PlainFormatter, is_text, one_line, print_error, sanitize
 
 if TYPE_CHECKING:
     from runner.modes.result import RunResult
@@ -47,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         status = _status(error)
     if status:
-        torchrun.failed()
+        torchrun.publish_failure()
     return status
 
 
 def _main(argv: Sequence[str] | None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if odd := next((text for text in argv if not is_text(text)), None):
-        complain(f"{odd} is not UTF-8. Type names that are.")
+        print_error(f"{odd} is not UTF-8. Type names that are.")
         return 2
     if logging.lastResort:  # writes warnings to stderr
         logging.lastResort.setFormatter(PlainFormatter())
@@ -66,38 +71,38 @@ def _main(argv: Sequence[str] | None) -> int:
             return 0
         return COMMANDS[argv[0]](argv[1:])
     try:
-        argv = torchrun.join(rewrite(_whole(argv)))
+        argv = torchrun.join(rewrite_arguments(_whole(argv)))
     except RunnerError as error:
         _complain_once(str(error))
         return error.exit_status
-    except torchrun.FirstFailed:
+    except torchrun.MainRankFailed:
         return 2
     if {"--help", "-h"} & set(argv):
-        print(usage(argv), flush=True)
+        print(print_help(argv), flush=True)
         argv = [*(text for text in argv if text not in ("--help", "-h")), "--cfg", "job"]
     if (folder := config_dir(argv)) and not folder.is_dir():
         text = f"{folder} is no folder in {Path.cwd()}. Type --config-dir <folder of your configs>."
         _complain_once(f"--config-dir={text}")
         return 2
     for warning in shadowed(folder) if folder else ():
-        if torchrun.speaks(warning):
-            print(plain(warning), file=sys.stderr)
+        if torchrun.claim_message(warning):
+            print(sanitize(warning), file=sys.stderr)
     return _hydra(argv)
 
 
 def _complain_once(text: str) -> None:
     """Print an error; of several processes that have it, one does."""
-    if torchrun.speaks(text):
-        complain(text)
+    if torchrun.claim_message(text):
+        print_error(text)
 
 
 def _whole(argv: Sequence[str]) -> Sequence[str]:
     """The command of the sweep that sweep.resume= names, any other as it is."""
     if not any(text.startswith("sweep.resume=") for text in argv):
         return argv
-    from runner.sweep.sweep_resume import expand
+    from runner.sweep.sweep_resume import expand_resume_command
 
-    return expand(argv)
+    return expand_resume_command(argv)
 
 
 _COMPOSING = (
@@ -120,10 +125,10 @@ def _hydra(argv: Sequence[str]) -> int:
     try:
         hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(job)()
     except _COMPOSING as error:
-        complain(explain(error, argv))
+        print_error(explain(error, argv))
         status = 2
     except RunnerError as error:
-        complain(str(error))
+        print_error(str(error))
         status = error.exit_status
     except KeyboardInterrupt as error:
         status = _status(error)
@@ -168,7 +173,7 @@ def job(config: DictConfig) -> float | None:
         if sweeping and _is_trial():
             name = " ".join(job_origin(True).swept).removeprefix("precision=")
             if (folder.parent / "advise.json").is_file():  # else the command says so, and ends
-                print(plain(f"{name}: {str(error).splitlines()[0]}"), flush=True)
+                print(sanitize(f"{name}: {str(error).splitlines()[0]}"), flush=True)
         else:
             _complain_once(str(error))
         kind = "unavailable" if isinstance(error, Unavailable) else "failed"
@@ -178,11 +183,11 @@ def job(config: DictConfig) -> float | None:
     except KeyboardInterrupt as error:
         kind, message, status = "stopped", str(error) or "Interrupted.", _status(error)
     except Exception as error:
-        text = hide(traceback.format_exc())
-        print(plain(text), file=sys.stderr)
+        text = redact(traceback.format_exc())
+        print(sanitize(text), file=sys.stderr)
         with suppress(OSError):  # a full disk
             (folder / "error.txt").write_text(text)
-        kind, message, status = "failed", hide(f"{type(error).__name__}: {error}"), 1
+        kind, message, status = "failed", redact(f"{type(error).__name__}: {error}"), 1
     if sweeping and not finished:
         record_result(config, folder, kind, message)
     gc.collect()
@@ -194,17 +199,18 @@ def job(config: DictConfig) -> float | None:
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     trial = sweeping and _is_trial()
     if sweeping and not trial:
-        print(f"\njob {HydraConfig.get().job.num}: {one_line(' '.join(_overrides()))}", flush=True)
+        overrides = one_line(" ".join(job_overrides()))
+        print(f"\njob {HydraConfig.get().job.num}: {overrides}", flush=True)
     if sweeping and not trial:
-        drop(config, _left_out())
+        drop_keys(config, keys_left_out_of_job())
     again = sweeping and HydraConfig.get().callbacks["sweep"].resume
     if again and config.mode == "train":
         with read_write(config):
             config.checkpoint.resume = AUTO
     if again or config.checkpoint.resume == AUTO:
-        from runner.sweep.sweep_resume import done
+        from runner.sweep.sweep_resume import finished_result
 
-        if (result := done(folder, _overrides())) is not None:
+        if (result := finished_result(folder, job_overrides())) is not None:
             print(f"{result.outcome} before", flush=True)
             return result
     took = config.mode == "evaluate" or config.checkpoint.resume is not None
@@ -212,8 +218,8 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     composed = OmegaConf.to_container(config)
     assert isinstance(composed, dict)
     where = replace(job_origin(sweeping), composed={str(k): v for k, v in composed.items()})
-    torchrun.begun(folder)
-    with few_collections():
+    torchrun.publish_start(folder)
+    with rare_garbage_collection():
         import torch._dynamo  # noqa: F401 - torch.optim does, when it is first used
 
         from runner.modes.run import run
@@ -228,7 +234,7 @@ def _is_trial() -> bool:
 
 
 @contextmanager
-def few_collections() -> Iterator[None]:
+def rare_garbage_collection() -> Iterator[None]:
     """Context around large imports, which leave no garbage that is old: going through all objects
     again and again costs a fifth of the time that importing torch takes."""
     thresholds = gc.get_threshold()
@@ -252,9 +258,9 @@ def _ui(argv: Sequence[str]) -> int:
 
 
 def _report(argv: Sequence[str]) -> int:
-    from runner.sweep.report.rebuild import rebuild
+    from runner.sweep.report.rebuild import rebuild_report
 
-    return rebuild(argv)
+    return rebuild_report(argv)
 
 
 def _sync(argv: Sequence[str]) -> int:

@@ -9,13 +9,13 @@ from typing import Any
 
 from runner.tracking import journal as journals
 from runner.tracking import pending
-from runner.tracking.journal_status import Followed
-from runner.tracking.upload_state import Progress
+from runner.tracking.journal_status import JournalStatus
+from runner.tracking.upload_state import UploadState
 from runner.tracking.uri import resolve_uri
 from runner.tracking.writer_process import WriterProcess
 from runner.utils.errors import ConfigError
-from runner.utils.secrets import hide
-from runner.utils.terminal import complain
+from runner.utils.secrets import redact
+from runner.utils.terminal import print_error
 
 PATIENCE = 30.0
 """Seconds without progress after which the rest is given up."""
@@ -36,10 +36,12 @@ def sync(argv: Sequence[str]) -> int:
     try:
         folders, uri, experiment = _arguments(argv)
     except ConfigError as error:
-        complain(str(error))
+        print_error(str(error))
         return 2
     found = {
-        path: pending.state_of(path) for folder in folders for path in pending.journals(folder)
+        path: pending.journal_state(path)
+        for folder in folders
+        for path in pending.find_journals(folder)
     }
     counts = Counter(found.values())
     todo = [path for path, state in found.items() if state not in ("stored", "training")]
@@ -77,7 +79,7 @@ def _move(path: Path, uri: str | None, experiment: str | None) -> str | None:
     in its experiment, as long as it stays in its store."""
     if uri is None and experiment is None:
         return None
-    progress = Progress(path)
+    progress = UploadState(path)
     deadline = time.monotonic() + PATIENCE
     while not progress.claim():
         if time.monotonic() > deadline:
@@ -92,7 +94,7 @@ def _move(path: Path, uri: str | None, experiment: str | None) -> str | None:
     return None
 
 
-def _ended(followed: Sequence[Followed]) -> Iterator[Followed]:
+def _ended(followed: Sequence[JournalStatus]) -> Iterator[JournalStatus]:
     """Each journal when it is closed; those that are left once nothing has moved for long."""
     todo = list(followed)
     while todo:
@@ -106,33 +108,33 @@ def _ended(followed: Sequence[Followed]) -> Iterator[Followed]:
         time.sleep(0.05)
 
 
-def _busy(one: Followed) -> bool:
+def _busy(one: JournalStatus) -> bool:
     """Whether a call is under way. A writer that fails lets go of the journal until it tries again,
     so this ends with an outage, too."""
-    return one.sending or pending.state_of(one.journal) == "sending"
+    return one.sending or pending.journal_state(one.journal) == "sending"
 
 
-def _outcome(one: Followed) -> str:
+def _outcome(one: JournalStatus) -> str:
     if not one.complete:
         return f"not sent: {one.away or one.trouble or 'no answer'}."
     points, status = 0, "KILLED"
-    for record, _ in journals.read(one.journal):
+    for record, _ in journals.read_records(one.journal):
         if record["kind"] == "metrics":
             points += len(record["values"])
         elif record["kind"] == "end":
             status = record["status"]
-    progress = Progress(one.journal)
+    progress = UploadState(one.journal)
     progress.peek()
     if progress.run_id is None:
         return "nothing was recorded"
-    store = hide(progress.uri or _start(one.journal)["uri"])
+    store = redact(progress.uri or _start(one.journal)["uri"])
     without = f"; left out: {one.trouble}" if one.trouble else ""
     return f"sent to {store} as run {progress.run_id}, {status}, {points:,} points{without}"
 
 
 def _start(journal: Path) -> dict[str, Any]:
     """The first record; empty where not even that was written in full."""
-    return next((record for record, _ in journals.read(journal)), {})
+    return next((record for record, _ in journals.read_records(journal)), {})
 
 
 def _arguments(argv: Sequence[str]) -> tuple[list[Path], str | None, str | None]:

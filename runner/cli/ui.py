@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from runner.tracking.pending import settle_behind
+from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri
 from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.secrets import hide
+from runner.utils.secrets import redact
 from runner.utils.stop_signals import Stopped, StopSignals
-from runner.utils.terminal import complain
+from runner.utils.terminal import print_error
 
 FIRST_PORT = 5000
 LAST_PORT = 5100
@@ -34,16 +34,16 @@ def ui(argv: Sequence[str]) -> int:
         uri = resolve_uri(given.get("tracking.uri"), os.environ, Path.cwd())
         port = _port(given.get("port"))
     except ConfigError as error:
-        complain(str(error))
+        print_error(str(error))
         return 2
     name = resolve_experiment(given.get("tracking.experiment"), os.environ)
-    base = hide(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
-    print(f"store: {hide(uri)}")
-    settle_behind(Path("outputs"))
+    base = redact(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
+    print(f"store: {redact(uri)}")
+    upload_in_background(Path("outputs"))
     try:
-        found = dict(pages(uri, base, name, make="tracking.uri" not in given))
+        found = dict(dashboard_urls(uri, base, name, make="tracking.uri" not in given))
     except RunnerError as error:
-        complain(str(error))
+        print_error(str(error))
         return error.exit_status
     for what, url in found.items():
         print(f"{what}: {url}", flush=True)
@@ -56,12 +56,26 @@ def ui(argv: Sequence[str]) -> int:
 
 def _serve(uri: str, port: int, first: str) -> int:
     """Runs MLflow's server on loopback until Ctrl-C, and opens the first page once it answers."""
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port),
-               "--workers", "1"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
     # By the environment: a password in a URI would show among the processes' arguments. MLflow's
     # jobs, for judges of language models, would be eight processes more and 1.8 GB.
-    env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ,
-           "MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_DISABLE_TELEMETRY": "true"}  # fmt: skip
+    env = {
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        **os.environ,
+        "MLFLOW_BACKEND_STORE_URI": uri,
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
     print("Ctrl-C ends it.", flush=True)
     with StopSignals() as signals:
         server = subprocess.Popen(command, env=env)
@@ -91,7 +105,9 @@ def _browse(url: str) -> None:
         webbrowser.open(url)
 
 
-def pages(uri: str, base: str, experiment: str, make: bool = True) -> Iterator[tuple[str, str]]:
+def dashboard_urls(
+    uri: str, base: str, experiment: str, make: bool = True
+) -> Iterator[tuple[str, str]]:
     """What there is to see, and its URL: the newest sweep's dashboard, the experiment's, its plain
     runs page; the front page of a store that has no such experiment.
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runner.config.schema import RunSpec
-from runner.utils.formatting import short
+from runner.utils.formatting import shorten_override
 
 
 @dataclass(frozen=True)
-class Origin:
+class Invocation:
     """Where a spec came from.
 
     Attributes:
@@ -58,7 +58,7 @@ class Origin:
         """What a run is called: in a sweep what was swept, else precision, model and data."""
         name = str(spec.precision.get("name", self.chosen("precision", spec.precision)))
         if self.sweep:
-            others = (short(t) for t in self.swept if not t.startswith("precision="))
+            others = (shorten_override(t) for t in self.swept if not t.startswith("precision="))
             return " ".join([name, *others])
         return f"{name} {self.chosen('model', spec.model)} {self.chosen('data', spec.data)}"
 

@@ -109,8 +109,13 @@ def _allowed(hint: Any, key: str) -> str:
     """A type in words."""
     if is_dataclass(hint) or get_origin(hint) is dict:
         return f"keys under it, {key}.<key>=<value>"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-             type(None): "null"}  # fmt: skip
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+    }
     return " or ".join(names.get(option, str(option)) for option in get_args(hint) or (hint,))
 
 
@@ -147,8 +152,14 @@ def _unknown_key(error: OmegaConfBaseException, argv: Sequence[str]) -> str:
     return f"{given} is not known. Allowed: {known}.{hint}"
 
 
-_NAMES = {"learning_rate": "lr", "bs": "batch_size", "num_epochs": "epochs", "steps": "max_steps",
-          "workers": "num_workers", "wd": "weight_decay"}  # fmt: skip
+_NAMES = {
+    "learning_rate": "lr",
+    "bs": "batch_size",
+    "num_epochs": "epochs",
+    "steps": "max_steps",
+    "workers": "num_workers",
+    "wd": "weight_decay",
+}
 """What other programs call some keys."""
 
 
@@ -208,7 +219,7 @@ def _precision_keys(full: str, error: OmegaConfBaseException, known: str) -> str
     root = _root(error.parent_node)
     option = OmegaConf.select(root, "precision.name") if isinstance(root, DictConfig) else None
     text = f"Allowed for precision={option or '<yours>'}: {known}."
-    if having := precisions_with(full.removeprefix("precision.")):
+    if having := precisions_with_key(full.removeprefix("precision.")):
         text += f" Precisions that have it: {', '.join(having)}."
     return text
 
@@ -222,7 +233,7 @@ def has_key(config: object, key: str) -> bool:
     return True
 
 
-def precisions_with(key: str) -> list[str]:
+def precisions_with_key(key: str) -> list[str]:
     """Return the names of the built-in precisions that have a key, given without `precision.`."""
     folder = Path(str(files("runner.conf"))) / "precision"
     return [path.stem for path in sorted(folder.glob("*.yaml")) if has_key(_load(path), key)]

@@ -14,8 +14,20 @@ _GROUP = re.compile(
     rf"^(?P<plus>\+{{0,2}})(?P<group>{_GROUPS})=(?P<call>choice\()?(?P<names>[^()]*)(?P<end>\))?$"
 )
 _NOT_TEXT = re.compile(r"^([-+]?\d+(\.\d*)?|null|true|false)$", re.IGNORECASE)
-_VALUED = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c",
-           "--package", "-p", "--info", "--experimental-rerun"}  # fmt: skip
+_VALUED = {
+    "--config-dir",
+    "-cd",
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--cfg",
+    "-c",
+    "--package",
+    "-p",
+    "--info",
+    "--experimental-rerun",
+}
 
 _PRECISION = "precision."
 _SWEEPER = "hydra/sweeper=advise"
@@ -23,7 +35,7 @@ _ADVISES = (_SWEEPER, "--multirun")
 _LOOKS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
 
 
-def rewrite(argv: Sequence[str]) -> list[str]:
+def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     """Legacy precision names spelled out, numbers quoted where a group's option is wanted,
     `checkpoint=<what>` as the key that holds it, tags marked as new keys, and Hydra's own flags
     after the overrides.
@@ -77,7 +89,7 @@ def _is_multirun(overrides: Sequence[str], flags: Sequence[str]) -> bool:
     return bool({"-m", "--multirun"} & {*flags}) or "hydra.mode=MULTIRUN" in overrides
 
 
-def shorn(argv: Sequence[str]) -> list[str]:
+def without_program_options(argv: Sequence[str]) -> list[str]:
     """A rewritten command as it was typed: without what makes mode=advise a sweep, and without the
     marks of keys that some precisions of a sweep lack."""
     if _SWEEPER not in argv and not _sweeps_precisions(argv, argv):
@@ -101,8 +113,12 @@ def _option(text: str) -> str:
     return f"{match['plus']}{match['group']}={match['call'] or ''}{quoted}{match['end'] or ''}"
 
 
-_PATHS = {"checkpoint": "checkpoint.path", "checkpoint.resume": "checkpoint.resume",
-          "init.weights": "init.weights", "batch": "batch"}  # fmt: skip
+_PATHS = {
+    "checkpoint": "checkpoint.path",
+    "checkpoint.resume": "checkpoint.resume",
+    "init.weights": "init.weights",
+    "batch": "batch",
+}
 
 
 def _path(text: str) -> str:

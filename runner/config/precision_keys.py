@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.hydra_plugins import REMOTE
-from runner.config.messages import has_key, precisions_with
+from runner.config.messages import has_key, precisions_with_key
 from runner.utils.errors import ConfigError
 
 HEAD = "precision."
@@ -23,7 +23,7 @@ _EMULATE = "precision.emulate"
 _CHOOSING = ("precision", "experiment")  # groups whose options decide a job's precision
 
 
-def left_out(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) -> list[str]:
+def keys_left_out(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) -> list[str]:
     """Return `<precision> <key>` for each key that a precision of a sweep does not take.
 
     Args:
@@ -51,7 +51,7 @@ def left_out(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) ->
     return [f"{name} {key}" for name, key in pairs]
 
 
-def messages(pairs: Sequence[str]) -> Iterator[str]:
+def left_out_messages(pairs: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each key that some precisions run without."""
     found: dict[str, list[str]] = {}
     for pair in pairs:
@@ -62,7 +62,7 @@ def messages(pairs: Sequence[str]) -> Iterator[str]:
         yield f"{key} is left out for {whom}: it has no such key, or runs here without it."
 
 
-def drop(config: DictConfig, keys: Sequence[str]) -> None:
+def drop_keys(config: DictConfig, keys: Sequence[str]) -> None:
     """Remove keys that a job's precision does not take from the job's config."""
     with read_write(config), open_dict(config):
         for key in keys:
@@ -76,7 +76,7 @@ def drop(config: DictConfig, keys: Sequence[str]) -> None:
                     OmegaConf.select(config, ".".join(path[: end - 1])).pop(path[end - 1])
 
 
-def kept(overrides: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
+def without_keys(overrides: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
     """Return a job's overrides without keys that its precision does not take, and without the
     marks of those that it takes."""
     bare = (text.lstrip("+") if text.lstrip("+").startswith(HEAD) else text for text in overrides)
@@ -125,7 +125,7 @@ def _compose(config: DictConfig, words: Sequence[str]) -> DictConfig | None:
 
 def _say_alien(override: Override, names: Sequence[str]) -> str:
     key = _key(override)
-    having = precisions_with(key.removeprefix(HEAD))
+    having = precisions_with_key(key.removeprefix(HEAD))
     told = f" Of the built-in ones, {', '.join(having)} have it." if having else ""
     return (
         f"{str(override.input_line).lstrip('+')}: no precision of this sweep ({', '.join(names)}) "

@@ -12,7 +12,7 @@ from runner.config.messages import explain
 from runner.config.renamed import with_current_targets
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
-from runner.utils.secrets import masked
+from runner.utils.secrets import redact_values
 
 
 def register_schema() -> None:
@@ -93,7 +93,7 @@ def flatten(spec: RunSpec) -> dict[str, str]:
         else:
             yield prefix, str(value)
 
-    return dict(walk("", stored(spec)))
+    return dict(walk("", redacted_dict(spec)))
 
 
 def to_dict(spec: RunSpec) -> dict[str, Any]:
@@ -103,6 +103,6 @@ def to_dict(spec: RunSpec) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def stored(spec: RunSpec) -> dict[str, Any]:
+def redacted_dict(spec: RunSpec) -> dict[str, Any]:
     """The same as it is kept anywhere: without secrets, see runner.utils.secrets."""
-    return masked(to_dict(spec))
+    return redact_values(to_dict(spec))

@@ -247,14 +247,21 @@ class RunSpec:
 
     def _not_positive(self) -> Iterator[str]:
         least_one = {
-            "train": ("epochs", "max_steps", "batch_size", "accumulate", "eval_every",
-                      "log_every", "early_stop"),
+            "train": (
+                "epochs",
+                "max_steps",
+                "batch_size",
+                "accumulate",
+                "eval_every",
+                "log_every",
+                "early_stop",
+            ),
             "checkpoint": ("every_steps", "keep"),
             "debug": ("overfit", "profile"),
             "guard": ("overflow_steps",),
             "numerics": ("every",),
             "advise": ("steps",),
-        }  # fmt: skip
+        }
         for part, keys in least_one.items():
             for key in keys:
                 value = getattr(getattr(self, part), key)

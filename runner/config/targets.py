@@ -19,7 +19,7 @@ LEADING = {"optimizer": 1, "scheduler": 1}
 RESERVED = {"_target_", "meta", "match", "shuffle"}
 
 
-def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+def target_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords that a group node passes to its target."""
     return {key: value for key, value in node.items() if key not in RESERVED}
 
@@ -54,10 +54,10 @@ def locate(path: str) -> Callable[..., Any]:
 
 def instantiate(node: Mapping[str, Any], *leading: object) -> Any:
     """Call a group node's target with what the runner passes first and the node's keywords."""
-    return locate(node["_target_"])(*leading, **arguments(node))
+    return locate(node["_target_"])(*leading, **target_arguments(node))
 
 
-def targets(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     """Each node of a spec that has a target: its dotted key, itself, leading arguments."""
     for part in fields(RunSpec):
         node = getattr(spec, part.name)
@@ -74,10 +74,10 @@ def targets(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
 
 def check_targets(spec: RunSpec) -> list[str]:
     """Every problem of the targets: ones that do not import, arguments that do not bind."""
-    found = {key.partition(".")[0] for key, _, _ in targets(spec)}
+    found = {key.partition(".")[0] for key, _, _ in target_nodes(spec)}
     empty = [key for key in NEEDED if key not in found]
     problems = [f"{key} has no _target_. Type {key}=<option>." for key in empty]
-    for key, node, leading in targets(spec):
+    for key, node, leading in target_nodes(spec):
         path = node["_target_"]
         if path is None and key not in NEEDED:
             continue
@@ -102,7 +102,7 @@ def _binding(key: str, node: Mapping[str, Any], target: Any, leading: int) -> It
         parameters = list(signature(target).parameters.values())[leading:]
     except (TypeError, ValueError):  # builtins without a signature are called as they are
         return
-    given = arguments(node)
+    given = target_arguments(node)
     keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = [p.name for p in keywords]
     if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
@@ -129,16 +129,16 @@ def _wrong_types(key: str, given: Mapping[str, Any], target: Any) -> Iterator[st
         return
     for name, value in given.items():
         filled = key == "scheduler" and value is None  # by the runner: the run's length
-        if name in hints and not filled and not fits(value, hints[name]):
+        if name in hints and not filled and not fits_type(value, hints[name]):
             is_text = " is text" if isinstance(value, str) else " does not fit"
             yield f"{key}.{name}={_typed(value)}{is_text}. Allowed: {_words(hints[name])}."
 
 
-def fits(value: Any, hint: Any) -> bool:
+def fits_type(value: Any, hint: Any) -> bool:
     """Whether a value of YAML fits an annotation; one that is not understood is fit by all."""
     kind = get_origin(hint) or hint
     if kind in (Union, UnionType):
-        return any(fits(value, option) for option in get_args(hint))
+        return any(fits_type(value, option) for option in get_args(hint))
     if kind is Literal:
         texts = all(isinstance(option, str) for option in get_args(hint))
         return not texts or isinstance(value, str)  # which text: the target says
@@ -156,7 +156,7 @@ def fits(value: Any, hint: Any) -> bool:
         # A module may be called 0, which YAML reads as a number.
         item = next((a for a in get_args(hint) if a is not Ellipsis), Any)
         of = str | int if item is str else item
-        return isinstance(value, list | tuple) and all(fits(part, of) for part in value)
+        return isinstance(value, list | tuple) and all(fits_type(part, of) for part in value)
     return True
 
 
@@ -174,7 +174,9 @@ def dataclass_fields_from_json(kind: type, values: object) -> dict[str, Any]:
         words = get_args(hints[key]) if get_origin(hints[key]) is Literal else (value,)
         numbers = value.values() if isinstance(value, Mapping) else ()
         if not (
-            fits(value, hints[key]) and value in words and all(fits(n, float) for n in numbers)
+            fits_type(value, hints[key])
+            and value in words
+            and all(fits_type(n, float) for n in numbers)
         ):
             raise ValueError(f"{key} is no {kind.__name__}'s")
     if lacking := {f.name for f in fields(kind) if f.default is f.default_factory} - set(found):
@@ -189,8 +191,13 @@ def _typed(value: Any) -> str:
     return str(value)
 
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-          NoneType: "null"}  # fmt: skip
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+}
 
 
 def _words(hint: Any) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from runner.config.signature import where_key_is
+from runner.config.signature import key_location
 from runner.config.targets import locate
 from runner.utils.errors import ConfigError
 
@@ -27,7 +27,7 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], type]] = {
 """Where a group's classes are besides the runner's own options, and what they are."""
 
 
-def check(
+def check_trusted(
     spec: Mapping[str, Any],
     groups: Collection[str],
     typed: Mapping[str, Any],
@@ -58,7 +58,7 @@ def check(
                 problems.append(
                     f"{key}={where} names {group}._target_={target}, which is neither the "
                     f"runner's own nor code of {Path.cwd()} or PYTHONPATH: it is not called. "
-                    f"Its config is not signed with your key ({where_key_is()}). If you trust "
+                    f"Its config is not signed with your key ({key_location()}). If you trust "
                     f"it, type {group}=... yourself, as for the training."
                 )
         problems += [

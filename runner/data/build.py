@@ -9,9 +9,9 @@ from torch.utils.data import TensorDataset
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.loader import Loader
-from runner.data.split_checks import some_of, splits_problems
+from runner.data.split_checks import first_samples, splits_problems
 from runner.data.splits import Splits
-from runner.distributed.torchrun import ALONE, Place
+from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ def build_splits(spec: RunSpec) -> Splits:
         raise ConfigError(*problems)
     _check_meta(spec, made[0])
     if spec.debug.overfit:
-        few = some_of(made[0], spec.debug.overfit)
+        few = first_samples(made[0], spec.debug.overfit)
         return Splits(few, few)
     return Splits(*made)
 
@@ -65,7 +65,7 @@ def _first_input(dataset: Any) -> Any:
 
 
 def build_loaders(
-    spec: RunSpec, splits: Splits, device: torch.device, place: Place = ALONE
+    spec: RunSpec, splits: Splits, device: torch.device, place: ProcessRank = SINGLE_PROCESS
 ) -> tuple[Loader, Loader]:
     """Training batches in an order of their own per epoch, validation batches in the set's; of each
     the part of one process.
@@ -78,8 +78,14 @@ def build_loaders(
             *(f"data: the {name} set is empty: it yields no example to work on." for name in empty)
         )
     size, workers = spec.train.batch_size, spec.train.num_workers
-    common = {"batch_size": size, "seed": spec.seed, "device": device, "workers": workers,
-              "place": place, "on_device": spec.train.data_on_device}  # fmt: skip
+    common = {
+        "batch_size": size,
+        "seed": spec.seed,
+        "device": device,
+        "workers": workers,
+        "place": place,
+        "on_device": spec.train.data_on_device,
+    }
     shuffle = bool(spec.data.get("shuffle", True))
     train = Loader(splits.train, shuffle=shuffle, **common)
     return train, Loader(splits.val, shuffle=False, **common)

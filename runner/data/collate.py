@@ -13,14 +13,14 @@ _PARTS = ("input", "target")
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeBatch:
     """A batch that a data set's `batch(indices)` has made."""
 
     batch: Any
 
 
 @dataclass(frozen=True)
-class Uncollated:
+class CollateFailure:
     """What a loading process returns in place of a batch: an exception would lose its type."""
 
     problem: str
@@ -31,12 +31,12 @@ def collate(examples: Any) -> Any:
 
     A Whole is returned as its batch.
     """
-    if isinstance(examples, Whole):
+    if isinstance(examples, WholeBatch):
         return examples.batch
     try:
         return default_collate(examples)
     except Exception as error:  # of whatever type the examples' own classes raise
-        return Uncollated(collate_problem(examples, error))
+        return CollateFailure(collate_problem(examples, error))
 
 
 def collate_problem(examples: Sequence[Any], error: Exception) -> str:

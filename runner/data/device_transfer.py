@@ -10,12 +10,12 @@ from torch.utils.data import TensorDataset
 
 from runner.config.schema import AUTO
 from runner.utils.errors import ConfigError
-from runner.utils.tpu import launch
+from runner.utils.tpu import launch_operations
 
 SHARE = 0.1  # of a device's free memory that a data set may take unasked
 
 
-def hold(dataset: Any, device: torch.device, wanted: bool | str) -> Any:
+def hold_on_device(dataset: Any, device: torch.device, wanted: bool | str) -> Any:
     """A data set in memory, its tensors on the device; None where it stays on the host.
 
     Args:
@@ -46,12 +46,12 @@ def _room(device: torch.device) -> float:
     return SHARE * torch.cuda.mem_get_info(device)[0]
 
 
-def moved(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+def move_batches(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """The batches on the device. A GPU copies each beside what it computes meanwhile: from pinned
     memory, in a stream of its own, which the computing one waits for."""
     if device.type != "cuda":
         for batch in batches:
-            launch(device)  # what was asked of the batch before this one
+            launch_operations(device)  # what was asked of the batch before this one
             yield tree_map(lambda value: _to(value, device), batch)
         return
     stream = torch.cuda.Stream(device)

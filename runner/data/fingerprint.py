@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import Subset
 
-from runner.config.targets import arguments
+from runner.config.targets import target_arguments
 from runner.data.splits import Splits
 
 SAMPLES = 64
@@ -22,7 +22,7 @@ BYTES = 8
 CONTEXTS = {"train": "training", "val": "validation"}
 
 
-def describe(name: str, node: Mapping[str, Any], splits: Splits) -> list[dict[str, Any]]:
+def describe_data(name: str, node: Mapping[str, Any], splits: Splits) -> list[dict[str, Any]]:
     """The training and the validation set, as MLflow's inputs of a run.
 
     The digest is over the number of examples and up to 64 of them, evenly spaced, so it is the
@@ -60,7 +60,7 @@ def _source(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         where = node.get(key)
         if isinstance(where, str) and Path(where).exists():
             return "local", {"uri": str(Path(where).absolute())}
-    given = {"target": node.get("_target_"), **arguments(node)}
+    given = {"target": node.get("_target_"), **target_arguments(node)}
     return "code", {"tags": {key: str(value) for key, value in given.items()}}
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from runner.data.collate import Uncollated, Whole, collate
-from runner.data.device_transfer import hold, moved
-from runner.data.workers import awaited, live_on
-from runner.distributed.torchrun import ALONE, Place
+from runner.data.collate import CollateFailure, WholeBatch, collate
+from runner.data.device_transfer import hold_on_device, move_batches
+from runner.data.workers import keep_alive, wait_for_batch
+from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError
 
 Batch = tuple[Any, Any]
@@ -53,7 +53,7 @@ class Loader:
         seed: int,
         device: torch.device,
         workers: int = 0,
-        place: Place = ALONE,
+        place: ProcessRank = SINGLE_PROCESS,
         on_device: bool | str = False,
     ) -> None:
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
@@ -64,7 +64,7 @@ class Loader:
             raise ConfigError(
                 "The data set is empty: it yields no example to train or evaluate on."
             )
-        self.held = hold(dataset, device, on_device)
+        self.held = hold_on_device(dataset, device, on_device)
         self._loaded: list[list[int]] = []  # what the processes load in this epoch
         self._processes: DataLoader[Any] | None = None
 
@@ -92,8 +92,12 @@ class Loader:
         """The batches of one epoch, from a batch's number on: this process's part of each."""
         whole = self.order(epoch).split(self.batch_size)[start:]
         if self.place.world > 1:
-            whole = [indices[self.place.part(len(indices))] if self.place.examples(len(indices))
-                     else indices[:1] for indices in whole]  # fmt: skip
+            whole = [
+                indices[self.place.part(len(indices))]
+                if self.place.examples(len(indices))
+                else indices[:1]
+                for indices in whole
+            ]
         return self.batches(whole, epoch, start)
 
     def batches(self, chosen: Sequence[Tensor], epoch: int = 0, start: int = 0) -> Iterator[Batch]:
@@ -108,7 +112,7 @@ class Loader:
             chosen = torch.cat([*chosen]).to(self.device).split([len(i) for i in chosen])
         batches = self._batches(chosen, epoch, start)
         here = self.device.type == "cpu" or (self.held is not None and self.device.type == "cuda")
-        return batches if here else moved(batches, self.device)
+        return batches if here else move_batches(batches, self.device)
 
     def close(self) -> None:
         """Ends the loading processes, once no epoch is under way."""
@@ -132,7 +136,7 @@ class Loader:
         if self._processes is None:
             self._processes = self._dataloader(_Seeded(self.dataset), self._loaded)
         self._loaded[:] = seeded
-        yield from _checked(awaited(self._processes, self.waiting))
+        yield from _checked(wait_for_batch(self._processes, self.waiting))
 
     def _dataloader(self, dataset: Any, batches: list[list[int]]) -> DataLoader[Any]:
         return DataLoader(
@@ -144,7 +148,7 @@ class Loader:
             collate_fn=collate,
             # Seeds the workers; without it each epoch draws from the stream that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
-            worker_init_fn=live_on,
+            worker_init_fn=keep_alive,
         )
 
 
@@ -155,7 +159,7 @@ def _checked(batches: Iterable[Any]) -> Iterator[Any]:
         ConfigError: the examples of one do not make a batch.
     """
     for batch in batches:
-        if isinstance(batch, Uncollated):
+        if isinstance(batch, CollateFailure):
             raise ConfigError(batch.problem)
         yield batch
 
@@ -174,7 +178,7 @@ class _Seeded(Dataset[Any]):
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         if hasattr(self.dataset, "batch"):
-            return Whole(self.dataset.batch(torch.tensor(indices)))
+            return WholeBatch(self.dataset.batch(torch.tensor(indices)))
         if together := getattr(self.dataset, "__getitems__", None):
             return together(indices)
         return [self.dataset[index] for index in indices]

@@ -61,7 +61,7 @@ def _problem(name: str, dataset: Any) -> str | None:
     )
 
 
-def some_of(dataset: Any, count: int) -> Dataset[Any]:
+def first_samples(dataset: Any, count: int) -> Dataset[Any]:
     """Return the first examples of a data set, with its `batch(indices)` where it has that."""
     few = range(min(count, len(dataset)))
     return _Batches(dataset, few) if hasattr(dataset, "batch") else Subset(dataset, few)

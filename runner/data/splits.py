@@ -63,7 +63,7 @@ def held_out(count: int, fraction: float, name: str) -> int:
     return val
 
 
-def at_least(name: str, **limits: tuple[int, int]) -> None:
+def require_samples(name: str, **limits: tuple[int, int]) -> None:
     """Check sizes given as keyword=(value, smallest allowed).
 
     Raises:

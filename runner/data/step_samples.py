@@ -23,7 +23,7 @@ class StepSamples(NamedTuple):
         return [index for micro in self.micro_batches for index in micro]
 
 
-def of_step(loader: Loader, accumulate: int, step: int) -> StepSamples:
+def samples_of_step(loader: Loader, accumulate: int, step: int) -> StepSamples:
     """The samples of an optimizer step; the last one of an epoch may have fewer micro-batches."""
     per_epoch = -(-len(loader) // accumulate)
     epoch, position = (step - 1) // per_epoch + 1, (step - 1) % per_epoch
@@ -32,7 +32,7 @@ def of_step(loader: Loader, accumulate: int, step: int) -> StepSamples:
     return StepSamples(step, epoch, [indices.tolist() for indices in chosen])
 
 
-def targets(dataset: Any, indices: Sequence[int]) -> Tensor:
+def targets_of_samples(dataset: Any, indices: Sequence[int]) -> Tensor:
     """The targets of these samples, as the data set holds them."""
     chosen = torch.tensor(indices)
     if type(dataset) is TensorDataset:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import _utils
 
-from runner.utils.stop_signals import Stopped, ignore
+from runner.utils.stop_signals import Stopped, ignore_signals
 
 PREFETCH = 2  # batches that each process loads ahead
 _RAISED = re.compile(r"in DataLoader worker process \d+")
@@ -19,15 +19,15 @@ _DIED = re.compile(r"DataLoader worker \(pid")
 _LATE = 2.0  # seconds that the death of a process may be told after its connection broke
 
 
-def live_on(worker: int) -> None:
+def keep_alive(worker: int) -> None:
     """In a loading process: a signal to every process must not take the run's next batch from it.
     A second SIGTERM, torch's own, ends one that hangs."""
     signal.set_wakeup_fd(-1)  # the run's
-    ignore()
+    ignore_signals()
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
-def awaited(
+def wait_for_batch(
     loader: Iterable[Any], waiting: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[Any]:
     """A loader's batches, with a context around each wait for one, and around its start, which
@@ -46,15 +46,15 @@ def awaited(
         yield batch
 
 
-def raised(error: BaseException) -> bool:
+def original_error(error: BaseException) -> bool:
     """Whether a data set raised it in a process, which so is that of the batch awaited."""
     return bool(_RAISED.search(str(error)))
 
 
-def failure(error: BaseException) -> str | None:
+def worker_failure(error: BaseException) -> str | None:
     """Why a process failed; None where the error is not a process's."""
     text = str(error)
-    if raised(error):
+    if original_error(error):
         return text.strip().splitlines()[-1].rstrip(".")
     if _DIED.search(text):
         return text.partition(". ")[0].rstrip(".")
@@ -69,7 +69,7 @@ def _told_late() -> str | None:
     try:
         sleep(_LATE)
     except RuntimeError as error:
-        return failure(error)
+        return worker_failure(error)
     return None
 
 

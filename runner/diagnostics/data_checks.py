@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 from runner.data.loader import Batch, Loader
-from runner.data.step_samples import targets
+from runner.data.step_samples import targets_of_samples
 from runner.training.tasks.task import IGNORED, Task, labels_of
 
 ROWS = 4096  # of data in memory, looked at in one piece
@@ -19,7 +19,7 @@ BATCHES, SECONDS = 8, 2.0
 _LEFT_OUT = f"cross entropy leaves {IGNORED} out"
 
 
-def problems(loader: Loader, split: str, task: Task, classes: int | None) -> Iterator[str]:
+def data_problems(loader: Loader, split: str, task: Task, classes: int | None) -> Iterator[str]:
     """What is wrong with a data set, a message for each kind of fault.
 
     Data in memory are looked at whole, others in their first BATCHES batches, both for SECONDS at
@@ -57,7 +57,7 @@ def problems(loader: Loader, split: str, task: Task, classes: int | None) -> Ite
         yield f"data: no label of {which} counts ({_LEFT_OUT}): the loss would be NaN."
 
 
-def no_label_counts(loader: Loader, samples: Sequence[int], task: Task) -> str | None:
+def explain_uncounted_labels(loader: Loader, samples: Sequence[int], task: Task) -> str | None:
     """Return what to do about a step none of whose labels counts; None where one does.
 
     Args:
@@ -65,7 +65,7 @@ def no_label_counts(loader: Loader, samples: Sequence[int], task: Task) -> str |
         samples: indices of the samples of the step.
         task: counts the labels.
     """
-    if _has_labels(task, targets(loader.dataset, samples)):
+    if _has_labels(task, targets_of_samples(loader.dataset, samples)):
         return None
     return (
         f"No label of its {len(samples)} samples counts ({_LEFT_OUT}), and a mean over none is "

@@ -10,8 +10,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Operations whose input dtype is the dtype that a module computes in.
-_HEAVY = ("convolution", "mm", "addmm", "bmm", "baddbmm", "linear", "scaled_dot_product", "lstm",
-          "gru", "rnn", "norm", "embedding", "gemm")  # fmt: skip
+_HEAVY = (
+    "convolution",
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "scaled_dot_product",
+    "lstm",
+    "gru",
+    "rnn",
+    "norm",
+    "embedding",
+    "gemm",
+)
 
 
 def _names(values: Any) -> set[str]:

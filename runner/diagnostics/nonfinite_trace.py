@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.utils.tensors import widest
+from runner.utils.tensors import widest_float
 
 
-class Seen(NamedTuple):
+class TracedTensor(NamedTuple):
     """One tensor that flowed.
 
     Attributes:
@@ -38,28 +38,28 @@ class Seen(NamedTuple):
         return self.phase, self.module, self.tensor
 
 
-def seen(phase: str, module: str, kind: str, tensor: str, value: Tensor) -> Seen:
+def describe_tensor(phase: str, module: str, kind: str, tensor: str, value: Tensor) -> TracedTensor:
     """What there is to say of a tensor. Reads the device."""
     value = value.detach()
-    wide = widest(value.device)
+    wide = widest_float(value.device)
     magnitude = value.abs().to(wide)
     finite = magnitude.isfinite()
     largest = torch.where(finite, magnitude, 0).max().item() if value.numel() else 0.0
     lost = 1 - finite.to(wide).mean().item() if value.numel() else 0.0
     name = str(value.dtype).removeprefix("torch.")
-    return Seen(phase, module, kind, tensor, name, largest, lost)
+    return TracedTensor(phase, module, kind, tensor, name, largest, lost)
 
 
-class Trace:
+class NonfiniteTrace:
     """Context around a forward and a backward; rows are in the order in which tensors were made,
     so a module's own output comes before that of the module that holds it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.rows: list[Seen] = []
+        self.rows: list[TracedTensor] = []
         self._stack = ExitStack()
 
-    def __enter__(self) -> "Trace":
+    def __enter__(self) -> "NonfiniteTrace":
         for name, module in self.model.named_modules():
             self._watch(name or "(model)", module)
         return self
@@ -71,7 +71,7 @@ class Trace:
         """Add the floating and complex tensors of a nest."""
         for value in tree_leaves(nest):
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-                self.rows.append(seen(phase, module, kind, tensor, value))
+                self.rows.append(describe_tensor(phase, module, kind, tensor, value))
 
     def _watch(self, name: str, module: nn.Module) -> None:
         kind = type(module).__name__
@@ -96,6 +96,6 @@ class Trace:
                 self._stack.callback(handle.remove)
 
 
-def begins(rows: Sequence[Seen]) -> int | None:
+def first_nonfinite(rows: Sequence[TracedTensor]) -> int | None:
     """Index of the first row that is not finite throughout; None where all are."""
     return next((i for i, row in enumerate(rows) if row.lost), None)

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.data.loader import Loader
-from runner.data.step_samples import of_step
+from runner.data.step_samples import samples_of_step
 from runner.utils.errors import ConfigError
 from runner.utils.files import write_text
 from runner.utils.formatting import relative_path
 from runner.utils.layout import GUARD_FOLDER
-from runner.utils.secrets import masked
-from runner.utils.terminal import typed
+from runner.utils.secrets import redact_values
+from runner.utils.terminal import quote_command
 
 if TYPE_CHECKING:
-    from runner.modes.context import Run
+    from runner.modes.context import RunContext
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedBatch:
     """What a file of samples holds that a replay needs.
 
     Attributes:
@@ -42,8 +42,8 @@ class Kept:
     names: Mapping[str, str]
 
 
-def keep(
-    this: "Run",
+def save_batch(
+    this: "RunContext",
     loader: Loader,
     step: int,
     why: str,
@@ -59,7 +59,9 @@ def keep(
     Returns:
         Where they are, and the command that replays them.
     """
-    every = [of_step(loader, this.spec.train.accumulate, n) for n in range(step, step + count)]
+    every = [
+        samples_of_step(loader, this.spec.train.accumulate, n) for n in range(step, step + count)
+    ]
     path = this.out / GUARD_FOLDER / f"batch-{step:06d}.json"
     command = replay_command(this, path)
     content = {
@@ -76,21 +78,21 @@ def keep(
         "config": str(this.out / "config.yaml"),
         "replay": command,
     }
-    text = json.dumps(masked(content), indent=1)
+    text = json.dumps(redact_values(content), indent=1)
     text = re.sub(r"\[[\d,\s]+\]", lambda found: "".join(found[0].split()), text)
     if not this.leave(path, lambda path: write_text(path, text + "\n"), GUARD_FOLDER):
         return f"The samples are {content['micro_batches']} of the training set."
     return f"The samples are in {relative_path(path)}; to see where it begins:\n{command}"
 
 
-def replay_command(this: "Run", path: Path) -> str:
+def replay_command(this: "RunContext", path: Path) -> str:
     """The run's own command, replaying instead of training."""
     dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
     words = [w for w in this.origin.command if not w.lstrip("+~").startswith(dropped)]
-    return typed([*words, "debug=replay", f"batch={relative_path(path)}"])
+    return quote_command([*words, "debug=replay", f"batch={relative_path(path)}"])
 
 
-def read(path: Path) -> Kept:
+def read_saved_batch(path: Path) -> SavedBatch:
     """A file that keep wrote.
 
     Raises:
@@ -106,8 +108,15 @@ def read(path: Path) -> Kept:
             raise ValueError("it holds no samples")
         scale = content["loss_scale"]
         names = {key: str(content[key]) for key in ("model", "data", "precision")}
-        return Kept((first, last), micro_batches, None if scale is None else float(scale),
-                    content["seed"], content["data"], content.get("begun"), names)  # fmt: skip
+        return SavedBatch(
+            (first, last),
+            micro_batches,
+            None if scale is None else float(scale),
+            content["seed"],
+            content["data"],
+            content.get("begun"),
+            names,
+        )
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"batch={path} is no batch that a guard saved ({type(error).__name__}: {error}). "

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.distributed.process_group import Grouped
+from runner.distributed.process_group import ProcessGroupStrategy
 
 _NOTHING = nullcontext()
 
 
 @final
-class DDP(Grouped):
+class DDP(ProcessGroupStrategy):
     """torch's DistributedDataParallel. Gradients of half precision are added in float32.
 
     Args:
@@ -50,14 +50,14 @@ class DDP(Grouped):
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,
         )
-        self._model.register_comm_hook(None, mean_in_float32)
+        self._model.register_comm_hook(None, float32_mean_hook)
         return self._model
 
     def accumulating(self, last: bool) -> AbstractContextManager[object]:
         return _NOTHING if last or self._model is None else self._model.no_sync()
 
 
-def mean_in_float32(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def float32_mean_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The mean of a bucket over the processes: added in float32 at least, rounded once."""
     grads = bucket.buffer()
     wide = grads.float() if grads.itemsize < 4 else grads

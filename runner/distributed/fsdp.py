@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from runner.distributed.process_group import Grouped
-from runner.distributed.strategy import is_parted
-from runner.utils.modules import repeated, select
+from runner.distributed.process_group import ProcessGroupStrategy
+from runner.distributed.strategy import is_sharded
+from runner.utils.modules import repeated_blocks, select_modules
 
 
 @final
-class FSDP(Grouped):
+class FSDP(ProcessGroupStrategy):
     """torch's fully_shard. Weights are gathered in the dtype that they are stored in, so that a
     precision does what it does in one process; gradients are added in float32.
 
@@ -50,9 +50,11 @@ class FSDP(Grouped):
         policy = MixedPrecisionPolicy(reduce_dtype=_reduction(model), cast_forward_inputs=False)
         for unit in [*self._units(model), model]:
             # Of the root's weights the backward has need at once.
-            reshard = None if self.reshard_after_forward and unit is model else (
-                self.reshard_after_forward
-            )  # fmt: skip
+            reshard = (
+                None
+                if self.reshard_after_forward and unit is model
+                else (self.reshard_after_forward)
+            )
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         assert isinstance(model, FSDPModule)
         self._model = model
@@ -61,9 +63,11 @@ class FSDP(Grouped):
     def _units(self, model: nn.Module) -> list[nn.Module]:
         """Inner ones first; what is of another dtype than the most is a unit of its own."""
         if self.units is None:
-            units = repeated(model)
+            units = repeated_blocks(model)
         else:
-            found = select("strategy.units", self.units, [n for n, _ in model.named_modules()])
+            found = select_modules(
+                "strategy.units", self.units, [n for n, _ in model.named_modules()]
+            )
             outer = [name for name in found if name.rpartition(".")[0] not in found]
             units = [model.get_submodule(name) for name in sorted(outer) if name]
         return [*_odd(model), *units]
@@ -75,7 +79,7 @@ class FSDP(Grouped):
         yield
 
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [t.to_local() if is_parted(t) else t for t in tensors]
+        return [t.to_local() if is_sharded(t) else t for t in tensors]
 
     def found(self, flag: Tensor | None) -> Tensor | None:
         if flag is not None:
@@ -85,7 +89,7 @@ class FSDP(Grouped):
     def whole(self, model: nn.Module) -> dict[str, Tensor]:
         found = {}
         for name, value in super().whole(model).items():
-            full = value.full_tensor() if is_parted(value) else value
+            full = value.full_tensor() if is_sharded(value) else value
             if self.place.first:
                 found[name] = full.detach().cpu().contiguous()
         return found

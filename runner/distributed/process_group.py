@@ -31,7 +31,7 @@ class PeerLost(RunnerError):
         )
 
 
-class Grouped(Strategy):
+class ProcessGroupStrategy(Strategy):
     """What the strategies of several processes share.
 
     Args:
@@ -48,7 +48,7 @@ class Grouped(Strategy):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        if not torchrun.started():
+        if not torchrun.is_torchrun():
             raise ConfigError(
                 f"strategy={self.name} needs processes, which torchrun starts: torchrun "
                 "--standalone --nproc-per-node <GPUs or processes> -m runner "
@@ -60,9 +60,12 @@ class Grouped(Strategy):
         here = self.place
         keys = f"runner/{here.restart}/{next(_sessions)}"  # of its own: what was there stays
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=self.timeout, rank=here.rank,
-            world_size=here.world, store=dist.PrefixStore(keys, torchrun.store(here)),
-        )  # fmt: skip
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            timeout=self.timeout,
+            rank=here.rank,
+            world_size=here.world,
+            store=dist.PrefixStore(keys, torchrun.store(here)),
+        )
         try:
             group = dist.new_group(backend="gloo", timeout=self.timeout)
             assert isinstance(group, dist.ProcessGroup)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from runner.distributed.torchrun import Place, place
+from runner.distributed.torchrun import ProcessRank, process_rank
 from runner.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()
 
 
-def is_parted(value: object) -> TypeGuard["DTensor"]:
+def is_sharded(value: object) -> TypeGuard["DTensor"]:
     """Whether it is a tensor of which each process holds a part. Without an import of DTensor,
     which costs every run more than a second."""
     return isinstance(value, Tensor) and hasattr(value, "to_local")
@@ -40,7 +40,7 @@ class Strategy(ABC):
     shards: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self.place: Place = place()
+        self.place: ProcessRank = process_rank()
 
     @abstractmethod
     def session(self) -> AbstractContextManager[object]:

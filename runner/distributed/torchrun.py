@@ -21,7 +21,7 @@ _BEGUN, _OUT = "runner/begun", "runner/out"
 _PATIENCE = timedelta(minutes=10)
 
 
-class Place(NamedTuple):
+class ProcessRank(NamedTuple):
     """Which of how many processes this is, `local` on its machine; restarts of them all so far."""
 
     rank: int = 0
@@ -47,24 +47,24 @@ class Place(NamedTuple):
         return part.stop - part.start
 
 
-ALONE = Place()
+SINGLE_PROCESS = ProcessRank()
 
 
-class FirstFailed(Exception):
+class MainRankFailed(Exception):
     """The first process has ended with an error before its run began."""
 
 
-def started() -> bool:
+def is_torchrun() -> bool:
     """Whether torchrun, or what sets the same variables, has started this process."""
     return all(key in os.environ for key in _NEEDED)
 
 
-def place() -> Place:
+def process_rank() -> ProcessRank:
     """This process's place."""
-    if not started():
-        return Place()
+    if not is_torchrun():
+        return ProcessRank()
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"
-    return Place(*(int(os.environ.get(name, 0)) for name in names))
+    return ProcessRank(*(int(os.environ.get(name, 0)) for name in names))
 
 
 def join(argv: Sequence[str]) -> Sequence[str]:
@@ -75,7 +75,7 @@ def join(argv: Sequence[str]) -> Sequence[str]:
         ConfigError: the command is none for several processes.
         FirstFailed: the first process has ended, and has said why.
     """
-    here = place()
+    here = process_rank()
     if here.world == 1 and not here.restart:
         return argv
     if any(text in _SHOWS for text in argv):
@@ -93,7 +93,7 @@ def join(argv: Sequence[str]) -> Sequence[str]:
         if not extra:
             folder = shared.get(_BEGUN).decode()  # waits for it
             if not folder:
-                raise FirstFailed
+                raise MainRankFailed
             extra["hydra.run.dir"] = folder
         extra["hydra.output_subdir"] = "null"
     kept = [text for text in argv if text.lstrip("+~").partition("=")[0] not in extra]
@@ -101,29 +101,29 @@ def join(argv: Sequence[str]) -> Sequence[str]:
     return [*(f"{key}={_quoted(value)}" for key, value in extra.items()), *kept]
 
 
-def begun(folder: Path) -> None:
+def publish_start(folder: Path) -> None:
     """Told by the first process: the others can begin."""
     _tell(_BEGUN, folder)
 
 
-def failed() -> None:
+def publish_failure() -> None:
     """Told by the first process as it ends with an error: those that wait for its folder end."""
-    here = place()
-    if not (started() and here.first and here.world > 1):
+    here = process_rank()
+    if not (is_torchrun() and here.first and here.world > 1):
         return
     with suppress(RuntimeError):  # the process that keeps the store is gone
         if not store(here).check([_BEGUN]):
             store(here).set(_BEGUN, "")
 
 
-def lies_in(folder: Path) -> None:
+def publish_run_folder(folder: Path) -> None:
     """Told by the first process: where the run's checkpoints are."""
     _tell(_OUT, folder)
 
 
-def speaks(text: str) -> bool:
+def claim_message(text: str) -> bool:
     """Whether this process is the first to say it: an error of them all is told once."""
-    here = place()
+    here = process_rank()
     if here.world == 1:
         return True
     try:
@@ -133,21 +133,26 @@ def speaks(text: str) -> bool:
 
 
 def _tell(key: str, folder: Path) -> None:
-    here = place()
-    if started() and here.first:
+    here = process_rank()
+    if is_torchrun() and here.first:
         store(here).set(key, str(folder.absolute()))
 
 
 @cache
-def store(here: Place) -> "TCPStore":
+def store(here: ProcessRank) -> "TCPStore":
     """The store that torchrun keeps, which outlives a process."""
     from torch.distributed import TCPStore
 
     hosts = here.first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), here.world, hosts,
-        timeout=_PATIENCE, wait_for_workers=False, multi_tenant=True,
-    )  # fmt: skip
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        here.world,
+        hosts,
+        timeout=_PATIENCE,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 def _quoted(value: str) -> str:

@@ -13,9 +13,9 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.config import signature
-from runner.config.invocation import Origin
+from runner.config.invocation import Invocation
 from runner.config.renamed import with_current_targets
-from runner.config.resolve import stored
+from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import is_signed
 from runner.utils.files import read_text, write_json, write_text
@@ -38,7 +38,7 @@ def write_config(folder: Path, spec: RunSpec, own: bool = True) -> Path:
         spec: of the run.
         own: this user's commands composed all of it; else it is not signed.
     """
-    text = OmegaConf.to_yaml(OmegaConf.create(stored(spec)))
+    text = OmegaConf.to_yaml(OmegaConf.create(redacted_dict(spec)))
     signed = signature.sign(CONFIG, text) if own else ""
     write_json(folder / SIGNATURE, {"config": signed})
     return write_text(folder / CONFIG, text)
@@ -58,7 +58,7 @@ def signed_config(folder: Path) -> dict[str, Any] | None:
     return {str(key): value for key, value in content.items()}
 
 
-def environment(origin: Origin) -> dict[str, Any]:
+def environment_facts(origin: Invocation) -> dict[str, Any]:
     """Versions, machine and command."""
     versions = {}
     for package in PACKAGES:

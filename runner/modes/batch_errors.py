@@ -32,7 +32,7 @@ _NO_GRADIENT = ("does not require grad and does not have a grad_fn", "received a
 
 
 @dataclass(frozen=True)
-class Failure:
+class BatchFailure:
     """A batch on which the model or the loss failed.
 
     Attributes:
@@ -78,7 +78,7 @@ class Failure:
         return f"{found[0] or 'the model itself'} ({type(found[1]).__name__})"
 
 
-def explain(failure: Failure) -> str:
+def explain_batch_error(failure: BatchFailure) -> str:
     """Return the message for a failure: what failed on which batch, and what to change."""
     names = failure.names
     advice = precision_advice(failure.error, failure.model, failure.precision)
@@ -101,21 +101,21 @@ def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
         handle.remove()
 
 
-def _returns_none(failure: Failure) -> bool:
+def _returns_none(failure: BatchFailure) -> bool:
     return any(output is None for output in failure.outputs)
 
 
-def _say_none(failure: Failure) -> str:
+def _say_none(failure: BatchFailure) -> str:
     name = type(failure.model).__name__
     return f"The model returns None: end {name}.forward with `return <output>`."
 
 
-def _returns_structure(failure: Failure) -> bool:
+def _returns_structure(failure: BatchFailure) -> bool:
     outputs = failure.outputs
     return bool(failure.wants and outputs) and not isinstance(outputs[-1], Tensor)
 
 
-def _say_structure(failure: Failure) -> str:
+def _say_structure(failure: BatchFailure) -> str:
     output = failure.outputs[-1]
     logits = isinstance(output, Mapping) and "logits" in output
     if logits or hasattr(output, "logits"):
@@ -131,11 +131,11 @@ def _say_structure(failure: Failure) -> str:
     )
 
 
-def _yields_structure(failure: Failure) -> bool:
+def _yields_structure(failure: BatchFailure) -> bool:
     return bool(failure.wants and failure.outputs) and not isinstance(failure.target, Tensor)
 
 
-def _say_target(failure: Failure) -> str:
+def _say_target(failure: BatchFailure) -> str:
     return (
         f"data={failure.names['data']} yields as target a {_kind(failure.target)}; "
         f"task={failure.names['task']} takes a tensor. Yield (input, target) with one tensor as "
@@ -143,7 +143,7 @@ def _say_target(failure: Failure) -> str:
     )
 
 
-def _does_not_bind(failure: Failure) -> bool:
+def _does_not_bind(failure: BatchFailure) -> bool:
     if not failure.in_forward or not isinstance(failure.error, TypeError):
         return False
     try:
@@ -153,7 +153,7 @@ def _does_not_bind(failure: Failure) -> bool:
     return False
 
 
-def _say_arguments(failure: Failure) -> str:
+def _say_arguments(failure: BatchFailure) -> str:
     names = [*signature(failure.model.forward).parameters]
     taken = ", ".join(names)
     if isinstance(failure.inputs, Mapping):
@@ -169,11 +169,11 @@ def _say_arguments(failure: Failure) -> str:
     )
 
 
-def _takes_no_structure(failure: Failure) -> bool:
+def _takes_no_structure(failure: BatchFailure) -> bool:
     return failure.in_forward and isinstance(failure.inputs, Mapping | tuple | list)
 
 
-def _say_inputs(failure: Failure) -> str:
+def _say_inputs(failure: BatchFailure) -> str:
     call = "self.net(**inputs)" if isinstance(failure.inputs, Mapping) else "self.net(*inputs)"
     return (
         f"data={failure.names['data']} yields as inputs a {_kind(failure.inputs)}, and the runner "
@@ -183,7 +183,7 @@ def _say_inputs(failure: Failure) -> str:
     )
 
 
-def _tokens_without_embedding(failure: Failure) -> bool:
+def _tokens_without_embedding(failure: BatchFailure) -> bool:
     inputs = failure.inputs
     if not failure.in_forward or not isinstance(inputs, Tensor):
         return False
@@ -191,7 +191,7 @@ def _tokens_without_embedding(failure: Failure) -> bool:
     return not (inputs.is_floating_point() or inputs.is_complex() or any(tables))
 
 
-def _say_tokens(failure: Failure) -> str:
+def _say_tokens(failure: BatchFailure) -> str:
     return (
         f"The inputs are integers ({failure.inputs.dtype}), tokens, and the model has no "
         "embedding for them. Type a model that takes tokens (model=gpt), or have the data set "
@@ -199,22 +199,22 @@ def _say_tokens(failure: Failure) -> str:
     )
 
 
-def _numbers_for_embedding(failure: Failure) -> bool:
+def _numbers_for_embedding(failure: BatchFailure) -> bool:
     return failure.in_forward and "for argument #1 'indices'" in failure.text
 
 
-def _say_indices(failure: Failure) -> str:
+def _say_indices(failure: BatchFailure) -> str:
     return (
         f"{failure.module()} takes integer tokens, and the inputs are floating-point numbers. Have "
         "the data set yield int64 inputs (x.long()), or type a model that takes numbers."
     )
 
 
-def _size_differs(failure: Failure) -> bool:
+def _size_differs(failure: BatchFailure) -> bool:
     return failure.in_forward and bool(_SIZES.search(failure.text))
 
 
-def _say_size(failure: Failure) -> str:
+def _say_size(failure: BatchFailure) -> str:
     where = failure.module()
     return (
         f"{where} was made for inputs of another size. Give the model the sizes of the data: model "
@@ -224,15 +224,15 @@ def _say_size(failure: Failure) -> str:
     )
 
 
-def _task_differs(failure: Failure) -> bool:
+def _task_differs(failure: BatchFailure) -> bool:
     return bool(failure.outputs) and _fitting_task(failure) not in ("", failure.names["task"])
 
 
-def _say_task(failure: Failure) -> str:
+def _say_task(failure: BatchFailure) -> str:
     return f"{_says(failure)} Those fit task={_fitting_task(failure)}: type it."
 
 
-def _fitting_task(failure: Failure) -> str:
+def _fitting_task(failure: BatchFailure) -> str:
     """The built-in task that takes this output and target; empty for none."""
     output, target = failure.outputs[-1], failure.target
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
@@ -244,14 +244,14 @@ def _fitting_task(failure: Failure) -> str:
     return "language" if output.dim() == 3 and target.shape == output.shape[:2] else ""
 
 
-def _says(failure: Failure) -> str:
+def _says(failure: BatchFailure) -> str:
     return (
         f"The model returns {_kind(failure.outputs[-1])}, and the targets are "
         f"{_kind(failure.target)}."
     )
 
 
-def _say_where(failure: Failure) -> str:
+def _say_where(failure: BatchFailure) -> str:
     """Return what helps with a failure of no known kind."""
     if not failure.in_forward:
         more = f" task={failure.names['task']} takes {failure.wants}." if failure.wants else ""
@@ -266,11 +266,11 @@ def _say_where(failure: Failure) -> str:
     )
 
 
-def _always(_failure: Failure) -> bool:
+def _always(_failure: BatchFailure) -> bool:
     return True
 
 
-RULES: tuple[tuple[Callable[[Failure], bool], Callable[[Failure], str]], ...] = (
+RULES: tuple[tuple[Callable[[BatchFailure], bool], Callable[[BatchFailure], str]], ...] = (
     (_returns_none, _say_none),
     (_returns_structure, _say_structure),
     (_yields_structure, _say_target),
@@ -296,7 +296,7 @@ def loss_problem(loss: Any, task: str) -> str | None:
     )
 
 
-def lacks_gradient(error: Exception) -> bool:
+def is_loss_independent_of_weights(error: Exception) -> bool:
     """Return whether a backward failed because the loss does not depend on what trains."""
     return any(text in str(error) for text in _NO_GRADIENT)
 

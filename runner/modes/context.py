@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 from runner.checkpoint import checkpoint_file
-from runner.config.invocation import Origin
+from runner.config.invocation import Invocation
 from runner.config.schema import RunSpec
 from runner.data.loader import Loader
 from runner.distributed.strategy import Single, Strategy
-from runner.distributed.torchrun import Place
+from runner.distributed.torchrun import ProcessRank
 from runner.modes import notes, resume
 from runner.modes.result import RunResult
 from runner.precision.precision import ConversionReport, Precision
@@ -23,19 +23,19 @@ from runner.tracking.tracker import Tracker
 from runner.training.state import TrainState
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator
-from runner.utils.files import why, write_text
+from runner.utils.files import os_error_reason, write_text
 from runner.utils.formatting import relative_path
 from runner.utils.reproducibility import make_deterministic, seed_all
-from runner.utils.secrets import hide
+from runner.utils.secrets import redact
 from runner.utils.stop_signals import StopSignals
 
 
 @dataclass
-class Run:
+class RunContext:
     """What the parts of a run share."""
 
     spec: RunSpec
-    origin: Origin
+    origin: Invocation
     out: Path
     console: Console
     accelerator: Accelerator
@@ -45,7 +45,7 @@ class Run:
     signals: StopSignals
     strategy: Strategy = field(default_factory=Single)
     report: ConversionReport = field(default_factory=ConversionReport)
-    resumed: checkpoint_file.Saved | None = None
+    resumed: checkpoint_file.LoadedCheckpoint | None = None
     trouble: str = ""  # what a guard stopped it for
     lost: list[str] = field(default_factory=list)  # weights that could not be written
     state: TrainState | None = None
@@ -65,7 +65,7 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints; `out` is one of this process's own."""
-        return home(self.out, self.strategy.place) / "checkpoints"
+        return run_folder(self.out, self.strategy.place) / "checkpoints"
 
     def stopping(self) -> bool:
         """Whether any process got a signal; all give the same answer, of the call before."""
@@ -85,8 +85,8 @@ class Run:
     def note(self, markdown: str) -> None:
         """What the run's page in the store says in words."""
         if saved := self.resumed:
-            step, changes = saved.content["step"], resume.changes(self.spec, saved)
-            markdown += notes.resumed(step, changes)
+            step, changes = saved.content["step"], resume.changed_settings(self.spec, saved)
+            markdown += notes.resumed_note(step, changes)
         self.tracker.note(markdown)
 
     def write(self, path: Path, write: Callable[[Path], object]) -> bool:
@@ -96,7 +96,7 @@ class Run:
         except OSError as error:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-            self.say(f"warning: {relative_path(path)} was not written: {why(error)}.")
+            self.say(f"warning: {relative_path(path)} was not written: {os_error_reason(error)}.")
             return False
         return True
 
@@ -108,23 +108,23 @@ class Run:
 
     def traceback(self) -> str:
         """Keeps that of the error that is being handled; a sentence that says where."""
-        text = hide(traceback.format_exc())
+        text = redact(traceback.format_exc())
         path = self.out / "error.txt"
         kept = self.write(path, lambda path: write_text(path, text))
         return f"The traceback is in {relative_path(path)}." if kept else ""
 
 
-def folder_of(out: Path, place: Place) -> Path:
+def process_folder(out: Path, place: ProcessRank) -> Path:
     """A process's own folder in a run's, which is that of the first one."""
     return out if place.first else out / "ranks" / str(place.rank)
 
 
-def home(folder: Path, place: Place) -> Path:
+def run_folder(folder: Path, place: ProcessRank) -> Path:
     """The run's folder of a process's own."""
     return folder if place.first else folder.parents[1]
 
 
-def prepare(this: Run) -> None:
+def prepare_process(this: RunContext) -> None:
     """Seeds and switches, before anything is built."""
     this.accelerator.reset_peak_memory()
     seed_all(this.spec.seed)
@@ -133,7 +133,7 @@ def prepare(this: Run) -> None:
     torch.set_anomaly_enabled(this.spec.debug.anomaly)
 
 
-def result_of(this: Run, summary: dict[str, Any], seconds: float) -> RunResult:
+def build_result(this: RunContext, summary: dict[str, Any], seconds: float) -> RunResult:
     """What the run came to. The speed of emulated arithmetic is that of nothing."""
     spec, origin, emulated = this.spec, this.origin, this.precision.emulated
     if emulated:
@@ -153,7 +153,7 @@ def result_of(this: Run, summary: dict[str, Any], seconds: float) -> RunResult:
         direction=this.task.direction,
         kernels="emulated" if emulated else this.precision.kernels(),
         seconds=seconds,
-        tracking_uri=hide(getattr(this.tracker, "uri", "")) or None,
+        tracking_uri=redact(getattr(this.tracker, "uri", "")) or None,
         experiment=getattr(this.tracker, "experiment", ""),
         **summary,
     )

@@ -13,16 +13,16 @@ from runner.checkpoint import checkpoint_file
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.modes.context import Run, prepare, result_of
+from runner.modes.context import RunContext, build_result, prepare_process
 from runner.modes.failures import check_data, try_batch
-from runner.modes.model_summary import describe
+from runner.modes.model_summary import describe_model
 from runner.modes.result import RunResult
 from runner.modes.run_artifacts import (
-    leave_dtypes,
-    tell_inputs,
+    log_data_sets,
+    save_dtypes,
 )
-from runner.modes.trial_forward import prove
-from runner.training.compile import check_shape, shape
+from runner.modes.trial_forward import prove_conversion
+from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate
 from runner.training.model import restore_model
 from runner.training.state import TrainState
@@ -32,33 +32,39 @@ from runner.utils.reproducibility import seed_all
 LEAST_SECONDS = 0.5  # of an evaluation whose speed is told
 
 
-def evaluate_checkpoint(this: Run) -> RunResult:
+def evaluate_checkpoint(this: RunContext) -> RunResult:
     """The task's metrics of a checkpoint's weights, in this run's precision."""
     with this.signals.at_once():
         return _evaluated(this)
 
 
-def _evaluated(this: Run) -> RunResult:
+def _evaluated(this: RunContext) -> RunResult:
     spec, started = this.spec, perf_counter()
-    prepare(this)
+    prepare_process(this)
     path = Path(spec.checkpoint.path or "")
     content = checkpoint_file.load(path)
     validation = _validation(this)
     seed_all(spec.seed)
-    saved = checkpoint_file.Saved(path, content)
+    saved = checkpoint_file.LoadedCheckpoint(path, content)
     make = partial(restore_model, spec, this.precision, this.device, saved)
-    built = prove(this, make, validation)
-    check_shape(spec, this.precision, this.device, built.model)
+    built = prove_conversion(this, make, validation)
+    check_compile_options(spec, this.precision, this.device, built.model)
     with this.precision.session(built.model, this.device):
-        sizes = describe(this, built)
-        state = TrainState(built.model, this.precision, this.task,
-                           this.precision.scale(this.device), [], this.device,
-                           strategy=this.strategy)  # fmt: skip
+        sizes = describe_model(this, built)
+        state = TrainState(
+            built.model,
+            this.precision,
+            this.task,
+            this.precision.scale(this.device),
+            [],
+            this.device,
+            strategy=this.strategy,
+        )
         this.state = state
         with DtypeProbe(built.model) as probe:
             try_batch(this, state, validation)
-        leave_dtypes(this, probe)
-        shape(spec, this.precision, this.device, built.model)
+        save_dtypes(this, probe)
+        prepare_model(spec, this.precision, this.device, built.model)
         if spec.train.compile:
             _warm(state, validation)
         metrics, rate = _measured(this, state, validation)
@@ -76,14 +82,14 @@ def _evaluated(this: Run) -> RunResult:
         "examples_per_second": rate,
         **_as_trained(this, content),
     }
-    return result_of(this, sizes | summary, perf_counter() - started)
+    return build_result(this, sizes | summary, perf_counter() - started)
 
 
-def _validation(this: Run) -> Loader:
+def _validation(this: RunContext) -> Loader:
     """Its batches; told, and looked at."""
     splits = build_splits(this.spec)
     _, loader = build_loaders(this.spec, splits, this.device, this.strategy.place)
-    tell_inputs(this, splits)
+    log_data_sets(this, splits)
     check_data(this, (None, loader))
     return loader
 
@@ -99,7 +105,7 @@ def _warm(state: TrainState, validation: Loader) -> None:
 
 
 def _measured(
-    this: Run, state: TrainState, validation: Loader
+    this: RunContext, state: TrainState, validation: Loader
 ) -> tuple[dict[str, float], float | None]:
     """An evaluation, and its examples in a second; shorter ones measure the machine's moods."""
     began = perf_counter()
@@ -110,7 +116,7 @@ def _measured(
     return metrics, validation.examples / seconds if seconds >= LEAST_SECONDS else None
 
 
-def _as_trained(this: Run, content: Mapping[str, Any]) -> dict[str, Any]:
+def _as_trained(this: RunContext, content: Mapping[str, Any]) -> dict[str, Any]:
     """What the checkpoint reached in its own precision, where it was on the same data."""
     known = {"trained_in": content["precision"]}
     metrics, saved = content.get("metrics", {}), content["spec"]

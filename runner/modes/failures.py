@@ -12,11 +12,11 @@ import torch
 
 from runner.config.schema import TrainSpec
 from runner.data.loader import Loader
-from runner.data.step_samples import of_step, targets
-from runner.data.workers import PREFETCH, failure, raised
-from runner.diagnostics.data_checks import label_problem, no_label_counts, problems
+from runner.data.step_samples import samples_of_step, targets_of_samples
+from runner.data.workers import PREFETCH, original_error, worker_failure
+from runner.diagnostics.data_checks import data_problems, explain_uncounted_labels, label_problem
 from runner.diagnostics.memory.out_of_memory import is_out_of_memory
-from runner.diagnostics.saved_batch import keep
+from runner.diagnostics.saved_batch import save_batch
 from runner.modes import batch_errors
 from runner.modes.precision_errors import precision_advice
 from runner.modes.result import RunResult
@@ -27,37 +27,37 @@ from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, Diverged, ModelError, RunnerError
 from runner.utils.formatting import relative_path
 from runner.utils.layout import RESULT
-from runner.utils.reproducibility import set_streams, streams
+from runner.utils.reproducibility import random_streams, set_random_streams
 
 if TYPE_CHECKING:
-    from runner.modes.context import Run
+    from runner.modes.context import RunContext
 
 _LABEL = re.compile(r"Target -?\d+ is out of bounds")
 _INDEX = "index out of range in self"
 _ASSERT = "device-side assert"
 
 
-def make_guard(this: "Run", loader: Loader) -> Guard:
+def make_guard(this: "RunContext", loader: Loader) -> Guard:
     """The observer that judges the records, saving samples of this loader."""
 
     def kept(record: StepRecord, why: str) -> str:
         begun = this.resumed.content["step"] if this.resumed else 0
-        return keep(this, loader, record.step, why, record.loss_scale, begun=begun)
+        return save_batch(this, loader, record.step, why, record.loss_scale, begun=begun)
 
     def cause(record: StepRecord) -> str | None:
-        samples = of_step(loader, _accumulate(this), record.step).flat
-        drawn = streams()
+        samples = samples_of_step(loader, _accumulate(this), record.step).flat
+        drawn = random_streams()
         try:
-            return no_label_counts(loader, samples, this.task)
+            return explain_uncounted_labels(loader, samples, this.task)
         except Exception:  # what explains an error must not hide it
             return None
         finally:
-            set_streams(drawn)  # a data set may draw random numbers for its samples
+            set_random_streams(drawn)  # a data set may draw random numbers for its samples
 
     return Guard(this.spec, this.precision.name, this.say, kept, cause)
 
 
-def check_data(this: "Run", loaders: tuple[Loader | None, Loader]) -> None:
+def check_data(this: "RunContext", loaders: tuple[Loader | None, Loader]) -> None:
     """Look at the sets before anything is computed from them, as guard.data says.
 
     Raises:
@@ -70,14 +70,14 @@ def check_data(this: "Run", loaders: tuple[Loader | None, Loader]) -> None:
     for split, loader in zip(("train", "val"), loaders, strict=True):
         if loader is not None:
             with _loading(this, split):
-                found += problems(loader, split, this.task, classes)
+                found += data_problems(loader, split, this.task, classes)
     if action == "stop" and found:
         raise DataError("\n".join([*found, "To train on them all the same: guard.data=warn."]))
     for problem in found:
         this.say(f"warning: {problem}")
 
 
-def alone_only(state: TrainState, train: TrainSpec) -> None:
+def require_single_process(state: TrainState, train: TrainSpec) -> None:
     """Raise ConfigError for what one process can do only."""
     if state.strategy.place.world > 1 and train.max_seconds is not None:
         raise ConfigError(
@@ -100,7 +100,7 @@ def alone_only(state: TrainState, train: TrainSpec) -> None:
         raise ConfigError(f"strategy={name} cannot part {what}. Type strategy=ddp.")
 
 
-def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:
+def try_batch(this: "RunContext", state: TrainState, loader: Loader) -> None:
     """One forward and loss in evaluation mode, which changes nothing, so that a model that does
     not fit its data or task is told from a run that fails."""
     inputs, target = next(loader.epoch(0))
@@ -118,15 +118,17 @@ def try_batch(this: "Run", state: TrainState, loader: Loader) -> None:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            failure = batch_errors.Failure(
+            failure = batch_errors.BatchFailure(
                 error, state.plain_model, this.task, this.precision, names, inputs, target, outputs
             )
-            raise ConfigError(f"{batch_errors.explain(failure)} {this.traceback()}") from error
+            raise ConfigError(
+                f"{batch_errors.explain_batch_error(failure)} {this.traceback()}"
+            ) from error
     if problem := batch_errors.loss_problem(loss, names["task"]):
         raise ConfigError(problem)
 
 
-def finite(this: "Run", state: TrainState) -> bool:
+def weights_are_finite(this: "RunContext", state: TrainState) -> bool:
     """Whether the weights may be saved; those that are not finite must not replace good ones."""
     every = [p.detach() for p in state.plain_model.parameters()]  # a mask may hold infinities
     params = state.strategy.local(every)
@@ -137,13 +139,13 @@ def finite(this: "Run", state: TrainState) -> bool:
     return False
 
 
-def last_good(folder: Path) -> str:
+def last_checkpoint_hint(folder: Path) -> str:
     """A line that names the newest checkpoint, empty without one."""
     found = sorted(folder.glob("step-*.pt"))
     return f"\nThe last good weights: init.weights={relative_path(found[-1])}" if found else ""
 
 
-def diverged(this: "Run", result: RunResult) -> NoReturn:
+def raise_diverged(this: "RunContext", result: RunResult) -> NoReturn:
     """End a run that a guard stopped: its result is what it reached until then."""
     trouble = "\n".join([this.trouble, *this.lost])
     failed = replace(result, status="failed", error=trouble, diverged=True)
@@ -152,7 +154,9 @@ def diverged(this: "Run", result: RunResult) -> NoReturn:
 
 
 @contextmanager
-def mishaps(this: "Run", state: TrainState, loaders: tuple[Loader, Loader]) -> Iterator[None]:
+def explain_data_errors(
+    this: "RunContext", state: TrainState, loaders: tuple[Loader, Loader]
+) -> Iterator[None]:
     """Context around the loop: labels that are no class, processes that die and operations that
     the precision lacks are told with the step. The traceback is in error.txt.
 
@@ -168,7 +172,7 @@ def mishaps(this: "Run", state: TrainState, loaders: tuple[Loader, Loader]) -> I
         raise
     except Exception as error:
         this.signals.check()  # an interrupt reaches the processes that load data, too
-        if batch_errors.lacks_gradient(error):
+        if batch_errors.is_loss_independent_of_weights(error):
             raise ConfigError(f"{_no_gradient(state, loaders[1])} {this.traceback()}") from error
         if advice := precision_advice(error, state.plain_model, this.precision):
             kind = ConfigError if state.step <= begun + 1 else ModelError
@@ -181,7 +185,7 @@ def mishaps(this: "Run", state: TrainState, loaders: tuple[Loader, Loader]) -> I
         raise DataError(f"{told}\n{this.traceback()}".rstrip()) from error
 
 
-def _failing_step(this: "Run", state: TrainState, error: Exception) -> str:
+def _failing_step(this: "RunContext", state: TrainState, error: Exception) -> str:
     """What failed when, and the error's own text."""
     model = this.origin.chosen("model", this.spec.model)
     when = "step" if state.model.training else "the evaluation after step"
@@ -205,29 +209,31 @@ def _no_gradient(state: TrainState, loader: Loader) -> str:
 
 
 @contextmanager
-def _loading(this: "Run", split: str) -> Iterator[None]:
+def _loading(this: "RunContext", split: str) -> Iterator[None]:
     """Context around a look at a set."""
     try:
         yield
     except Exception as error:
-        if (reason := failure(error)) is None:
+        if (reason := worker_failure(error)) is None:
             raise
         told = _death(reason, f"the {split} set's first batches")
         raise DataError(f"{told}\n{this.traceback()}".rstrip()) from error
 
 
 def _told(
-    this: "Run", state: TrainState, loaders: tuple[Loader, Loader], error: Exception
+    this: "RunContext", state: TrainState, loaders: tuple[Loader, Loader], error: Exception
 ) -> str | None:
     """What an error of the loop means; None for one that is not the data's."""
     training, step, text = state.model.training, state.step, str(error)
-    if reason := failure(error):
+    if reason := worker_failure(error):
         if not training:
             return _death(reason, "the val set")
-        ahead = 1 if raised(error) else -(-PREFETCH * loaders[0].workers // _accumulate(this))
+        ahead = (
+            1 if original_error(error) else -(-PREFETCH * loaders[0].workers // _accumulate(this))
+        )
         steps = f"step {step + 1}" if ahead == 1 else f"steps {step + 1} to {step + ahead}"
         told = _death(reason, f"the train set for {steps}")
-        return f"{told}\n{keep(this, loaders[0], step + 1, reason, count=ahead)}"
+        return f"{told}\n{save_batch(this, loaders[0], step + 1, reason, count=ahead)}"
     if _LABEL.search(text) or _INDEX in text:
         return _outside(this, loaders[not training], text, [step] if training else None)
     if _ASSERT in text:  # it comes late: records are two blocks behind the device at most
@@ -236,7 +242,7 @@ def _told(
     return None
 
 
-def _accumulate(this: "Run") -> int:
+def _accumulate(this: "RunContext") -> int:
     return this.spec.train.accumulate
 
 
@@ -249,26 +255,26 @@ def _death(reason: str, what: str) -> str:
     )
 
 
-def _outside(this: "Run", loader: Loader, text: str, steps: Sequence[int] | None) -> str:
+def _outside(this: "RunContext", loader: Loader, text: str, steps: Sequence[int] | None) -> str:
     """A label or token beyond what the model knows; steps of the training, None in evaluation."""
     reason = text.splitlines()[0].rstrip(".")
     if steps is None:
         return f"In the evaluation: {reason}.{_culprit(this, loader, range(loader.examples))}"
     accumulate = this.spec.train.accumulate
-    samples = [i for step in steps for i in of_step(loader, accumulate, step).flat]
+    samples = [i for step in steps for i in samples_of_step(loader, accumulate, step).flat]
     at = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
     told = f"At {at}: {reason}.{_culprit(this, loader, samples)}"
-    return f"{told}\n{keep(this, loader, steps[0], told, count=len(steps))}"
+    return f"{told}\n{save_batch(this, loader, steps[0], told, count=len(steps))}"
 
 
-def _culprit(this: "Run", loader: Loader, samples: Sequence[int]) -> str:
+def _culprit(this: "RunContext", loader: Loader, samples: Sequence[int]) -> str:
     """The first of these samples whose label is no class, where that can be told."""
     classes = (this.spec.data.get("meta") or {}).get("classes")
     if not classes:
         return " Labels go from 0 to the number of the model's outputs less one."
     with suppress(Exception):  # what is told of the error must not hide it
         for part in torch.tensor(samples).split(loader.batch_size):
-            target = targets(loader.dataset, part.tolist())
+            target = targets_of_samples(loader.dataset, part.tolist())
             wrong = this.task.misplaced(target, classes)
             if wrong is not None and wrong.any():
                 first = int(wrong.nonzero()[0])

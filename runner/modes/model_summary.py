@@ -2,21 +2,21 @@
 
 from typing import TYPE_CHECKING, Any
 
-from runner.training.model import Built
+from runner.training.model import BuiltModel
 from runner.training.pretrained import starts_random
 from runner.utils.files import write_json
-from runner.utils.formatting import now_ms, percent
-from runner.utils.tensors import MIB, elements, stored_bytes
+from runner.utils.formatting import format_percent, now_ms
+from runner.utils.tensors import MIB, count_elements, stored_bytes
 
 if TYPE_CHECKING:
-    from runner.modes.context import Run
+    from runner.modes.context import RunContext
 
 
-def describe(this: "Run", built: Built) -> dict[str, Any]:
+def describe_model(this: "RunContext", built: BuiltModel) -> dict[str, Any]:
     """What was built, on the console, as tags, artifact and metric; its part of the result."""
     params = list(built.model.parameters())
-    every = sum(map(elements, params))
-    trainable = sum(elements(p) for p in params if p.requires_grad)
+    every = sum(map(count_elements, params))
+    trainable = sum(count_elements(p) for p in params if p.requires_grad)
     weights = stored_bytes(built.model) / MIB
     this.report = report = built.report
     size = f"{weights:.1f} MiB"
@@ -32,7 +32,7 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
         tags["emulated"] = "true"
     if this.spec.mode == "train" and trainable < every:
         tags["trainable"] = f"{trainable}/{every}"
-        say_what_trains(this, trainable, every)
+        print_trainable(this, trainable, every)
     this.tracker.tags(tags)
     modules = report.to_list()
     this.leave(this.out / "conversion.json", lambda path: write_json(path, modules))
@@ -46,9 +46,9 @@ def describe(this: "Run", built: Built) -> dict[str, Any]:
     }
 
 
-def say_what_trains(this: "Run", trainable: int, every: int) -> None:
+def print_trainable(this: "RunContext", trainable: int, every: int) -> None:
     """Print how many parameters train, and what a run should know whose weights are frozen."""
-    this.say(f"{trainable:,} of {every:,} parameters train ({percent(trainable / every)})")
+    this.say(f"{trainable:,} of {every:,} parameters train ({format_percent(trainable / every)})")
     adapts = bool(this.spec.adapter.get("_target_"))
     if adapts and (bypassed := this.precision.bypassed):
         names, more = ", ".join([*bypassed][:4]), " and others" * (len(bypassed) > 4)

@@ -9,26 +9,36 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from runner.config.invocation import Origin
+from runner.config.invocation import Invocation
 from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
-from runner.diagnostics.memory.forecast import Unknown, build, forecast, largest
-from runner.diagnostics.memory.limits import USABLE, free
+from runner.diagnostics.memory.forecast import (
+    build_fake_model,
+    largest_fitting_batch,
+    peak_forecast,
+)
+from runner.diagnostics.memory.limits import USABLE, free_memory
 from runner.modes.result import RunResult
 from runner.precision.keep_fp32 import Float32Island
 from runner.precision.precision import Precision
-from runner.training.compile import check_shape
-from runner.training.model import Built
-from runner.training.optimizers import build_driven, build_optimizer, embeddings, shares
+from runner.training.compile import check_compile_options
+from runner.training.example_batch import ForecastUnavailable
+from runner.training.model import BuiltModel
+from runner.training.optimizers import (
+    build_driven,
+    build_optimizer,
+    embedding_parameters,
+    parameters_by_optimizer,
+)
 from runner.utils.accelerator import Accelerator
 from runner.utils.files import write_json
 from runner.utils.reproducibility import seed_all
-from runner.utils.tensors import GIB, MIB, elements, stored_bytes, tensor_bytes
+from runner.utils.tensors import GIB, MIB, count_elements, stored_bytes, tensor_bytes
 
 
 def plan(
     spec: RunSpec,
     out: Path,
-    origin: Origin,
+    origin: Invocation,
     precision: Precision,
     accelerator: Accelerator,
     console: Console,
@@ -36,12 +46,15 @@ def plan(
     """Build the model without memory where its code allows, convert it, and print what a run
     would hold. Nothing is trained, loaded or tracked."""
     seed_all(spec.seed)
-    built = build(spec, precision)
+    built = build_fake_model(spec, precision)
     model, report = built.model, built.report
     build_driven(spec, model, precision, steps=1)  # refuses what a run would refuse
-    check_shape(spec, precision, accelerator.device, model)
+    check_compile_options(spec, precision, accelerator.device, model)
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = {key: (node, params) for key, node, params in shares(spec.optimizer, model, named)}
+    optimizer = {
+        key: (node, params)
+        for key, node, params in parameters_by_optimizer(spec.optimizer, model, named)
+    }
     table = _overview(spec, origin, precision, accelerator, built, optimizer)
     for name, text in _peak(spec, precision, accelerator.device).items():
         table.add_row(name, text)
@@ -62,10 +75,10 @@ def plan(
 
 def _overview(
     spec: RunSpec,
-    origin: Origin,
+    origin: Invocation,
     precision: Precision,
     accelerator: Accelerator,
-    built: Built,
+    built: BuiltModel,
     optimizers: Mapping[str, tuple[Mapping[str, Any], list[nn.Parameter]]],
 ) -> Table:
     model = built.model
@@ -99,10 +112,10 @@ def _peak(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str
     """Rows on the memory of a step, and the largest batch that fits."""
     own = spec.train.batch_size
     try:
-        peak = forecast(spec, precision, device)
-        most, room = peak(own), free(device)
-        fits = largest(peak, own, USABLE * room)
-    except Unknown as error:
+        peak = peak_forecast(spec, precision, device)
+        most, room = peak(own), free_memory(device)
+        fits = largest_fitting_batch(peak, own, USABLE * room)
+    except ForecastUnavailable as error:
         return {"peak of a step": f"not predicted: {error}"}
     parts = [f"{name} {size / MIB:.1f}" for name, size in most._asdict().items()]
     more = " or more" if fits == LARGEST_FORECAST_BATCH else ""
@@ -115,7 +128,7 @@ def _peak(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str
 
 
 def _count(params: list[nn.Parameter]) -> int:
-    return sum(elements(p) for p in params)
+    return sum(count_elements(p) for p in params)
 
 
 def _dtypes(model: nn.Module) -> str:
@@ -123,7 +136,7 @@ def _dtypes(model: nn.Module) -> str:
     for p in model.parameters():
         packed = getattr(p, "quant_state", None)
         name = packed.quant_type if packed else str(p.dtype).removeprefix("torch.")
-        counts[name] = counts.get(name, 0) + elements(p)
+        counts[name] = counts.get(name, 0) + count_elements(p)
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(counts.items()))
 
 
@@ -132,7 +145,7 @@ def _state_bytes(
 ) -> int:
     """Bytes of optimizer state after the first step, made on the meta device by the optimizer's
     own code: exact, also where it depends on a tensor's size, and without memory."""
-    wide = embeddings(model)
+    wide = embedding_parameters(model)
     twins = {p: nn.Parameter(torch.empty_like(p, device="meta")) for p in params}
     kept = [twin for p, twin in twins.items() if p in wide]
     optimizer = build_optimizer(key, node, list(twins.values()), kept)

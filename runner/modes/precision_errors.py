@@ -10,10 +10,10 @@ from traceback import walk_tb
 import torch
 from torch import nn
 
-from runner.precision.emulation.float16 import resolve
+from runner.precision.emulation.float16 import choose_kernels
 from runner.precision.keep_fp32 import Float32Island
 from runner.precision.precision import Precision
-from runner.utils.modules import matches
+from runner.utils.modules import matches_pattern
 
 _HALVES = (torch.float16, torch.bfloat16)
 _MIXED = {"16-true": "16-mixed", "bf16-true": "bf16-mixed"}
@@ -31,7 +31,7 @@ def failing_module(error: BaseException, model: nn.Module) -> tuple[str, nn.Modu
 
 
 @dataclass(frozen=True)
-class Cause:
+class PrecisionCause:
     """An error, and what ran when it was raised.
 
     Attributes:
@@ -84,7 +84,7 @@ class Cause:
         segments = ["*" if part.isdigit() else part for part in self.name.split(".")]
         pattern = ".".join(segments)
         modules = dict(self.model.named_modules())
-        names = [name for name in modules if name and matches(pattern, name)]
+        names = [name for name in modules if name and matches_pattern(pattern, name)]
         outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
         alike = all(type(modules[name]) is type(self.module) for name in outermost)
         return pattern if pattern != "*" and alike and len(outermost) > 1 else self.name
@@ -100,7 +100,7 @@ def precision_advice(error: Exception, model: nn.Module, precision: Precision) -
     failed; empty where it is not known to be."""
     failed = failing_module(error, model)
     name, module = failed or ("", None)
-    cause = Cause(str(error), model, precision, name, module, _last_line(error))
+    cause = PrecisionCause(str(error), model, precision, name, module, _last_line(error))
     texts = (text(cause) for pattern, text in RULES if pattern.search(cause.text))
     return next(filter(None, texts), "")
 
@@ -128,7 +128,7 @@ def _typed(override: str, then: str = "") -> str:
     return f"type {override}{then}" if override else ""
 
 
-def _forward(cause: Cause) -> str:
+def _forward(cause: PrecisionCause) -> str:
     """Where the code is that has to change."""
     if cause.module is None:
         return "that place"
@@ -137,7 +137,7 @@ def _forward(cause: Cause) -> str:
     return f"{_kind(cause.module)}.forward"
 
 
-def _say_kernel(cause: Cause) -> str:
+def _say_kernel(cause: PrecisionCause) -> str:
     mixed = cause.mixed()
     return (
         f"{cause.where()} PyTorch has no such operation in half precision on "
@@ -154,7 +154,7 @@ def _say_kernel(cause: Cause) -> str:
     ).strip()
 
 
-def _say_overflow(cause: Cause) -> str:
+def _say_overflow(cause: PrecisionCause) -> str:
     wide = {"16-true": "bf16-true", "16-mixed": "bf16-mixed"}.get(cause.precision.name, "")
     half = cause.precision.compute
     dtype = str(half).removeprefix("torch.")
@@ -170,7 +170,7 @@ def _say_overflow(cause: Cause) -> str:
     ).strip()
 
 
-def _say_numpy_dtype(cause: Cause) -> str:
+def _say_numpy_dtype(cause: PrecisionCause) -> str:
     float16 = {"bf16-true": "16-true", "bf16-mixed": "16-mixed"}.get(cause.precision.name, "")
     return (
         f"{cause.where()} NumPy has no bfloat16. "
@@ -182,7 +182,7 @@ def _say_numpy_dtype(cause: Cause) -> str:
     ).strip()
 
 
-def _say_numpy_gradient(cause: Cause) -> str:
+def _say_numpy_gradient(cause: PrecisionCause) -> str:
     return (
         f"{cause.where()} NumPy's operations have no gradient. "
         + _alternatives(
@@ -192,11 +192,11 @@ def _say_numpy_gradient(cause: Cause) -> str:
     ).strip()
 
 
-def _say_lstm(cause: Cause) -> str:
+def _say_lstm(cause: PrecisionCause) -> str:
     native = getattr(cause.precision, "cpu_float16", "") != "float32_accumulate"
     if cause.device.type != "cpu" or torch.float16 not in _dtypes(cause) or not native:
         return ""
-    automatic = resolve("auto", cause.model) == "float32_accumulate"
+    automatic = choose_kernels("auto", cause.model) == "float32_accumulate"
     kernels = "auto" if automatic else "float32_accumulate"
     return (
         f"{cause.where()} This CPU's own float16 kernels lack it. Type "
@@ -204,11 +204,11 @@ def _say_lstm(cause: Cause) -> str:
     ).strip()
 
 
-def _dtypes(cause: Cause) -> set[torch.dtype]:
+def _dtypes(cause: PrecisionCause) -> set[torch.dtype]:
     return {cause.precision.compute, cause.precision.storage}
 
 
-def _say_dtypes(cause: Cause) -> str:
+def _say_dtypes(cause: PrecisionCause) -> str:
     """Tensors of two floating dtypes meet in one operation."""
     if re.search(r"\b(Long|Int|Byte|Bool|long|int|Char)\b", cause.text):
         return ""
@@ -227,7 +227,7 @@ def _say_dtypes(cause: Cause) -> str:
     ).strip()
 
 
-def _built_otherwise(cause: Cause) -> str:
+def _built_otherwise(cause: PrecisionCause) -> str:
     """Parameters that a conversion left in a dtype that does not meet what it computes in."""
     precision = cause.precision
     if precision.storage is not torch.float32:
@@ -254,7 +254,7 @@ def _built_otherwise(cause: Cause) -> str:
     ).strip()
 
 
-RULES: tuple[tuple[re.Pattern[str], Callable[[Cause], str]], ...] = (
+RULES: tuple[tuple[re.Pattern[str], Callable[[PrecisionCause], str]], ...] = (
     (re.compile(r"without overflow"), _say_overflow),
     (re.compile(r"unsupported ScalarType BFloat16"), _say_numpy_dtype),
     (re.compile(r"Can't call numpy\(\) on Tensor that requires grad"), _say_numpy_gradient),

@@ -15,27 +15,32 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from runner.checkpoint.checkpoint_file import Saved
-from runner.config.invocation import Origin
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.invocation import Invocation
 from runner.config.schema import RunSpec
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Batch
 from runner.diagnostics import saved_batch
-from runner.diagnostics.nonfinite_trace import Seen, Trace, begins, seen
-from runner.diagnostics.saved_batch import Kept
+from runner.diagnostics.nonfinite_trace import (
+    NonfiniteTrace,
+    TracedTensor,
+    describe_tensor,
+    first_nonfinite,
+)
+from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes.result import RunResult
-from runner.modes.rewind import before, own_spec
-from runner.modes.trial_forward import build_proven
+from runner.modes.rewind import rewind_to_step, saved_run_spec
+from runner.modes.trial_forward import build_proven_model
 from runner.precision import registry
 from runner.precision.precision import Precision
-from runner.training.model import build_model, keeps_adapter, start
+from runner.training.model import build_model, keeps_adapter, load_init_weights
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.step import backpropagate, examples_in, loss_of
 from runner.training.tasks.task import Task, labels_of, mean
 from runner.utils.accelerator import Accelerator
 from runner.utils.errors import ConfigError
-from runner.utils.formatting import number
+from runner.utils.formatting import format_number
 from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
 from runner.utils.tensors import MIB, float32_bytes
 
@@ -43,19 +48,19 @@ BEFORE, AFTER, MOST = 3, 4, 5  # rows shown around the beginning; of a sound bat
 CHEAP_MIB = 4096.0  # weights in float32 up to which a run in 32-true is made beside it
 
 
-class Replayed(NamedTuple):
+class ReplayResult(NamedTuple):
     """A batch's way through a model; rows are of the first micro-batch that is not finite, or of
     the last."""
 
     loss: float
-    rows: list[Seen]
+    rows: list[TracedTensor]
     weights_mib: float
 
 
 def replay(
     spec: RunSpec,
     out: Path,
-    origin: Origin,
+    origin: Invocation,
     precision: Precision,
     accelerator: Accelerator,
     task: Task,
@@ -63,20 +68,20 @@ def replay(
 ) -> RunResult:
     """Replay the batch that spec.batch names and print where it begins."""
     assert spec.batch is not None
-    saved = saved_batch.read(Path(spec.batch))
-    device, own = accelerator.device, own_spec(Path(spec.batch))
+    saved = saved_batch.read_saved_batch(Path(spec.batch))
+    device, own = accelerator.device, saved_run_spec(Path(spec.batch))
     value = precision.scale(device).value
     scale = 1.0 if value is None else saved.loss_scale or value.item()
-    runs: dict[str, Replayed] = {}
-    begin, rng = start(spec), None
+    runs: dict[str, ReplayResult] = {}
+    begin, rng = load_init_weights(spec), None
     weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
     if own is None or saved.begun is None or spec.init.weights != own.init.weights:
         batches = _batches(spec, saved, device, console, origin)
     else:
-        with before(replace(own, batch=spec.batch), saved, device, console) as reached:
+        with rewind_to_step(replace(own, batch=spec.batch), saved, device, console) as reached:
             state, batches, weights = reached
             begin, rng = (
-                Saved(Path(spec.batch), checkpoint_state_dict(state, own)),
+                LoadedCheckpoint(Path(spec.batch), checkpoint_state_dict(state, own)),
                 rng_state(device),
             )
             for line in _lost_weights(state.plain_model):
@@ -85,7 +90,7 @@ def replay(
                 runs[precision.name] = _traced(state, batches, scale)
     if not runs:
         runs[precision.name] = _through(spec, precision, task, device, batches, scale, begin, rng)
-    plain = registry.load("32-true")
+    plain = registry.load_precision("32-true")
     small = runs[precision.name].weights_mib <= CHEAP_MIB
     if precision.name not in (plain.name, "64-true") and small:
         runs[plain.name] = _through(spec, plain, task, device, batches, scale, begin, rng)
@@ -94,7 +99,7 @@ def replay(
 
 
 def _batches(
-    spec: RunSpec, saved: Kept, device: torch.device, console: Console, origin: Origin
+    spec: RunSpec, saved: SavedBatch, device: torch.device, console: Console, origin: Invocation
 ) -> list[Batch]:
     data = origin.chosen("data", spec.data)
     if (data, spec.seed) != (saved.data, saved.seed):
@@ -119,16 +124,16 @@ def _through(
     device: torch.device,
     batches: Sequence[Batch],
     scale: float,
-    begin: Saved | None,
+    begin: LoadedCheckpoint | None,
     rng: Mapping[str, Any] | None,
-) -> Replayed:
+) -> ReplayResult:
     """What a model made anew with these weights does with the batch; in every precision with one
     loss scale, so that their gradients can be compared."""
     seed_all(spec.seed)
     # The run's own weights (rng is given) come with the adapter that its gradients were of.
     whole = rng is not None and begin is not None and keeps_adapter(spec, precision, begin)
     make = partial(build_model, spec, precision, device, start=begin, whole=whole)
-    built = build_proven(make, precision, device, spec.seed, lambda: batches[0][0])
+    built = build_proven_model(make, precision, device, spec.seed, lambda: batches[0][0])
     state = TrainState(built.model, precision, task, precision.scale(device), [], device)
     if rng is not None:
         set_rng_state(rng, device)
@@ -137,17 +142,17 @@ def _through(
         return _traced(state, batches, scale)
 
 
-def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replayed:
+def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> ReplayResult:
     """Forward and backward of each micro-batch as in a step, without the step."""
-    rows: list[Seen] = []
-    last: list[Seen] = []
+    rows: list[TracedTensor] = []
+    last: list[TracedTensor] = []
     total, whole, task = 0.0, 0.0, type(state.task).__name__
     for inputs, target in batches:
         state.model.zero_grad(set_to_none=True)
-        with Trace(state.model) as trace:
+        with NonfiniteTrace(state.model) as trace:
             trace.note("forward", "(inputs)", "", "inputs", inputs)
             loss = loss_of(state, inputs, target)
-            trace.rows.append(seen("forward", "(loss)", task, "loss", loss))
+            trace.rows.append(describe_tensor("forward", "(loss)", task, "loss", loss))
             backpropagate(state, loss * scale)
         last = trace.rows
         labels = labels_of(state.task, target)
@@ -157,7 +162,7 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
         total, whole = total + loss.item() * count, whole + count
         if not any(row.lost for row in rows):
             rows = trace.rows
-    return Replayed(mean(total, whole), rows or last, float32_bytes(state.model) / MIB)
+    return ReplayResult(mean(total, whole), rows or last, float32_bytes(state.model) / MIB)
 
 
 def _lost_weights(model: nn.Module) -> Iterator[str]:
@@ -167,15 +172,17 @@ def _lost_weights(model: nn.Module) -> Iterator[str]:
             yield f"warning: {name} is not finite before the step: an earlier update broke it."
 
 
-def _show(console: Console, saved: Kept, runs: Mapping[str, Replayed], weights: str) -> None:
+def _show(
+    console: Console, saved: SavedBatch, runs: Mapping[str, ReplayResult], weights: str
+) -> None:
     (name, ours), *others = runs.items()
     step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
     samples = sum(map(len, saved.micro_batches))
     console.print(f"replay of step {step}: {samples} samples, weights: {weights}")
     for label, run in runs.items():
-        console.print(f"loss in {label}: {number(run.loss)}")
+        console.print(f"loss in {label}: {format_number(run.loss)}")
     beside = {row.place: row for _, run in others for row in run.rows}
-    spot = begins(ours.rows)
+    spot = first_nonfinite(ours.rows)
     if spot is not None:
         console.print(_told(name, ours.rows[spot], beside))
     console.print(_table(name, _around(ours.rows, spot), beside))
@@ -186,7 +193,7 @@ def _show(console: Console, saved: Kept, runs: Mapping[str, Replayed], weights: 
         )
 
 
-def _told(name: str, row: Seen, beside: Mapping[tuple[str, str, str], Seen]) -> str:
+def _told(name: str, row: TracedTensor, beside: Mapping[tuple[str, str, str], TracedTensor]) -> str:
     """Where it begins, and what that says."""
     of = "" if row.module in ("(inputs)", "(loss)") else f" of {row.module}"
     text = f"It begins in the {row.phase}, at the {row.tensor}{of} ({row.dtype})"
@@ -201,18 +208,20 @@ def _told(name: str, row: Seen, beside: Mapping[tuple[str, str, str], Seen]) -> 
     return f"{text}; in 32-true it is finite, at most {plain.largest:.4g}{keep}"
 
 
-def _around(rows: Sequence[Seen], spot: int | None) -> Sequence[Seen]:
+def _around(rows: Sequence[TracedTensor], spot: int | None) -> Sequence[TracedTensor]:
     """The rows around the beginning; of a sound batch those nearest to the end of their range."""
     if spot is None:
         return sorted(rows, key=_reach, reverse=True)[:MOST]
     return rows[max(0, spot - BEFORE) : spot + AFTER]
 
 
-def _reach(row: Seen) -> float:
+def _reach(row: TracedTensor) -> float:
     return row.largest / torch.finfo(getattr(torch, row.dtype)).max
 
 
-def _table(name: str, rows: Sequence[Seen], beside: Mapping[tuple[str, str, str], Seen]) -> Table:
+def _table(
+    name: str, rows: Sequence[TracedTensor], beside: Mapping[tuple[str, str, str], TracedTensor]
+) -> Table:
     table = Table(title=f"in {name}", title_justify="left")
     for head in ("pass", "module", "kind", "tensor", "dtype", "largest", "not finite"):
         table.add_column(head)
@@ -227,5 +236,5 @@ def _table(name: str, rows: Sequence[Seen], beside: Mapping[tuple[str, str, str]
     return table
 
 
-def _plain(row: Seen) -> str:
+def _plain(row: TracedTensor) -> str:
     return f"{row.largest:.4g}" + (f", {row.lost:.1%} not finite" if row.lost else "")

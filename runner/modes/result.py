@@ -15,10 +15,13 @@ from runner.config.targets import dataclass_fields_from_json
 from runner.tracking.metric_names import VAL_LOSS
 from runner.tracking.uri import resolve_experiment, resolve_uri
 from runner.utils.files import write_text
-from runner.utils.formatting import number, percent
+from runner.utils.formatting import format_number, format_percent
 from runner.utils.layout import RESULT
-from runner.utils.secrets import hide, masked
-from runner.utils.terminal import typed
+from runner.utils.secrets import redact, redact_values
+from runner.utils.terminal import quote_command
+
+Status = Literal["finished", "failed", "unavailable", "stopped"]
+"""What became of a run."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class RunResult:
     precision: str
     label: str
     folder: str
-    status: Literal["finished", "failed", "unavailable", "stopped"] = "finished"
+    status: Status = "finished"
     error: str = ""
     overrides: Sequence[str] = ()
     group: str = ""
@@ -108,7 +111,7 @@ class RunResult:
     def write(self, folder: Path) -> Path:
         """Writes `result.json` into the folder, which is created; returns its path. Who reads it
         meanwhile finds the whole of it or what was there before."""
-        return write_text(folder / RESULT, json.dumps(masked(asdict(self)), indent=2) + "\n")
+        return write_text(folder / RESULT, json.dumps(redact_values(asdict(self)), indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult":
@@ -127,54 +130,60 @@ class RunResult:
         return cls(**dataclass_fields_from_json(cls, values))
 
 
-def show(console: Console, result: RunResult) -> None:
+def print_result(console: Console, result: RunResult) -> None:
     """The summary of one run."""
     table = Table(
         title=f"{result.label}  {result.outcome}", title_justify="left", show_header=False
     )
-    for name, text in rows(result):
+    for name, text in result_rows(result):
         table.add_row(name, text)
     console.print(table)
 
 
-def rows(result: RunResult) -> list[tuple[str, str]]:
+def result_rows(result: RunResult) -> list[tuple[str, str]]:
     """Name and text of each line of a run's summary."""
-    lines = [(name, number(value)) for name, value in result.metrics.items()]
+    lines = [(name, format_number(value)) for name, value in result.metrics.items()]
     if result.best is not None and result.best != result.metrics.get(result.quality):
-        lines.append((f"best {result.quality}", number(result.best)))
+        lines.append((f"best {result.quality}", format_number(result.best)))
     lines += [
         ("steps", str(result.steps)),
-        ("examples per second", number(result.examples_per_second)),
-        ("peak memory", f"{number(result.peak_memory_mib)} MiB"),
+        ("examples per second", format_number(result.examples_per_second)),
+        ("peak memory", f"{format_number(result.peak_memory_mib)} MiB"),
     ]
     for name in reversed(list(result.as_trained)):
         if gap := _change(name, result):
-            text = f"{number(result.as_trained[name])} in {result.trained_in}; change {gap}"
+            text = f"{format_number(result.as_trained[name])} in {result.trained_in}; change {gap}"
             lines.insert(list(result.metrics).index(name) + 1, ("  as trained", text))
     if result.converted:
         lines.append(("converted layers", result.converted))
         lines.append(("converted matrix weights", result.converted_weights))
-        lines.append(("weights", f"{number(result.weights_mib)} MiB, {saved(result)} saved"))
+        lines.append(
+            ("weights", f"{format_number(result.weights_mib)} MiB, {memory_saved(result)} saved")
+        )
     if result.optimizer_mib:
-        lines.append(("optimizer state", f"{number(result.optimizer_mib)} MiB"))
+        lines.append(("optimizer state", f"{format_number(result.optimizer_mib)} MiB"))
     if result.loss_scale is not None:
         lines.append(("skipped steps", str(result.skipped_steps)))
-        lines.append(("final loss scale", number(result.loss_scale)))
+        lines.append(("final loss scale", format_number(result.loss_scale)))
     if result.kernels:
         lines.append(("kernels", result.kernels))
-    lines += [("device", result.device), ("folder", result.folder), ("MLflow", where(result))]
+    lines += [
+        ("device", result.device),
+        ("folder", result.folder),
+        ("MLflow", mlflow_location(result)),
+    ]
     if result.dashboard:
-        lines.append(("dashboard", page(result.tracking_uri, result.dashboard)))
+        lines.append(("dashboard", page_url(result.tracking_uri, result.dashboard)))
     return [row for row in lines if row[1]]
 
 
-def where(result: RunResult) -> str:
+def mlflow_location(result: RunResult) -> str:
     """Where to look at the run."""
     if result.run_id is None:
         return ""
     run = f"/#/experiments/{result.experiment_id}/runs/{result.run_id}"
     if (result.tracking_uri or "").startswith("http"):
-        return page(result.tracking_uri, run)
+        return page_url(result.tracking_uri, run)
     command = ui_command(result.tracking_uri, result.experiment)
     return f"run {result.run_id}; to see it: {command}"
 
@@ -182,7 +191,7 @@ def where(result: RunResult) -> str:
 LOCAL = "http://127.0.0.1:5000"
 
 
-def page(uri: str | None, path: str) -> str:
+def page_url(uri: str | None, path: str) -> str:
     """The URL of a page of the store; of one without a server, as `runner ui` will serve it."""
     return f"{uri if (uri or '').startswith('http') else LOCAL}{path}"
 
@@ -190,14 +199,14 @@ def page(uri: str | None, path: str) -> str:
 def ui_command(uri: str | None, experiment: str) -> str:
     """What to type to see a store that has no server."""
     words = ["python", "-m", "runner", "ui"]
-    if uri and uri != hide(resolve_uri(None, os.environ, Path.cwd())):
+    if uri and uri != redact(resolve_uri(None, os.environ, Path.cwd())):
         words.append(f"tracking.uri={uri}")
     if experiment and experiment != resolve_experiment(None, os.environ):
         words.append(f"tracking.experiment={experiment}")
-    return typed(words)
+    return quote_command(words)
 
 
-def saved(result: RunResult) -> str:
+def memory_saved(result: RunResult) -> str:
     """Share of the weights' memory that the precision saves, in percent."""
     if result.weights_mib is None or not result.plain_weights_mib:
         return ""
@@ -209,7 +218,7 @@ def saved(result: RunResult) -> str:
 Column = tuple[str, Callable[[RunResult], str]]
 
 
-def columns(results: Sequence[RunResult]) -> list[Column]:
+def result_columns(results: Sequence[RunResult]) -> list[Column]:
     """Name and cell of each column that some job of a sweep has something to say in."""
     qualities = sorted({r.quality for r in results if r.quality})
     quality = qualities[0] if len(qualities) == 1 else "quality"
@@ -220,31 +229,31 @@ def columns(results: Sequence[RunResult]) -> list[Column]:
     every: list[Column] = [
         ("job", lambda r: r.label),
         ("status", lambda r: r.outcome),
-        (quality, lambda r: number(r.metrics.get(r.quality))),
+        (quality, lambda r: format_number(r.metrics.get(r.quality))),
         ("change", lambda r: _change(r.quality, r, results)),
-        ("loss", lambda r: number(r.metrics.get(VAL_LOSS)) if beside_quality else ""),
+        ("loss", lambda r: format_number(r.metrics.get(VAL_LOSS)) if beside_quality else ""),
         ("loss change", lambda r: _change(VAL_LOSS, r, results) if quality != VAL_LOSS else ""),
-        ("examples/s", lambda r: number(r.examples_per_second)),
-        ("weights MiB", lambda r: number(r.weights_mib)),
-        ("saved", saved if evaluated else lambda r: ""),
-        ("state MiB", lambda r: number(r.optimizer_mib) if several else ""),
-        ("trains", lambda r: "" if r.trains in (None, 1.0) else percent(r.trains)),
-        ("process MiB" if on_cpu else "peak MiB", lambda r: number(r.peak_memory_mib)),
+        ("examples/s", lambda r: format_number(r.examples_per_second)),
+        ("weights MiB", lambda r: format_number(r.weights_mib)),
+        ("saved", memory_saved if evaluated else lambda r: ""),
+        ("state MiB", lambda r: format_number(r.optimizer_mib) if several else ""),
+        ("trains", lambda r: "" if r.trains in (None, 1.0) else format_percent(r.trains)),
+        ("process MiB" if on_cpu else "peak MiB", lambda r: format_number(r.peak_memory_mib)),
         ("converted", lambda r: r.converted),
         ("skipped", lambda r: "" if r.skipped_steps is None else str(r.skipped_steps)),
-        ("final scale", lambda r: number(r.loss_scale)),
-    ]  # fmt: skip
+        ("final scale", lambda r: format_number(r.loss_scale)),
+    ]
     return [(name, cell) for name, cell in every if any(map(cell, results))]
 
 
-def shared(settings: str) -> str:
+def shared_settings(settings: str) -> str:
     """Settings without precision.<key>=..., which belongs to a precision: what it is compared with
     need not share it."""
     words = settings.split()
     return " ".join(word for word in words if not word.lstrip("+~").startswith("precision."))
 
 
-def change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> float | None:
+def relative_change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> float | None:
     """Of a metric, against what the checkpoint reached in its own precision: as it noted itself,
     or as a job of the same sweep with the same settings found on the same device."""
     own = {
@@ -252,13 +261,13 @@ def change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> fl
         for r in reversed(others)
         if r.precision == r.trained_in == result.trained_in and r.device == result.device
     }
-    found = own.get(result.settings) or own.get(shared(result.settings), {})
+    found = own.get(result.settings) or own.get(shared_settings(result.settings), {})
     before, after = (result.as_trained or found).get(name), result.metrics.get(name)
     return None if before is None or after is None else after - before
 
 
 def _change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> str:
-    gap = change(name, result, others)
+    gap = relative_change(name, result, others)
     return "" if gap is None else f"{gap:+.4g}"
 
 
@@ -267,7 +276,7 @@ def sweep_table(results: Sequence[RunResult]) -> Table:
     trained = sorted({r.trained_in for r in results if r.trained_in})
     title = f"sweep; change: from the checkpoint's own {', '.join(trained)}" if trained else "sweep"
     table = Table(title=title, title_justify="left")
-    shown = columns(results)
+    shown = result_columns(results)
     for name, _ in shown:
         words = name in ("job", "status")
         table.add_column(name, justify="left" if words else "right", no_wrap=words)

@@ -11,15 +11,15 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import Saved
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
-from runner.config.invocation import Origin
+from runner.config.invocation import Invocation
 from runner.config.resolve import flatten, resolve, to_dict
 from runner.config.schema import AUTO, RunSpec
 from runner.modes.result import RunResult
-from runner.modes.run_store import keep_store
+from runner.modes.run_store import resumed_store
 from runner.utils.errors import ConfigError
-from runner.utils.folder_lock import at_work
+from runner.utils.folder_lock import is_locked
 from runner.utils.layout import MANIFEST
 
 PRESETS = ("experiment", "debug", "sweep")
@@ -28,16 +28,18 @@ GROUPS = ("precision", "model", "adapter", "data", "task", "optimizer", "schedul
 """Groups whose targets a checkpoint names."""
 
 
-class Resumption(NamedTuple):
+class ResumePlan(NamedTuple):
     """A run to go on with: its folder, its checkpoint, and what to run now."""
 
     folder: Path
-    saved: Saved
+    saved: LoadedCheckpoint
     spec: RunSpec
-    origin: Origin
+    origin: Invocation
 
 
-def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumption | None:
+def plan_resume(
+    spec: RunSpec, origin: Invocation, out: Path, console: Console
+) -> ResumePlan | None:
     """The run that checkpoint.resume names, with the keys that were typed now over its own; None
     where there is nothing to go on with: none is named, or it is `auto` and the run begins.
 
@@ -62,7 +64,7 @@ def begin(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpt
     return found
 
 
-def _own(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumption | None:
+def _own(spec: RunSpec, origin: Invocation, out: Path, console: Console) -> ResumePlan | None:
     """The run in its own folder, if it left a checkpoint that is whole; a job of a sweep only as
     the very same job, for a search may ask for another one."""
     checkpoints, told = out / "checkpoints", list[str]()
@@ -82,11 +84,11 @@ def _own(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpti
             raise
         found, reason = None, str(error)
     else:
-        changed = changes(found.spec, found.saved) if origin.sweep else {}
+        changed = changed_settings(found.spec, found.saved) if origin.sweep else {}
         found, reason = (None, f"it was another job: {changed}") if changed else (found, "")
     if found is None:
         told.append(f"starts over: {reason}")
-        checkpoint_file.set_aside(checkpoints, -1)
+        checkpoint_file.set_aside_newer(checkpoints, -1)
     for line in told:
         console.print(line, markup=False, soft_wrap=True)
     if found is None:
@@ -94,15 +96,15 @@ def _own(spec: RunSpec, origin: Origin, out: Path, console: Console) -> Resumpti
     return found
 
 
-def _resolved(origin: Origin) -> None:
+def _resolved(origin: Invocation) -> None:
     """Raise ConfigError for interpolations that only a checkpoint's values would have resolved."""
     if origin.composed is not None:
         resolve(OmegaConf.create(dict(origin.composed)))
 
 
-def _found(spec: RunSpec, origin: Origin, where: str, told: list[str]) -> Resumption:
+def _found(spec: RunSpec, origin: Invocation, where: str, told: list[str]) -> ResumePlan:
     """The run of a file, a folder or an id."""
-    saved = checkpoint_file.newest(where, spec.tracking.get("uri"), "checkpoint.resume", told)
+    saved = checkpoint_file.load_newest(where, spec.tracking.get("uri"), "checkpoint.resume", told)
     if "position" not in saved.content:
         raise ConfigError(
             f"checkpoint.resume={where}: {saved.path} holds weights and optimizers, but not where "
@@ -124,21 +126,21 @@ def _found(spec: RunSpec, origin: Origin, where: str, told: list[str]) -> Resump
             f"checkpoint.resume={where}: the run is finished. To train on, type "
             "train.max_steps=<more steps> or train.epochs=<more>."
         )
-    choices = {**origin.choices, **_kept(saved.content["choices"], origin)}
+    choices = {**origin.choices, **_checkpoint_choices(saved.content["choices"], origin)}
     merged, own = _merged(spec, saved, origin)
-    if problem := _behind(merged, saved) or _other_optimizer(merged, saved):
+    if problem := _nothing_left_to_train(merged, saved) or _other_optimizer(merged, saved):
         raise ConfigError(f"checkpoint.resume={where}: {problem}")
     said = list[str]()
-    merged = keep_store(merged, folder, origin, spec.checkpoint.resume == AUTO, said.append)
+    merged = resumed_store(merged, folder, origin, spec.checkpoint.resume == AUTO, said.append)
     told += said
-    return Resumption(folder, saved, merged, replace(origin, choices=choices, own=own))
+    return ResumePlan(folder, saved, merged, replace(origin, choices=choices, own=own))
 
 
 def _newest_run(out: Path, told: list[str]) -> Path:
     """The newest run beside `out` that was not finished and left a checkpoint."""
     runs = [path.parent for path in out.parent.glob("*/checkpoints") if path.parent != out]
     for run in sorted(runs, key=lambda path: path.name, reverse=True):
-        if at_work(run):
+        if is_locked(run):
             told.append(f"passed over {run}: a command is at work there")
         elif _finished(run):
             told.append(f"passed over {run}: it is finished")
@@ -154,7 +156,7 @@ def _newest_run(out: Path, told: list[str]) -> Path:
     )
 
 
-def _behind(spec: RunSpec, saved: Saved) -> str:
+def _nothing_left_to_train(spec: RunSpec, saved: LoadedCheckpoint) -> str:
     """Why there is nothing left to train; empty where there may be."""
     step, epoch, most = saved.content["step"], saved.content["epoch"], spec.train.max_steps
     if most is not None and most < step:
@@ -164,7 +166,7 @@ def _behind(spec: RunSpec, saved: Saved) -> str:
     return ""
 
 
-def _other_optimizer(spec: RunSpec, saved: Saved) -> str:
+def _other_optimizer(spec: RunSpec, saved: LoadedCheckpoint) -> str:
     """Why the checkpoint's optimizer state is none of this run's; empty where it may be."""
     theirs, ours = (
         _optimizers(saved.content["spec"].get("optimizer") or {}),
@@ -193,24 +195,25 @@ def _finished(run: Path) -> bool:
     return False
 
 
-def _kept(choices: Mapping[str, str], origin: Origin) -> dict[str, str]:
+def _checkpoint_choices(choices: Mapping[str, str], origin: Invocation) -> dict[str, str]:
     """The checkpoint's choices of groups where none was typed now."""
     return {group: name for group, name in choices.items() if group not in _typed(origin)}
 
 
-def _typed(origin: Origin) -> dict[str, str]:
+def _typed(origin: Invocation) -> dict[str, str]:
     """Keys of the overrides, without marks, and the overrides."""
     return {text.lstrip("+~").partition("=")[0]: text for text in origin.overrides}
 
 
-def _merged(spec: RunSpec, saved: Saved, origin: Origin) -> tuple[RunSpec, bool]:
+def _merged(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tuple[RunSpec, bool]:
     """The checkpoint's own spec, and over it what was typed now; whether this user composed all of
     it. What was typed is put over it before its interpolations are resolved, so that they read the
     checkpoint's values."""
     ours, theirs = dict(origin.composed or to_dict(spec)), dict(saved.content["spec"])
     typed = _typed(origin)
-    if any(typed.get(p) and origin.choices.get(p) != saved.content["choices"].get(p)
-           for p in PRESETS):  # fmt: skip
+    if any(
+        typed.get(p) and origin.choices.get(p) != saved.content["choices"].get(p) for p in PRESETS
+    ):
         return spec, origin.own  # a preset sets keys anywhere
     here = {key: ours[key] for key in ("tracking", "mode", "strategy")}
     merged = {**ours, **theirs, **here}
@@ -225,7 +228,9 @@ def _merged(spec: RunSpec, saved: Saved, origin: Origin) -> tuple[RunSpec, bool]
         raise ConfigError(f"checkpoint.resume={saved.path}: {error}") from error
     own = checkpoint_file.is_own(saved.content)
     known = {group: [ours.get(group), getattr(spec, group)] for group in GROUPS}
-    trusted_targets.check(to_dict(resolved), GROUPS, known, saved.path, "checkpoint.resume", own)
+    trusted_targets.check_trusted(
+        to_dict(resolved), GROUPS, known, saved.path, "checkpoint.resume", own
+    )
     return resolved, own and origin.own
 
 
@@ -241,7 +246,7 @@ def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]
         target[head] = source[head]
 
 
-def changes(spec: RunSpec, saved: Saved) -> dict[str, str]:
+def changed_settings(spec: RunSpec, saved: LoadedCheckpoint) -> dict[str, str]:
     """Keys whose values differ from the checkpoint's, as `old -> new`."""
 
     def flat(values: Mapping[str, Any]) -> dict[str, str]:
@@ -252,5 +257,6 @@ def changes(spec: RunSpec, saved: Saved) -> dict[str, str]:
     keys = [k for k in {**theirs, **ours} if k.partition(".")[0] not in ignored]
     return {
         k: f"{theirs.get(k, 'none')} -> {ours.get(k, 'none')}"
-        for k in keys if theirs.get(k) != ours.get(k)
-    }  # fmt: skip
+        for k in keys
+        if theirs.get(k) != ours.get(k)
+    }

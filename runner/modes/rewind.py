@@ -12,22 +12,22 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import Saved
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
-from runner.config.invocation import Origin
+from runner.config.invocation import Invocation
 from runner.config.resolve import resolve, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Batch
-from runner.diagnostics.saved_batch import Kept
+from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes import artifacts
-from runner.modes.trial_forward import build_proven
+from runner.modes.trial_forward import build_proven_model
 from runner.precision.precision import Precision
 from runner.training import state_dict
 from runner.training.evaluation import evaluate
-from runner.training.loop import evaluates, groups, total_steps
-from runner.training.model import build_model, start
+from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
+from runner.training.model import build_model, load_init_weights
 from runner.training.optimizers import build_driven
 from runner.training.state import TrainState
 from runner.training.step import train_step
@@ -39,7 +39,7 @@ from runner.utils.reproducibility import make_deterministic, seed_all
 OWN = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "init", "seed")
 
 
-def own_spec(batch: Path) -> RunSpec | None:
+def saved_run_spec(batch: Path) -> RunSpec | None:
     """Of the run whose guard saved a batch; None where its config is gone.
 
     Raises:
@@ -53,20 +53,22 @@ def own_spec(batch: Path) -> RunSpec | None:
     return resolve(OmegaConf.create(text))  # type: ignore[arg-type]
 
 
-def as_its_run(spec: RunSpec, origin: Origin, saved: Kept) -> tuple[RunSpec, Origin]:
+def with_run_config(
+    spec: RunSpec, origin: Invocation, saved: SavedBatch
+) -> tuple[RunSpec, Invocation]:
     """The spec of a replay with its run's own values where none was typed."""
-    if (own := own_spec(Path(spec.batch or ""))) is None:
+    if (own := saved_run_spec(Path(spec.batch or ""))) is None:
         return spec, origin
     untyped = [key for key in OWN if not origin.touches(key)]
     folder = Path(spec.batch or "").absolute().parent.parent
     signed = artifacts.signed_config(folder) is not None
-    trusted_targets.check(to_dict(own), untyped, to_dict(spec), spec.batch, "batch", signed)
+    trusted_targets.check_trusted(to_dict(own), untyped, to_dict(spec), spec.batch, "batch", signed)
     choices = {key: name for key, name in saved.names.items() if key in untyped}
     nodes = {key: getattr(own, key) for key in untyped}
     return replace(spec, **nodes), replace(origin, choices={**origin.choices, **choices})
 
 
-def source(folder: Path, saved: Kept) -> Saved | None:
+def checkpoint_before_step(folder: Path, saved: SavedBatch) -> LoadedCheckpoint | None:
     """The last checkpoint from which the run came to the step.
 
     Raises:
@@ -74,7 +76,7 @@ def source(folder: Path, saved: Kept) -> Saved | None:
     """
     for path in sorted(folder.glob("checkpoints/step-*.pt"), reverse=True):
         with suppress(ConfigError):  # damaged
-            found = Saved(path, checkpoint_file.load(path))
+            found = LoadedCheckpoint(path, checkpoint_file.load(path))
             if saved.begun <= found.content["step"] < saved.steps[0]:
                 return found
     if saved.begun:
@@ -86,8 +88,8 @@ def source(folder: Path, saved: Kept) -> Saved | None:
 
 
 @contextmanager
-def before(
-    spec: RunSpec, saved: Kept, device: torch.device, console: Console
+def rewind_to_step(
+    spec: RunSpec, saved: SavedBatch, device: torch.device, console: Console
 ) -> Iterator[tuple[TrainState, list[Batch], str]]:
     """Context in which the state is that before the step.
 
@@ -100,7 +102,7 @@ def before(
     Returns:
         The state in training mode, the step's micro-batches, and where it came from.
     """
-    begin = source(Path(spec.batch or "").absolute().parent.parent, saved)
+    begin = checkpoint_before_step(Path(spec.batch or "").absolute().parent.parent, saved)
     origin = f"{begin.path}" if begin else "the beginning"
     first, last = begin.content["step"] if begin else 0, saved.steps[0] - 1
     console.print(f"trains {last - first} steps again, from {origin}", markup=False, soft_wrap=True)
@@ -112,21 +114,35 @@ def before(
     loader, validation = build_loaders(spec, build_splits(spec), device)
     seed_all(spec.seed)
     make = partial(
-        build_model, spec, precision, device, start=begin or start(spec), whole=begin is not None
+        build_model,
+        spec,
+        precision,
+        device,
+        start=begin or load_init_weights(spec),
+        whole=begin is not None,
     )
-    built = build_proven(make, precision, device, spec.seed, lambda: next(validation.epoch(0))[0])
+    built = build_proven_model(
+        make, precision, device, spec.seed, lambda: next(validation.epoch(0))[0]
+    )
     with precision.session(built.model, device):
         steps = total_steps(spec.train, loader)
         driven = build_driven(spec, built.model, precision, steps)
-        state = TrainState(built.model, precision, task, precision.scale(device), driven, device,
-                           spec.train.clip_norm)  # fmt: skip
+        state = TrainState(
+            built.model,
+            precision,
+            task,
+            precision.scale(device),
+            driven,
+            device,
+            spec.train.clip_norm,
+        )
         if begin is not None:
             state_dict.restore(state, begin, spec, ())
         state.model.train()
-        for micros, _ in groups(state, loader, spec.train.accumulate):
+        for micros, _ in accumulation_batches(state, loader, spec.train.accumulate):
             if state.step == last:
                 yield state, micros, f"those before the step, trained from {origin}"
                 return
             train_step(state, micros)
-            if evaluates(spec.train, loader, state.step):
+            if is_evaluation_step(spec.train, loader, state.step):
                 evaluate(state, validation)  # its data may draw random numbers

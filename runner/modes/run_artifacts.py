@@ -11,27 +11,27 @@ from runner.data.loader import Loader
 from runner.data.splits import Splits
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes import artifacts
-from runner.modes.result import RunResult, show
-from runner.training.callbacks.summary import Tally
+from runner.modes.result import RunResult, print_result
+from runner.training.callbacks.summary import RunSummary
 from runner.training.state import TrainState
 from runner.utils.errors import CheckpointError
 from runner.utils.files import write_table
-from runner.utils.formatting import number, relative_path
+from runner.utils.formatting import format_number, relative_path
 from runner.utils.layout import RESULT
-from runner.utils.secrets import masked
+from runner.utils.secrets import redact_values
 
 if TYPE_CHECKING:
-    from runner.modes.context import Run
+    from runner.modes.context import RunContext
 
 
-def tell_inputs(this: "Run", splits: Splits) -> None:
+def log_data_sets(this: "RunContext", splits: Splits) -> None:
     """The data sets that the run reads."""
     if this.tracker.takes_runs:
         name = this.origin.chosen("data", this.spec.data)
-        this.tracker.inputs(fingerprint.describe(name, masked(this.spec.data), splits))
+        this.tracker.inputs(fingerprint.describe_data(name, redact_values(this.spec.data), splits))
 
 
-def tell_workers(this: "Run", loader: Loader) -> None:
+def log_workers(this: "RunContext", loader: Loader) -> None:
     """Say that loading processes which were asked for have nothing to do."""
     if loader.workers and not loader.uses_workers:
         name = this.origin.chosen("data", this.spec.data)
@@ -41,7 +41,7 @@ def tell_workers(this: "Run", loader: Loader) -> None:
         )
 
 
-def leave_dtypes(this: "Run", probe: DtypeProbe) -> None:
+def save_dtypes(this: "RunContext", probe: DtypeProbe) -> None:
     """Module by module what stores and computes in which dtype, a table on MLflow's page."""
     fates = {m.module: "converted" if m.done else f"skipped: {m.why}" for m in this.report.modules}
     rows = probe.table()
@@ -51,12 +51,17 @@ def leave_dtypes(this: "Run", probe: DtypeProbe) -> None:
         this.tracker.tags(artifacts.tables_tag("dtypes.json"))
 
 
-def leave_processes(this: "Run", summary: Mapping[str, Any]) -> float:
+def save_processes(this: "RunContext", summary: Mapping[str, Any]) -> float:
     """What each process took, a table on MLflow's page; the greatest peak of memory, in MiB."""
     peak, milliseconds = this.accelerator.peak_memory_mib(), summary["step_ms"]
     place = this.strategy.place
-    mine = {"process": str(place.rank), "host": node(), "device": this.accelerator.name,
-            "ms per step": number(milliseconds), "peak MiB": number(peak)}  # fmt: skip
+    mine = {
+        "process": str(place.rank),
+        "host": node(),
+        "device": this.accelerator.name,
+        "ms per step": format_number(milliseconds),
+        "peak MiB": format_number(peak),
+    }
     found = this.strategy.gather((peak, mine))
     if place.world > 1 and place.first:
         rows = [row for _, row in found]
@@ -65,14 +70,14 @@ def leave_processes(this: "Run", summary: Mapping[str, Any]) -> float:
     return max((peak for peak, _ in found), default=peak)
 
 
-def leave_loss_scale(this: "Run", tally: Tally, steps: int) -> None:
+def save_loss_scale(this: "RunContext", tally: RunSummary, steps: int) -> None:
     """The picture of the loss scale, where there is one."""
     if tally.scales:
         seen = tally.scales, tally.overflows, steps
         this.leave(this.out / "loss_scale.png", lambda path: artifacts.draw_loss_scale(path, *seen))
 
 
-def leave_weights(this: "Run", state: TrainState) -> None:
+def save_weights(this: "RunContext", state: TrainState) -> None:
     """The weights alone, in the format that other tools read; packed ones as they are packed.
     Called by all processes."""
     from safetensors import SafetensorError
@@ -93,17 +98,17 @@ def leave_weights(this: "Run", state: TrainState) -> None:
         this.tracker.artifact(path)
 
 
-def unsaved(this: "Run", result: RunResult) -> NoReturn:
+def raise_unsaved_weights(this: "RunContext", result: RunResult) -> NoReturn:
     """End a run whose weights could not be written: what it reached is told and kept."""
     error = CheckpointError("\n".join(this.lost))
     failed = replace(result, status="failed", error=str(error))
     this.leave(this.out / RESULT, lambda _: failed.write(this.out))
-    show(this.console, failed)
+    print_result(this.console, failed)
     error.finished = True
     raise error
 
 
-def leave_model(this: "Run", state: TrainState, loader: Loader) -> None:
+def save_model(this: "RunContext", state: TrainState, loader: Loader) -> None:
     """The trained model for MLflow. One that cannot be exported costs no run its end."""
     if not this.tracker.takes_models or this.signals.requested():
         return

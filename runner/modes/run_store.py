@@ -11,19 +11,19 @@ from urllib.parse import quote
 
 import yaml
 
-from runner.config.invocation import Origin
+from runner.config.invocation import Invocation
 from runner.config.renamed import current_path
 from runner.config.schema import RunSpec
-from runner.config.signature import is_signed, where_key_is
+from runner.config.signature import is_signed, key_location
 from runner.distributed import torchrun
 from runner.modes import artifacts
 from runner.tracking import journal
-from runner.tracking.upload_state import SIGNED, Progress
+from runner.tracking.upload_state import SIGNED, UploadState
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.files import read_text
 from runner.utils.layout import CONFIG
-from runner.utils.secrets import hide
+from runner.utils.secrets import redact
 
 MLFLOW = "runner.tracking.mlflow.MlflowTracker"
 NONE = "runner.tracking.none.NoTracker"
@@ -53,20 +53,20 @@ class JournalStore(NamedTuple):
     done: bool
 
 
-class Missing(ConfigError):
+class JournalMissing(ConfigError):
     """A store answers, and does not hold the run."""
 
 
-def stores_of(folder: Path) -> list[JournalStore]:
+def journal_stores(folder: Path) -> list[JournalStore]:
     """Return the stores of a run's journals, the first journal first; empty without a journal."""
-    newest = journal.newest(folder)
-    paths = journal.chain(newest) if newest else []
+    newest = journal.latest_journal(folder)
+    paths = journal.run_journals(newest) if newest else []
     found = (_store_of(path) for path in paths)
     return [store for store in found if store]
 
 
-def keep_store(
-    spec: RunSpec, folder: Path, origin: Origin, waits: bool, say: Callable[[str], None]
+def resumed_store(
+    spec: RunSpec, folder: Path, origin: Invocation, waits: bool, say: Callable[[str], None]
 ) -> RunSpec:
     """Return the spec of a resumed run with the tracking that the run had: its store, and where
     its config is signed the other keys of `tracking`, too. What is typed wins.
@@ -81,13 +81,13 @@ def keep_store(
     Raises:
         ConfigError: the store cannot be named, does not hold the run, or does not answer.
     """
-    if not torchrun.place().first:
+    if not torchrun.process_rank().first:
         return spec
     typed = _typed(origin)
     tracking = _settings(spec.tracking, folder, typed)
     if tracking.get("_target_") == NONE:
         say(f"continues the run in {folder} without a record: tracking=none")
-    stores = stores_of(folder) if tracking.get("_target_") == MLFLOW else []
+    stores = journal_stores(folder) if tracking.get("_target_") == MLFLOW else []
     if not stores:
         return replace(spec, tracking=tracking)
     last = next((store for store in reversed(stores) if store.run_id), stores[-1])
@@ -95,12 +95,12 @@ def keep_store(
     _check_store(uri, last, waits, say)
     _check_earlier(stores, uri)
     name = f"run {last.run_id}" if last.run_id else f"the run in {folder}"
-    say(f"continues {name} in {hide(uri)}")
+    say(f"continues {name} in {redact(uri)}")
     experiment = tracking.get("experiment") or last.experiment
     return replace(spec, tracking={**tracking, "uri": uri, "experiment": experiment})
 
 
-def sweep_store(folder: Path, typed: str | None) -> str | None:
+def resumed_sweep_store(folder: Path, typed: str | None) -> str | None:
     """Return the store of a sweep: its own journal's, else its first job's; None without any.
 
     Args:
@@ -112,7 +112,7 @@ def sweep_store(folder: Path, typed: str | None) -> str | None:
     """
     folders = [folder, *sorted(path.parent for path in folder.glob("*/journal.jsonl"))]
     # A sweep that joined one of another machine has no journal but its jobs'.
-    stores = next(filter(None, map(stores_of, folders)), [])
+    stores = next(filter(None, map(journal_stores, folders)), [])
     if not stores:
         return None
     last = next((store for store in reversed(stores) if store.run_id), stores[-1])
@@ -122,8 +122,8 @@ def sweep_store(folder: Path, typed: str | None) -> str | None:
 
 
 def _store_of(path: Path) -> JournalStore | None:
-    start = next((record for record, _ in journal.read(path)), {})
-    progress = Progress(path)
+    start = next((record for record, _ in journal.read_records(path)), {})
+    progress = UploadState(path)
     progress.peek()
     moved = isinstance(progress.uri, str)
     uri, signature = start.get("uri"), start.get("signature")
@@ -142,7 +142,7 @@ def _store_of(path: Path) -> JournalStore | None:
     )
 
 
-def _typed(origin: Origin) -> list[str]:
+def _typed(origin: Invocation) -> list[str]:
     """Keys of `tracking` that were typed; `tracking` itself where another option was."""
     heads = (text.lstrip("+~").partition("=")[0] for text in origin.overrides)
     return [head for head in heads if head.partition(".")[0] == "tracking"]
@@ -154,7 +154,7 @@ def _settings(ours: Mapping[str, Any], folder: Path, typed: Sequence[str]) -> di
         return dict(ours)
     signed = artifacts.signed_config(folder)
     kept = signed.get("tracking") if signed else None
-    if kept is None and journal.newest(folder) is None and _had_none(folder):
+    if kept is None and journal.latest_journal(folder) is None and _had_none(folder):
         kept = {"_target_": NONE}
     if not isinstance(kept, dict) or (typed and kept.get("_target_") == NONE):
         return dict(ours)
@@ -189,9 +189,9 @@ def _chosen(typed: str | None, last: JournalStore, key: str = KEY, what: str = "
     if last.own:
         return last.uri
     raise ConfigError(
-        f"{key}: the {what} is recorded in {hide(last.uri)}, as its journal says, which is not "
-        f"signed with your key ({where_key_is()}). If you trust it, type "
-        f"tracking.uri={hide(last.uri)} to continue there, or tracking=none."
+        f"{key}: the {what} is recorded in {redact(last.uri)}, as its journal says, which is not "
+        f"signed with your key ({key_location()}). If you trust it, type "
+        f"tracking.uri={redact(last.uri)} to continue there, or tracking=none."
     )
 
 
@@ -208,9 +208,9 @@ def _check_store(
     same = _same(uri, last.uri)
     try:
         _look(uri, last.run_id, same)
-    except Missing as error:
+    except JournalMissing as error:
         other = (
-            f"Leave tracking.uri out to continue in {hide(last.uri)}"
+            f"Leave tracking.uri out to continue in {redact(last.uri)}"
             if not same
             else f"Type tracking.uri=<the store that holds it>, if the {what} was moved there"
         )
@@ -225,7 +225,7 @@ def _check_store(
             say(f"warning: {error} Training goes on; its records are kept in the run's folder.")
             return
         raise ConfigError(
-            f"{key}: the {what} is recorded in {hide(uri)}, and {error} Start the store, type "
+            f"{key}: the {what} is recorded in {redact(uri)}, and {error} Start the store, type "
             "tracking.uri=<its address now>, or tracking=none to continue without a record."
         ) from error
 
@@ -239,15 +239,15 @@ def _check_earlier(stores: Sequence[JournalStore], uri: str) -> None:
             _move(store, uri)
         elif not store.own:
             raise ConfigError(
-                f"{KEY}: {store.path} is to be sent to {hide(store.uri)}, and is not signed with "
-                f"your key ({where_key_is()}). Delete it, or type init.weights=<its checkpoint> "
+                f"{KEY}: {store.path} is to be sent to {redact(store.uri)}, and is not signed with "
+                f"your key ({key_location()}). Delete it, or type init.weights=<its checkpoint> "
                 "to start a new run from its weights."
             )
 
 
 def _move(store: JournalStore, uri: str) -> None:
     """Have a journal sent to the run's own store that another one has refused."""
-    progress = Progress(store.path)
+    progress = UploadState(store.path)
     if progress.claim():
         try:
             progress.move(uri, store.experiment)
@@ -260,7 +260,7 @@ def _same(one: str, other: str) -> bool:
     files = sqlite_path(one), sqlite_path(other)
     if files[0] and files[1]:
         return files[0].resolve() == files[1].resolve()
-    return hide(one) == hide(other)
+    return redact(one) == redact(other)
 
 
 def _look(uri: str, run_id: str | None, same: bool) -> None:
@@ -285,11 +285,11 @@ def _look(uri: str, run_id: str | None, same: bool) -> None:
 
 def _check_stage(stage: str | None, uri: str, run_id: str) -> None:
     if stage is None:
-        raise Missing(f"{hide(uri)} does not hold its run {run_id}.")
+        raise JournalMissing(f"{redact(uri)} does not hold its run {run_id}.")
     if stage == "deleted":
-        raise Missing(
-            f"its run {run_id} was deleted in {hide(uri)}. To have it back: "
-            f"MLFLOW_TRACKING_URI={hide(uri)} mlflow runs restore --run-id {run_id}."
+        raise JournalMissing(
+            f"its run {run_id} was deleted in {redact(uri)}. To have it back: "
+            f"MLFLOW_TRACKING_URI={redact(uri)} mlflow runs restore --run-id {run_id}."
         )
 
 

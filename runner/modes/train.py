@@ -9,116 +9,137 @@ from time import perf_counter
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.diagnostics.memory.limits import limit
-from runner.modes.context import Run, prepare, result_of
-from runner.modes.failures import alone_only, check_data, diverged, mishaps, try_batch
-from runner.modes.model_summary import describe
+from runner.diagnostics.memory.limits import memory_limit
+from runner.modes.context import RunContext, build_result, prepare_process
+from runner.modes.failures import (
+    check_data,
+    explain_data_errors,
+    raise_diverged,
+    require_single_process,
+    try_batch,
+)
+from runner.modes.model_summary import describe_model
 from runner.modes.result import RunResult
 from runner.modes.run_artifacts import (
-    leave_dtypes,
-    leave_loss_scale,
-    leave_model,
-    leave_processes,
-    leave_weights,
-    tell_inputs,
-    tell_workers,
-    unsaved,
+    log_data_sets,
+    log_workers,
+    raise_unsaved_weights,
+    save_dtypes,
+    save_loss_scale,
+    save_model,
+    save_processes,
+    save_weights,
 )
-from runner.modes.training_callbacks import Course
-from runner.modes.trial_forward import first_step, prove
-from runner.training.callbacks.callback import tell
-from runner.training.callbacks.summary import Tally
-from runner.training.compile import check_shape, shape
+from runner.modes.training_callbacks import TrainingCallbacks
+from runner.modes.trial_forward import first_step, prove_conversion
+from runner.training.callbacks.callback import dispatch
+from runner.training.callbacks.summary import RunSummary
+from runner.training.compile import check_compile_options, prepare_model
 from runner.training.loop import fit, total_steps
-from runner.training.model import build_model, start
+from runner.training.model import build_model, load_init_weights
 from runner.training.optimizers import build_driven
 from runner.training.state import TrainState
 from runner.utils.errors import CheckpointError
 from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import MIB, stored_bytes, tensor_bytes
-from runner.utils.terminal import typed
+from runner.utils.terminal import quote_command
 
 _UNWATCHED = nullcontext()
 
 
-def train(this: Run) -> RunResult:
+def train(this: RunContext) -> RunResult:
     """Data, model, optimizer, then the loop. Raises ConfigError where they do not fit together."""
     spec, strategy, started = this.spec, this.strategy, perf_counter()
     with this.signals.at_once():
         loaders = _loaders(this)
         make = partial(
-            build_model, spec, this.precision, this.device, start=this.resumed or start(spec),
+            build_model,
+            spec,
+            this.precision,
+            this.device,
+            start=this.resumed or load_init_weights(spec),
             whole=this.resumed is not None,
-        )  # fmt: skip
-        built = prove(this, make, loaders[1])
-        check_shape(spec, this.precision, this.device, built.model)
+        )
+        built = prove_conversion(this, make, loaders[1])
+        check_compile_options(spec, this.precision, this.device, built.model)
     with this.precision.session(built.model, this.device):
         with this.signals.at_once():
-            sizes = describe(this, built)
+            sizes = describe_model(this, built)
             steps = total_steps(spec.train, loaders[0])
             model = strategy.wrap(built.model, this.device)
             state = TrainState(
-                model, this.precision, this.task, this.precision.scale(this.device),
-                build_driven(spec, built.model, this.precision, steps), this.device,
-                spec.train.clip_norm, strategy,
-            )  # fmt: skip
-            alone_only(state, spec.train)
+                model,
+                this.precision,
+                this.task,
+                this.precision.scale(this.device),
+                build_driven(spec, built.model, this.precision, steps),
+                this.device,
+                spec.train.clip_norm,
+                strategy,
+            )
+            require_single_process(state, spec.train)
             _part_streams(this)
             this.state, this.loader = state, loaders[0]
-            this.other = limit(this.device)[0] - stored_bytes(state.model)
+            this.other = memory_limit(this.device)[0] - stored_bytes(state.model)
             try_batch(this, state, loaders[1])
         tally = _loop(this, state, loaders, steps)
-        sizes["peak_memory_mib"] = leave_processes(this, tally.summary())  # the export has its own
+        sizes["peak_memory_mib"] = save_processes(this, tally.summary())  # the export has its own
         if not this.trouble:
-            leave_model(this, state, loaders[1])
+            save_model(this, state, loaders[1])
         sizes["planned_steps"] = steps
         sizes |= this.report.tags()  # the first step may have proven more layers
         sizes["optimizer_mib"] = tensor_bytes(*state.state_tensors()) / MIB
-    result = result_of(this, sizes | tally.summary(), perf_counter() - started)
+    result = build_result(this, sizes | tally.summary(), perf_counter() - started)
     if this.trouble:
-        diverged(this, result)
+        raise_diverged(this, result)
     if this.lost:
-        unsaved(this, result)
+        raise_unsaved_weights(this, result)
     return result
 
 
-def _loaders(this: Run) -> tuple[Loader, Loader]:
+def _loaders(this: RunContext) -> tuple[Loader, Loader]:
     """Training and validation batches; told, looked at, and the seed set for the model."""
-    prepare(this)
+    prepare_process(this)
     splits = build_splits(this.spec)
     place = this.strategy.place
     loaders = build_loaders(this.spec, splits, this.device, place)
     if place.world == 1:  # else the others would not know that a wait was cut
         for loader in loaders:
             loader.waiting = this.signals.at_once
-    tell_inputs(this, splits)
-    tell_workers(this, loaders[0])
+    log_data_sets(this, splits)
+    log_workers(this, loaders[0])
     check_data(this, loaders)
     seed_all(this.spec.seed)
     return loaders
 
 
-def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: int) -> Tally:
+def _loop(
+    this: RunContext, state: TrainState, loaders: tuple[Loader, Loader], steps: int
+) -> RunSummary:
     """Train, with every observer reading along; leaves a checkpoint however it ends."""
     spec, probe = this.spec, DtypeProbe(state.model)
     if spec.train.compile:  # what is compiled shows nothing
         with this.signals.at_once(), probe:
             try_batch(this, state, loaders[1])
-    shape(spec, this.precision, this.device, state.plain_model)
-    course = Course(this, state, loaders[0])
+    prepare_model(spec, this.precision, this.device, state.plain_model)
+    course = TrainingCallbacks(this, state, loaders[0])
     if this.resumed is not None:
         told = course.restore(this.resumed)
         this.say(f"resumed at step {state.step} of {steps}: {this.resumed.path}")
         for line in told:
             this.say(line)
     records = fit(
-        state, *loaders, spec.train, around=_around(this, course, probe),
-        flush_every=spec.checkpoint.every_steps, stopped=this.stopping,
-    )  # fmt: skip
+        state,
+        *loaders,
+        spec.train,
+        around=_around(this, course, probe),
+        flush_every=spec.checkpoint.every_steps,
+        stopped=this.stopping,
+    )
     try:
-        with mishaps(this, state, loaders):
+        with explain_data_errors(this, state, loaders):
             for record in records:
-                tell(course.observers, record)
+                dispatch(course.observers, record)
                 if course.over:
                     break
     finally:
@@ -131,16 +152,16 @@ def _loop(this: Run, state: TrainState, loaders: tuple[Loader, Loader], steps: i
         if this.signals.requested() and path:
             this.say(f"checkpoint: {path}")
             if this.origin.sweep is None:  # a sweep goes on as a whole
-                this.say(f"to go on: {typed(this.origin.resuming(this.out))}")
+                this.say(f"to go on: {quote_command(this.origin.resuming(this.out))}")
     if spec.checkpoint.safetensors and course.sound():
-        leave_weights(this, state)
+        save_weights(this, state)
     this.trouble = course.trouble
-    leave_dtypes(this, probe)
-    leave_loss_scale(this, course.tally, state.step)
+    save_dtypes(this, probe)
+    save_loss_scale(this, course.tally, state.step)
     return course.tally
 
 
-def _save_last(this: Run, course: Course) -> Path | None:
+def _save_last(this: RunContext, course: TrainingCallbacks) -> Path | None:
     """The last checkpoint; None where there is none, and this.lost says why it was not written."""
     try:
         return course.save_last()
@@ -149,14 +170,14 @@ def _save_last(this: Run, course: Course) -> Path | None:
         return None
 
 
-def _part_streams(this: Run) -> None:
+def _part_streams(this: RunContext) -> None:
     """What the processes draw at random from here on differs; their weights are alike."""
     if not this.strategy.place.first:
         seed_all(this.spec.seed + this.strategy.place.rank * 2**40)
 
 
 def _around(
-    this: Run, course: Course, probe: DtypeProbe
+    this: RunContext, course: TrainingCallbacks, probe: DtypeProbe
 ) -> Callable[[int], AbstractContextManager[object]]:
     """The context around each step: the first one is watched, and those that numbers are due of."""
     first, looks = course.state.step + 1, course.looks
@@ -170,7 +191,10 @@ def _around(
 
 @contextmanager
 def _first(
-    this: Run, course: Course, probe: DtypeProbe, due: AbstractContextManager[object]
+    this: RunContext,
+    course: TrainingCallbacks,
+    probe: DtypeProbe,
+    due: AbstractContextManager[object],
 ) -> Iterator[None]:
     """Context around the first step, which may compile for minutes and has nothing to save."""
     with this.signals.at_once(), probe, first_step(this, course.state.plain_model), due:

@@ -10,15 +10,20 @@ from torch import nn
 
 from runner.data.loader import Loader
 from runner.distributed.strategy import Single, Strategy
-from runner.precision.conversion_proof import Watch, adapted_layers, converted_layers, multiplies
+from runner.precision.conversion_proof import (
+    ForwardWatch,
+    adapted_layers,
+    converted_layers,
+    holds_matrix,
+)
 from runner.precision.precision import ConversionReport, Precision
-from runner.training.model import Built
+from runner.training.model import BuiltModel
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.files import write_json
 from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
 
 if TYPE_CHECKING:
-    from runner.modes.context import Run
+    from runner.modes.context import RunContext
 
 BYPASSED = "the model reads its weight and passes its forward by"
 CODES = "the model reads its weight itself, which packed would hold codes"
@@ -26,7 +31,7 @@ IDLE = "converted, but not proven: it did not run in the first batch"
 TRAINS = "ran in the first step, not in the evaluation before it"
 
 
-class Found(NamedTuple):
+class TrialResult(NamedTuple):
     """What a trial forward shows.
 
     Attributes:
@@ -42,23 +47,27 @@ class Found(NamedTuple):
     matrices: list[str]
 
 
-def prove(this: "Run", make: Callable[[], Built], loader: Loader) -> Built:
+def prove_conversion(
+    this: "RunContext", make: Callable[[], BuiltModel], loader: Loader
+) -> BuiltModel:
     """Build a run's model with its conversion proven; see build_proven."""
 
     def inputs() -> Any:
         return next(loader.epoch(0))[0]
 
-    return build_proven(make, this.precision, this.device, this.spec.seed, inputs, this.strategy)
+    return build_proven_model(
+        make, this.precision, this.device, this.spec.seed, inputs, this.strategy
+    )
 
 
-def build_proven(
-    make: Callable[[], Built],
+def build_proven_model(
+    make: Callable[[], BuiltModel],
     precision: Precision,
     device: torch.device,
     seed: int,
     inputs: Callable[[], Any],
     strategy: Strategy | None = None,
-) -> Built:
+) -> BuiltModel:
     """Build a model whose conversion is proven by one forward. Layers that the model passes by are
     left as they were, without an adapter too, for which it is built a second time.
 
@@ -108,7 +117,7 @@ def _list(names: Any, most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _bypassed(watch: Watch) -> dict[str, str]:
+def _bypassed(watch: ForwardWatch) -> dict[str, str]:
     """Why layers count as not converted, by name."""
     return {name: CODES if name in watch.ran else BYPASSED for name in sorted(watch.bypassed)}
 
@@ -141,7 +150,7 @@ class _Trial:
         self.precision, self.device, self.strategy = precision, device, strategy
         self.inputs = inputs
 
-    def __call__(self, built: Built) -> Found:
+    def __call__(self, built: BuiltModel) -> TrialResult:
         """Return what all processes found together."""
         found = self._found(built, strict=False)
         every = self.strategy.gather(found)
@@ -152,10 +161,10 @@ class _Trial:
         )
         return self.strategy.told(together)
 
-    def _found(self, built: Built, strict: bool) -> Found:
+    def _found(self, built: BuiltModel, strict: bool) -> TrialResult:
         converted = converted_layers(built.model, built.report)
         layers = adapted_layers(built.model) | converted
-        watch = Watch(built.model, layers, strict)
+        watch = ForwardWatch(built.model, layers, strict)
         ended = False
         with _unchanged(built.model, self.device):
             try:
@@ -167,10 +176,10 @@ class _Trial:
                 pass
         if not ended and watch.asked and not strict:  # what was asked for may be why it failed
             return self._found(built, strict=True)
-        matrices = [name for name, layer in converted.items() if multiplies(layer)]
-        return Found(watch.ran, _bypassed(watch), ended, matrices)
+        matrices = [name for name, layer in converted.items() if holds_matrix(layer)]
+        return TrialResult(watch.ran, _bypassed(watch), ended, matrices)
 
-    def _forward(self, model: nn.Module, watch: Watch) -> None:
+    def _forward(self, model: nn.Module, watch: ForwardWatch) -> None:
         precision = self.precision
         inputs = precision.cast(self.inputs())
         model.eval()
@@ -206,7 +215,7 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def first_step(this: "Run", model: nn.Module) -> Iterator[None]:
+def first_step(this: "RunContext", model: nn.Module) -> Iterator[None]:
     """Watch the first training step: converted layers that run in training only count from then on.
 
     Raises:
@@ -221,7 +230,7 @@ def first_step(this: "Run", model: nn.Module) -> Iterator[None]:
     if this.spec.train.compile or not layers:
         yield
         return
-    with Watch(model, layers) as watch:
+    with ForwardWatch(model, layers) as watch:
         yield
     if found := _bypassed(watch):
         raise ConfigError(
@@ -232,7 +241,7 @@ def first_step(this: "Run", model: nn.Module) -> Iterator[None]:
         _count_trained(this, watch.ran)
 
 
-def _count_trained(this: "Run", ran: set[str]) -> None:
+def _count_trained(this: "RunContext", ran: set[str]) -> None:
     """Write the report anew with the layers that ran in the first step."""
     proven = {row.module for row in this.report.modules if row.why == IDLE} & ran
     rows = (

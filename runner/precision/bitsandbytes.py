@@ -9,17 +9,17 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.precision.casting import cast_nest, narrow
-from runner.precision.conversion import Rules, Swap, convert_modules
-from runner.precision.cuda_half import half_sums, nearest_half, require_bfloat16
-from runner.precision.disk_offload import Spill
+from runner.precision.casting import cast_nest, float64_to_float32
+from runner.precision.conversion import ConversionRules, Swap, convert_modules
+from runner.precision.cuda_half import half_precision_sums, nearest_half, require_bfloat16
+from runner.precision.disk_offload import DiskOffload
 from runner.precision.emulation.float16 import Choice
 from runner.precision.keep_fp32 import find_islands, make_islands
-from runner.precision.layers.conv1d import linear_kinds, widths
+from runner.precision.layers.conv1d import layer_widths, linear_classes
 from runner.precision.options import DTYPES, check_kernels, cpu_kernels, float32_matmul
 from runner.precision.precision import CPU, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.tpu import kind
+from runner.utils.tpu import accelerator_kind
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 COMPUTE = ("bfloat16", "float16", "float32")
@@ -73,14 +73,14 @@ class BitsandbytesPrecision(Precision):
         self.layout = f"bnb-{mode}" if self.freezes else ""
         self.whole = "packed weights cannot be parted from their scales" if self.freezes else ""
         self._kernels = ""
-        self._spill = Spill()
+        self._spill = DiskOffload()
 
     def require(self, device: torch.device) -> None:
         least = (7, 5) if self.mode.startswith("int8") else (6, 0)
         if device.type not in ("cpu", "cuda"):
             raise Unavailable(
                 f"precision={self.name} needs a CPU or an NVIDIA GPU of compute capability "
-                f"{least[0]}.{least[1]} or higher; this run is on {kind(device)}.",
+                f"{least[0]}.{least[1]} or higher; this run is on {accelerator_kind(device)}.",
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:
@@ -113,7 +113,7 @@ class BitsandbytesPrecision(Precision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        sums = half_sums(self.reduced_precision_reduction)
+        sums = half_precision_sums(self.reduced_precision_reduction)
         with float32_matmul(self.float32_matmul), sums, kernels:
             yield
 
@@ -128,10 +128,12 @@ class BitsandbytesPrecision(Precision):
     ) -> tuple[nn.Module, ConversionReport]:
         islands = find_islands(model, self.keep_fp32, self.storage)
         judge = partial(unfit, int8=self.mode.startswith("int8"), frozen=self.freezes)
-        rules = Rules(self.name, self.ignore_modules, islands, judge, self.freezes, self.bypassed)
+        rules = ConversionRules(
+            self.name, self.ignore_modules, islands, judge, self.freezes, self.bypassed
+        )
         try:
             swap: Swap = lambda module: self._swap(module, device)  # noqa: E731
-            report = convert_modules(model, dict.fromkeys(linear_kinds(), swap), rules)
+            report = convert_modules(model, dict.fromkeys(linear_classes(), swap), rules)
         finally:
             self._spill.take_back(model)
         make_islands(model, self.keep_fp32, self.storage)
@@ -174,12 +176,12 @@ class BitsandbytesPrecision(Precision):
         inputs as they are; but float64, which autocast passes by, becomes float32."""
         if self.compute is torch.float32:
             return cast_nest(inputs, self.compute)
-        return narrow(inputs)
+        return float64_to_float32(inputs)
 
 
 def unfit(module: Any, int8: bool, frozen: bool) -> str:
     """Why a linear layer cannot be packed; empty where it can."""
-    if int8 and widths(module)[0] == 1:  # torch 2.11's int8 product is wrong there
+    if int8 and layer_widths(module)[0] == 1:  # torch 2.11's int8 product is wrong there
         return "has one input only"
     if module.weight.is_meta:
         return ""

@@ -50,7 +50,7 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
     return nest
 
 
-def narrow(nest: Any) -> Any:
+def float64_to_float32(nest: Any) -> Any:
     """Float64 and complex128 tensors of a nest in float32 and complex64, which float32 weights can
     meet; everything else as it is."""
 

@@ -15,27 +15,34 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from runner.precision.keep_fp32 import called
-from runner.precision.precision import ConversionReport, Converted, groups
+from runner.precision.keep_fp32 import no_op_hook
+from runner.precision.precision import ConversionReport, ModuleConversion, summarize_modules
 from runner.utils.errors import ConfigError
-from runner.utils.modules import select
+from runner.utils.modules import select_modules
 
 ROOT = "(model)"  # what a model is called that is itself a layer
 # What nn.Module keeps hooks in; the dictionaries stay the same objects, so that handles that the
 # user holds still remove their hooks.
 _HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
-    "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 Swap = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
-class Rules:
+class ConversionRules:
     """Who may be converted.
 
     Attributes:
@@ -57,7 +64,7 @@ class Rules:
 
 
 def convert_modules(
-    model: nn.Module, swaps: Mapping[type[nn.Module], Swap], rules: Rules
+    model: nn.Module, swaps: Mapping[type[nn.Module], Swap], rules: ConversionRules
 ) -> ConversionReport:
     """Convert every module that can be, in place.
 
@@ -70,14 +77,14 @@ def convert_modules(
         ConfigError: nothing would be converted, a pattern matches nothing, or a module carries
             what a swap would lose.
     """
-    rows = list(judged(model, tuple(swaps), rules))
+    rows = list(classify_modules(model, tuple(swaps), rules))
     chosen = [(row.module, module) for row, module in rows if row.done]
     report = ConversionReport(tuple(row for row, _ in rows))
     _check(rules, report, chosen)
     for _, module in chosen:
         # nn.TransformerEncoderLayer reads its parts' weights and passes their forward by in
         # evaluation, but for parts with hooks.
-        module.register_forward_pre_hook(called)
+        module.register_forward_pre_hook(no_op_hook)
     for path, module in chosen:
         swap = next(s for kind, s in swaps.items() if isinstance(module, kind))
         try:
@@ -91,23 +98,23 @@ def convert_modules(
     return report
 
 
-def judged(
-    model: nn.Module, kinds: tuple[type[nn.Module], ...], rules: Rules
-) -> Iterator[tuple[Converted, nn.Module]]:
+def classify_modules(
+    model: nn.Module, kinds: tuple[type[nn.Module], ...], rules: ConversionRules
+) -> Iterator[tuple[ModuleConversion, nn.Module]]:
     """Yield what is to become of every module that holds matrix weights, is of one of these kinds,
     or is a library's own already."""
     # By identity: a module that is registered twice can be meant by either name.
     every = dict(model.named_modules(remove_duplicate=False))
-    ignored = {every[n] for n in select("precision.ignore_modules", rules.ignore, every)}
+    ignored = {every[n] for n in select_modules("precision.ignore_modules", rules.ignore, every)}
     kept = {part for name in rules.islands for part in every[name].modules()}
     holders = _holders(model)
-    found: list[tuple[Converted, nn.Module]] = []
+    found: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():
         kind = next((k for k in kinds if isinstance(module, k)), None)
         layer = kind is not None or is_converted(module)
         if isinstance(module, parametrize.ParametrizationList):
             continue  # what it holds is the weight of the module around it
-        if not layer and not matrices(module):
+        if not layer and not weight_matrices(module):
             continue
         path = name or ROOT
         why = (
@@ -118,11 +125,11 @@ def judged(
             or (_tied(path, module, holders) if rules.new_weights else "")
             or rules.judge(module)
         )
-        found.append((Converted(path, type(module).__name__, not why, why), module))
+        found.append((ModuleConversion(path, type(module).__name__, not why, why), module))
     yield from _counted(found)
 
 
-def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+def weight_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's own parameters of two dimensions or more; of a parametrized weight what it
     is computed from. A lazy layer's have no dimensions yet."""
     own = dict(module.named_parameters(recurse=False))
@@ -139,21 +146,21 @@ def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _counted(
-    found: Sequence[tuple[Converted, nn.Module]],
-) -> Iterator[tuple[Converted, nn.Module]]:
+    found: Sequence[tuple[ModuleConversion, nn.Module]],
+) -> Iterator[tuple[ModuleConversion, nn.Module]]:
     """Yield the rows with the elements of their matrix weights. What modules share is counted once:
     with the first that is converted, else with the first."""
     owners: dict[int, str] = {}
     for row, module in sorted(found, key=lambda pair: not pair[0].done):
-        for parameter in matrices(module).values():
+        for parameter in weight_matrices(module).values():
             owners.setdefault(id(parameter), row.module)
     for row, module in found:
         held = {
             name: parameter.numel()
-            for name, parameter in matrices(module).items()
+            for name, parameter in weight_matrices(module).items()
             if owners[id(parameter)] == row.module
         }
-        others = {owners[id(parameter)] for parameter in matrices(module).values()}
+        others = {owners[id(parameter)] for parameter in weight_matrices(module).values()}
         others.discard(row.module)
         counted = replace(
             row,
@@ -173,13 +180,15 @@ def _other(module: nn.Module, name: str) -> str:
         return "an embedding is a lookup without a product"
     if type(module).__module__.startswith("torch.nn."):
         return f"precision={name} converts linear layers only"
-    held = ", ".join(matrices(module))
+    held = ", ".join(weight_matrices(module))
     return f"holds its own {held}; precision={name} converts linear layers only"
 
 
-def _check(rules: Rules, report: ConversionReport, chosen: Sequence[tuple[str, nn.Module]]) -> None:
+def _check(
+    rules: ConversionRules, report: ConversionReport, chosen: Sequence[tuple[str, nn.Module]]
+) -> None:
     if not chosen:
-        reasons = groups(report.modules)
+        reasons = summarize_modules(report.modules)
         more = [f"and {len(reasons) - 4} more"] if len(reasons) > 4 else []
         _, weights = report.weights
         of_what = f"the model's {weights:,} matrix weights" if weights else "the model"
@@ -196,8 +205,13 @@ def _check(rules: Rules, report: ConversionReport, chosen: Sequence[tuple[str, n
         )
 
 
-_LOW = ("bitsandbytes.", "transformer_engine.", "torchao.", "runner.precision.layers.",
-        "runner.precision.emulation.te_emulation")  # fmt: skip
+_LOW = (
+    "bitsandbytes.",
+    "transformer_engine.",
+    "torchao.",
+    "runner.precision.layers.",
+    "runner.precision.emulation.te_emulation",
+)
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -225,7 +239,7 @@ def _foreign(module: nn.Module, kind: type[nn.Module] | None) -> str:
     return ""
 
 
-def shared_with(model: nn.Module) -> dict[str, list[str]]:
+def find_shared_weights(model: nn.Module) -> dict[str, list[str]]:
     """Of each module that shares a parameter with others, or has further names itself: those."""
     holders = _holders(model, twice=True)
     return {
@@ -263,7 +277,7 @@ def _weight_hooks(module: nn.Module) -> bool:
 
 
 @cache
-def low_class(low: type[nn.Module], kind: type[nn.Module]) -> Any:
+def low_precision_class(low: type[nn.Module], kind: type[nn.Module]) -> Any:
     """A low-precision layer's class, before the user's own where the module had one, whose methods
     and isinstance hold."""
     if kind.__module__.startswith("torch.nn.modules."):
@@ -271,7 +285,7 @@ def low_class(low: type[nn.Module], kind: type[nn.Module]) -> Any:
     return type(low.__name__, (low, kind), {"__module__": low.__module__})
 
 
-def graft(module: nn.Module, made: nn.Module) -> None:
+def replace_in_place(module: nn.Module, made: nn.Module) -> None:
     """Turn `module` into `made`, keeping its object, its hooks and what the user put on it."""
     for key in ("_parameters", "_buffers", "_modules"):
         vars(made)[key] = {**vars(module)[key], **vars(made)[key]}

@@ -22,9 +22,14 @@ _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _SHAPES = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel,
-    torch.Tensor.nelement, torch.Tensor.__len__, torch.numel,
-}  # fmt: skip
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.__len__,
+    torch.numel,
+}
 
 
 def converted_layers(model: nn.Module, report: ConversionReport) -> dict[str, nn.Module]:
@@ -49,13 +54,13 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def multiplies(layer: nn.Module) -> bool:
+def holds_matrix(layer: nn.Module) -> bool:
     """Return whether a layer holds a matrix, as a norm does not."""
     weight = layer._parameters.get("weight")
     return weight is not None and weight.ndim > 1
 
 
-class Watch(TorchFunctionMode):
+class ForwardWatch(TorchFunctionMode):
     """Context that watches converted layers in one forward and changes no module for good.
 
     A foreign read of a packed weight gets the numbers that the weight stands for, so that the
@@ -92,7 +97,7 @@ class Watch(TorchFunctionMode):
         as long as the layer runs too, a packed one may not."""
         return {n for n in self.read if n not in self.ran or _is_packed(self.layers[n])}
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "ForwardWatch":
         # Not by hooks: `layer.forward(x)` passes them by, and their presence changes the path that
         # some modules take.
         names = {id(layer): name for name, layer in self.layers.items()}

@@ -47,7 +47,7 @@ def require_bfloat16(name: str, device: torch.device, remedy: str) -> None:
 
 
 @contextmanager
-def half_sums(reduced: bool) -> Iterator[None]:
+def half_precision_sums(reduced: bool) -> Iterator[None]:
     """Set whether float16 and bfloat16 products on CUDA may add their parts in half precision,
     and restore torch's switches after, also after an exception.
 

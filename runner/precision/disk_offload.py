@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from runner.precision.layers.conv1d import linear_kinds
+from runner.precision.layers.conv1d import linear_classes
 from runner.utils.errors import ConfigError
 
 
-class Spill:
+class DiskOffload:
     """Context around a model's construction. Every float weight of a new nn.Linear or Conv1D on the
     CPU is mapped from a file of its own, already unlinked, whose pages the system may write out;
     the parameter object and its values are the ordinary ones.
@@ -43,7 +43,7 @@ class Spill:
 
     def _spill(self, module: nn.Module, name: str, parameter: Any) -> None:
         fits = isinstance(parameter, nn.Parameter) and parameter.is_floating_point()
-        if not fits or type(module) not in linear_kinds() or name != "weight":
+        if not fits or type(module) not in linear_classes() or name != "weight":
             return
         if (
             parameter.device.type != "cpu"

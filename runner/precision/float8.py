@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, narrow
-from runner.precision.conversion import Rules, convert_modules, graft
-from runner.precision.cuda_half import half_sums, nearest_half
+from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, float64_to_float32
+from runner.precision.conversion import ConversionRules, convert_modules, replace_in_place
+from runner.precision.cuda_half import half_precision_sums, nearest_half
 from runner.precision.keep_fp32 import find_islands, make_islands
-from runner.precision.layers.backward_checks import first_order
-from runner.precision.layers.conv1d import is_transposed, linear_kinds, widths
-from runner.precision.layers.padding import padded
+from runner.precision.layers.backward_checks import forbid_second_derivative
+from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
+from runner.precision.layers.padding import pad_rows
 from runner.precision.options import DTYPES, check_kernels, float32_matmul
 from runner.precision.precision import CPU, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.quiet_import import quiet
-from runner.utils.tpu import is_tpu, kind
+from runner.utils.quiet_import import quiet_imports
+from runner.utils.tpu import accelerator_kind, is_tpu
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -94,7 +94,10 @@ class Float8Precision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        with float32_matmul(self.float32_matmul), half_sums(self.reduced_precision_reduction):
+        with (
+            float32_matmul(self.float32_matmul),
+            half_precision_sums(self.reduced_precision_reduction),
+        ):
             yield
 
     def convert(
@@ -103,9 +106,11 @@ class Float8Precision(Precision):
         config = _config(self.recipe, self.emulated)
         islands = find_islands(model, self.keep_fp32, self.storage)
         judge = partial(unfit, least=self.min_features)
-        rules = Rules(self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed)
+        rules = ConversionRules(
+            self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed
+        )
         swap = partial(_swap, config=config)
-        report = convert_modules(model, dict.fromkeys(linear_kinds(), swap), rules)
+        report = convert_modules(model, dict.fromkeys(linear_classes(), swap), rules)
         make_islands(model, self.keep_fp32, self.storage)
         cast_floats(model, self.storage, islands)
         return model, report
@@ -127,7 +132,11 @@ class Float8Precision(Precision):
         return self._backward
 
     def cast(self, inputs: Any) -> Any:
-        return narrow(inputs) if self.storage is torch.float32 else cast_nest(inputs, self.storage)
+        return (
+            float64_to_float32(inputs)
+            if self.storage is torch.float32
+            else cast_nest(inputs, self.storage)
+        )
 
 
 NAMES: dict[str, str] = {
@@ -181,7 +190,7 @@ def _require_device(name: str, device: torch.device, emulate: bool) -> None:
     )
     wants = f"precision={name} needs an NVIDIA GPU of compute capability 8.9 or higher;"
     if device.type != "cuda":
-        raise Unavailable(f"{wants} this run is on {kind(device)}.", remedy)
+        raise Unavailable(f"{wants} this run is on {accelerator_kind(device)}.", remedy)
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         gpu = torch.cuda.get_device_name(device)
@@ -197,7 +206,7 @@ def unfit(module: nn.Module, least: int) -> str:
     `in`. So both widths must be such multiples; emulation keeps to it, to convert what hardware
     would.
     """
-    into, out = widths(module)
+    into, out = layer_widths(module)
     shape = f"its shape {into} -> {out}"
     if out % MULTIPLE or into % MULTIPLE:
         return f"{shape} is not in multiples of {MULTIPLE}"
@@ -218,7 +227,7 @@ class _Float8:
         # The library asks CUDA's autocast only, whatever the device, through a deprecated call.
         with torch.autocast(kind, enabled=False):
             # The library cannot clone a transposed tensor that it has scaled by rows.
-            return first_order(padded(self._product, input.contiguous(), MULTIPLE))
+            return forbid_second_derivative(pad_rows(self._product, input.contiguous(), MULTIPLE))
 
     def _product(self, input: Tensor) -> Tensor:
         return super().forward(input)  # type: ignore[misc]
@@ -237,8 +246,8 @@ class _Float8Transposed(_Float8):
 def _swap(module: nn.Module, config: "Float8LinearConfig") -> None:
     """Turn a linear layer into a Float8Linear that holds the same parameter objects."""
     transposed = is_transposed(module)
-    plain = nn.Linear(*widths(module), bias=False, device="meta") if transposed else module
-    with quiet():
+    plain = nn.Linear(*layer_widths(module), bias=False, device="meta") if transposed else module
+    with quiet_imports():
         from torchao.float8 import convert_to_float8_training
 
         # Not Float8Linear.from_float: this one also mends a miscompilation of FP8 in Inductor.
@@ -246,7 +255,7 @@ def _swap(module: nn.Module, config: "Float8LinearConfig") -> None:
     made.__class__ = _layer(type(module), type(made), _Float8Transposed if transposed else _Float8)
     for held in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
         vars(made)[held] = vars(module)[held]  # what the user registered as well
-    graft(module, made)
+    replace_in_place(module, made)
 
 
 @cache
@@ -256,7 +265,7 @@ def _layer(kind: type[nn.Module], converted: type[nn.Module], mixin: type) -> ty
 
 
 def _config(recipe: str, emulate: bool) -> "Float8LinearConfig":
-    with quiet():
+    with quiet_imports():
         from torchao.float8 import Float8LinearConfig
 
         return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)

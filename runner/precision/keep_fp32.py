@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.precision.casting import cast_floats, cast_nest
-from runner.precision.layers.backward_checks import in_backward
+from runner.precision.layers.backward_checks import is_in_backward
 from runner.utils.errors import ConfigError
-from runner.utils.modules import select
+from runner.utils.modules import select_modules
 
 
 class Float32Island:
@@ -56,7 +56,7 @@ def find_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
         return set()
     # A module that is registered twice can be meant by either name.
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    chosen = select("precision.keep_fp32", patterns, names)
+    chosen = select_modules("precision.keep_fp32", patterns, names)
     outermost = {n for n in chosen if not any(_holds(m, n) for m in chosen)}
     if storage is not torch.float32:
         _refuse_ties(model, outermost)
@@ -83,7 +83,7 @@ def _make_island(module: nn.Module, storage: torch.dtype) -> None:
         module._surroundings = storage  # type: ignore[assignment]
         # nn.TransformerEncoderLayer reads its parts' weights and passes their forward by in
         # evaluation, but for parts with hooks.
-        module.register_forward_pre_hook(called)
+        module.register_forward_pre_hook(no_op_hook)
         if storage is not torch.float32:
             _Recomputed().watch(module)
     cast_floats(module, torch.float32)
@@ -104,16 +104,16 @@ class _Recomputed:
                 part.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if in_backward():
+        if is_in_backward():
             self.previous.append(torch.get_default_dtype())
             torch.set_default_dtype(torch.float32)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward():
+        if is_in_backward():
             torch.set_default_dtype(self.previous.pop())
 
 
-def called(module: nn.Module, args: Any) -> None:
+def no_op_hook(module: nn.Module, args: Any) -> None:
     """A hook that does nothing, so that fast paths see one; see _make_island."""
 
 

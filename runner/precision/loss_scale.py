@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from runner.utils.errors import ConfigError
 
 
-class Scale(ABC):
+class LossScale(ABC):
     """What the step asks of a loss scale. Tensors are scalars on the run's device."""
 
     @property
@@ -55,7 +55,7 @@ class Scale(ABC):
             )
 
 
-class NoScale(Scale):
+class NoLossScale(LossScale):
     """No loss scale: every operation is the plain one."""
 
     value: Final = None  # type: ignore[assignment]
@@ -73,7 +73,7 @@ class NoScale(Scale):
         return None
 
 
-class DynamicScale(Scale):
+class DynamicLossScale(LossScale):
     """Backs off at an overflow, grows after growth_interval steps without one.
 
     Args:
@@ -98,9 +98,14 @@ class DynamicScale(Scale):
         fixed: float | None = None,
     ) -> None:
         check_loss_scale(
-            {"init_scale": init_scale, "growth_factor": growth_factor, "fixed": fixed,
-             "backoff_factor": backoff_factor, "growth_interval": growth_interval}
-        )  # fmt: skip
+            {
+                "init_scale": init_scale,
+                "growth_factor": growth_factor,
+                "fixed": fixed,
+                "backoff_factor": backoff_factor,
+                "growth_interval": growth_interval,
+            }
+        )
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.fixed = int(growth_interval), fixed is not None
         self.device = device
@@ -138,9 +143,13 @@ class DynamicScale(Scale):
         flags = [flag for flag in found_infs if flag is not None]
         found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         torch._amp_update_scale_(
-            self._scale, self._applied_in_a_row, found,
-            self.growth_factor, self.backoff_factor, self.growth_interval,
-        )  # fmt: skip
+            self._scale,
+            self._applied_in_a_row,
+            found,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+        )
 
     def state_dict(self) -> dict[str, float]:
         """Read from the device; for checkpoints, never on the step path."""

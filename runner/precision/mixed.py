@@ -8,10 +8,10 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.precision.casting import narrow
-from runner.precision.cuda_half import half_sums, lacks_bfloat16, require_bfloat16
+from runner.precision.casting import float64_to_float32
+from runner.precision.cuda_half import half_precision_sums, lacks_bfloat16, require_bfloat16
 from runner.precision.emulation.float16 import Choice
-from runner.precision.loss_scale import DynamicScale, NoScale, Scale, check_loss_scale
+from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
 from runner.precision.options import DTYPES, check_kernels, cpu_kernels, float32_matmul, require_cpu
 from runner.precision.precision import CPU, ConversionReport, Precision
 from runner.precision.true import EMULATE_BFLOAT16
@@ -98,7 +98,7 @@ class MixedPrecision(Precision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        sums = half_sums(self.reduced_precision_reduction)
+        sums = half_precision_sums(self.reduced_precision_reduction)
         with float32_matmul(self.float32_matmul), sums, kernels:
             yield
 
@@ -137,7 +137,11 @@ class MixedPrecision(Precision):
 
     def cast(self, inputs: Any) -> Any:
         """Unchanged, autocast casts them; but float64, which it passes by, becomes float32."""
-        return narrow(inputs)
+        return float64_to_float32(inputs)
 
-    def scale(self, device: torch.device) -> Scale:
-        return NoScale() if self.loss_scale is None else DynamicScale(device, **self.loss_scale)
+    def scale(self, device: torch.device) -> LossScale:
+        return (
+            NoLossScale()
+            if self.loss_scale is None
+            else DynamicLossScale(device, **self.loss_scale)
+        )

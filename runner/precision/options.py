@@ -9,10 +9,10 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from runner.precision.emulation.float16 import Choice, float32_accumulate, resolve
+from runner.precision.emulation.float16 import Choice, choose_kernels, float32_accumulate
 from runner.precision.precision import Precision
 from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.tpu import kind
+from runner.utils.tpu import accelerator_kind
 
 MATMUL = ("highest", "high", "medium")
 
@@ -33,7 +33,7 @@ def cpu_kernels(
     half = precision.compute
     if device.type != "cpu" or not (half is torch.float16 or precision.emulated):
         return "", nullcontext()
-    kernels = resolve("float32_accumulate" if precision.emulated else choice, model)
+    kernels = choose_kernels("float32_accumulate" if precision.emulated else choice, model)
     return kernels, float32_accumulate(half) if kernels != "native" else nullcontext()
 
 
@@ -144,7 +144,7 @@ def require_cpu(name: str, device: torch.device) -> None:
     if device.type != "cpu":
         raise Unavailable(
             f"precision={name} precision.emulate=true runs on a CPU; this run is on "
-            f"{kind(device)}.",
+            f"{accelerator_kind(device)}.",
             "Type accelerator=cpu, or leave precision.emulate out.",
         )
 
@@ -154,7 +154,7 @@ def require_tf32(name: str, device: torch.device) -> None:
     if device.type != "cuda":
         raise Unavailable(
             f"precision={name} needs an NVIDIA GPU of compute capability 8.0 or higher; "
-            f"this run is on {kind(device)}.",
+            f"this run is on {accelerator_kind(device)}.",
             "Type precision.emulate=true for its numbers without its speed, or precision=32-true, "
             "the nearest that runs here.",
         )

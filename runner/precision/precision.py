@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import cast_floats
 from runner.precision.keep_fp32 import make_islands
-from runner.precision.loss_scale import NoScale, Scale
+from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.utils.errors import Unavailable
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ _NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
-class Converted:
+class ModuleConversion:
     """One module that a conversion looked at.
 
     Attributes:
@@ -47,7 +47,7 @@ class Converted:
     converted: int = 0
     counted_with: str = ""
 
-    def skip(self, why: str) -> "Converted":
+    def skip(self, why: str) -> "ModuleConversion":
         """Return the row of the same module, not converted for this reason."""
         return replace(self, done=False, why=why, converted=0)
 
@@ -59,7 +59,7 @@ class ConversionReport:
     Empty where a precision converts no modules. A layer is a module that holds matrix weights.
     """
 
-    modules: tuple[Converted, ...] = ()
+    modules: tuple[ModuleConversion, ...] = ()
 
     def __str__(self) -> str:
         done, every = self.layers
@@ -85,8 +85,8 @@ class ConversionReport:
         names = ", ".join(done[:most])
         more = f", and {len(done) - most} more" if len(done) > most else ""
         yield f"converted {self._counts()}{': ' * bool(done)}{names}{more}"
-        skipped = groups(row for row in self.modules if not row.done)
-        notes = groups(row for row in self.modules if row.done and row.why)
+        skipped = summarize_modules(row for row in self.modules if not row.done)
+        notes = summarize_modules(row for row in self.modules if row.done and row.why)
         texts = [f"  skipped {text}" for text in skipped]
         texts += [f"  converted {text}" for text in notes]
         yield from texts[:most]
@@ -115,10 +115,10 @@ class ConversionReport:
         return [asdict(module) for module in self.modules]
 
 
-def groups(rows: Iterable[Converted], most: int = 4) -> list[str]:
+def summarize_modules(rows: Iterable[ModuleConversion], most: int = 4) -> list[str]:
     """Return a text for the modules of each class and reason: up to `most` by their names, more as
     a number and the first names."""
-    alike: dict[tuple[str, str, str], list[Converted]] = {}
+    alike: dict[tuple[str, str, str], list[ModuleConversion]] = {}
     for row in rows:
         alike.setdefault((row.kind, row.why, row.counted_with), []).append(row)
     texts = []
@@ -231,9 +231,9 @@ class Precision(ABC):
         """A batch's model inputs in the dtype that the model wants."""
         return inputs
 
-    def scale(self, device: torch.device) -> Scale:
+    def scale(self, device: torch.device) -> LossScale:
         """The loss scale of a run."""
-        return NoScale()
+        return NoLossScale()
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Context around an evaluation during training, which leaves no trace in the training."""

@@ -23,7 +23,7 @@ INSTALL = 'Type pip install "precision-runner[transformer-engine]".'
 
 
 @dataclass(frozen=True)
-class Key:
+class RecipeKey:
     """A key of a recipe: its default, whether a value is allowed, and what is, for messages."""
 
     default: Any
@@ -31,16 +31,16 @@ class Key:
     allowed: str
 
 
-def _one_of(*values: Any) -> Key:
+def _one_of(*values: Any) -> RecipeKey:
     """The first is the default. 1 and true are not the same."""
     spelling = {"None": "null", "True": "true", "False": "false"}
     shown = ", ".join(spelling.get(str(value), str(value)) for value in values)
-    return Key(values[0], lambda v: any(v == w and type(v) is type(w) for w in values), shown)
+    return RecipeKey(values[0], lambda v: any(v == w and type(v) is type(w) for w in values), shown)
 
 
-def _whole(default: int, least: int) -> Key:
+def _whole(default: int, least: int) -> RecipeKey:
     allowed = f"a whole number from {least}"
-    return Key(default, lambda v: type(v) is int and v >= least, allowed)
+    return RecipeKey(default, lambda v: type(v) is int and v >= least, allowed)
 
 
 _OFF = _one_of(False, True)
@@ -48,7 +48,7 @@ _BACKWARD = _one_of(None, "high_precision", "dequantized")
 
 
 @dataclass(frozen=True)
-class Kind:
+class RecipeKind:
     """A kind of recipe.
 
     Attributes:
@@ -62,7 +62,7 @@ class Kind:
     """
 
     recipe: str
-    keys: Mapping[str, Key]
+    keys: Mapping[str, RecipeKey]
     multiple: int
     check: str
     least: tuple[int, int]
@@ -75,8 +75,8 @@ class Kind:
 # contract over output features and over rows, and cuBLASLt asks 16 of what they contract over
 # (common/gemm/cublaslt_gemm.cu). MXFP8 scales blocks of 32 in both directions. NVFP4's blocks are
 # 16, and 16 bytes hold 32 of its values.
-KINDS: Mapping[str, Kind] = {
-    "delayed": Kind(
+KINDS: Mapping[str, RecipeKind] = {
+    "delayed": RecipeKind(
         "DelayedScaling",
         {
             "format": _one_of("HYBRID", "E4M3"),
@@ -85,18 +85,22 @@ KINDS: Mapping[str, Kind] = {
             "amax_compute_algo": _one_of("max", "most_recent"),
             "reduce_amax": _one_of(True, False),
         },
-        16, "is_fp8_available", (8, 9),
+        16,
+        "is_fp8_available",
+        (8, 9),
     ),
-    "current": Kind(
+    "current": RecipeKind(
         "Float8CurrentScaling",
         {
             "format": _one_of("HYBRID", "E4M3"),
             "use_power_2_scales": _OFF,
             "backward_override": _BACKWARD,
         },
-        16, "is_fp8_available", (8, 9),
+        16,
+        "is_fp8_available",
+        (8, 9),
     ),
-    "block": Kind(
+    "block": RecipeKind(
         "Float8BlockScaling",
         {
             "format": _one_of("E4M3", "HYBRID"),
@@ -106,18 +110,24 @@ KINDS: Mapping[str, Kind] = {
             "grad_block_scaling_dim": _one_of(1, 2),
             "backward_override": _BACKWARD,
         },
-        16, "is_fp8_block_scaling_available", (9, 0), cuda=(12, 9),
+        16,
+        "is_fp8_block_scaling_available",
+        (9, 0),
+        cuda=(12, 9),
     ),
-    "mxfp8": Kind(
+    "mxfp8": RecipeKind(
         "MXFP8BlockScaling",
         {
             "format": _one_of("E4M3", "HYBRID"),
             "enable_2d_quantization": _OFF,
             "backward_override": _BACKWARD,
         },
-        32, "is_mxfp8_available", (10, 0), below=(12, 0),
+        32,
+        "is_mxfp8_available",
+        (10, 0),
+        below=(12, 0),
     ),
-    "nvfp4": Kind(
+    "nvfp4": RecipeKind(
         "NVFP4BlockScaling",
         {
             "disable_rht": _OFF,
@@ -125,12 +135,14 @@ KINDS: Mapping[str, Kind] = {
             "disable_2d_quantization": _OFF,
             "backward_override": _BACKWARD,
         },
-        32, "is_nvfp4_available", (10, 0),
+        32,
+        "is_nvfp4_available",
+        (10, 0),
     ),
-}  # fmt: skip
+}
 
 
-def misnamed(name: str, recipe: Mapping[str, Any]) -> list[str]:
+def unknown_recipe(name: str, recipe: Mapping[str, Any]) -> list[str]:
     """The problem of a recipe under the name of another, whose keys it would not take."""
     names = {kind: f"transformer-engine-{kind}" for kind in KINDS} | {
         "delayed": "transformer-engine"
@@ -142,7 +154,7 @@ def misnamed(name: str, recipe: Mapping[str, Any]) -> list[str]:
     return [f"precision.recipe.kind={kind} is not what {name} is. Type precision={names[kind]}."]
 
 
-def problems(recipe: object, weights: str) -> list[str]:
+def recipe_problems(recipe: object, weights: str) -> list[str]:
     """What is wrong with a recipe for weights of a dtype, one sentence each."""
     if not isinstance(recipe, Mapping):
         return [f"precision.recipe={recipe} has no keys. Type precision.recipe.kind=<kind>."]
@@ -177,7 +189,7 @@ def problems(recipe: object, weights: str) -> list[str]:
     return found
 
 
-def library() -> Any:
+def import_library() -> Any:
     """transformer_engine.pytorch, imported when it is first needed. torch must be imported before
     it, as it is above: the library finds CUDA's libraries through it.
 
@@ -190,14 +202,14 @@ def library() -> Any:
         raise ImportError(f"{type(error).__name__}: {error}") from error
 
 
-def whole(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def complete_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe with its kind and all its keys, those that are left out at their defaults."""
     return {k: entry.default for k, entry in KINDS[recipe["kind"]].keys.items()} | dict(recipe)
 
 
-def build(recipe: Mapping[str, Any]) -> Any:
+def build_recipe(recipe: Mapping[str, Any]) -> Any:
     """The library's recipe object, every key given, so that the environment changes none."""
-    values = whole(recipe)
+    values = complete_recipe(recipe)
     kind = KINDS[values.pop("kind")]
     made = importlib.import_module("transformer_engine.common.recipe")
     if "format" in values:
@@ -213,7 +225,7 @@ def build(recipe: Mapping[str, Any]) -> Any:
     return built
 
 
-def require(name: str, kind: Kind, device: torch.device) -> None:
+def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
     """Raise Unavailable where a precision of this kind cannot run: the device is asked first,
     then the package, then the library.
 
@@ -225,7 +237,7 @@ def require(name: str, kind: Kind, device: torch.device) -> None:
     wants = f"precision={name} needs an NVIDIA GPU of compute capability {_range(kind)};"
     nearest = NEAREST.format(nearest_half(device))
     if device.type != "cuda":
-        raise Unavailable(f"{wants} this run is on {tpu.kind(device)}.", nearest)
+        raise Unavailable(f"{wants} this run is on {tpu.accelerator_kind(device)}.", nearest)
     capability = torch.cuda.get_device_capability(device)
     if not kind.least <= capability < kind.below:
         gpu = torch.cuda.get_device_name(device)
@@ -237,7 +249,7 @@ def require(name: str, kind: Kind, device: torch.device) -> None:
             nearest,
         )
     try:
-        te = library()
+        te = import_library()
     except ImportError as error:
         found = isinstance(error, ModuleNotFoundError) and error.name
         why = f"{error.name} is not installed." if found else f"it cannot be imported: {error}"
@@ -249,7 +261,7 @@ def require(name: str, kind: Kind, device: torch.device) -> None:
         )
 
 
-def _range(kind: Kind) -> str:
+def _range(kind: RecipeKind) -> str:
     least = f"{_dotted(kind.least)} or higher"
     return least if kind.below == (99, 0) else f"{least}, below {_dotted(kind.below)}"
 

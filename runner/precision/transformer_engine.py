@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from runner.distributed.strategy import Strategy
 from runner.precision import te_recipes
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest
-from runner.precision.conversion import ROOT, Rules
-from runner.precision.cuda_half import half_sums
+from runner.precision.conversion import ROOT, ConversionRules
+from runner.precision.cuda_half import half_precision_sums
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3
 from runner.precision.keep_fp32 import find_islands, make_islands
@@ -71,7 +71,9 @@ class TransformerEnginePrecision(Precision):
         update_in_eval: bool = False,
         reduced_precision_reduction: bool = False,
     ) -> None:
-        problems = te_recipes.misnamed(name, recipe) or te_recipes.problems(recipe, weights)
+        problems = te_recipes.unknown_recipe(name, recipe) or te_recipes.recipe_problems(
+            recipe, weights
+        )
         if weights not in WEIGHTS:
             allowed = ", ".join(WEIGHTS)
             problems.append(f"precision.weights={weights} is not known. Allowed: {allowed}.")
@@ -101,7 +103,7 @@ class TransformerEnginePrecision(Precision):
 
     def require(self, device: torch.device) -> None:
         if not self.emulated:
-            te_recipes.require(self.name, self.kind, device)
+            te_recipes.require_recipe(self.name, self.kind, device)
 
     def require_strategy(self, strategy: Strategy) -> None:
         if self.emulated and self._is_delayed and strategy.place.world > 1:
@@ -116,7 +118,7 @@ class TransformerEnginePrecision(Precision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         own = _own_amaxes(model) if self._on_hardware(device) else nullcontext()
-        with float32_matmul("highest"), half_sums(self.reduced_precision_reduction), own:
+        with float32_matmul("highest"), half_precision_sums(self.reduced_precision_reduction), own:
             yield
 
     def convert(
@@ -125,7 +127,9 @@ class TransformerEnginePrecision(Precision):
         library = self._library
         islands = find_islands(model, self.keep_fp32, self.storage)
         judge = partial(unfit, multiple=self.kind.multiple)
-        rules = Rules(self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed)
+        rules = ConversionRules(
+            self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed
+        )
         report = convert_layers(model, library, self.kind.multiple, rules, self.fuse)
         if self._is_delayed:
             for layer in _layers(model).values():
@@ -192,7 +196,7 @@ class TransformerEnginePrecision(Precision):
             # Its end would move every scale, were gradients on.
             with torch.no_grad(), self._autocast():
                 layer.init_fp8_meta_tensors(self._recipe)
-        length = te_recipes.whole(self.recipe)["amax_history_len"]
+        length = te_recipes.complete_recipe(self.recipe)["amax_history_len"]
         layer.reset_fp8_meta_tensors(
             {
                 key: [saved[f"{which}_scale"], _fit(saved[f"{which}_amax_history"], length)]
@@ -207,7 +211,7 @@ class TransformerEnginePrecision(Precision):
         if not self._is_delayed:
             return {}
         found: dict[str, Tensor] = {}
-        margin = te_recipes.whole(self.recipe)["margin"]
+        margin = te_recipes.complete_recipe(self.recipe)["margin"]
         for name, layer in _layers(model).items():
             if (held := layer.fp8_meta.get(PASSES["forward"])) is None:
                 continue
@@ -228,13 +232,13 @@ class TransformerEnginePrecision(Precision):
     @property
     def _library(self) -> Any:
         """transformer_engine.pytorch, or what stands in for it."""
-        return te_emulation if self.emulated else te_recipes.library()
+        return te_emulation if self.emulated else te_recipes.import_library()
 
     @property
     def _recipe(self) -> Any:
         """As the library takes it."""
         if self._built is None:
-            build = te_recipes.whole if self.emulated else te_recipes.build
+            build = te_recipes.complete_recipe if self.emulated else te_recipes.build_recipe
             self._built = build(self.recipe)
         return self._built
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from runner.precision.casting import DefaultDtype, cast_nest
-from runner.precision.cuda_half import half_sums, lacks_bfloat16, require_bfloat16
+from runner.precision.cuda_half import half_precision_sums, lacks_bfloat16, require_bfloat16
 from runner.precision.emulation.float16 import Choice
 from runner.precision.emulation.tf32 import tf32_products
 from runner.precision.options import (
@@ -116,11 +116,11 @@ class TruePrecision(Precision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         if self.emulated and self._is_tf32:
-            with float32_matmul("highest"), half_sums(False), tf32_products(model):
+            with float32_matmul("highest"), half_precision_sums(False), tf32_products(model):
                 yield
             return
         self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        sums = half_sums(self.reduced_precision_reduction)
+        sums = half_precision_sums(self.reduced_precision_reduction)
         with float32_matmul(self.float32_matmul), sums, kernels:
             yield
 

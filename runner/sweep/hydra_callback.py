@@ -10,12 +10,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config.hydra_plugins import ADVISE, ISOLATED
-from runner.config.precision_keys import left_out, messages
+from runner.config.precision_keys import keys_left_out, left_out_messages
 from runner.config.schema_advise import LONE_ADVICE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
-from runner.utils.quiet_import import quiet
-from runner.utils.secrets import masked
-from runner.utils.terminal import complain, plain
+from runner.utils.quiet_import import quiet_imports
+from runner.utils.secrets import redact_values
+from runner.utils.terminal import print_error, sanitize
 
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -36,9 +36,9 @@ class SweepCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         launcher = config.hydra.launcher.get("_target_")
         if launcher == ISOLATED:
-            from runner.sweep.launcher.isolated import prepare
+            from runner.sweep.launcher.isolated import prepare_launcher
 
-            prepare()
+            prepare_launcher()
         from runner.sweep.sweep import Sweep
 
         tracking = OmegaConf.to_container(config.tracking, resolve=True)
@@ -59,19 +59,19 @@ class SweepCallback(Callback):
             if sweeper == ADVISE:
                 from runner.sweep.advisor import sweeper as advisor
 
-                advisor.prepare(config)
+                advisor.prepare_sweeper(config)
             if sweeper.startswith(_OPTUNA):
                 prepare_search(config)
             if launcher not in (ISOLATED, _BASIC):
                 from runner.sweep.launcher import remote
 
-                remote.prepare(config)
-            pairs = [] if sweeper == ADVISE else left_out(config, _runs_as_it_is)
+                remote.prepare_remote(config)
+            pairs = [] if sweeper == ADVISE else keys_left_out(config, _runs_as_it_is)
             Sweep.begin(folder, overrides, tracking, self._resume, pairs)  # type: ignore[arg-type]
-            for message in messages(pairs):
-                print(plain(message), flush=True)
+            for message in left_out_messages(pairs):
+                print(sanitize(message), flush=True)
         except RunnerError as error:  # Hydra turns a callback's Exception into a warning
-            complain(str(error))
+            print_error(str(error))
             raise SystemExit(error.exit_status) from error
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
@@ -80,7 +80,7 @@ class SweepCallback(Callback):
         for path in [*kept, Path(config.hydra.sweep.dir, "multirun.yaml")]:
             if path.is_file():
                 content = OmegaConf.to_container(OmegaConf.load(path))
-                if (hidden := masked(content)) != content:
+                if (hidden := redact_values(content)) != content:
                     path.write_text(OmegaConf.to_yaml(OmegaConf.create(hidden)))
 
 
@@ -89,12 +89,12 @@ def _runs_as_it_is(config: DictConfig) -> bool:
     emulate it."""
     from runner.config.resolve import resolve
     from runner.config.targets import instantiate
-    from runner.utils.accelerator import choose
+    from runner.utils.accelerator import choose_accelerator
 
     own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with suppress(ConfigError, Unavailable):
         spec = resolve(own)
-        device = choose(spec.accelerator.name, spec.accelerator.index).device
+        device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
         instantiate(spec.precision).require(device)
         try:
             instantiate({**spec.precision, "emulate": True}).require(device)
@@ -126,7 +126,7 @@ def prepare_search(config: DictConfig) -> None:
             config.hydra.sweeper.direction = _direction(config)
     # It would say that each failed job gave no number; the job itself has said why.
     logging.getLogger(_OPTUNA.rstrip(".")).setLevel(logging.CRITICAL)
-    with quiet():  # it calls what SQLAlchemy has moved elsewhere
+    with quiet_imports():  # it calls what SQLAlchemy has moved elsewhere
         import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -2,41 +2,50 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from runner.config.invocation import Origin
-from runner.config.precision_keys import kept
+from runner.config.invocation import Invocation
+from runner.config.precision_keys import without_keys
 from runner.sweep.manifest import Manifest
-from runner.utils.secrets import hide_override
+from runner.utils.secrets import redact_override
+
+if TYPE_CHECKING:
+    from runner.modes.result import Status
 
 
-def _overrides() -> tuple[str, ...]:
+def job_overrides() -> tuple[str, ...]:
     """Without secrets: they are labels, and stored. Without keys that a sweep leaves out for the
     job's precision."""
-    texts = tuple(hide_override(str(text)) for text in HydraConfig.get().overrides.task)
-    return kept(texts, _left_out()) if HydraConfig.get().mode == RunMode.MULTIRUN else texts
+    texts = tuple(redact_override(str(text)) for text in HydraConfig.get().overrides.task)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        return without_keys(texts, keys_left_out_of_job())
+    return texts
 
 
-def _left_out() -> list[str]:
+def keys_left_out_of_job() -> list[str]:
     """Keys under precision that HydraConfig's job, one of a sweep, runs without."""
     settings = HydraConfig.get()
     manifest = Manifest.read(Path(settings.sweep.dir))
     return manifest.keys_left_out(str(settings.runtime.choices.get("precision")))
 
 
-def job_origin(sweeping: bool) -> Origin:
+def job_origin(sweeping: bool) -> Invocation:
     """Where the config of HydraConfig's job comes from."""
     choices = {str(k): str(v) for k, v in HydraConfig.get().runtime.choices.items() if v}
-    overrides = _overrides()
-    own = [source.path for source in HydraConfig.get().runtime.config_sources
-           if source.provider == "command-line"]  # fmt: skip
+    overrides = job_overrides()
+    own = [
+        source.path
+        for source in HydraConfig.get().runtime.config_sources
+        if source.provider == "command-line"
+    ]
     mine = os.path.relpath(own[0]) if own else None
     if not sweeping:
-        return Origin(choices, overrides, config_dir=mine)
+        return Invocation(choices, overrides, config_dir=mine)
     sweep = Manifest.read(Path(HydraConfig.get().sweep.dir))
     # By key: the text of a value changes when Hydra quotes it again for a job.
     typed = OverridesParser.create().parse_overrides([*sweep.overrides])
@@ -44,10 +53,11 @@ def job_origin(sweeping: bool) -> Origin:
     keyed = ((text.lstrip("+~").partition("=")[0], text) for text in overrides)
     # Where a run is recorded names no job; sweep.resume takes it beside the sweep's own overrides.
     swept = (t for key, t in keyed if key not in fixed and not key.startswith("tracking."))
-    return Origin(choices, overrides, tuple(swept), sweep.id, mine, tuple(_left_out()))
+    left_out = tuple(keys_left_out_of_job())
+    return Invocation(choices, overrides, tuple(swept), sweep.id, mine, left_out)
 
 
-def record_result(config: DictConfig, folder: Path, status: str, message: str) -> None:
+def record_result(config: DictConfig, folder: Path, status: "Status", message: str) -> None:
     """The result of a job that came to none. HydraConfig is that job's."""
     from runner.modes.result import RunResult
 
@@ -56,6 +66,13 @@ def record_result(config: DictConfig, folder: Path, status: str, message: str) -
     others = [text for text in swept if not text.startswith("precision=")]
     unseeded = [text for text in others if not text.startswith("seed=")]
     RunResult(
-        precision, " ".join([precision, *others]), str(folder), status, message, _overrides(),  # type: ignore[arg-type]
-        " ".join([precision, *unseeded]), config.get("seed"), left_out=_left_out(),
-    ).write(folder)  # fmt: skip
+        precision,
+        " ".join([precision, *others]),
+        str(folder),
+        status,
+        message,
+        job_overrides(),
+        " ".join([precision, *unseeded]),
+        config.get("seed"),
+        left_out=keys_left_out_of_job(),
+    ).write(folder)

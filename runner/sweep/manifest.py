@@ -9,7 +9,7 @@ from runner.config.targets import dataclass_fields_from_json
 from runner.utils.errors import ConfigError
 from runner.utils.files import write_text
 from runner.utils.layout import MANIFEST
-from runner.utils.secrets import masked
+from runner.utils.secrets import redact_values
 
 _WORDS = ("command", "overrides", "left_out")
 
@@ -59,4 +59,4 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Whole or not at all, without secrets. Raises OSError."""
-        write_text(folder / MANIFEST, json.dumps(masked(asdict(self)), indent=2) + "\n")
+        write_text(folder / MANIFEST, json.dumps(redact_values(asdict(self)), indent=2) + "\n")

@@ -10,27 +10,27 @@ from uuid import uuid4
 
 from rich.console import Console
 
-from runner.config.overrides import shorn
+from runner.config.overrides import without_program_options
 from runner.config.targets import build_group
 from runner.modes import notes
-from runner.modes.result import RunResult, page, sweep_table, ui_command
+from runner.modes.result import RunResult, page_url, sweep_table, ui_command
 from runner.sweep.manifest import Manifest
 from runner.sweep.report import advice_page
 from runner.sweep.report.compare import compare
-from runner.sweep.report.conclusion import conclusion, names
+from runner.sweep.report.conclusion import conclusion, join_names
 from runner.sweep.report.jobs import SweepData
-from runner.sweep.report.load import JOBS, from_folder, write_jobs
+from runner.sweep.report.load import JOBS, load_from_folder, write_job_facts
 from runner.sweep.report.pages import summary_markdown, write_report
-from runner.sweep.report.rebuild import joined, store_report
-from runner.sweep.sweep_resume import resuming
-from runner.tracking.journal import newest
+from runner.sweep.report.rebuild import is_joined_by_others, store_report
+from runner.sweep.sweep_resume import resume_command
+from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console
 from runner.utils.errors import RunnerError
-from runner.utils.folder_lock import alone
+from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import now_ms
-from runner.utils.secrets import hide, hide_override
-from runner.utils.terminal import complain, typed
+from runner.utils.secrets import redact, redact_override
+from runner.utils.terminal import print_error, quote_command
 
 
 class Sweep:
@@ -41,12 +41,16 @@ class Sweep:
     current: "Sweep | None" = None
 
     def __init__(
-        self, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any],
-        resume: bool = False, left_out: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        overrides: Sequence[str],
+        tracking: Mapping[str, Any],
+        resume: bool = False,
+        left_out: Sequence[str] = (),
+    ) -> None:
         self.folder, self._held = folder, ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
-        self._held.enter_context(alone(folder))
+        self._held.enter_context(folder_lock(folder))
         self.manifest = Manifest.read(folder) if resume else _asked(overrides, tracking)
         self.manifest = replace(self.manifest, left_out=left_out)
         replace(self.manifest, finished=False).write(folder)
@@ -63,20 +67,28 @@ class Sweep:
 
     def _open(self, resume: bool) -> None:
         command = self.manifest.command
-        words = (hide_override(word).removeprefix("++") for word in self.manifest.overrides)
+        words = (redact_override(word).removeprefix("++") for word in self.manifest.overrides)
         name = f"sweep {' '.join(words)}"[:250]
-        tags = {"sweep_id": self.id, "output_dir": str(self.folder), "command": typed(command)}
-        before = newest(self.folder) if resume else None
+        tags = {
+            "sweep_id": self.id,
+            "output_dir": str(self.folder),
+            "command": quote_command(command),
+        }
+        before = latest_journal(self.folder) if resume else None
         self.tracker.open(
             RunInfo(self.folder, {}, tags, name, sweep=self.id, role="sweep", continues=before)
         )
-        self.tracker.note(notes.begun(command))
+        self.tracker.note(notes.running_note(command))
 
     @classmethod
     def begin(
-        cls, folder: Path, overrides: Sequence[str], tracking: Mapping[str, Any], resume: bool,
+        cls,
+        folder: Path,
+        overrides: Sequence[str],
+        tracking: Mapping[str, Any],
+        resume: bool,
         left_out: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Open the parent run, so that the store exists before any job needs it.
 
         Args:
@@ -98,7 +110,7 @@ class Sweep:
             0 when every job finished; 1 when any failed; 2 when none failed and this machine lacks
             what some need; the status itself for a stop.
         """
-        data = from_folder(self.folder, stopped=status > 128)
+        data = load_from_folder(self.folder, stopped=status > 128)
         self.manifest = replace(self.manifest, finished=not data.unfinished)
         results = [job.result for job in data.jobs]
         console = plain_console()
@@ -132,7 +144,7 @@ class Sweep:
         try:
             self.tracker.check()
         except RunnerError as error:
-            complain(str(error))
+            print_error(str(error))
             return True
         return False
 
@@ -144,7 +156,7 @@ class Sweep:
             if result.error:
                 errors.setdefault(result.error, []).append(result.label)
         for error, labels in errors.items():
-            console.print(f"{names(labels)}: {error}", markup=False)
+            console.print(f"{join_names(labels)}: {error}", markup=False)
 
     def _store(self, data: SweepData) -> Path | None:
         """The report over the jobs that ran here, in the folder and, of a sweep that began here,
@@ -152,12 +164,12 @@ class Sweep:
         if not data.jobs:
             return None
         paths = write_report(data, self.folder)
-        jobs = write_jobs(self.folder, data, self.manifest.began_ms)
+        jobs = write_job_facts(self.folder, data, self.manifest.began_ms)
         if not self.joins:
             self.tracker.artifact(jobs, JOBS)
             for path in paths:
                 self.tracker.artifact(path)
-            again = notes.typed(resuming(self.folder)) if data.unfinished else ""
+            again = notes.command_note(resume_command(self.folder)) if data.unfinished else ""
             self.tracker.note(summary_markdown(data) + (again and f"\nTo go on: {again}\n"))
         return jobs
 
@@ -165,39 +177,39 @@ class Sweep:
         """The sweep with the jobs of other machines, whose report then replaces that of ours."""
         uri, parent = getattr(self.tracker, "uri", ""), self.tracker.run_id
         try:
-            if self.joins or (parent and joined(uri, parent, jobs.name)):
+            if self.joins or (parent and is_joined_by_others(uri, parent, jobs.name)):
                 return store_report(uri, parent or self.id, self.folder, jobs)[1]
         except RunnerError as error:
             console.print(f"warning: the report tells of the jobs that ran here only: {error}")
         return data
 
     def _say_where(self, console: Console, results: Sequence[RunResult]) -> None:
-        uri = hide(getattr(self.tracker, "uri", ""))
+        uri = redact(getattr(self.tracker, "uri", ""))
         if self.tracker.run_id:
             command = ui_command(uri, getattr(self.tracker, "experiment", ""))
             console.print(f"MLflow: parent run {self.tracker.run_id}; to see it: {command}")
         told = [self.tracker.dashboard, *(result.dashboard for result in results)]
         if path := next(filter(None, told), None):
-            console.print(f"dashboard: {page(uri, path)}", soft_wrap=True)
+            console.print(f"dashboard: {page_url(uri, path)}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
         if not self.manifest.finished:
-            console.print(f"to go on: {typed(resuming(self.folder))}", soft_wrap=True)
+            console.print(f"to go on: {quote_command(resume_command(self.folder))}", soft_wrap=True)
 
 
 def _conclude(console: Console, data: SweepData) -> None:
     if data.advice:
-        advice_page.show(console, data.advice)
+        advice_page.print_advice(console, data.advice)
     else:
         console.print(conclusion(compare([job.result for job in data.jobs]), data.missing))
 
 
 def _asked(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:
-    words = ["python", "-m", "runner", *shorn(sys.argv[1:])]
+    words = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
     begun = str(tracking.get("sweep") or uuid4().hex[:12])
     return Manifest(begun, words, overrides, str(Path.cwd()), now_ms())
 
 
-def finish(status: int) -> int:
+def finish_sweep(status: int) -> int:
     """End the sweep of this process, if there is one; the exit status of the command."""
     if Sweep.current is None:
         return status

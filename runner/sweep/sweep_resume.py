@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.modes.result import RunResult
-from runner.modes.run_store import sweep_store
+from runner.modes.run_store import resumed_sweep_store
 from runner.sweep.manifest import Manifest
 from runner.tracking.reader import folder_of_run
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
-from runner.utils.secrets import hide
-from runner.utils.terminal import plain
+from runner.utils.secrets import redact
+from runner.utils.terminal import sanitize
 
 KEY = "sweep.resume"
 COMMAND = ["python", "-m", "runner"]
@@ -21,13 +21,13 @@ _FREE = "tracking."
 speed depends on."""
 
 
-def expand(argv: Sequence[str]) -> list[str]:
+def expand_resume_command(argv: Sequence[str]) -> list[str]:
     """The command of the sweep that `sweep.resume=` names, as it was typed, in its own folder.
 
     Raises:
         ConfigError: there is no such sweep here, or the command asks for something else as well.
     """
-    asked = [text for text in argv if key_of(text) == KEY]
+    asked = [text for text in argv if override_key(text) == KEY]
     beside = [text for text in argv if text not in (*asked, "-m", "--multirun")]
     where = asked[-1].partition("=")[2].strip("'\"")
     uri = next((t.partition("=")[2] for t in beside if t.startswith("tracking.uri=")), None)
@@ -35,13 +35,13 @@ def expand(argv: Sequence[str]) -> list[str]:
     manifest = Manifest.read(folder)
     if [*manifest.command[:3]] != COMMAND:
         raise ConfigError(f"{folder / MANIFEST} is damaged: its command is none of the runner's.")
-    secret = {key_of(word) for word in manifest.command if "***" in word}
-    if alien := [t for t in beside if not t.startswith(_FREE) and key_of(t) not in secret]:
+    secret = {override_key(word) for word in manifest.command if "***" in word}
+    if alien := [t for t in beside if not t.startswith(_FREE) and override_key(t) not in secret]:
         raise ConfigError(
             f"{KEY} goes on with a sweep as it was asked for. Leave {alien[0]} out; beside it, "
             "only tracking.* may change. Other settings are a new sweep."
         )
-    if lacking := sorted(secret - {key_of(text) for text in beside}):
+    if lacking := sorted(secret - {override_key(text) for text in beside}):
         raise ConfigError(
             f"{KEY}={where}: the sweep's command held secrets, which are kept nowhere. Type them "
             f"again: {' '.join(f'{key}=<value>' for key in lacking)}"
@@ -67,25 +67,25 @@ def _keep_store(folder: Path, words: Sequence[str]) -> None:
     environment, which its jobs take it from, too. A URI there is in no file and no command."""
     if any(word.startswith("tracking=") for word in words):
         return
-    typed = [word.partition("=")[2] for word in words if key_of(word) == "tracking.uri"]
-    uri = sweep_store(folder, typed[-1].strip("'\"") if typed else None)
+    typed = [word.partition("=")[2] for word in words if override_key(word) == "tracking.uri"]
+    uri = resumed_sweep_store(folder, typed[-1].strip("'\"") if typed else None)
     if uri is not None:
-        print(plain(f"continues the sweep in {hide(uri)}"), flush=True)
+        print(sanitize(f"continues the sweep in {redact(uri)}"), flush=True)
         if not typed:
             os.environ["MLFLOW_TRACKING_URI"] = uri
 
 
-def key_of(override: str) -> str:
+def override_key(override: str) -> str:
     """Without marks and value."""
     return override.lstrip("+~").partition("=")[0]
 
 
-def resuming(folder: Path) -> list[str]:
+def resume_command(folder: Path) -> list[str]:
     """Words of the command that goes on with the sweep in a folder."""
     return [*COMMAND, f"{KEY}={os.path.relpath(folder)}"]
 
 
-def done(folder: Path, overrides: Sequence[str]) -> RunResult | None:
+def finished_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:
     """What a job came to that need not run again: it finished, or a guard stopped it for its
     numbers, which it would do again.
 
@@ -97,16 +97,16 @@ def done(folder: Path, overrides: Sequence[str]) -> RunResult | None:
         return None
     result = RunResult.read(folder)
     settled = result.status == "finished" or result.diverged
-    return result if settled and same(result.overrides, overrides) else None
+    return result if settled and same_settings(result.overrides, overrides) else None
 
 
-def same(one: Sequence[str], other: Sequence[str]) -> bool:
+def same_settings(one: Sequence[str], other: Sequence[str]) -> bool:
     """Whether two jobs' overrides ask for the same, wherever they are recorded."""
     return _settings(one) == _settings(other)
 
 
 def _settings(overrides: Sequence[str]) -> set[str]:
-    return {hide(text) for text in overrides if not text.lstrip("+~").startswith(_FREE)}
+    return {redact(text) for text in overrides if not text.lstrip("+~").startswith(_FREE)}
 
 
 def _folder(where: str, uri: str | None) -> Path:

@@ -73,12 +73,26 @@ _UNCHARTED = ("loss_scale/value", "loss_scale/overflow")
 _COLUMNS = ("val/accuracy", "val/loss", _SPEED, _PEAK)
 # MLflow takes a run's color from its id, and gives two runs of a sweep the same one.
 _COLORS = (
-    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f",
-    "#bcbd22", "#17becf", "#003f5c", "#ffa600", "#00695c", "#ad1457", "#5c6bc0", "#a1887f",
-)  # fmt: skip
+    "#1f77b4",
+    "#ff7f0e",
+    "#2ca02c",
+    "#d62728",
+    "#9467bd",
+    "#8c564b",
+    "#e377c2",
+    "#7f7f7f",
+    "#bcbd22",
+    "#17becf",
+    "#003f5c",
+    "#ffa600",
+    "#00695c",
+    "#ad1457",
+    "#5c6bc0",
+    "#a1887f",
+)
 
 
-def supported(version: str) -> bool:
+def is_supported(version: str) -> bool:
     """Whether the pages of this MLflow show the dashboard: 3.10 or newer.
 
     A named view needs 3.15; before, only the bare state is read. Opened in a browser: the bare form
@@ -93,7 +107,7 @@ def sweep_key(sweep_id: str) -> str:
     return f"{KEY}-{sweep_id}"
 
 
-def path(experiment_id: str, key: str = KEY) -> str:
+def dashboard_path(experiment_id: str, key: str = KEY) -> str:
     """The dashboard's URL after the server's base.
 
     It must not name a filter or an order: since 3.15 MLflow then leaves the shared view alone.
@@ -104,18 +118,18 @@ def path(experiment_id: str, key: str = KEY) -> str:
     )
 
 
-def note(experiment_id: str) -> str:
+def dashboard_note(experiment_id: str) -> str:
     """Markdown for the experiment's note, which MLflow shows on its pages."""
     # Since 3.15 a reload falls back to MLflow's own charts.
-    return f"[{NAME}: the dashboard]({path(experiment_id)[1:]}), also after a reload"
+    return f"[{NAME}: the dashboard]({dashboard_path(experiment_id)[1:]}), also after a reload"
 
 
-def color(number: int) -> str:
+def run_color(number: int) -> str:
     """For the tag `mlflow.runColor` of a sweep's n-th run: neighbours differ in every chart."""
     return _COLORS[number % len(_COLORS)]
 
 
-def view(
+def dashboard_tag(
     state: Mapping[str, Any],
     version: str,
     now_ms: int,
@@ -132,7 +146,9 @@ def view(
     return json.dumps({"name": name, "createdAt": now_ms, "updatedAt": now_ms, "state": packed})
 
 
-def state(parent_run_id: str | None = None, metrics: Collection[str] = ()) -> dict[str, Any]:
+def dashboard_state(
+    parent_run_id: str | None = None, metrics: Collection[str] = ()
+) -> dict[str, Any]:
     """The page's state: one sweep's runs by their names, or all runs of the experiment but the
     sweeps' parents, the newest first.
 
@@ -160,7 +176,7 @@ def state(parent_run_id: str | None = None, metrics: Collection[str] = ()) -> di
     return page
 
 
-def to_set(
+def tags_to_set(
     existing: Mapping[str, str],
     experiment_id: str,
     version: str,
@@ -179,7 +195,7 @@ def to_set(
         metrics: names that runs are known to log; those of the dashboard there are kept.
         sweep: the sweep's id, its parent run's id, and the name of its view.
     """
-    if not supported(version):
+    if not is_supported(version):
         return {}
     views: dict[str, tuple[str | None, str]] = {PREFIX + KEY: (None, NAME)}
     if sweep:
@@ -188,31 +204,31 @@ def to_set(
     wanted: dict[str, str] = {}
     for tag, (parent, name) in views.items():
         old = existing.get(tag)
-        mark = _mark(unpack(old)) if old else None
+        mark = _mark(unpack_state(old)) if old else None
         charted = {
             metric for charts in _SECTIONS.values() for chart in charts for metric in chart[1]
         }
         known = (set(metrics) & charted) | set(mark["metrics"] if mark else ())
-        new = view(state(parent, known), version, now_ms, name, known)
+        new = dashboard_tag(dashboard_state(parent, known), version, now_ms, name, known)
         if not old or (mark and _outdated(mark, known, old, new)):
             wanted[tag] = new
     if not existing.get(NOTE_TAG):
-        wanted[NOTE_TAG] = note(experiment_id)
+        wanted[NOTE_TAG] = dashboard_note(experiment_id)
     return wanted
 
 
-def to_delete(existing: Mapping[str, str]) -> list[str]:
+def tags_to_delete(existing: Mapping[str, str]) -> list[str]:
     """The tags of the oldest sweeps' dashboards beyond MAX_SWEEPS: all of an experiment's tags come
     with every answer about it, and MLflow stops its users from saving views of their own at 40."""
     ours = [
         (mark["at"], tag)
         for tag, text in existing.items()
-        if tag.startswith(PREFIX + sweep_key("")) and (mark := _mark(unpack(text)))
+        if tag.startswith(PREFIX + sweep_key("")) and (mark := _mark(unpack_state(text)))
     ]
     return [tag for _, tag in sorted(ours, reverse=True)[MAX_SWEEPS:]]
 
 
-def unpack(text: str) -> dict[str, Any] | None:
+def unpack_state(text: str) -> dict[str, Any] | None:
     """The state in a tag's value of either form; None where it cannot be read."""
     try:
         packed = text if text.startswith(_FORM) else json.loads(text)["state"]
@@ -250,52 +266,84 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _page(search_filter: str, order: str, ascending: bool) -> dict[str, Any]:
     """All of it but the charts: before 3.15 nothing is filled in for what is left out."""
     return {
-        "searchFilter": search_filter, "orderByKey": order, "orderByAsc": ascending,
-        "startTime": "ALL", "lifecycleFilter": "Active", "datasetsFilter": [],
+        "searchFilter": search_filter,
+        "orderByKey": order,
+        "orderByAsc": ascending,
+        "startTime": "ALL",
+        "lifecycleFilter": "Active",
+        "datasetsFilter": [],
         "modelVersionFilter": "All Runs",
         "selectedColumns": [f"metrics.`{metric}`" for metric in _COLUMNS],
-        "columnOrder": [], "columnWidths": {},
-        "runsExpanded": {}, "runsPinned": [], "runsHidden": [], "runsVisibilityMap": {},
-        "runsHiddenMode": "FIRST_20_RUNS", "viewMaximized": False, "runListHidden": False,
+        "columnOrder": [],
+        "columnWidths": {},
+        "runsExpanded": {},
+        "runsPinned": [],
+        "runsHidden": [],
+        "runsVisibilityMap": {},
+        "runsHiddenMode": "FIRST_20_RUNS",
+        "viewMaximized": False,
+        "runListHidden": False,
         "isAccordionReordered": True,  # else MLflow sorts the sections by their names
-        "useGroupedValuesInCharts": True, "hideEmptyCharts": True,
-        "groupBy": None, "groupsExpanded": {}, "autoRefreshEnabled": True,
+        "useGroupedValuesInCharts": True,
+        "hideEmptyCharts": True,
+        "groupBy": None,
+        "groupsExpanded": {},
+        "autoRefreshEnabled": True,
         "globalLineChartConfig": {
-            "xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": "",
+            "xAxisKey": "step",
+            "lineSmoothness": 0,
+            "selectedXAxisMetricKey": "",
         },
         "chartsSearchFilter": "",
-    }  # fmt: skip
+    }
 
 
 def _section(name: str) -> dict[str, Any]:
     table = name == "Differences"
     return {
-        "uuid": f"{_MARK}-{name}", "name": name, "display": True, "isReordered": True,
-        "deleted": False, "isGenerated": False,
+        "uuid": f"{_MARK}-{name}",
+        "name": name,
+        "display": True,
+        "isReordered": True,
+        "deleted": False,
+        "isGenerated": False,
         "columns": 1 if table else 2,  # at MLflow's three, names are cut off
         "cardHeight": 480 if table else 320,
-    }  # fmt: skip
+    }
 
 
 def _card(
     uuid: str, section: str, kind: str, metrics: list[str], more: dict[str, Any]
 ) -> dict[str, Any]:
     card: dict[str, Any] = {
-        "uuid": f"{_MARK}-{uuid}", "type": kind, "metricSectionId": f"{_MARK}-{section}",
-        "runsCountToCompare": 100, "deleted": False, "isGenerated": False,
-    }  # fmt: skip
+        "uuid": f"{_MARK}-{uuid}",
+        "type": kind,
+        "metricSectionId": f"{_MARK}-{section}",
+        "runsCountToCompare": 100,
+        "deleted": False,
+        "isGenerated": False,
+    }
     if kind in ("LINE", "BAR"):
         card |= {"metricKey": metrics[0], "selectedMetricKeys": metrics}
     if kind == "LINE":
         card |= {
-            "lineSmoothness": 0, "xAxisScaleType": "linear", "scaleType": "linear", "range": {},
-            "xAxisKey": "step", "selectedXAxisMetricKey": "", "yAxisKey": "metric",
-            "yAxisExpressions": [], "ignoreOutliers": False, "useGlobalXaxisKey": True,
+            "lineSmoothness": 0,
+            "xAxisScaleType": "linear",
+            "scaleType": "linear",
+            "range": {},
+            "xAxisKey": "step",
+            "selectedXAxisMetricKey": "",
+            "yAxisKey": "metric",
+            "yAxisExpressions": [],
+            "ignoreOutliers": False,
+            "useGlobalXaxisKey": True,
             "useGlobalLineSmoothing": True,
-        }  # fmt: skip
+        }
     if kind == "SCATTER":
-        card |= {axis: {"key": metric, "type": "METRIC"}
-                 for axis, metric in zip(("xaxis", "yaxis"), metrics, strict=True)}  # fmt: skip
+        card |= {
+            axis: {"key": metric, "type": "METRIC"}
+            for axis, metric in zip(("xaxis", "yaxis"), metrics, strict=True)
+        }
     if kind == "PARALLEL":
         card["selectedMetrics"] = metrics
     return card | more

@@ -19,7 +19,7 @@ class SweepView(NamedTuple):
     name: str
 
 
-def ensure(
+def ensure_dashboard(
     client: "MlflowClient",
     version: str,
     experiment_id: str,
@@ -41,20 +41,20 @@ def ensure(
     Raises:
         MlflowException: the store refuses or cannot be reached.
     """
-    if not dashboard.supported(version):
+    if not dashboard.is_supported(version):
         return None
     tags = dict(client.get_experiment(experiment_id).tags)
     now = time.time_ns() // 1_000_000
-    new = dashboard.to_set(tags, experiment_id, version, now, metrics, sweep)
+    new = dashboard.tags_to_set(tags, experiment_id, version, now, metrics, sweep)
     for key, value in new.items():
         client.set_experiment_tag(experiment_id, key, value)
-    for key in dashboard.to_delete({**tags, **new}):
+    for key in dashboard.tags_to_delete({**tags, **new}):
         client.delete_experiment_tag(experiment_id, key)
     key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.KEY
-    return dashboard.path(experiment_id, key)
+    return dashboard.dashboard_path(experiment_id, key)
 
 
-def version_of(uri: str) -> str:
+def server_version(uri: str) -> str:
     """The version of the MLflow that shows a store's pages: the server's, or the one here.
 
     Raises:
@@ -71,7 +71,7 @@ def version_of(uri: str) -> str:
     return answer.text.strip() if answer.ok else "unknown"
 
 
-def too_old(uri: str, version: str) -> str:
+def too_old_reason(uri: str, version: str) -> str:
     """What a user is told of a server without such views."""
     return (
         f"{uri} runs MLflow {version}, whose pages cannot show the dashboard (3.10 or newer can); "

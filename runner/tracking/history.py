@@ -26,27 +26,27 @@ def from_journal(path: Path) -> dict[str, Curve]:
     """Every metric of a run, by name, also of what was recorded before it was resumed."""
     columns: dict[str, array[float]] = {}
     earlier: list[Path] = []
-    for part in journals.chain(path):
+    for part in journals.run_journals(path):
         known = journals.last_steps(earlier)
-        for record, _ in journals.read(part):
+        for record, _ in journals.read_records(part):
             if record["kind"] == "metrics":
                 step, time_ms = record["step"], record["time"]
-                for name, value in journals.fresh(record, known).items():
+                for name, value in journals.new_values(record, known).items():
                     columns.setdefault(name, array("d")).extend((step, time_ms, value))
         earlier.append(part)
     return {name: np.asarray(points).reshape(-1, 3).T for name, points in columns.items()}
 
 
-def of_folder(folder: Path) -> dict[str, Curve]:
+def from_folder(folder: Path) -> dict[str, Curve]:
     """The metrics of the last run in a folder; none where nothing was recorded."""
-    newest, kept = journals.newest(folder), folder / HISTORY
+    newest, kept = journals.latest_journal(folder), folder / HISTORY
     if kept.is_file() and not (newest and newest.stat().st_mtime > kept.stat().st_mtime):
         with suppress(ValueError):
-            return read(kept)
+            return read_history(kept)
     return from_journal(newest) if newest else {}
 
 
-def write(path: Path, curves: Mapping[str, Curve]) -> Path:
+def write_history(path: Path, curves: Mapping[str, Curve]) -> Path:
     """A compressed archive of plain arrays, whole or not at all; returns its path, which is in a
     temporary folder where the disk of the run takes nothing.
 
@@ -80,7 +80,7 @@ def _elsewhere() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="runner-")
 
 
-def read(data: Path | bytes) -> dict[str, Curve]:
+def read_history(data: Path | bytes) -> dict[str, Curve]:
     """The arrays of a `history.npz`; nothing in it is executed.
 
     Raises:

@@ -120,8 +120,11 @@ class Journal:
             self._told = True
             log.warning(
                 "%s cannot be written: %s. Training goes on; up to %d MiB of records wait in "
-                "memory until there is room.", self.path, error.strerror, self._memory // 2**20,
-            )  # fmt: skip
+                "memory until there is room.",
+                self.path,
+                error.strerror,
+                self._memory // 2**20,
+            )
 
 
 def _lines(texts: Iterable[bytes]) -> int:
@@ -153,7 +156,7 @@ def owner_lives(path: Path) -> bool:
     return False
 
 
-def read(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
     """Yields each record from a byte offset, with the offset after it.
 
     An unfinished last line is left for later. A line that is no record (the disk was full in the
@@ -168,21 +171,23 @@ def read(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
             yield _decode(line), offset
 
 
-def newest(folder: Path) -> Path | None:
+def latest_journal(folder: Path) -> Path | None:
     """The journal of the last run in a folder."""
     found = (p for p in folder.glob("journal*.jsonl") if p.is_file() and not p.is_symlink())
     return max(found, key=lambda path: (len(path.name), path.name), default=None)
 
 
-def chain(path: Path) -> list[Path]:
+def run_journals(path: Path) -> list[Path]:
     """The journals of one run, the first one first: it may have been cut and resumed."""
     found = [path]
-    while (before := earlier(found[0], next(read(found[0]), ({}, 0))[0])) and before not in found:
+    while (
+        before := previous_journal(found[0], next(read_records(found[0]), ({}, 0))[0])
+    ) and before not in found:
         found.insert(0, before)
     return found
 
 
-def earlier(path: Path, start: Mapping[str, Any]) -> Path | None:
+def previous_journal(path: Path, start: Mapping[str, Any]) -> Path | None:
     """The journal beside it that a start record goes on with: a run stays in its folder."""
     name = start.get("continues")
     before = path.with_name(Path(name).name) if isinstance(name, str) and name else path
@@ -193,14 +198,14 @@ def last_steps(paths: Iterable[Path]) -> dict[str, int]:
     """The greatest step of each metric."""
     last: dict[str, int] = {}
     for path in paths:
-        for record, _ in read(path):
+        for record, _ in read_records(path):
             if record["kind"] == "metrics":
                 step = record["step"]
                 last |= {name: max(step, last.get(name, step)) for name in record["values"]}
     return last
 
 
-def fresh(record: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, float]:
+def new_values(record: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, float]:
     """The values of a metric record that an earlier journal of the run does not hold: a run that
     goes on from a checkpoint computes some steps a second time, with the same result."""
     step = record["step"]

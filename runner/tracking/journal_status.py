@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Followed:
+class JournalStatus:
     """One journal, as seen from the trainer.
 
     Attributes:
@@ -105,5 +105,8 @@ class Followed:
         log.warning(
             "No answer from the tracking store for %d s: %s. Training goes on; the records are "
             "kept in %s and are sent when it answers. What is left when the run has ended, "
-            "`python -m runner sync` sends.", seconds, self.away, self.journal,
-        )  # fmt: skip
+            "`python -m runner sync` sends.",
+            seconds,
+            self.away,
+            self.journal,
+        )

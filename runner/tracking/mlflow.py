@@ -16,13 +16,14 @@ from typing import Any, final
 from runner.config.signature import sign
 from runner.tracking import dashboard
 from runner.tracking.journal import Journal
+from runner.tracking.journal_status import JournalStatus
 from runner.tracking.tracker import NOTE_TAG, Record, RunInfo, Status, Stopped, Tracker
 from runner.tracking.upload_state import SIGNED
 from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
-from runner.tracking.writer_process import Followed, WriterProcess, shared_writer
+from runner.tracking.writer_process import WriterProcess, shared_writer
 from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.secrets import hide, masked
-from runner.utils.terminal import typed
+from runner.utils.secrets import redact, redact_values
+from runner.utils.terminal import quote_command
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +80,11 @@ class MlflowTracker(Tracker):
         self.uri = resolve_uri(uri, os.environ, Path.cwd())
         self.experiment = resolve_experiment(experiment, os.environ)
         self.experiment_of_env = resolve_experiment_id(experiment, uri, os.environ, Path.cwd())
-        self.run_name, self.extra_tags, self.sweep = run_name, masked(tags or {}), sweep
+        self.run_name, self.extra_tags, self.sweep = run_name, redact_values(tags or {}), sweep
         self.log_model, self.register = log_model, register
         self.system_metrics, self.patience = system_metrics, patience
         self._journal: Journal | None = None
-        self._followed: Followed | None = None
+        self._followed: JournalStatus | None = None
         self._writer: WriterProcess | None = None
         self._closed = self._complete = self._told = False
         self._opened_at = 0.0
@@ -130,7 +131,7 @@ class MlflowTracker(Tracker):
 
         if Reader(self.uri).sweep(self.sweep) is None:
             raise ConfigError(
-                f"tracking.sweep={self.sweep}: there is no such sweep in {hide(self.uri)}. Type "
+                f"tracking.sweep={self.sweep}: there is no such sweep in {redact(self.uri)}. Type "
                 "the id that the sweep's report and parent run show, and tracking.uri=<its store>."
             )
 
@@ -163,7 +164,7 @@ class MlflowTracker(Tracker):
         self._journal.end(room, status=status, error=error, time=_now())
         self._journal.close()
         self._complete = self._journal.ended and self._writer.wait(
-            self._followed, self.patience, lambda: hurry or stopped(), hide(self.uri)
+            self._followed, self.patience, lambda: hurry or stopped(), redact(self.uri)
         )
         self._tell(status)
 
@@ -189,7 +190,7 @@ class MlflowTracker(Tracker):
         self._followed.opened.wait(timeout)
         if not self.run_id:
             return None
-        return f"{hide(self.uri)}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        return f"{redact(self.uri)}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     def _open_journal(self) -> Journal:
         if self._journal is None or self._closed:
@@ -201,7 +202,7 @@ class MlflowTracker(Tracker):
         sweep_id = self.sweep or info.sweep
         sweep = {"sweep_id": sweep_id, "role": info.role} if sweep_id else {}
         if sweep_id and info.folder.name.isdigit():
-            sweep["mlflow.runColor"] = dashboard.color(int(info.folder.name))
+            sweep["mlflow.runColor"] = dashboard.run_color(int(info.folder.name))
         return {
             "id": uuid.uuid4().hex,
             "time": _now(),
@@ -209,7 +210,7 @@ class MlflowTracker(Tracker):
             "signature": sign(SIGNED, self.uri),
             "experiment": self.experiment,
             "experiment_id": self.experiment_of_env,
-            "name": hide(self.run_name or info.name or "") or None,
+            "name": redact(self.run_name or info.name or "") or None,
             "params": _texts(info.params),
             "tags": _texts({**_source(info.tags), **self.extra_tags, **info.tags, **sweep}),
             "sweep": sweep_id,
@@ -228,8 +229,9 @@ class MlflowTracker(Tracker):
         if self._journal.lost:
             log.warning(
                 "%d records are lost: %s was full, and so was the memory that they could have.",
-                self._journal.lost, self._journal.path,
-            )  # fmt: skip
+                self._journal.lost,
+                self._journal.path,
+            )
         for_check = self._followed.refused and status == "FINISHED"
         if not (self._complete or self._told or for_check):
             trouble = self._followed.refused or self._followed.away or self._followed.trouble
@@ -240,13 +242,13 @@ class MlflowTracker(Tracker):
         kept = f"Its records are kept in {path}: `python -m runner sync {_relative(path.parent)}`"
         if self._followed and self._followed.refused:
             return (
-                f"{hide(self.uri)} does not take the run: {reason}. {kept} sends them once that is "
-                "mended, with tracking.uri=... to another store. To store nothing type "
+                f"{redact(self.uri)} does not take the run: {reason}. {kept} sends them once that "
+                "is mended, with tracking.uri=... to another store. To store nothing type "
                 "tracking=none."
             )
         return (
-            f"The run is not stored completely in {hide(self.uri)}: {reason}. {kept} sends what a "
-            "process in the background does not bring there in the next five minutes."
+            f"The run is not stored completely in {redact(self.uri)}: {reason}. {kept} sends what "
+            "a process in the background does not bring there in the next five minutes."
         )
 
 
@@ -281,4 +283,4 @@ def _now() -> int:
 def _relative(folder: Path) -> str:
     """The shortest name of a folder here, as a shell takes it."""
     here = Path.cwd()
-    return typed([str(folder.relative_to(here) if folder.is_relative_to(here) else folder)])
+    return quote_command([str(folder.relative_to(here) if folder.is_relative_to(here) else folder)])

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from runner.tracking.journal import owner_lives
-from runner.tracking.upload_state import Progress
-from runner.tracking.writer_start import start_alone
+from runner.tracking.upload_state import UploadState
+from runner.tracking.writer_start import start_detached_writer
 
 FOLDERS = 2_000
 """How many folders a search in the background looks into, the newest first."""
@@ -24,7 +24,7 @@ _NAME = re.compile(r"journal.*\.jsonl")
 _NO_RUNS = {"mlartifacts", "mlruns", "checkpoints", "model", ".hydra"}
 
 
-def journals(folder: Path, most: float = float("inf")) -> Iterator[Path]:
+def find_journals(folder: Path, most: float = float("inf")) -> Iterator[Path]:
     """The journals in a folder and below, of the newest run first, from `most` folders at most."""
     todo = [folder]
     while todo and most > 0:
@@ -40,11 +40,11 @@ def journals(folder: Path, most: float = float("inf")) -> Iterator[Path]:
 State = Literal["stored", "training", "sending", "refused", "left"]
 
 
-def state_of(journal: Path) -> State:
+def journal_state(journal: Path) -> State:
     """What has become of a journal: everything is stored; its trainer is at work, or a writer; its
     store has refused it; or it was left behind. An empty one has nothing to store, and its
     trainer may be about to lock it."""
-    progress = Progress(journal)
+    progress = UploadState(journal)
     held = progress.peek()
     if progress.done or journal.stat().st_size == 0:
         return "stored"
@@ -53,14 +53,14 @@ def state_of(journal: Path) -> State:
     return "sending" if held else "refused" if progress.refused else "left"
 
 
-def outputs_of(journal: Path) -> Path:
+def outputs_folder(journal: Path) -> Path:
     """The folder of all runs that a journal's run belongs to: the nearest one called "outputs",
     else the one around the run's."""
     around = [folder for folder in journal.parents if folder.name == "outputs"]
     return around[0] if around else journal.parent.parent
 
 
-def settle_behind(folder: Path) -> int:
+def upload_in_background(folder: Path) -> int:
     """Has what is left under a folder sent by a process that nobody waits for.
 
     A run without an end becomes KILLED. One that its store has refused is left to `runner sync`.
@@ -69,9 +69,9 @@ def settle_behind(folder: Path) -> int:
         How many journals it was given: none while another such process is at work there.
     """
     found = []
-    for journal in journals(folder, FOLDERS):
+    for journal in find_journals(folder, FOLDERS):
         with suppress(OSError):
-            found += [journal] if state_of(journal) == "left" else []
+            found += [journal] if journal_state(journal) == "left" else []
         if len(found) == JOURNALS:
             break
     if not found:
@@ -79,7 +79,7 @@ def settle_behind(folder: Path) -> int:
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        start_alone(found, lock)  # which holds the lock from here on
+        start_detached_writer(found, lock)  # which holds the lock from here on
     except OSError:
         return 0
     finally:

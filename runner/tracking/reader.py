@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.tracking import dashboard
-from runner.tracking.dashboard_views import SweepView, ensure, version_of
+from runner.tracking.dashboard_views import SweepView, ensure_dashboard, server_version
 from runner.tracking.history import Curve
 from runner.tracking.uri import sqlite_path
-from runner.tracking.writer.experiments import active
+from runner.tracking.writer.experiments import active_experiment
 from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.quiet_import import quiet
-from runner.utils.secrets import hide
+from runner.utils.quiet_import import quiet_imports
+from runner.utils.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run
@@ -54,12 +54,12 @@ class Reader:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-        with quiet():
+        with quiet_imports():
             from mlflow import MlflowClient
         if (database := sqlite_path(uri)) and not database.exists():
             if not make:
                 raise ConfigError(
-                    f"There is no store at {hide(uri)}: nothing was logged there yet. Type "
+                    f"There is no store at {redact(uri)}: nothing was logged there yet. Type "
                     "tracking.uri=... for another store."
                 )
             self._ask(self._make)
@@ -70,25 +70,25 @@ class Reader:
         from mlflow.exceptions import MlflowException
 
         try:
-            with quiet():
+            with quiet_imports():
                 return _plain(self.client.get_run(run_id))
         except MlflowException as error:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
-            raise TrackingError(hide(f"{self.uri} does not answer: {error}")) from error
+            raise TrackingError(redact(f"{self.uri} does not answer: {error}")) from error
 
     def stage(self, run_id: str) -> str | None:
         """Return the lifecycle stage of a run, "active" or "deleted"; None where it is unknown."""
         from mlflow.exceptions import MlflowException
 
         try:
-            with quiet():
+            with quiet_imports():
                 return str(self.client.get_run(run_id).info.lifecycle_stage)
         except MlflowException as error:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
-            text = hide(str(error).partition("\n")[0])[:300]
-            raise TrackingError(f"{hide(self.uri)} does not answer: {text}.") from error
+            text = redact(str(error).partition("\n")[0])[:300]
+            raise TrackingError(f"{redact(self.uri)} does not answer: {text}.") from error
 
     def sweep(self, sweep_id: str) -> StoredRun | None:
         """The parent run of the sweep of this id, in whatever experiment."""
@@ -97,18 +97,18 @@ class Reader:
 
     def newest_sweep(self, experiment: str) -> StoredRun | None:
         """The parent run of an experiment's newest sweep."""
-        found, _ = self._ask(lambda: active(self.client, experiment))
+        found, _ = self._ask(lambda: active_experiment(self.client, experiment))
         ids = [found.experiment_id] if found else []
         return next(self._search(ids, "tags.role = 'sweep'"), None)
 
     def pages(self, experiment: str) -> Iterator[tuple[str, str]]:
         """What there is to see of an experiment, and its path after the server's address. The
         dashboards are set up where they are missing and the store lets us."""
-        found, _ = self._ask(lambda: active(self.client, experiment))
+        found, _ = self._ask(lambda: active_experiment(self.client, experiment))
         if found is None:
             yield f"no experiment {experiment!r} yet", ""
             return
-        view = partial(self._view, found, self._ask(lambda: version_of(self.uri)))
+        view = partial(self._view, found, self._ask(lambda: server_version(self.uri)))
         if parent := self.newest_sweep(experiment):
             sweep_id = parent.tags["sweep_id"]
             if path := view(SweepView(sweep_id, parent.run_id, parent.name[:80])):
@@ -132,7 +132,7 @@ class Reader:
 
     def artifact(self, run_id: str, path: str) -> bytes | None:
         """What an artifact holds; None where the run has none of this path."""
-        with tempfile.TemporaryDirectory() as folder, suppress(Exception), quiet():
+        with tempfile.TemporaryDirectory() as folder, suppress(Exception), quiet_imports():
             return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
         return None
 
@@ -168,11 +168,11 @@ class Reader:
         """The path of a dashboard, of which who may only read sees what is there already."""
         number = experiment.experiment_id
         try:
-            return self._ask(lambda: ensure(self.client, version, number, sweep=sweep))
+            return self._ask(lambda: ensure_dashboard(self.client, version, number, sweep=sweep))
         except TrackingError:
             key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.KEY
             there = dashboard.PREFIX + key in experiment.tags
-            return dashboard.path(number, key) if there else None
+            return dashboard.dashboard_path(number, key) if there else None
 
     def _search(self, experiments: list[str], query: str) -> Iterator[StoredRun]:
         token = None
@@ -184,38 +184,43 @@ class Reader:
 
     def _ask(self, call: Any) -> Any:
         try:
-            with quiet():
+            with quiet_imports():
                 return call()
         except Exception as error:
-            text = hide(str(error).partition("\n")[0])[:300]
-            raise TrackingError(f"{hide(self.uri)} cannot be read: {text}") from error
+            text = redact(str(error).partition("\n")[0])[:300]
+            raise TrackingError(f"{redact(self.uri)} cannot be read: {text}") from error
 
 
 def _plain(run: "Run") -> StoredRun:
     return StoredRun(
-        run.info.run_id, run.info.experiment_id, run.info.run_name or "", run.info.status,
-        run.info.start_time or 0, dict(run.data.metrics), dict(run.data.tags),
+        run.info.run_id,
+        run.info.experiment_id,
+        run.info.run_name or "",
+        run.info.status,
+        run.info.start_time or 0,
+        dict(run.data.metrics),
+        dict(run.data.tags),
         dict(run.data.params),
-    )  # fmt: skip
+    )
 
 
 def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint") -> Path:
     """A run keeps its output folder as a tag. mlflow is imported here only."""
     from runner.tracking.uri import resolve_uri, sqlite_path
-    from runner.utils.secrets import hide
+    from runner.utils.secrets import redact
 
     uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
-    unknown = f"{key}={run_id} is neither a file, a folder nor the id of a run in {hide(uri)}."
+    unknown = f"{key}={run_id} is neither a file, a folder nor the id of a run in {redact(uri)}."
     if (database := sqlite_path(uri)) and not database.exists():
         raise ConfigError(unknown)  # MLflow would create it
 
-    from runner.utils.quiet_import import quiet
+    from runner.utils.quiet_import import quiet_imports
 
-    with quiet():
+    with quiet_imports():
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
     try:
-        with quiet():
+        with quiet_imports():
             run = MlflowClient(uri).get_run(run_id)
     except MlflowException:
         raise ConfigError(unknown) from None

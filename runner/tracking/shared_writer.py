@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from runner.tracking.journal_status import JournalStatus
 from runner.tracking.tracker import NOTE_TAG, Status
-from runner.tracking.writer_process import Followed, WriterProcess, shared_writer
+from runner.tracking.writer_process import WriterProcess, shared_writer
 
 
 class _Line:
@@ -23,7 +24,7 @@ class _Line:
         return 0
 
 
-class BorrowedWriter(WriterProcess):
+class WriterProxy(WriterProcess):
     """The job's end: another process's writer as if it were this one's."""
 
     def __init__(self, line: socket.socket) -> None:
@@ -38,7 +39,7 @@ class BorrowedWriter(WriterProcess):
         return self._line
 
 
-class Lent:
+class WriterProxyServer:
     """The sweep's end, for one job.
 
     Args:
@@ -48,7 +49,7 @@ class Lent:
     def __init__(self, line: socket.socket) -> None:
         self.line = line
         self._rest = b""
-        self._followed: dict[str, Followed] = {}
+        self._followed: dict[str, JournalStatus] = {}
 
     def take(self) -> bool:
         """Passes journals on to the writer; False at the end."""
@@ -65,7 +66,7 @@ class Lent:
                 self._followed[name] = shared_writer().follow(Path(name), self._tell)
         return bool(data)
 
-    def end(self, status: Status, error: str, note: str) -> list[Followed]:
+    def end(self, status: Status, error: str, note: str) -> list[JournalStatus]:
         """Ends what the job's death has left open; returns it, for whoever waits until it is
         stored."""
         left = [one for one in self._followed.values() if not one.complete]

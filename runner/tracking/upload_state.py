@@ -12,12 +12,19 @@ SIZE = 4096
 SIGNED = "store"
 """Purpose of the signature of a store's URI, in a journal and in its state."""
 _FIELDS = (
-    "run_id", "experiment_id", "offset", "tried", "done", "refused", "uri", "experiment",
+    "run_id",
+    "experiment_id",
+    "offset",
+    "tried",
+    "done",
+    "refused",
+    "uri",
+    "experiment",
     "signature",
-)  # fmt: skip
+)
 
 
-class Progress:
+class UploadState:
     """The run's ids and the offset up to which the journal is stored, in `<journal>.state`.
 
     The offset moves only after the store has answered, so a writer that starts over sends a batch
@@ -93,9 +100,14 @@ class Progress:
     def move(self, uri: str, experiment: str | None) -> None:
         """From now on the journal goes to another store, from its beginning."""
         self.save(
-            uri=uri, experiment=experiment, run_id=None, experiment_id=None, offset=0, tried=False,
+            uri=uri,
+            experiment=experiment,
+            run_id=None,
+            experiment_id=None,
+            offset=0,
+            tried=False,
             signature=sign(SIGNED, uri),
-        )  # fmt: skip
+        )
 
     def release(self) -> None:
         """Lets another writer take over."""
@@ -114,8 +126,8 @@ class Progress:
                 setattr(self, name, fields[name])
 
 
-def run_of(journal: Path) -> str | None:
+def stored_run_id(journal: Path) -> str | None:
     """The store's id of a journal's run; None where it never became one."""
-    progress = Progress(journal)
+    progress = UploadState(journal)
     progress.peek()
     return progress.run_id

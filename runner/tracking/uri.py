@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from runner.utils.errors import ConfigError
-from runner.utils.secrets import hide
+from runner.utils.secrets import redact
 
 DEFAULT_EXPERIMENT = "precision-runner"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -24,7 +24,7 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
         ConfigError: for a URI that no installed MLflow store can serve.
     """
     given = uri or env.get("MLFLOW_TRACKING_URI") or "sqlite:///outputs/mlflow.db"
-    shown = hide(given)
+    shown = redact(given)
     source = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"
     if given == "databricks":
         return given
@@ -87,7 +87,7 @@ def _absolute_sqlite(uri: str, source: str, cwd: Path) -> str:
     path, mark, query = rest.removeprefix("/").partition("?")
     if not path or path == ":memory:":
         raise ConfigError(
-            f"{source}={hide(uri)}: a store in memory is lost when its process ends. "
+            f"{source}={redact(uri)}: a store in memory is lost when its process ends. "
             "Type a file: tracking.uri=sqlite:///outputs/mlflow.db."
         )
     return f"{prefix}:///{cwd.absolute() / path}{mark}{query}"
@@ -96,8 +96,8 @@ def _absolute_sqlite(uri: str, source: str, cwd: Path) -> str:
 def _file_store(uri: str, source: str, env: Mapping[str, str], cwd: Path) -> str:
     if env.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
         raise ConfigError(
-            f"{source}={hide(uri)} is a folder, and MLflow no longer keeps runs in plain folders. "
-            "Type a database or a server: tracking.uri=sqlite:///outputs/mlflow.db "
+            f"{source}={redact(uri)} is a folder, and MLflow no longer keeps runs in plain "
+            "folders. Type a database or a server: tracking.uri=sqlite:///outputs/mlflow.db "
             "or tracking.uri=http://host:5000."
         )
     path = urlsplit(uri).path if uri.startswith("file:") else uri

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.tracking.journal_status import Followed
-from runner.tracking.writer_start import named, spawn
+from runner.tracking.journal_status import JournalStatus
+from runner.tracking.writer_start import named_journal, start_writer
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +33,16 @@ class WriterProcess:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.process: subprocess.Popen[bytes] | None = None
-        self._followed: dict[str, Followed] = {}
+        self._followed: dict[str, JournalStatus] = {}
         self._lives = 0
         self._finishing = self._in_vain = self._hurried = False
         self._lock = threading.Lock()
 
     def follow(
         self, journal: Path, relay: Callable[[dict[str, Any]], None] | None = None
-    ) -> Followed:
+    ) -> JournalStatus:
         """Has the writer carry this journal to its store."""
-        followed = self._followed[str(journal)] = Followed(journal, relay)
+        followed = self._followed[str(journal)] = JournalStatus(journal, relay)
         with self._lock:
             if self.process is None:
                 self._lives = 0
@@ -54,7 +54,7 @@ class WriterProcess:
 
     def wait(
         self,
-        followed: Followed,
+        followed: JournalStatus,
         patience: float,
         stopped: Callable[[], bool] = lambda: False,
         store: str = "the store",
@@ -115,13 +115,13 @@ class WriterProcess:
         if (process := self.process) and os.getpid() == self.owner:
             process.kill()
 
-    def _pending(self) -> list[Followed]:
+    def _pending(self) -> list[JournalStatus]:
         return [one for one in self._followed.values() if not one.closed.is_set()]
 
     def _start(self, folder: Path) -> subprocess.Popen[bytes]:
         """Starts a writer and names it every journal that is not closed."""
         self._lives += 1
-        self.process = process = spawn(folder, subprocess.PIPE)
+        self.process = process = start_writer(folder, subprocess.PIPE)
         for followed in self._pending():
             self._send(followed.journal)
         return process
@@ -130,7 +130,7 @@ class WriterProcess:
         # If it has died, the listening thread starts another, which hears of all journals.
         with suppress(BrokenPipeError, ValueError):
             if self.process and self.process.stdin:
-                self.process.stdin.write(named(journal))
+                self.process.stdin.write(named_journal(journal))
 
     def _listen(self) -> None:
         """The thread's body: hears each life of the writer to its end."""
@@ -161,8 +161,10 @@ class WriterProcess:
             return False
         log.warning(
             "The tracking writer ended with status %d and is started again; nothing is lost. "
-            "Its log: %s", status, folder / "tracking.log",
-        )  # fmt: skip
+            "Its log: %s",
+            status,
+            folder / "tracking.log",
+        )
         self._start(folder)
         return True
 
@@ -197,7 +199,7 @@ def shared_writer() -> WriterProcess:
     return _shared
 
 
-def use(writer: WriterProcess) -> None:
+def use_writer(writer: WriterProcess) -> None:
     """Has this process's runs share a given writer."""
     global _shared
     _shared = writer

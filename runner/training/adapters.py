@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from runner.config.targets import instantiate
-from runner.precision.conversion import shared_with
-from runner.precision.layers.conv1d import linear_kinds
+from runner.precision.conversion import find_shared_weights
+from runner.precision.layers.conv1d import linear_classes
 from runner.precision.layers.te_layers import NormFirst
 from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.modules import select
-from runner.utils.quiet_import import quiet
+from runner.utils.modules import select_modules
+from runner.utils.quiet_import import quiet_imports
 
 
 class Adapter(ABC):
@@ -35,7 +35,7 @@ class Adapter(ABC):
         add() froze stays frozen."""
 
 
-def make(node: Mapping[str, Any]) -> Adapter | None:
+def build_adapter(node: Mapping[str, Any]) -> Adapter | None:
     """The adapter of a config group node, None without one."""
     return instantiate(node) if node.get("_target_") else None
 
@@ -84,11 +84,11 @@ class Lora(Adapter):
         self.modules, self.train = modules, train
 
     def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
-        with quiet():
+        with quiet_imports():
             from peft import LoraConfig, inject_adapter_in_model
 
         names = [name for name, _ in model.named_modules()]
-        trained = select("adapter.train", self.train, names)
+        trained = select_modules("adapter.train", self.train, names)
         chosen = self._chosen(model, names, bypassed)
         config = LoraConfig(
             r=self.rank,
@@ -98,7 +98,9 @@ class Lora(Adapter):
         )
         full = [p for name in trained for p in model.get_submodule(name).parameters()]
         _refuse(model, trained)
-        with quiet():  # peft warns of a Conv1D, for which it transposes the addition by itself
+        with (
+            quiet_imports()
+        ):  # peft warns of a Conv1D, for which it transposes the addition by itself
             inject_adapter_in_model(config, model)
         for added in (p for p in model.parameters() if p.requires_grad):
             added.data = added.data.to(dtype)  # peft takes the layer's compute dtype
@@ -109,12 +111,16 @@ class Lora(Adapter):
         self, model: nn.Module, names: Sequence[str], bypassed: Collection[str]
     ) -> list[str]:
         """Dotted names of the linear layers that get an addition."""
-        wanted = names if self.modules is None else select("adapter.modules", self.modules, names)
-        tied = shared_with(model)
+        wanted = (
+            names
+            if self.modules is None
+            else select_modules("adapter.modules", self.modules, names)
+        )
+        tied = find_shared_weights(model)
         linear = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, linear_kinds())
+            if isinstance(module, linear_classes())
             and name
             and name in wanted
             and type(module).__name__ != "NonDynamicallyQuantizableLinear"
@@ -135,7 +141,7 @@ class Lora(Adapter):
         return chosen
 
     def merge(self, model: nn.Module) -> None:
-        with quiet():
+        with quiet_imports():
             from peft.tuners.lora import LoraLayer
 
         for name, module in list(model.named_modules()):

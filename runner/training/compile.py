@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from runner.config.schema import CUDA_GRAPHS, RunSpec
 from runner.precision.precision import Precision
 from runner.utils.errors import ConfigError
-from runner.utils.modules import repeated, select
+from runner.utils.modules import repeated_blocks, select_modules
 
 SHAPES = 8  # of its inputs that a block is compiled for, in training and evaluation together
 COMPILERS = ("c++", "g++", "clang++", "cl")
 
 
-def check_shape(
+def check_compile_options(
     spec: RunSpec, precision: Precision, device: torch.device, model: nn.Module
 ) -> None:
     """Raise ConfigError for what `shape` cannot do to this model, before anything is computed."""
@@ -32,14 +32,14 @@ def check_shape(
             f"{typed}={str(what).lower()} computes forwards twice, and precision={precision.name} "
             f"{precision.unrepeatable}"
         )
-    if (what is True or spec.train.compile == "regional") and not repeated(model):
+    if (what is True or spec.train.compile == "regional") and not repeated_blocks(model):
         problems.append(
             f"{typed}=true and train.compile=regional take the repeated blocks of a model, and "
             "this one has none: members of one class, in a ModuleList, ModuleDict or Sequential, "
             f"that hold modules of their own. Type {typed}=[<module>] or train.compile=default."
         )
     if what and what is not True:
-        chosen(model, what)
+        modules_to_compile(model, what)
     if problems:
         raise ConfigError(*problems)
 
@@ -67,7 +67,9 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
         )
 
 
-def shape(spec: RunSpec, precision: Precision, device: torch.device, model: nn.Module) -> None:
+def prepare_model(
+    spec: RunSpec, precision: Precision, device: torch.device, model: nn.Module
+) -> None:
     """Change a model, on its device and converted, into the form that the loop runs.
 
     Each shape of an input is compiled for itself: so what a run computes does not depend on the
@@ -77,19 +79,19 @@ def shape(spec: RunSpec, precision: Precision, device: torch.device, model: nn.M
     if train.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if what := train.activation_checkpointing:
-        blocks = repeated(model) if what is True else chosen(model, what)
+        blocks = repeated_blocks(model) if what is True else modules_to_compile(model, what)
         _recompute(blocks, partial(precision.forward, device))
     if train.compile:
         regional = train.compile == "regional"
         mode = None if train.compile is True or regional else str(train.compile)
-        blocks = repeated(model) if regional else [model]
+        blocks = repeated_blocks(model) if regional else [model]
         torch.compiler.reset()
         torch._dynamo.config.recompile_limit = SHAPES * len(blocks)
         for block in blocks:
             block.compile(mode=mode, dynamic=False)
 
 
-def chosen(model: nn.Module, patterns: Any) -> list[nn.Module]:
+def modules_to_compile(model: nn.Module, patterns: Any) -> list[nn.Module]:
     """The outermost modules that patterns name; of a list or dict of modules, its members.
 
     Raises:
@@ -97,11 +99,12 @@ def chosen(model: nn.Module, patterns: Any) -> list[nn.Module]:
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
     names = {name for name, module in model.named_modules()}
-    found = select("train.activation_checkpointing", patterns, names)
+    found = select_modules("train.activation_checkpointing", patterns, names)
     callable_ = {
-        name for name in found
+        name
+        for name in found
         if not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict)
-    }  # fmt: skip
+    }
     return [model.get_submodule(name) for name in sorted(callable_) if not _inside(name, callable_)]
 
 

@@ -11,16 +11,18 @@ from runner.training.tasks.regression import Regression
 from runner.utils.errors import RunnerError
 
 
-class Unknown(RunnerError):
+class ForecastUnavailable(RunnerError):
     """The memory of a run cannot be told before it runs."""
 
 
-def examples(spec: RunSpec, size: int, device: torch.device) -> Batch:
+def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
     """A batch of random numbers in the shapes of data.meta. Raises Unknown where those are not
     given."""
     meta, task = spec.data.get("meta") or {}, build_group("task", spec.task)
     if missing := [f"data.meta.{key}" for key in ("input", "classes") if not meta.get(key)]:
-        raise Unknown(f"the shape of a batch is not known without {' and '.join(missing)}.")
+        raise ForecastUnavailable(
+            f"the shape of a batch is not known without {' and '.join(missing)}."
+        )
     shape, classes = meta["input"], meta["classes"]
     dtype = getattr(torch, meta.get("dtype", "float32"))
     if isinstance(task, Language):
@@ -31,4 +33,4 @@ def examples(spec: RunSpec, size: int, device: torch.device) -> Batch:
         return inputs, torch.randint(classes, (size,), device=device)
     if isinstance(task, Regression):
         return inputs, torch.randn(size, classes, dtype=dtype, device=device)
-    raise Unknown(f"the targets of {type(task).__name__} have no shape in data.meta.")
+    raise ForecastUnavailable(f"the targets of {type(task).__name__} have no shape in data.meta.")

@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_map_only
 from runner.config.schema import RunSpec
 from runner.data.build import build_loaders, build_splits
 from runner.precision.casting import cast_nest
-from runner.training.example_batch import Unknown, examples
+from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.utils.errors import ConfigError, RunnerError
 
 _CPU = torch.device("cpu")
 _FEW = 2
 
 
-def materialize(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
+def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
     """Make the parameters of a model's lazy layers, by one forward in evaluation mode; a model
     without such layers is left alone.
 
@@ -91,8 +91,8 @@ def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         if spec.mode == "plan":  # it promises to need no data
             try:
-                return examples(spec, _FEW, device)[0]
-            except Unknown as error:
+                return example_batch(spec, _FEW, device)[0]
+            except ForecastUnavailable as error:
                 raise ConfigError(
                     f"model: the lazy layers {names} take their sizes from an example: {error} "
                     "Type data.meta.input and data.meta.classes, or give these layers their sizes."

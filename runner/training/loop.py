@@ -9,11 +9,11 @@ from time import perf_counter, time
 from runner.config.schema import TrainSpec
 from runner.data.loader import Batch, Loader
 from runner.training.evaluation import Stagnation, evaluate
-from runner.training.record_buffer import Blocks
+from runner.training.record_buffer import RecordBuffer
 from runner.training.records import EvalRecord, Record
 from runner.training.state import TrainState
 from runner.training.step import train_step
-from runner.utils.reproducibility import set_streams, streams
+from runner.utils.reproducibility import random_streams, set_random_streams
 from runner.utils.stop_signals import until_interrupted
 
 _UNWATCHED = nullcontext()
@@ -25,13 +25,15 @@ def total_steps(train: TrainSpec, loader: Loader) -> int:
     return train.max_steps or train.epochs * per_epoch
 
 
-def evaluates(train: TrainSpec, loader: Loader, step: int) -> bool:
+def is_evaluation_step(train: TrainSpec, loader: Loader, step: int) -> bool:
     """Whether an evaluation follows this step: at an interval, and after the last one."""
     every = train.eval_every or -(-len(loader) // train.accumulate)
     return step % every == 0 or step == total_steps(train, loader)
 
 
-def groups(state: TrainState, loader: Loader, size: int) -> Iterator[tuple[list[Batch], list[int]]]:
+def accumulation_batches(
+    state: TrainState, loader: Loader, size: int
+) -> Iterator[tuple[list[Batch], list[int]]]:
     """Micro-batches of each step and their examples in all processes, epoch after epoch, without
     end, from state.position on."""
     while True:
@@ -72,7 +74,7 @@ def fit(
             loop after a last block.
         around: called with a step's number, the context around it (probes).
     """
-    blocks = Blocks(state)
+    blocks = RecordBuffer(state)
     try:
         yield from _steps(state, blocks, loader, validation, train, flush_every, stopped, around)
     except (Exception, KeyboardInterrupt):
@@ -84,7 +86,7 @@ def fit(
 
 def _steps(
     state: TrainState,
-    blocks: Blocks,
+    blocks: RecordBuffer,
     loader: Loader,
     validation: Loader,
     train: TrainSpec,
@@ -95,15 +97,19 @@ def _steps(
     last = total_steps(train, loader)
     until = perf_counter() + (train.max_seconds or inf)
     state.model.train()
-    if state.step and state.evaluated < state.step and evaluates(train, loader, state.step):
+    if (
+        state.step
+        and state.evaluated < state.step
+        and is_evaluation_step(train, loader, state.step)
+    ):
         yield from _evaluation(state, validation, stopped)  # the run was stopped before it
         blocks.started = perf_counter()
     if state.step >= last:
         return
-    for micros, sizes in until_interrupted(groups(state, loader, train.accumulate)):
+    for micros, sizes in until_interrupted(accumulation_batches(state, loader, train.accumulate)):
         step = state.step + 1
         over = step >= last or perf_counter() >= until
-        at_eval = over or evaluates(train, loader, step)
+        at_eval = over or is_evaluation_step(train, loader, step)
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
         with around(step):
             blocks.add(train_step(state, micros, sizes))
@@ -126,10 +132,10 @@ def _evaluation(
     state: TrainState, validation: Loader, stopped: Callable[[], bool]
 ) -> Iterator[EvalRecord]:
     """One record; none where it is stopped, as if it had not begun: the resumed run evaluates."""
-    drawn = streams()
+    drawn = random_streams()
     metrics = evaluate(state, validation, stopped)
     if metrics is None:
-        set_streams(drawn)
+        set_random_streams(drawn)
         return
     state.evaluated = state.step
     yield EvalRecord(state.step, int(time() * 1000), state.epoch, metrics, state.stagnant)

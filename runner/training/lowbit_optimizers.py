@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.utils.errors import ConfigError
-from runner.utils.quiet_import import quiet
+from runner.utils.quiet_import import quiet_imports
 
 # Both libraries compute in float32 and store the result in the parameter's dtype.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -99,20 +99,36 @@ class BlockwiseAdam(Blockwise):
     """Keywords of Adam8bit and PagedAdam8bit. The weight decay is decoupled, as in AdamW."""
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, min_8bit_size: int = 4096,
-    ) -> None:  # fmt: skip
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-                         min_8bit_size=min_8bit_size)  # fmt: skip
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        min_8bit_size: int = 4096,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            min_8bit_size=min_8bit_size,
+        )
 
 
 class BlockwiseAdamW(BlockwiseAdam):
     """Keywords of AdamW8bit and PagedAdamW8bit: Adam8bit's with another default."""
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.01, min_8bit_size: int = 4096,
-    ) -> None:  # fmt: skip
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        min_8bit_size: int = 4096,
+    ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, min_8bit_size)
 
 
@@ -120,11 +136,16 @@ class BlockwiseLion(Blockwise):
     """Keywords of Lion8bit and PagedLion8bit."""
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-4, betas: Sequence[float] = (0.9, 0.99),
-        weight_decay: float = 0.0, min_8bit_size: int = 4096,
-    ) -> None:  # fmt: skip
-        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay,
-                         min_8bit_size=min_8bit_size)  # fmt: skip
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: Sequence[float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        min_8bit_size: int = 4096,
+    ) -> None:
+        super().__init__(
+            params, lr=lr, betas=betas, weight_decay=weight_decay, min_8bit_size=min_8bit_size
+        )
 
 
 class WrappedAdamW(Optimizer):
@@ -145,13 +166,25 @@ class WrappedAdamW(Optimizer):
     _subclass_zeros: Callable[[Tensor, bool, int], Tensor]
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.01, amsgrad: bool = False,
-        block_size: int = 128, bf16_stochastic_round: bool = False,
-    ) -> None:  # fmt: skip
-        keywords = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-                    "amsgrad": amsgrad, "block_size": block_size,
-                    "bf16_stochastic_round": bf16_stochastic_round}  # fmt: skip
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        block_size: int = 128,
+        bf16_stochastic_round: bool = False,
+    ) -> None:
+        keywords = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "block_size": block_size,
+            "bf16_stochastic_round": bf16_stochastic_round,
+        }
         check_keywords(keywords)
         init: Any = super().__init__
         init(params, **keywords)
@@ -281,7 +314,7 @@ def _made(name: str) -> type[Optimizer]:
     module, mixin = CLASSES[name]
     library = module.partition(".")[0]
     try:
-        with quiet():
+        with quiet_imports():
             base = getattr(import_module(module), name)
     except Exception as error:
         raise ConfigError(

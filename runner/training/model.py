@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import Saved
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
 from runner.config.resolve import to_dict
 from runner.config.schema import RunSpec
@@ -19,13 +19,13 @@ from runner.precision.conversion import is_converted
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.precision import ConversionReport, Precision
 from runner.training import adapters
-from runner.training.lazy_layers import materialize
+from runner.training.lazy_layers import materialize_lazy_layers
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import float32_bytes
-from runner.utils.terminal import typed
+from runner.utils.terminal import quote_command
 
 
-class Built(NamedTuple):
+class BuiltModel(NamedTuple):
     """A model on its device; plain_bytes is what its weights and buffers take in float32."""
 
     model: nn.Module
@@ -33,13 +33,13 @@ class Built(NamedTuple):
     plain_bytes: int
 
 
-def start(spec: RunSpec) -> Saved | None:
+def load_init_weights(spec: RunSpec) -> LoadedCheckpoint | None:
     """The checkpoint that init.weights names."""
     where = spec.init.weights
     if where is None:
         return None
-    path = checkpoint_file.find(where, spec.tracking.get("uri"), key="init.weights")
-    return Saved(path, checkpoint_file.load(path))
+    path = checkpoint_file.find_checkpoint(where, spec.tracking.get("uri"), key="init.weights")
+    return LoadedCheckpoint(path, checkpoint_file.load(path))
 
 
 def build_model(
@@ -47,9 +47,9 @@ def build_model(
     precision: Precision,
     device: torch.device,
     made_on: torch.device | None = None,
-    start: Saved | None = None,
+    start: LoadedCheckpoint | None = None,
     whole: bool = False,
-) -> Built:
+) -> BuiltModel:
     """The model with its seeded weights; made in float32 first, so that all precisions start from
     the same ones (with init.low_memory directly in the precision's dtype).
 
@@ -72,19 +72,19 @@ def build_model(
     if start is not None and exact:  # its plain weights would be packed as they are loaded
         precision.leave_unconverted(start.content.get("bypassed", {}))
     model, report = precision.convert(model, device)
-    if (addition := adapters.make(spec.adapter)) is not None:
+    if (addition := adapters.build_adapter(spec.adapter)) is not None:
         addition.add(model, precision.storage, precision.bypassed)
     if start is not None and exact:
         load_weights(model, start, spec.model)
-    return Built(model.to(device), report, size)
+    return BuiltModel(model.to(device), report, size)
 
 
-def _same_packing(spec: RunSpec, precision: Precision, saved: Saved) -> bool:
+def _same_packing(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
     """Whether a checkpoint's packed weights, and its adapter's, fit as they are."""
     return bool(precision.layout) and _fits_as_saved(spec, precision, saved)
 
 
-def _fits_as_saved(spec: RunSpec, precision: Precision, saved: Saved) -> bool:
+def _fits_as_saved(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
     """Whether a checkpoint has this run's adapter, and packs weights as this run's precision does
     (or neither packs any)."""
     nodes = (saved.content["spec"].get("adapter") or {}, spec.adapter)
@@ -92,13 +92,15 @@ def _fits_as_saved(spec: RunSpec, precision: Precision, saved: Saved) -> bool:
     return theirs == ours and saved.content.get("layout", "") == precision.layout
 
 
-def keeps_adapter(spec: RunSpec, precision: Precision, saved: Saved) -> bool:
+def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
     """Return whether the adapter that a checkpoint was trained with can be loaded as it is, in this
     precision's dtype, and need not be merged."""
     return bool(spec.adapter.get("_target_")) and _fits_as_saved(spec, precision, saved)
 
 
-def restore_model(spec: RunSpec, precision: Precision, device: torch.device, saved: Saved) -> Built:
+def restore_model(
+    spec: RunSpec, precision: Precision, device: torch.device, saved: LoadedCheckpoint
+) -> BuiltModel:
     """The model with a checkpoint's weights, whatever precision they were trained in: packed
     weights come back as they are in their own precision, and as the numbers they stand for in one
     that packs none. An adapter is kept where weights are packed as they were in training, or not at
@@ -117,7 +119,7 @@ def restore_model(spec: RunSpec, precision: Precision, device: torch.device, sav
     return built
 
 
-def _load(spec: RunSpec, model: nn.Module, precision: Precision, saved: Saved) -> None:
+def _load(spec: RunSpec, model: nn.Module, precision: Precision, saved: LoadedCheckpoint) -> None:
     """A checkpoint's function in a plain model: its adapter is merged into the weights."""
     layout = saved.content.get("layout", "")
     if layout and precision.layout:
@@ -129,8 +131,8 @@ def _load(spec: RunSpec, model: nn.Module, precision: Precision, saved: Saved) -
         )
     theirs = saved.content["spec"]
     own = checkpoint_file.is_own(saved.content)
-    trusted_targets.check(theirs, ["adapter"], to_dict(spec), saved.path, "checkpoint", own)
-    addition = adapters.make(theirs.get("adapter") or {})
+    trusted_targets.check_trusted(theirs, ["adapter"], to_dict(spec), saved.path, "checkpoint", own)
+    addition = adapters.build_adapter(theirs.get("adapter") or {})
     if precision.storage is torch.float64:  # else a checkpoint's float64 is rounded on its way
         cast_floats(model, torch.float64)
     if addition is None:
@@ -158,14 +160,14 @@ def _make(
     with dtype, made_on or nullcontext(), building:
         model = build_group("model", spec.model)
         if isinstance(model, nn.Module):
-            materialize(spec, model, made_on or torch.device("cpu"))
+            materialize_lazy_layers(spec, model, made_on or torch.device("cpu"))
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ConfigError(f"model: {spec.model['_target_']} made a {kind}, not a torch.nn.Module.")
     return model
 
 
-def load_weights(model: nn.Module, saved: Saved, node: Mapping[str, Any] = {}) -> None:
+def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, Any] = {}) -> None:
     """Copy a checkpoint's weights into a model, casting to the model's dtypes. A packed weight
     enters a layer that is packed the same way as it is, and a plain layer as what it stands for.
 
@@ -194,7 +196,7 @@ def load_weights(model: nn.Module, saved: Saved, node: Mapping[str, Any] = {}) -
         ) from error
 
 
-def _own_model(saved: Saved, node: Mapping[str, Any]) -> str:
+def _own_model(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
     """What to type for the model that a checkpoint was trained with."""
     theirs = saved.content["spec"].get("model") or {}
     if node.get("_target_") == theirs.get("_target_"):
@@ -202,7 +204,7 @@ def _own_model(saved: Saved, node: Mapping[str, Any]) -> str:
         if keys:
             words = [f"model.{key}={str(theirs[key]).replace(' ', '')}" for key in keys]
             return (
-                f"The checkpoint's model has other values: type {typed(words)}, or in "
+                f"The checkpoint's model has other values: type {quote_command(words)}, or in "
                 "mode=evaluate leave model= out."
             )
     return (

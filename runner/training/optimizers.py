@@ -9,17 +9,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.config.schema import RunSpec
-from runner.config.targets import arguments, build_group, locate
-from runner.distributed.strategy import is_parted
-from runner.precision.layers.conv1d import linear_kinds
+from runner.config.targets import build_group, locate, target_arguments
+from runner.distributed.strategy import is_sharded
+from runner.precision.layers.conv1d import linear_classes
 from runner.precision.precision import Precision
 from runner.training.sparse_gradients import check_optimizer, sparse_parameters
-from runner.training.state import Driven
+from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
-from runner.utils.modules import matches
+from runner.utils.modules import matches_pattern
 
 
-def shares(
+def parameters_by_optimizer(
     node: Mapping[str, Any], model: nn.Module, named: dict[str, nn.Parameter]
 ) -> list[tuple[str, Mapping[str, Any], list[nn.Parameter]]]:
     """Each optimizer's key, node and parameters; a parameter goes to the first that takes it."""
@@ -31,7 +31,7 @@ def shares(
             *(f"optimizer.{k} belongs to one of {names}. Type optimizer.<name>.{k}." for k in stray)
         )
     left, shares = dict(named), []
-    for key, part in in_order(node):
+    for key, part in optimizer_nodes(node):
         taken = {n: p for n, p in left.items() if _takes(part.get("match"), n, p, model)}
         if not taken:
             raise ConfigError(
@@ -46,7 +46,7 @@ def shares(
     return shares
 
 
-def in_order(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the names and nodes of several optimizers in the order in which they are made: one
     that takes every parameter comes last."""
     return sorted(node.items(), key=lambda item: item[1].get("match") is None)
@@ -57,15 +57,15 @@ def _takes(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bool
         return True
     if match != "matrices":
         patterns = [match] if isinstance(match, str) else match
-        return any(matches(pattern, name) for pattern in patterns)
+        return any(matches_pattern(pattern, name) for pattern in patterns)
     if param.ndim != 2:
         return False
     module = model.get_submodule(name.rpartition(".")[0])
-    linears = [m for m in model.modules() if isinstance(m, linear_kinds())]
+    linears = [m for m in model.modules() if isinstance(m, linear_classes())]
     return not isinstance(module, nn.Embedding) and module not in linears[-1:]
 
 
-def embeddings(model: nn.Module) -> set[nn.Parameter]:
+def embedding_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of embedding tables, those that a table shares with another layer included."""
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     return {p for table in tables for p in table.parameters()}
@@ -91,11 +91,11 @@ def build_optimizer(
     target = locate(node["_target_"])
     fusible = all(p.is_floating_point() and p.device.type != "xla" for p in params)
     takes_fused = fusible and "fused" in signature(target).parameters
-    if any(map(is_parted, params)):  # torch parts these fused kernels only
+    if any(map(is_sharded, params)):  # torch parts these fused kernels only
         takes_fused = fusible and target in (torch.optim.Adam, torch.optim.AdamW)
-    if takes_fused and arguments(node).get("fused") is None:
+    if takes_fused and target_arguments(node).get("fused") is None:
         try:
-            return target(params, **{**arguments(node), "fused": True})
+            return target(params, **{**target_arguments(node), "fused": True})
         except (RuntimeError, TypeError, ValueError):
             pass  # not for this device, dtype or combination of keywords; the plain call tells why
     if getattr(target, "wide_embeddings", False):
@@ -120,7 +120,9 @@ def build_scheduler(node: Mapping[str, Any], optimizer: Optimizer, steps: int) -
 LENGTHS = ("T_max", "total_steps", "total_iters")
 
 
-def build_driven(spec: RunSpec, model: nn.Module, precision: Precision, steps: int) -> list[Driven]:
+def build_driven(
+    spec: RunSpec, model: nn.Module, precision: Precision, steps: int
+) -> list[ScheduledOptimizer]:
     """Optimizers over the trainable parameters, each with its schedule.
 
     Args:
@@ -135,16 +137,16 @@ def build_driven(spec: RunSpec, model: nn.Module, precision: Precision, steps: i
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise ConfigError(_nothing_trains(precision))
-    wide, sparse = embeddings(model), sparse_parameters(model)
+    wide, sparse = embedding_parameters(model), sparse_parameters(model)
     optimizers = [
         _build_checked(key, node, params, wide, sparse)
-        for key, node, params in shares(spec.optimizer, model, named)
+        for key, node, params in parameters_by_optimizer(spec.optimizer, model, named)
     ]
     precision.check_optimizers(optimizers)
     closure = any(isinstance(o, torch.optim.LBFGS) for o in optimizers)
     if closure and (len(optimizers) > 1 or spec.train.clip_norm is not None):
         raise ConfigError("optimizer=lbfgs works alone and without train.clip_norm.")
-    return [Driven(o, build_scheduler(spec.scheduler, o, steps)) for o in optimizers]
+    return [ScheduledOptimizer(o, build_scheduler(spec.scheduler, o, steps)) for o in optimizers]
 
 
 def _build_checked(
@@ -206,9 +208,10 @@ def _check_scheduler(node: Mapping[str, Any]) -> None:
     needed = [
         name
         for name, parameter in (signature(step).parameters if step else {}).items()
-        if name != "self" and parameter.default is Parameter.empty
+        if name != "self"
+        and parameter.default is Parameter.empty
         and parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    ]  # fmt: skip
+    ]
     if needed:
         raise ConfigError(
             f"scheduler: {node['_target_']} needs {', '.join(needed)} in each step(), and "

@@ -4,11 +4,17 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-from runner.config.targets import arguments, locate
+from runner.config.targets import locate, target_arguments
 from runner.utils.errors import ConfigError
 
-_LOADING = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg",
-            "pretrained_cfg_overlay")  # fmt: skip
+_LOADING = (
+    "pretrained",
+    "weights",
+    "weights_backbone",
+    "checkpoint_path",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+)
 """Keywords by which timm and torchvision load weights."""
 _KNOWN = ("runner.models.", "timm.", "torchvision.models.")
 
@@ -28,7 +34,7 @@ def starts_random(node: Mapping[str, Any]) -> bool:
 def _given(node: Mapping[str, Any], target: str, key: str) -> bool:
     """A keyword's value, the target's own default where the node does not give it: torchvision's
     detection models load their backbone unless told otherwise."""
-    if key in arguments(node):
+    if key in target_arguments(node):
         return bool(node[key])
     try:
         known = signature(locate(target)).parameters

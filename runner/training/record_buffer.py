@@ -11,27 +11,29 @@ from torch import Tensor
 from runner.distributed.strategy import Single, Strategy
 from runner.training.records import StepRecord, Steps
 from runner.training.state import TrainState
-from runner.training.step import Pending
-from runner.utils.tensors import widest
+from runner.training.step import DeviceStepRecord
+from runner.utils.tensors import widest_float
 
 
-class Blocks:
+class RecordBuffer:
     """Steps that the host has not seen yet: those of the block in the making, and the blocks that
     are under way. started is perf_counter() when the first step in the making began."""
 
     def __init__(self, state: TrainState) -> None:
         self.state = state
         self.started = perf_counter()
-        self._pending: list[Pending] = []
-        self._under_way: deque[Transfer] = deque()
+        self._pending: list[DeviceStepRecord] = []
+        self._under_way: deque[HostTransfer] = deque()
 
-    def add(self, step: Pending) -> None:
+    def add(self, step: DeviceStepRecord) -> None:
         self._pending.append(step)
 
     def send(self) -> None:
         """Ends the block in the making and has it copied."""
         gauges = self.state.precision.gauges(self.state.plain_model)
-        self._under_way.append(Transfer(self._pending, self.started, gauges, self.state.strategy))
+        self._under_way.append(
+            HostTransfer(self._pending, self.started, gauges, self.state.strategy)
+        )
         self.started, self._pending = self._pending[-1].ended, []
 
     def arrived(self) -> Iterator[Steps]:
@@ -55,7 +57,7 @@ class Blocks:
         return block
 
 
-class Transfer:
+class HostTransfer:
     """The records of a block on their way to the host, in copies that nothing waits for.
 
     Args:
@@ -67,7 +69,7 @@ class Transfer:
 
     def __init__(
         self,
-        pending: Sequence[Pending],
+        pending: Sequence[DeviceStepRecord],
         started: float,
         gauges: Mapping[str, Tensor] = {},
         strategy: Strategy | None = None,
@@ -106,8 +108,19 @@ class Transfer:
             if p.scale is not None:
                 skipped += int(values[3][i])
                 scaled = (values[2][i], values[3][i], skipped)
-            records.append(StepRecord(p.step, p.time_ms, p.epoch, values[0][i], p.lr, values[1][i],
-                                      step_ms, p.examples, *scaled))  # fmt: skip
+            records.append(
+                StepRecord(
+                    p.step,
+                    p.time_ms,
+                    p.epoch,
+                    values[0][i],
+                    p.lr,
+                    values[1][i],
+                    step_ms,
+                    p.examples,
+                    *scaled,
+                )
+            )
         if self.gauges:
             shown = dict(zip(self.gauges, self._shown.tolist(), strict=True))
             records[-1] = records[-1]._replace(gauges=shown)
@@ -120,7 +133,7 @@ def _pinned(values: Tensor) -> Tensor:
     return copy.copy_(values, non_blocking=True)
 
 
-def _columns(pending: Sequence[Pending], strategy: Strategy) -> Tensor:
+def _columns(pending: Sequence[DeviceStepRecord], strategy: Strategy) -> Tensor:
     """Loss, gradient norm and, where there is one, scale and found-inf: [2 or 4, len(pending)],
     wide enough to alter none of them, on the device."""
     losses = torch.stack([p.loss for p in pending])
@@ -128,7 +141,7 @@ def _columns(pending: Sequence[Pending], strategy: Strategy) -> Tensor:
         norms = torch.linalg.vector_norm(torch.stack([p.norms for p in pending]), dim=1)
     else:
         norms = torch.stack([torch.linalg.vector_norm(p.norms) for p in pending])
-    wide = widest(losses.device)
+    wide = widest_float(losses.device)
     if strategy.place.world > 1:
         losses = strategy.sum(losses.to(wide)) / strategy.place.world
     columns = [losses, strategy.norms(norms)]

@@ -51,9 +51,19 @@ Steps = tuple[StepRecord, ...]
 Record = Steps | EvalRecord
 
 _FIELDS_OF_0_1 = (
-    "step", "time_ms", "epoch", "loss", "lr", "grad_norm", "step_ms", "examples", "loss_scale",
-    "overflow", "skipped_steps", "gauges",
-)  # fmt: skip
+    "step",
+    "time_ms",
+    "epoch",
+    "loss",
+    "lr",
+    "grad_norm",
+    "step_ms",
+    "examples",
+    "loss_scale",
+    "overflow",
+    "skipped_steps",
+    "gauges",
+)
 """Order of the fields of a StepRecord in checkpoints of version 0.1, which hold no names."""
 
 

@@ -20,14 +20,14 @@ def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in found.items() if p.requires_grad}
 
 
-def coalesce(params: Sequence[Tensor]) -> None:
+def coalesce_gradients(params: Sequence[Tensor]) -> None:
     """Add up the rows of sparse gradients that are of one index, in place."""
     for p in params:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
 
 
-def values(grad: Tensor) -> Tensor:
+def gradient_values(grad: Tensor) -> Tensor:
     """Return a gradient as a plain tensor that shares its memory: of a sparse one its values."""
     return grad.values() if grad.is_sparse else grad
 
@@ -58,7 +58,7 @@ def check_optimizer(
         for _ in range(2):
             table.grad = None
             embedding(torch.zeros(1, dtype=torch.int64), table, sparse=True).sum().backward()
-            coalesce([table])
+            coalesce_gradients([table])
             optimizer.step()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0].rstrip(".")

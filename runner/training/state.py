@@ -11,14 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from runner.distributed.strategy import Single, Strategy
-from runner.precision.loss_scale import HostFlag, Scale
+from runner.precision.loss_scale import HostFlag, LossScale
 from runner.precision.precision import Precision
 from runner.training.sparse_gradients import sparse_parameters
 from runner.training.tasks.task import Task
 
 
 @dataclass
-class Driven:
+class ScheduledOptimizer:
     """An optimizer with its schedule and its own parameters.
 
     unsettled is the found-inf flag of the last step while the schedule waits for it: a schedule
@@ -61,8 +61,8 @@ class TrainState:
     model: nn.Module
     precision: Precision
     task: Task
-    scale: Scale
-    driven: list[Driven]
+    scale: LossScale
+    driven: list[ScheduledOptimizer]
     device: torch.device
     clip_norm: float | None = None
     strategy: Strategy = field(default_factory=Single)

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.checkpoint import sharded_tensors
-from runner.checkpoint.checkpoint_file import _SIGNED, FORMAT, Saved, parts_of
-from runner.config.resolve import stored
+from runner.checkpoint.checkpoint_file import _SIGNED, FORMAT, LoadedCheckpoint, shards_folder
+from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import sign
-from runner.training.callbacks.callback import Observer
-from runner.training.optimizers import LENGTHS, in_order
-from runner.training.state import Driven, TrainState
+from runner.training.callbacks.callback import Callback
+from runner.training.optimizers import LENGTHS, optimizer_nodes
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import rng_state, set_rng_state
 
@@ -38,7 +38,7 @@ _RATES = {"lr", "initial_lr", "max_lr", "min_lr"}
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
 
-def capture(state: TrainState, observers: Sequence[Observer]) -> dict[str, Any]:
+def state_dict(state: TrainState, observers: Sequence[Callback]) -> dict[str, Any]:
     """What a checkpoint keeps so that the run goes on as if it had not been cut."""
     return {
         "position": state.position,
@@ -51,9 +51,9 @@ def capture(state: TrainState, observers: Sequence[Observer]) -> dict[str, Any]:
 
 def restore(
     state: TrainState,
-    saved: Saved,
+    saved: LoadedCheckpoint,
     spec: RunSpec,
-    observers: Sequence[Observer],
+    observers: Sequence[Callback],
     typed: Collection[str] = (),
 ) -> list[str]:
     """Put everything but the weights back.
@@ -85,7 +85,7 @@ def restore(
 
 
 def _restore_rest(
-    state: TrainState, content: Mapping[str, Any], observers: Sequence[Observer]
+    state: TrainState, content: Mapping[str, Any], observers: Sequence[Callback]
 ) -> None:
     state.precision.load_state_dict(state.plain_model, content["precision_state"])
     state.step, state.epoch = content["step"], content["epoch"]
@@ -98,7 +98,7 @@ def _restore_rest(
 
 
 def _restore_observers(
-    observers: Sequence[Observer], content: Mapping[str, Mapping[str, Any]]
+    observers: Sequence[Callback], content: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Restore the state of each observer from what a checkpoint holds of all of them."""
     states = {_OBSERVERS_OF_0_1.get(name, name): state for name, state in content.items()}
@@ -156,7 +156,7 @@ def _alike(one: Any, other: Any) -> bool:
     return len(kinds) == 1 or type(None) in kinds or kinds == {int, float}
 
 
-def _restore_optimizers(state: TrainState, saved: Saved, spec: RunSpec) -> list[str]:
+def _restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec) -> list[str]:
     """Restore optimizers and schedules; what of them could not come back as it was."""
     content, told = saved.content, dict[str, None]()
     theirs = content["spec"]
@@ -164,15 +164,20 @@ def _restore_optimizers(state: TrainState, saved: Saved, spec: RunSpec) -> list[
     applied = content["step"] - content["skipped_steps"]
     try:
         other = theirs["scheduler"].get("_target_") != spec.scheduler.get("_target_")
-        pairs = zip(state.driven, content["optimizers"], content["schedulers"],
-                    _changed(theirs["optimizer"], spec.optimizer), strict=True)  # fmt: skip
+        pairs = zip(
+            state.driven,
+            content["optimizers"],
+            content["schedulers"],
+            _changed(theirs["optimizer"], spec.optimizer),
+            strict=True,
+        )
         for driven, optimizer, scheduler, changed in pairs:
-            parts = parts_of(saved.path)
+            parts = shards_folder(saved.path)
             if state.strategy.shards:
-                held = sharded_tensors.parted(optimizer["state"], driven.params, parts)
+                held = sharded_tensors.load_sharded(optimizer["state"], driven.params, parts)
                 optimizer = {**optimizer, "state": held}
             else:
-                optimizer = sharded_tensors.whole(optimizer, parts)
+                optimizer = sharded_tensors.load_full(optimizer, parts)
             told |= dict.fromkeys(_load_optimizer(driven.optimizer, optimizer, was, other))
             if other:
                 told |= dict.fromkeys(_begin_schedule(driven, applied))
@@ -195,7 +200,7 @@ def _changed(
     """Hyperparameters that differ from the checkpoint's, as (old, new), of each optimizer."""
     pairs = [(theirs, ours)]
     if "_target_" not in ours:
-        pairs = [(theirs[name], node) for name, node in in_order(ours)]
+        pairs = [(theirs[name], node) for name, node in optimizer_nodes(ours)]
     return [
         {key: (old.get(key), value) for key, value in new.items() if old.get(key) != value}
         for old, new in pairs
@@ -267,7 +272,7 @@ def _load_schedule(
     vars(scheduler).update(kept)
 
 
-def _begin_schedule(driven: Driven, applied: int) -> list[str]:
+def _begin_schedule(driven: ScheduledOptimizer, applied: int) -> list[str]:
     """Bring a schedule that the checkpoint does not know to the step of the run."""
     if driven.scheduler is None:
         return [f"the learning rate is constant at {driven.lr:g}: the checkpoint had a schedule"]
@@ -313,7 +318,7 @@ def checkpoint_state_dict(
         course: what going on needs beside it, see restore.capture.
         own: this user's commands composed the spec, which is signed with the user's key.
     """
-    kept = {**stored(spec), "tracking": {}}
+    kept = {**redacted_dict(spec), "tracking": {}}
     model = state.plain_model
     for driven in state.driven:
         driven.settle()

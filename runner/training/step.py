@@ -11,15 +11,15 @@ from torch import Tensor
 
 from runner.precision.casting import cast_nest
 from runner.precision.loss_scale import HostFlag
-from runner.training.sparse_gradients import coalesce, values
-from runner.training.state import Driven, TrainState
+from runner.training.sparse_gradients import coalesce_gradients, gradient_values
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.task import labels_of
-from runner.utils.tensors import widest
+from runner.utils.tensors import widest_float
 
 Batch = tuple[Any, Any]
 
 
-class Pending(NamedTuple):
+class DeviceStepRecord(NamedTuple):
     """A StepRecord whose tensors are still on the device. norms has one entry per gradient."""
 
     step: int
@@ -64,7 +64,7 @@ def backpropagate(state: TrainState, loss: Tensor, weight: Tensor | None = None)
 
 def train_step(
     state: TrainState, micros: Sequence[Batch], sizes: Sequence[int] | None = None
-) -> Pending:
+) -> DeviceStepRecord:
     """Train on the micro-batches of one step; gradients add up to those of one large batch.
 
     Args:
@@ -90,14 +90,22 @@ def train_step(
         lr = state.driven[0].lr
         if state.before_update:
             state.before_update()
-        _apply(state, founds)
+        _optimizer_step(state, founds)
         found = founds[0] if len(founds) == 1 else _any(founds)
     for p in state.trainable:
         p.grad = None
-    return Pending(
-        state.step, int(time() * 1000), state.epoch, lr, perf_counter(), sum(sizes),
-        loss, norms, scale, found,
-    )  # fmt: skip
+    return DeviceStepRecord(
+        state.step,
+        int(time() * 1000),
+        state.epoch,
+        lr,
+        perf_counter(),
+        sum(sizes),
+        loss,
+        norms,
+        scale,
+        found,
+    )
 
 
 def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
@@ -109,7 +117,7 @@ def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) 
         total = loss.detach()
     else:
         total = _accumulate(state, micros, sizes)
-    coalesce(state.sparse)
+    coalesce_gradients(state.sparse)
     for p in state.complex:  # autograd leaves lazy conjugates, which optimizers cannot read
         p.grad = None if p.grad is None else p.grad.resolve_conj()
     return total
@@ -154,7 +162,7 @@ def _shares(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) ->
     if len(labels) < len(counts):
         whole = sum(sizes)
         return _Shares([count * place.world / whole for count in examples], None)
-    own = torch.stack(labels).to(widest(state.device))
+    own = torch.stack(labels).to(widest_float(state.device))
     for i, count in enumerate(examples):
         if not count:
             own[i] = 0  # the micro-batch was lent an example
@@ -165,8 +173,8 @@ def _shares(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) ->
     return _Shares((own * place.world / total).masked_fill(none, 0).unbind(), none)
 
 
-def _grads(driven: Driven) -> list[Tensor]:
-    return [values(p.grad) for p in driven.params if p.grad is not None]
+def _grads(driven: ScheduledOptimizer) -> list[Tensor]:
+    return [gradient_values(p.grad) for p in driven.params if p.grad is not None]
 
 
 def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
@@ -202,7 +210,7 @@ def grad_norms(grads: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(real, 2.0, dtype=wide))
 
 
-def _apply(state: TrainState, founds: Sequence[Tensor | None]) -> None:
+def _optimizer_step(state: TrainState, founds: Sequence[Tensor | None]) -> None:
     for d, found in zip(state.driven, founds, strict=True):
         state.scale.step(d.optimizer, found)
         if d.scheduler is not None:

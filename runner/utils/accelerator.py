@@ -20,14 +20,14 @@ KINDS = ("auto", "cpu", "cuda", "mps", "tpu")
 _COUNTED = ("cuda", "tpu")  # whose allocator keeps a peak
 
 
-def available() -> list[str]:
+def available_kinds() -> list[str]:
     """Kinds of accelerators that this machine has, best first."""
     kinds = []
     if torch.cuda.is_available():
         kinds.append("cuda")
     if torch.backends.mps.is_available():
         kinds.append("mps")
-    if tpu.found():
+    if tpu.is_available():
         kinds.append("tpu")
     return [*kinds, "cpu"]
 
@@ -44,7 +44,7 @@ class Accelerator:
     @property
     def kind(self) -> str:
         """What `accelerator=` calls it."""
-        return tpu.kind(self.device)
+        return tpu.accelerator_kind(self.device)
 
     @property
     def name(self) -> str:
@@ -52,13 +52,13 @@ class Accelerator:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         if tpu.is_tpu(self.device):
-            return tpu.name(self.device)
+            return tpu.device_name(self.device)
         return cpu_name() if self.device.type == "cpu" else "Apple GPU"
 
     def synchronize(self) -> None:
         """Wait for the device's queue; at a run's borders, never in a step."""
         if self.device.type == "xla":
-            tpu.launch(self.device, wait=True)
+            tpu.launch_operations(self.device, wait=True)
         elif self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
@@ -97,7 +97,7 @@ def resident_peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MIB
 
 
-def choose(name: str = "auto", index: int = 0) -> Accelerator:
+def choose_accelerator(name: str = "auto", index: int = 0) -> Accelerator:
     """Return the accelerator of a kind.
 
     Args:
@@ -110,24 +110,24 @@ def choose(name: str = "auto", index: int = 0) -> Accelerator:
     """
     if name not in KINDS:
         raise ConfigError(f"accelerator.name={name} is not known. Allowed: {', '.join(KINDS)}.")
-    here = available()
+    here = available_kinds()
     kind = here[0] if name == "auto" else name
     if kind == "tpu":
-        tpu.package()
+        tpu.import_package()
     elif kind not in here:
         raise Unavailable(
             f"accelerator={kind} is not on this machine (torch {torch.__version__} finds: "
             f"{', '.join(here)}).",
             f"Type accelerator={here[0]}.",
         )
-    count = {"cuda": torch.cuda.device_count, "tpu": tpu.count}.get(kind, lambda: 1)()
+    count = {"cuda": torch.cuda.device_count, "tpu": tpu.device_count}.get(kind, lambda: 1)()
     if not 0 <= index < count:
         raise Unavailable(
             f"accelerator.index={index}: this machine has {count} {kind} device(s).",
             "Count from 0.",
         )
     if kind == "tpu":
-        return Accelerator(tpu.use(index))
+        return Accelerator(tpu.use_device(index))
     return Accelerator(torch.device(kind, index) if kind == "cuda" else torch.device(kind))
 
 

@@ -6,14 +6,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from runner.utils.terminal import plain
+from runner.utils.terminal import sanitize
 
 
 class PlainConsole(Console):
     """Shows no secret and no character that would steer the terminal, in no table either."""
 
     def render_str(self, text: str, **how: Any) -> Text:  # type: ignore[override]
-        return super().render_str(plain(text), **how)
+        return super().render_str(sanitize(text), **how)
 
 
 def plain_console() -> Console:

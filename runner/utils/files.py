@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from runner.utils.secrets import masked
+from runner.utils.secrets import redact_values
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -72,7 +72,7 @@ class _Taking(io.RawIOBase):
 
 
 @contextmanager
-def written_by_torch(path: Path) -> Iterator[IO[bytes]]:
+def write_with_torch(path: Path) -> Iterator[IO[bytes]]:
     """A new file, synced at the end. An error that is raised under torch's zip writer can abort
     the process, when the writer is freed; here it is raised once torch is done.
 
@@ -88,7 +88,7 @@ def written_by_torch(path: Path) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
 
 
-def why(error: BaseException) -> str:
+def os_error_reason(error: BaseException) -> str:
     """In one line, of the operating system in its own words."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -97,7 +97,7 @@ def why(error: BaseException) -> str:
 
 def write_json(path: Path, content: Any) -> Path:
     """Indented, for people too; returns the path."""
-    return write_text(path, json.dumps(masked(content), indent=2) + "\n")
+    return write_text(path, json.dumps(redact_values(content), indent=2) + "\n")
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, str]]) -> Path:

@@ -21,7 +21,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Context in which no other command works in a folder, by a lock that ends with the process.
 
     Raises:
@@ -41,7 +41,7 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
-def at_work(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a command works in a folder."""
     file = os.open(folder, os.O_RDONLY)
     try:

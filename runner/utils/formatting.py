@@ -12,14 +12,14 @@ def relative_path(path: Path) -> str:
     return os.path.relpath(absolute) if inside else str(absolute)
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Four significant digits at least, every digit before the point."""
     if value is None:
         return ""
     return f"{value:.0f}" if abs(value) >= 1000 and abs(value) < 1e15 else f"{value:.4g}"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """A share that is neither none nor all never reads as one of them."""
     if 0 < share < 0.001:
         return "<0.1%"
@@ -31,7 +31,7 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def short(override: str) -> str:
+def shorten_override(override: str) -> str:
     """An override as labels show it: a number that a search drew with four significant digits."""
     key, mark, value = override.partition("=")
     try:

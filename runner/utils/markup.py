@@ -85,7 +85,7 @@ Block = Heading | Text | Items | Commands | Table | Charts
 
 def to_markdown(title: str, blocks: Sequence[Block]) -> str:
     """GitHub's Markdown, one block after another."""
-    parts = [f"# {md(title)}", *(markdown(block) for block in blocks)]
+    parts = [f"# {markdown_text(title)}", *(markdown(block) for block in blocks)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -93,19 +93,21 @@ def markdown(block: Block) -> str:
     """One block."""
     match block:
         case Heading(text):
-            return f"## {md(text)}"
+            return f"## {markdown_text(text)}"
         case Text(text, kind):
-            return f"**{md(text)}**" if kind == "answer" else start(text)
+            return f"**{markdown_text(text)}**" if kind == "answer" else escape_line_start(text)
         case Items(items):
-            return "\n".join(f"- {start(name)}: {md(text)}" for name, text in items)
+            return "\n".join(
+                f"- {escape_line_start(name)}: {markdown_text(text)}" for name, text in items
+            )
         case Commands(lines):
-            return "\n".join(f"- {code(line)}" for line in lines)
+            return "\n".join(f"- {markdown_code(line)}" for line in lines)
         case Table(head, rows, words, marked):
             rule = "|".join(" --- " if i in words else " ---: " for i in range(len(head)))
-            body = [[md(_flat(cell)) for cell in row] for row in rows]
+            body = [[markdown_text(_flat(cell)) for cell in row] for row in rows]
             if marked is not None:
                 body[marked][0] = f"**{body[marked][0]}**"
-            lines = [list(map(md, head)), *body]
+            lines = [list(map(markdown_text, head)), *body]
             text = [f"| {' | '.join(line)} |" for line in lines]
             return "\n".join([text[0], f"|{rule}|", *text[1:]])
         case _:
@@ -116,9 +118,9 @@ def _flat(cell: Cell) -> str:
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
 
 
-def start(text: str) -> str:
+def escape_line_start(text: str) -> str:
     """The same where a line begins with it, which must not make a heading or a list of it."""
-    return re.sub(r"^([#+=-]|\d+[.)](?=\s|$))", r"\\\1", md(text))
+    return re.sub(r"^([#+=-]|\d+[.)](?=\s|$))", r"\\\1", markdown_text(text))
 
 
 def to_html(title: str, blocks: Sequence[Block]) -> str:
@@ -260,7 +262,7 @@ overflow-wrap:anywhere}
 """
 
 
-def md(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Text on one line in which nothing is markup: no tag, link, picture, emphasis or column."""
     flat = html.escape(" ".join(text.split()), quote=False)
     flat = re.sub(r"([\\`*|~$])", r"\\\1", flat)
@@ -268,7 +270,7 @@ def md(text: str) -> str:
     return re.sub(r"\](?=[(\[:])", r"\\]", flat)
 
 
-def code(text: str) -> str:
+def markdown_code(text: str) -> str:
     """As inline code, fenced by more backticks than it holds. A pipe stays: not for tables."""
     flat = " ".join(text.splitlines())
     fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))

@@ -10,7 +10,7 @@ from torch import nn
 from runner.utils.errors import ConfigError
 
 
-def matches(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """Whether a pattern names this module or one that holds it (`layer1` covers `layer1.0`);
     `*` stands for any part of one segment, a leading `*.` for any depth, `*` alone for the model
     itself, whose name is empty."""
@@ -26,7 +26,7 @@ def _starts(wanted: Sequence[str], given: Sequence[str]) -> bool:
     )
 
 
-def select(key: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
+def select_modules(key: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
     """The names that any pattern matches. Raises ConfigError for each pattern that matches none.
 
     Args:
@@ -38,7 +38,7 @@ def select(key: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
     found: set[str] = set()
     problems = []
     for pattern in patterns:
-        hits = {name for name in names if matches(pattern, name)}
+        hits = {name for name in names if matches_pattern(pattern, name)}
         if not hits:
             near = get_close_matches(pattern, names, 4, 0.4) or [n for n in names if n][:8]
             problems.append(
@@ -54,7 +54,7 @@ def select(key: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def repeated(model: nn.Module) -> list[nn.Module]:
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The outermost modules of which a container holds several of one class, if they hold modules
     of their own: the layers of a transformer, the blocks of a ResNet."""
     found: list[nn.Module] = []
@@ -62,5 +62,5 @@ def repeated(model: nn.Module) -> list[nn.Module]:
     kinds = [type(child) for child in members] if isinstance(model, _CONTAINERS) else []
     for child in members:
         many = kinds.count(type(child)) > 1 and not isinstance(child, _CONTAINERS)
-        found += [child] if many and child._modules else repeated(child)
+        found += [child] if many and child._modules else repeated_blocks(child)
     return list(dict.fromkeys(found))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 FONT = "DejaVu Sans"
 
 
-def plain(text: str, most: int = 34) -> str:
+def plain_label(text: str, most: int = 34) -> str:
     """A label that the font can draw and a legend has room for."""
     from matplotlib.font_manager import findfont, get_font
 
@@ -20,7 +20,7 @@ def plain(text: str, most: int = 34) -> str:
     return f" {drawn}" if drawn.startswith("_") else drawn  # matplotlib hides what _ begins
 
 
-def svg(figure: "Figure") -> str:
+def svg_element(figure: "Figure") -> str:
     """An <svg> element to put into a page: no script, nothing from elsewhere, and ids of its own
     among other pictures."""
     import io

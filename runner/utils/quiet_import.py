@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_imports() -> Iterator[None]:
     """Context in which neither a log record nor a warning below ERROR comes through."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))

@@ -24,7 +24,7 @@ def process_state() -> Iterator[None]:
     flags = cudnn.benchmark, cudnn.deterministic
     anomaly, grad = torch.is_anomaly_enabled(), torch.is_grad_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    drawn = streams()
+    drawn = random_streams()
     try:
         yield
     finally:
@@ -37,15 +37,15 @@ def process_state() -> Iterator[None]:
         torch.set_anomaly_enabled(anomaly)
         torch.set_grad_enabled(grad)
         _restore_env("CUBLAS_WORKSPACE_CONFIG", workspace)
-        set_streams(drawn)
+        set_random_streams(drawn)
 
 
-def streams() -> tuple[Any, ...]:
+def random_streams() -> tuple[Any, ...]:
     """The states of the host's generators: torch's, Python's, NumPy's."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
-def set_streams(states: tuple[Any, ...]) -> None:
+def set_random_streams(states: tuple[Any, ...]) -> None:
     """Take back what `streams` gave."""
     torch.set_rng_state(states[0])
     random.setstate(states[1])

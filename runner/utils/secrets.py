@@ -48,7 +48,7 @@ _LEAST = 8
 """Characters of an environment variable's value that is hidden wherever it turns up."""
 
 
-def hide(text: str) -> str:
+def redact(text: str) -> str:
     """The text without the credentials of the URIs in it: `http://user:secret@host` becomes
     `http://host`; a database's user and password become ***, as does a secret in a query, the
     value of `<key>=` where the key is named like a secret, and what the environment holds under
@@ -62,17 +62,17 @@ def hide(text: str) -> str:
     return _URI.sub(lambda uri: _SECRET.sub(r"\1***", uri[0]), text)
 
 
-def hide_override(text: str) -> str:
+def redact_override(text: str) -> str:
     """One override, whose value may hold anything; any other text as hide does it."""
     key = _OVERRIDE.match(text)
     if key is None:
-        return hide(text)
+        return redact(text)
     if _NAMED.fullmatch(key[1]):
         return f"{key[0]}***"
-    return hide(_INNER.sub(r"\1***", text))
+    return redact(_INNER.sub(r"\1***", text))
 
 
-def masked(value: Any, key: str = "") -> Any:
+def redact_values(value: Any, key: str = "") -> Any:
     """Plain containers without credentials; texts in a list may be overrides.
 
     Args:
@@ -80,12 +80,12 @@ def masked(value: Any, key: str = "") -> Any:
         key: that holds it.
     """
     if isinstance(value, Mapping):
-        return {name: masked(item, str(name)) for name, item in value.items()}
+        return {name: redact_values(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(item, key) for item in value]
+        return [redact_values(item, key) for item in value]
     if not isinstance(value, str) or not value:
         return value
-    return "***" if _NAMED.fullmatch(key) else hide_override(value)
+    return "***" if _NAMED.fullmatch(key) else redact_override(value)
 
 
 def _of_environment(environ: Mapping[str, str]) -> list[str]:

@@ -41,7 +41,7 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(str(Stopped(number)))
 
 
-def end(number: int) -> NoReturn:
+def end_by_signal(number: int) -> NoReturn:
     """Leave this process at once, with the status of a signal."""
     if os.environ.get("RANK", "0") == "0":  # of several processes one says so
         with suppress(OSError):
@@ -56,7 +56,7 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-class Heeding:
+class SignalHandler:
     """Context that has a method take the signals of this process, but for those that it was begun
     without (nohup ignores SIGHUP, a script's shell the SIGINT of what it runs behind itself) and
     those that something else listens to. Outside the main thread it changes nothing."""
@@ -85,7 +85,7 @@ class Heeding:
         """Called in the main thread, between two instructions."""
 
 
-class CommandSignals(Heeding):
+class CommandSignals(SignalHandler):
     """Context of a command: a signal ends it at once.
 
     Args:
@@ -109,7 +109,7 @@ class CommandSignals(Heeding):
             self._since = now
             raise Interrupted(number)
         if first is None or now - first > TOGETHER:
-            end(number)
+            end_by_signal(number)
 
     def leave(self) -> None:
         """Leaves the process where the command is over: what Python does beyond that takes seconds
@@ -118,7 +118,7 @@ class CommandSignals(Heeding):
             _leave(self.status)
 
 
-class StopSignals(Heeding):
+class StopSignals(SignalHandler):
     """Context of a run: the first signal is a request that the loop sees between steps. A second
     SIGINT interrupts at once, and ends the process where that has no effect: in a call that does
     not return.
@@ -211,12 +211,12 @@ class StopSignals(Heeding):
                 urgent += 1
                 time.sleep(_HEED_SECONDS)
                 if self._urgent < urgent:
-                    end(number)
+                    end_by_signal(number)
         os.close(self._woken)
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Context in which a process is started that calls `ignore`: no signal ends it before."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -225,7 +225,7 @@ def held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ignore() -> None:
+def ignore_signals() -> None:
     """Have this process live on: a batch system may signal every one, and ours ends those that
     serve it."""
     for number in SIGNALS:

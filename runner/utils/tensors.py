@@ -21,7 +21,7 @@ def tensor_bytes(*tensors: Tensor) -> int:
     """
     storages: dict[object, int] = {}
     for tensor in tensors:
-        for part in parts(tensor):
+        for part in inner_tensors(tensor):
             if part.layout is not torch.strided:  # sparse: no storage of its own
                 storages[id(part)] = part.numel() * part.element_size()
                 continue
@@ -38,10 +38,12 @@ def stored_bytes(model: nn.Module) -> int:
 def float32_bytes(model: nn.Module) -> int:
     """Bytes of a plain model's parameters and buffers, were its floating ones in float32."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    return sum(elements(t) * (4 if t.is_floating_point() else t.element_size()) for t in tensors)
+    return sum(
+        count_elements(t) * (4 if t.is_floating_point() else t.element_size()) for t in tensors
+    )
 
 
-def elements(parameter: Tensor) -> int:
+def count_elements(parameter: Tensor) -> int:
     """Numbers that a parameter stands for; a 4-bit one holds two of them in a byte."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
@@ -49,7 +51,7 @@ def elements(parameter: Tensor) -> int:
     return 0 if is_lazy(parameter) else parameter.numel()
 
 
-def parts(tensor: Tensor) -> Iterator[Tensor]:
+def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor consists of; none before a lazy layer knows its shape."""
     if is_lazy(tensor):
         return
@@ -57,7 +59,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
         names, _ = tensor.__tensor_flatten__()
         for inner in (getattr(tensor, name) for name in names):
             if isinstance(inner, Tensor):  # a DTensor names its mesh, too
-                yield from parts(inner)
+                yield from inner_tensors(inner)
         return
     yield tensor
     state = getattr(tensor, "quant_state", None)  # Params4bit, once quantized
@@ -71,7 +73,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
             yield part
 
 
-def widest(device: torch.device) -> torch.dtype:
+def widest_float(device: torch.device) -> torch.dtype:
     """float64, but float32 on mps and TPUs, which have no units for it."""
     return torch.float32 if device.type in ("mps", "tpu", "xla") else torch.float64
 

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 
-from runner.utils.secrets import hide, hide_override
+from runner.utils.secrets import redact, redact_override
 
 # All control characters but tab and newline, those that turn the direction of writing around, and
 # halves of characters, which no stream takes.
@@ -17,15 +17,15 @@ _STEERS = re.compile(
 _ODD = re.compile(rf"{_STEERS.pattern}|(?<= ) |^ | $|[\t\n]")
 
 
-def plain(text: str) -> str:
+def sanitize(text: str) -> str:
     """The text as it may be shown: what would steer a terminal is written out, as `\\x1b`."""
-    return _STEERS.sub(lambda found: ascii(found[0])[1:-1], hide(text))
+    return _STEERS.sub(lambda found: ascii(found[0])[1:-1], redact(text))
 
 
-def typed(words: Iterable[str]) -> str:
+def quote_command(words: Iterable[str]) -> str:
     """A command to copy: pasted into a shell it is these words and nothing else. What would steer
     the terminal, and space that a page would lose, is written out, as $'\\u001b' (bash, zsh)."""
-    return " ".join(_quoted(hide_override(word)) for word in words)
+    return " ".join(_quoted(redact_override(word)) for word in words)
 
 
 def _quoted(word: str) -> str:
@@ -42,12 +42,12 @@ def is_text(text: str) -> bool:
 
 def one_line(text: str) -> str:
     """A name: the same, on one line."""
-    return plain(" ".join(text.split()))
+    return sanitize(" ".join(text.split()))
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """An error, each line marked as one."""
-    for line in plain(text).splitlines() or [""]:
+    for line in sanitize(text).splitlines() or [""]:
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
@@ -55,4 +55,4 @@ class PlainFormatter(logging.Formatter):
     """Of warnings."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return plain(super().format(record))
+        return sanitize(super().format(record))

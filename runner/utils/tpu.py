@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from runner.utils.errors import Unavailable
-from runner.utils.quiet_import import quiet
+from runner.utils.quiet_import import quiet_imports
 
 
-def kind(device: torch.device) -> str:
+def accelerator_kind(device: torch.device) -> str:
     """What `accelerator=` calls a device."""
     return "tpu" if device.type == "xla" else device.type
 
 
 def is_tpu(device: torch.device) -> bool:
     """Whether it is a TPU, or what torch_xla has in its place."""
-    return kind(device) == "tpu"
+    return accelerator_kind(device) == "tpu"
 
 
-def package() -> str:
+def import_package() -> str:
     """`torch_tpu`, or `torch_xla` where that alone finds a TPU. Where PJRT_DEVICE is set, torch_xla
     computes on what it names: PJRT_DEVICE=CPU tries the way without a TPU.
 
@@ -71,31 +71,35 @@ def _xla_problem() -> str:
     return "finds no TPU"
 
 
-def found() -> bool:
+def is_available() -> bool:
     """Whether there is a TPU."""
     try:
-        package()
+        import_package()
     except Unavailable:
         return False
     return True
 
 
-def count() -> int:
+def device_count() -> int:
     """TPUs that this process can use. Raises Unavailable for none."""
-    return torch.accelerator.device_count() if package() == "torch_tpu" else _xla().device_count()
+    return (
+        torch.accelerator.device_count()
+        if import_package() == "torch_tpu"
+        else _xla().device_count()
+    )
 
 
-def use(index: int) -> torch.device:
+def use_device(index: int) -> torch.device:
     """The TPU of that number. All float32 products of torch_xla are in float32, and not in
     bfloat16, which is its default on a TPU; torch_tpu follows PyTorch's own switch."""
-    if package() == "torch_tpu":
+    if import_package() == "torch_tpu":
         return torch.device("tpu", index)
-    with quiet():  # it warns of a second setting, and counts its own default as the first
+    with quiet_imports():  # it warns of a second setting, and counts its own default as the first
         _xla(".backends").set_mat_mul_precision("highest")
     return _xla().device(index)
 
 
-def name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """The generation and the package, for example `TPU v6e (torch_tpu 0.2.0)`."""
     if device.type == "tpu":
         chip = torch.get_device_module(device).get_device_name(device)
@@ -105,7 +109,7 @@ def name(device: torch.device) -> str:
     return f"{chip} (torch_xla {version('torch_xla')})"
 
 
-def launch(device: torch.device, wait: bool = False) -> None:
+def launch_operations(device: torch.device, wait: bool = False) -> None:
     """Have torch_xla compute what it has noted down; nothing on any other device."""
     if device.type == "xla":
         _xla().sync(wait=wait)
@@ -130,7 +134,7 @@ def rng_state(device: torch.device) -> Tensor:
     last one left it, whatever was drawn between: hence one before it is read."""
     if device.type == "tpu":
         return _generator(device).get_state()
-    launch(device)
+    launch_operations(device)
     state: int = _xla(".core.xla_model").get_rng_state(str(device))
     return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8)
 

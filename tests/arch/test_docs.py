@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from runner.precision.registry import header, names
+from runner.precision.registry import precision_names, yaml_header
 from runner.tracking.metric_names import METRICS
 
 
@@ -37,7 +37,7 @@ def test_every_metric_that_the_code_logs_is_documented(root):
 
 
 def test_every_precision_says_what_and_why():
-    assert all(all(header(name)) for name in names())
+    assert all(all(yaml_header(name)) for name in precision_names())
 
 
 def test_links_and_pictures_exist(root):

@@ -30,9 +30,12 @@ def mine(count: int):
 def python(*args, cwd, **env):
     done = subprocess.run(
         [sys.executable, *map(str, args)],
-        cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -96,13 +99,32 @@ def test_it_runs_beside_a_users_own_packages(installed, lab):
     env = {"PYTHONPATH": str(installed)}
     for path in python("-c", where, cwd=lab, **env).split():
         assert Path(path).is_relative_to(installed)
-    shown = python("-m", "runner", "--config-dir", "lab/conf", "model=net", "data=mine",
-                   "--cfg", "job", cwd=lab, **env)  # fmt: skip
+    shown = python(
+        "-m",
+        "runner",
+        "--config-dir",
+        "lab/conf",
+        "model=net",
+        "data=mine",
+        "--cfg",
+        "job",
+        cwd=lab,
+        **env,
+    )
     assert "_target_: models.net.Net" in shown
     text = python(
-        "-m", "runner", "--config-dir", "lab/conf", "model=net", "data=mine", "tracking=none",
-        "precision=bf16-mixed", "train.max_steps=2", cwd=lab, **env,
-    )  # fmt: skip
+        "-m",
+        "runner",
+        "--config-dir",
+        "lab/conf",
+        "model=net",
+        "data=mine",
+        "tracking=none",
+        "precision=bf16-mixed",
+        "train.max_steps=2",
+        cwd=lab,
+        **env,
+    )
     assert "bf16-mixed net mine" in text
     text = python("-m", "runner", "model=mlp", "mode=plan", "tracking=none", cwd=lab, **env)
     assert "plan: 32-true mlp digits" in text  # the built-in models are still found

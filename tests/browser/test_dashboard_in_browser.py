@@ -58,9 +58,12 @@ def fill(store):
     metrics = set()
     for number, (name, precision, *figures) in enumerate(RUNS):
         tags = {
-            "precision": precision, "role": "run", "sweep_id": "s1",
-            "mlflow.parentRunId": parent.info.run_id, "mlflow.runColor": dashboard.color(number),
-        }  # fmt: skip
+            "precision": precision,
+            "role": "run",
+            "sweep_id": "s1",
+            "mlflow.parentRunId": parent.info.run_id,
+            "mlflow.runColor": dashboard.run_color(number),
+        }
         run = client.create_run(experiment, now + number, tags, name).info.run_id
         points = [Metric(k, v, now + s, s) for k, v, s in history(precision, *figures)]
         client.log_batch(run, params=[Param("precision.name", precision)])
@@ -71,7 +74,7 @@ def fill(store):
     client.set_terminated(parent.info.run_id)
     sweep = ("s1", parent.info.run_id, "32-true, bf16-mixed, 16-mixed")
     existing = client.get_experiment(experiment).tags
-    tags = dashboard.to_set(existing, experiment, version("mlflow"), now, metrics, sweep)
+    tags = dashboard.tags_to_set(existing, experiment, version("mlflow"), now, metrics, sweep)
     for key, value in tags.items():
         client.set_experiment_tag(experiment, key, value)
     return experiment
@@ -124,7 +127,7 @@ def look(page, url, picture):
 
 def test_one_url_opens_a_sweeps_charts(stored, page, tmp_path):
     server, experiment = stored
-    url = server.url + dashboard.path(experiment, dashboard.sweep_key("s1"))
+    url = server.url + dashboard.dashboard_path(experiment, dashboard.sweep_key("s1"))
     look(page, url, tmp_path / "dashboard.png")
 
 
@@ -142,4 +145,4 @@ def test_the_experiments_charts_are_there_after_the_server_was_started_anew(stor
     server, experiment = stored
     server.stop()
     server.start()
-    look(page, server.url + dashboard.path(experiment), tmp_path / "dashboard.png")
+    look(page, server.url + dashboard.dashboard_path(experiment), tmp_path / "dashboard.png")

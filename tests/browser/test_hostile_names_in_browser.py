@@ -25,11 +25,17 @@ def swept(tmp_path_factory, inside):
     home = tmp_path_factory.mktemp("evil")
     with inside(home) as main:
         done = main(
-            "-m", "precision=32-true,bf16-true", "tracking=none", "accelerator=cpu", "model=mlp",
-            "model.hidden=[4]", "train.max_steps=20", "hydra/launcher=basic",
+            "-m",
+            "precision=32-true,bf16-true",
+            "tracking=none",
+            "accelerator=cpu",
+            "model=mlp",
+            "model.hidden=[4]",
+            "train.max_steps=20",
+            "hydra/launcher=basic",
             "+data.meta.note=" + ",".join(map(quoted, NAMES)),
             "hydra.sweep.dir=" + quoted(f"out/{EVIL[:60]}"),
-        )  # fmt: skip
+        )
     assert done.rc == 0, done.stderr
     (manifest,) = home.rglob("sweep.json")
     return manifest.parent, done.stdout + done.stderr
@@ -88,8 +94,13 @@ def test_the_terminal_and_the_files(swept):
 def test_the_command_that_is_copied_is_what_was_run(opened, swept, tmp_path):
     page, _ = opened
     line = page.locator("pre").first.inner_text()
-    done = subprocess.run(["bash", "-c", rf"printf '%s\0' {line}"], cwd=tmp_path, check=True,
-                          capture_output=True, env={"LC_ALL": "C.UTF-8"})  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", rf"printf '%s\0' {line}"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        env={"LC_ALL": "C.UTF-8"},
+    )
     words = json.loads((swept[0] / "sweep.json").read_text())["command"]
     assert done.stdout.decode().split("\0")[:-1] == words
     assert not list(tmp_path.iterdir())

@@ -7,8 +7,15 @@ import warnings
 import pytest
 
 pytestmark = pytest.mark.slow
-ARGS = ("-m", "precision=32-true,16-mixed,tf32", "seed=0,1", "model=mlp", "train.max_steps=60",
-        "train.eval_every=20", "accelerator=cpu")  # fmt: skip
+ARGS = (
+    "-m",
+    "precision=32-true,16-mixed,tf32",
+    "seed=0,1",
+    "model=mlp",
+    "train.max_steps=60",
+    "train.eval_every=20",
+    "accelerator=cpu",
+)
 
 
 @pytest.fixture(scope="module")

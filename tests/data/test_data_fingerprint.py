@@ -14,12 +14,12 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.data.datasets.digits import digits
 from runner.data.datasets.imagefolder import imagefolder
-from runner.data.fingerprint import SAMPLES, describe
+from runner.data.fingerprint import SAMPLES, describe_data
 from runner.data.splits import Splits
 
 
 def described(dataset, node=None):
-    return describe("mine", node or {}, Splits(dataset, dataset))[0]
+    return describe_data("mine", node or {}, Splits(dataset, dataset))[0]
 
 
 def digest(dataset):
@@ -47,7 +47,7 @@ def tensors(seed=0, count=100):
 
 def test_what_is_told_of_digits():
     node = {"_target_": "runner.data.datasets.digits.digits", "seed": 0, "meta": {"classes": 10}}
-    train, val = describe("digits", node, digits())
+    train, val = describe_data("digits", node, digits())
     assert (train["name"], train["context"], val["context"]) == ("digits", "training", "validation")
     assert train["digest"] != val["digest"]
     assert len(train["digest"]) == 16
@@ -182,7 +182,7 @@ def test_a_folder_of_images_is_known_by_its_files(pictures):
             **more,
         }
         splits = imagefolder(str(pictures), size=8, val_fraction=0.25, **more)
-        return describe("imagefolder", node, splits)
+        return describe_data("imagefolder", node, splits)
 
     train, _ = told()
     assert train["source_type"] == "local"

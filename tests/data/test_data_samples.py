@@ -3,8 +3,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from runner.data.loader import Loader
-from runner.data.step_samples import of_step, targets
-from runner.training.loop import groups
+from runner.data.step_samples import samples_of_step, targets_of_samples
+from runner.training.loop import accumulation_batches
 
 X, Y = torch.arange(10.0), torch.arange(10)
 
@@ -32,8 +32,8 @@ class State:
 def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate):
     loader = Loader(TensorDataset(X, Y), 3, shuffle=True, seed=4, device=torch.device("cpu"))
     state = State()
-    for step, (micros, _) in enumerate(groups(state, loader, accumulate), 1):
-        told = of_step(loader, accumulate, step)
+    for step, (micros, _) in enumerate(accumulation_batches(state, loader, accumulate), 1):
+        told = samples_of_step(loader, accumulate, step)
         assert (told.step, told.epoch) == (step, state.epoch)
         assert told.micro_batches == [y.tolist() for _, y in micros]
         if step == 12:
@@ -42,4 +42,4 @@ def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate):
 
 @pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Items(), Batches()])
 def test_targets(dataset):
-    assert targets(dataset, [3, 0, 7]).tolist() == [3, 0, 7]
+    assert targets_of_samples(dataset, [3, 0, 7]).tolist() == [3, 0, 7]

@@ -14,10 +14,17 @@ from runner.modes.result import RunResult
 
 pytestmark = pytest.mark.slow
 
-WORDS = ("mode=advise", "model=mlp", "data=digits", "precision=bf16-mixed,16-true",
-         "seed=0",
-         "advise.objective=quality",
-         "advise.steps=30", "advise.seeds=3", "optimizer.lr=3e-3")  # fmt: skip
+WORDS = (
+    "mode=advise",
+    "model=mlp",
+    "data=digits",
+    "precision=bf16-mixed,16-true",
+    "seed=0",
+    "advise.objective=quality",
+    "advise.steps=30",
+    "advise.seeds=3",
+    "optimizer.lr=3e-3",
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +111,14 @@ def test_what_makes_no_sense_is_said_before_anything_runs(inside, tmp_path, word
 
 
 def test_what_is_missing_is_emulated_and_what_is_here_is_not(inside, tmp_path):
-    words = ("precision=bf16-mixed,tf32,transformer-engine", "precision.emulate=true",
-             "model.hidden=[32]", "tracking=none", "advise.budget=3m",
-             "advise.islands=false")  # fmt: skip
+    words = (
+        "precision=bf16-mixed,tf32,transformer-engine",
+        "precision.emulate=true",
+        "model.hidden=[32]",
+        "tracking=none",
+        "advise.budget=3m",
+        "advise.islands=false",
+    )
     with inside(tmp_path) as main:
         done = main(*WORDS[:3], *WORDS[4:], *words)
     assert done.rc == 0, done.stderr
@@ -125,9 +137,13 @@ def gone_on_with(clean, tmp_path):
 
     def begun(*words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "runner", *words], cwd=tmp_path, env=clean, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [sys.executable, "-m", "runner", *words],
+            cwd=tmp_path,
+            env=clean,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def results() -> list[RunResult]:
         return [RunResult.read(p.parent) for p in tmp_path.glob("outputs/sweeps/*/*/result.json")]
@@ -158,22 +174,31 @@ def taken(results: list[RunResult]) -> set[tuple[str, float]]:
 def test_a_stop_keeps_what_was_found_and_it_can_be_gone_on_with(gone_on_with):
     before, after = gone_on_with(
         lambda found: len(found) >= 4,  # in the second seed
-        *WORDS, "tracking=none", "advise.steps=60",
-    )  # fmt: skip
+        *WORDS,
+        "tracking=none",
+        "advise.steps=60",
+    )
     assert len(before) >= 2
     assert len([r for r in after if r.status == "finished"]) == 6
     assert taken(before) <= taken(after)  # not done again
 
 
 def test_a_search_for_islands_is_gone_on_with(gone_on_with, clean):
-    here = Path(__file__).parents[1] / "advise"
+    here = Path(__file__).parents[1] / "helpers"
     clean["PYTHONPATH"] = os.pathsep.join([str(here), clean.get("PYTHONPATH", "")])
     before, after = gone_on_with(
         lambda found: any("keep_fp32" in r.group for r in found),
-        "mode=advise", "--config-dir", str(here / "planted" / "conf"), "precision=16-mixed",
-        "experiment=broken_by_range", "tracking=none", "accelerator=cpu", "advise.steps=200",
-        "advise.seeds=3", "advise.budget=3m",
-    )  # fmt: skip
+        "mode=advise",
+        "--config-dir",
+        str(here / "planted" / "conf"),
+        "precision=16-mixed",
+        "experiment=broken_by_range",
+        "tracking=none",
+        "accelerator=cpu",
+        "advise.steps=200",
+        "advise.seeds=3",
+        "advise.budget=3m",
+    )
     assert taken(before) <= taken(after)
     assert len({tuple(r.overrides) for r in after}) == len(after)  # none was laid out anew
     assert sum("keep_fp32=[wide]" in r.group for r in after) >= 3

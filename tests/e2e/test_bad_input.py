@@ -9,8 +9,10 @@ import pytest
 @pytest.mark.parametrize(
     ("typed", "parts"),
     [
-        ("precision=bf17-mixed", ["precision=bf17-mixed is not known", "16-mixed, 16-true",
-                                  "Type precision=bf16-mixed"]),
+        (
+            "precision=bf17-mixed",
+            ["precision=bf17-mixed is not known", "16-mixed, 16-true", "Type precision=bf16-mixed"],
+        ),
         ("precision=17", ["precision=17 is not known", "32-true"]),
         ("model=null", ["model=null is not known", "mlp, resnet"]),
         ("~optimizer", ["optimizer has no _target_", "Type optimizer=<option>"]),
@@ -35,14 +37,18 @@ import pytest
         ("data=text data.path=/no/such.txt", ["cannot read /no/such.txt", "data.path=FILE"]),
         ("data=imagefolder", ["data.meta.classes has no value", "Type data.meta.classes=<value>"]),
         ("data.val_fraction=2", ["val_fraction=2", "Type data.val_fraction=0.1"]),
-        ("data.meta.input=[3,3]", ["data.meta.input=[3, 3]", "[1, 8, 8]",
-                                   "Type data.meta.input=[1,8,8]"]),
+        (
+            "data.meta.input=[3,3]",
+            ["data.meta.input=[3, 3]", "[1, 8, 8]", "Type data.meta.input=[1,8,8]"],
+        ),
         ("data.meta.classes=3", ["data.meta.classes=3", "Type data.meta.classes=10"]),
         ("precision.keep_fp32=[zzz]", ["zzz matches no module", "layers, layers.0"]),
         ("precision.keep_fp32=head", ["precision.keep_fp32=head is text", "a list, as in [a,b]"]),
         ("precision.dtype=float8", ["precision.dtype=float8 is not known", "float64, float32"]),
-        ("model._target_=nowhere.Net", ["model._target_=nowhere.Net does not import",
-                                        "Write package.module.Name"]),
+        (
+            "model._target_=nowhere.Net",
+            ["model._target_=nowhere.Net does not import", "Write package.module.Name"],
+        ),
         ("model._target_=torch.nn.Nothing", ["torch.nn has no Nothing"]),
         ("model._target_=3", ["model._target_=3 is no path", "package.module.Name"]),
         ("+model.foo=3", ["model.foo=3", "takes no foo", "input_shape, classes, hidden"]),
@@ -53,8 +59,10 @@ import pytest
         ("adapter=lora adapter.rank=null", ["adapter.rank=null does not fit", "whole number"]),
         ("adapter=lora adapter.rank=2.5", ["adapter.rank=2.5 does not fit", "whole number"]),
         ("adapter=lora adapter.modules=[1]", ["adapter.modules: 1 matches no module"]),
-        ("precision=bnb-nf4 precision.mode=fp4", ["is not what bnb-nf4 is",
-                                                  "Type precision=bnb-fp4"]),
+        (
+            "precision=bnb-nf4 precision.mode=fp4",
+            ["is not what bnb-nf4 is", "Type precision=bnb-fp4"],
+        ),
         ("optimizer=adamw8bit optimizer.min_8bit_size=-1", ["min_8bit_size=-1"]),
         ("checkpoint=some", ["mode=train does not load checkpoint=some", "init.weights="]),
         ("init.weights=/no/such.pt", ["init.weights=/no/such.pt: no checkpoint is there"]),
@@ -62,14 +70,22 @@ import pytest
         ("model.hidden=${nothing}", ["model.hidden", "'nothing' not found"]),
         ("optimizer.lr=abc", ["optimizer.lr=abc is text", "a number"]),
         ("optimizer.lr=-1", ["torch.optim.AdamW refuses its arguments", "-1"]),
-        ("optimizer=lbfgs precision=16-mixed", ["optimizer=lbfgs", "precision=16-mixed",
-                                                "Type precision=32-true"]),
-        ("optimizer=lbfgs precision=16-true", ["optimizer=lbfgs divides", "precision=16-true",
-                                               "Type precision=32-true"]),
-        ("scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
-         ["ReduceLROnPlateau needs metrics in each step()", "Type scheduler=cosine"]),
-        ("optimizer=muon scheduler=onecycle", ["scheduler.max_lr: this optimizer is several",
-                                               "Type scheduler.max_lr="]),
+        (
+            "optimizer=lbfgs precision=16-mixed",
+            ["optimizer=lbfgs", "precision=16-mixed", "Type precision=32-true"],
+        ),
+        (
+            "optimizer=lbfgs precision=16-true",
+            ["optimizer=lbfgs divides", "precision=16-true", "Type precision=32-true"],
+        ),
+        (
+            "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
+            ["ReduceLROnPlateau needs metrics in each step()", "Type scheduler=cosine"],
+        ),
+        (
+            "optimizer=muon scheduler=onecycle",
+            ["scheduler.max_lr: this optimizer is several", "Type scheduler.max_lr="],
+        ),
         ("batch_size=8", ["batch_size=8 is not known", "Type train.batch_size=<value>."]),
         ("lr=0.1", ["Type optimizer.lr=<value>."]),
         ("train.lr=0.1", ["train.lr=0.1 is not known", "Type optimizer.lr=<value>."]),
@@ -80,14 +96,23 @@ import pytest
         ("precision=16-true", ["optimizer.eps=1e-08", "Type optimizer.eps=1e-4"]),
         ("precision=16-mixed precision.loss_scale.fixed=-1", ["fixed=-1", "above 0, or null"]),
         ("scheduler=cosine scheduler.T_max=x", ["scheduler.T_max=x is text", "a whole number"]),
-        ("data=text", ["model=mlp fails on the first batch of data=text", "task=language",
-                       "Type a model that takes tokens (model=gpt)", "error.txt"]),
+        (
+            "data=text",
+            [
+                "model=mlp fails on the first batch of data=text",
+                "task=language",
+                "Type a model that takes tokens (model=gpt)",
+                "error.txt",
+            ],
+        ),
         ("task=regression", ["regression needs float output and target of one shape"]),
         ("accelerator=mps", ["accelerator=mps is not on this machine", "Type accelerator="]),
         ("accelerator=tpu", ["accelerator=tpu", "Type ", "accelerator=cpu"]),
         ("accelerator=cpu precision=tf32", ["precision=tf32 needs", "precision=32-true"]),
-        ("tracking=mlflow tracking.uri=foo://x", ["tracking.uri=foo://x", "http, https",
-                                                  "tracking.uri=sqlite:///outputs/mlflow.db"]),
+        (
+            "tracking=mlflow tracking.uri=foo://x",
+            ["tracking.uri=foo://x", "http, https", "tracking.uri=sqlite:///outputs/mlflow.db"],
+        ),
         ("mode=evaluate checkpoint=/no/such.pt", ["checkpoint=/no/such.pt", "outputs/runs/<time>"]),
         ("mode=evaluate checkpoint=0123abcd", ["checkpoint=0123abcd is neither a file"]),
         ("precision=32-true,bf16-mixed", ["precision=32-true,bf16-mixed", "--multirun"]),
@@ -96,12 +121,12 @@ import pytest
         ("--config-dir", ["--config-dir", "expected one argument"]),
         ("hydra.run.dir=/proc/nothing", ["/proc/nothing", "hydra.run.dir=<folder>"]),
     ],
-)  # fmt: skip
+)
 def test_it_is_told(quick, typed, parts):
     if typed.startswith("accelerator=") and " " not in typed:
-        from runner.utils.accelerator import available
+        from runner.utils.accelerator import available_kinds
 
-        if (kind := typed.removeprefix("accelerator=")) in available():
+        if (kind := typed.removeprefix("accelerator=")) in available_kinds():
             pytest.skip(f"this machine has a {kind} device")
     done = quick(*typed.split(" "))
     assert done.rc == 2, done
@@ -114,14 +139,16 @@ def test_it_is_told(quick, typed, parts):
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("_target_: lab.Net\nhidden: [1, 2\nmore: 3\n", ["bad.yaml, line 3, column 5: this is",
-                                                      "expected ',' or ']'", "bracket"]),
+        (
+            "_target_: lab.Net\nhidden: [1, 2\nmore: 3\n",
+            ["bad.yaml, line 3, column 5: this is", "expected ',' or ']'", "bracket"],
+        ),
         ("_target_: lab.Net\n\thidden: 1\n", ["line 2, column 1", "spaces, not tabs"]),
         ("a: 1\na: 2\n", ["line 2, column 1", "found duplicate key a"]),
         ("- a\n", ["model/bad.yaml holds a list", "keys with values"]),
         ("a: '\udcff'\n", ["is not UTF-8 text"]),
     ],
-)  # fmt: skip
+)
 def test_a_config_that_is_no_yaml(quick, tmp_path, text, parts):
     folder = tmp_path / "conf" / "model"
     folder.mkdir(parents=True)
@@ -154,13 +181,20 @@ def test_subcommands_too(main, command, parts):
 
 
 def test_several_problems_come_in_one_message(quick):
-    done = quick("mode=fly", "seed=-1", "+model.foo=1", "optimizer._target_=no.Adam",
-                 "scheduler=cosine", "scheduler.T_max=x")  # fmt: skip
+    done = quick(
+        "mode=fly",
+        "seed=-1",
+        "+model.foo=1",
+        "optimizer._target_=no.Adam",
+        "scheduler=cosine",
+        "scheduler.T_max=x",
+    )
     assert done.rc == 2
     lines = done.stderr.splitlines()
     assert len(lines) == 5
-    for line, key in zip(lines, ("mode", "seed", "model.foo", "optimizer", "scheduler"),
-                         strict=True):  # fmt: skip
+    for line, key in zip(
+        lines, ("mode", "seed", "model.foo", "optimizer", "scheduler"), strict=True
+    ):
         assert line.startswith(f"error: {key}")
 
 

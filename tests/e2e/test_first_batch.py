@@ -147,46 +147,109 @@ def odd(main, tmp_path):
         path = folder / "conf" / group / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return lambda *words: main("--config-dir", "odd/conf", "model=net", "train.max_steps=2",
-                               "tracking=none", *words)  # fmt: skip
+    return lambda *words: main(
+        "--config-dir", "odd/conf", "model=net", "train.max_steps=2", "tracking=none", *words
+    )
 
 
 TOLD = [
     ("Nothing", "", ["The model returns None", "end Nothing.forward with `return <output>`"]),
-    ("Pair", "", ["The model returns a tuple of 2", "task=classification takes a tensor, "
-                  "logits [B, C]", "`return output[0]`"]),
-    ("Gpt", "data=tensors data.kind=tokens task=language",
-     ["returns a CausalLMOutputWithCrossAttentions with the keys logits", "logits [B, T, V]",
-      "`return output.logits`"]),
-    ("Gpt", "data=rows data.kind=dict task=language",
-     ["yields as inputs a dict with the keys input_ids, attention_mask",
-      "`def forward(self, inputs): return self.net(**inputs)`"]),
-    ("Two", "data=rows", ["Two.forward takes (a, b)", "as one argument, here a list of 2",
-                          "`def forward(self, inputs): a, b = inputs`"]),
+    (
+        "Pair",
+        "",
+        [
+            "The model returns a tuple of 2",
+            "task=classification takes a tensor, logits [B, C]",
+            "`return output[0]`",
+        ],
+    ),
+    (
+        "Gpt",
+        "data=tensors data.kind=tokens task=language",
+        [
+            "returns a CausalLMOutputWithCrossAttentions with the keys logits",
+            "logits [B, T, V]",
+            "`return output.logits`",
+        ],
+    ),
+    (
+        "Gpt",
+        "data=rows data.kind=dict task=language",
+        [
+            "yields as inputs a dict with the keys input_ids, attention_mask",
+            "`def forward(self, inputs): return self.net(**inputs)`",
+        ],
+    ),
+    (
+        "Two",
+        "data=rows",
+        [
+            "Two.forward takes (a, b)",
+            "as one argument, here a list of 2",
+            "`def forward(self, inputs): a, b = inputs`",
+        ],
+    ),
     ("Base", "data=rows", ["yields as inputs a list of 2", "self.net(*inputs)"]),
-    ("Same", "data=rows data.kind=target task=regression",
-     ["yields as target a dict with the keys label", "task=regression takes a tensor"]),
+    (
+        "Same",
+        "data=rows data.kind=target task=regression",
+        ["yields as target a dict with the keys label", "task=regression takes a tensor"],
+    ),
     ("Base", "data=tensors data.kind=tokens task=language", ["The inputs are integers"]),
-    ("Gpt", "data=tensors data.kind=floats task=language",
-     ["transformer.wte (Embedding) takes integer tokens", "x.long()"]),
-    ("Narrow", "", ["cannot be multiplied", "1 (Linear) was made for inputs of another size",
-                    "has the shape [1, 8, 8]"]),
-    ("Same", "data=tensors task=classification",
-     ["classification needs logits", "Those fit task=regression: type it"]),
-    ("Positions", "", ["classification needs logits [B, C]", "The loss fails, not the model",
-                       "returns float32 [64, 8, 10]", "the targets are int64 [64]"]),
+    (
+        "Gpt",
+        "data=tensors data.kind=floats task=language",
+        ["transformer.wte (Embedding) takes integer tokens", "x.long()"],
+    ),
+    (
+        "Narrow",
+        "",
+        [
+            "cannot be multiplied",
+            "1 (Linear) was made for inputs of another size",
+            "has the shape [1, 8, 8]",
+        ],
+    ),
+    (
+        "Same",
+        "data=tensors task=classification",
+        ["classification needs logits", "Those fit task=regression: type it"],
+    ),
+    (
+        "Positions",
+        "",
+        [
+            "classification needs logits [B, C]",
+            "The loss fails, not the model",
+            "returns float32 [64, 8, 10]",
+            "the targets are int64 [64]",
+        ],
+    ),
     ("Base", "", ["NotImplementedError", "It fails in"]),
-    ("Detached", "", ["has no gradient, so nothing can train",
-                      "The last module whose output has one is layer", ".detach(), .data"]),
+    (
+        "Detached",
+        "",
+        [
+            "has no gradient, so nothing can train",
+            "The last module whose output has one is layer",
+            ".detach(), .data",
+        ],
+    ),
     ("Argmax", "", ["The last module whose output has one is layer", "argmax"]),
-    ("NoGrad", "", ["NoGrad.forward runs layer with gradients switched off",
-                    "Leave torch.no_grad() and"]),
+    (
+        "NoGrad",
+        "",
+        ["NoGrad.forward runs layer with gradients switched off", "Leave torch.no_grad() and"],
+    ),
     ("Unused", "", ["No parameter that trains takes part in Unused.forward (layer.weight"]),
-    ("Pair", "task._target_=odd.tasks.EachLoss model=mlp",
-     ["returns as loss of the shape [64]", "`loss.mean()`"]),
+    (
+        "Pair",
+        "task._target_=odd.tasks.EachLoss model=mlp",
+        ["returns as loss of the shape [64]", "`loss.mean()`"],
+    ),
     ("Pair", "task._target_=odd.tasks.NumberLoss model=mlp", ["returns as loss a float"]),
     ("Pair", "task._target_=odd.tasks.CutLoss model=mlp", ["the task's loss cuts it"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("net", "typed", "parts"), TOLD)

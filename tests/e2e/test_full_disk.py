@@ -29,8 +29,16 @@ class Fills(Net):
         return super().forward(x)
 '''
 YAML = "# Mine\n_target_: lab.fills.Fills\nclasses: ${data.meta.classes}\nat: 0\nleft: 0\n"
-RUN = ("--config-dir", "lab/conf", "model=fills", "data=mine", "train.batch_size=8",
-       "train.log_every=2", "train.max_steps=12", "precision=16-mixed")  # fmt: skip
+RUN = (
+    "--config-dir",
+    "lab/conf",
+    "model=fills",
+    "data=mine",
+    "train.batch_size=8",
+    "train.log_every=2",
+    "train.max_steps=12",
+    "precision=16-mixed",
+)
 FULL = "No space left on device"
 
 
@@ -117,8 +125,7 @@ def test_a_result_that_is_lost_is_no_success(filling):
 
 
 def test_the_store_knows_how_it_ended(small, cli, store, reader):
-    done = cli(*RUN, f"tracking.uri={store}", "tracking.experiment=full", "model.at=12",
-               cwd=small)  # fmt: skip
+    done = cli(*RUN, f"tracking.uri={store}", "tracking.experiment=full", "model.at=12", cwd=small)
     assert done.rc == 1
     quiet(done)
     assert f"The model is not in MLflow, its checkpoint has the weights: {FULL}." in done.stdout

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from runner.data.loader import Loader
-from runner.data.step_samples import of_step
+from runner.data.step_samples import samples_of_step
 from runner.diagnostics import saved_batch as kept
-from runner.modes.rewind import before, own_spec
+from runner.modes.rewind import rewind_to_step, saved_run_spec
 from runner.training.state_dict import checkpoint_state_dict
 
 pytestmark = pytest.mark.slow
@@ -98,16 +98,27 @@ meta:
   input: [1, 8, 8]
   classes: 2
 """
-OWN = ("--config-dir", "lab/conf", "model=faulty", "data=faulty", "tracking=none",
-       "train.batch_size=8", "train.log_every=4", "train.max_steps=12")  # fmt: skip
+OWN = (
+    "--config-dir",
+    "lab/conf",
+    "model=faulty",
+    "data=faulty",
+    "tracking=none",
+    "train.batch_size=8",
+    "train.log_every=4",
+    "train.max_steps=12",
+)
 NAN = ("model.factor=nan", "model.at=6")
 forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own
 
 
 @pytest.fixture
 def faults(lab):
-    for name, text in (("faults.py", FAULTS), ("conf/model/faulty.yaml", MODEL),
-                       ("conf/data/faulty.yaml", DATA)):  # fmt: skip
+    for name, text in (
+        ("faults.py", FAULTS),
+        ("conf/model/faulty.yaml", MODEL),
+        ("conf/data/faulty.yaml", DATA),
+    ):
         (lab / "lab" / name).write_text(text)
     return lab
 
@@ -132,14 +143,18 @@ def told(done, *parts):
 
 def samples(step, size=8, count=60):
     loader = Loader(range(count), size, shuffle=True, seed=0, device=torch.device("cpu"))
-    return of_step(loader, 1, step).micro_batches
+    return samples_of_step(loader, 1, step).micro_batches
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(faults, cli):
     done = cli(*OWN, *NAN, "checkpoint.every_steps=2")
-    told(done, "error: guard.non_finite: the loss is nan at step 6.",
-         "optimizer.lr=0.0001 or train.clip_norm=1.0", "guard.non_finite=warn",
-         "debug=replay batch=outputs/runs/")  # fmt: skip
+    told(
+        done,
+        "error: guard.non_finite: the loss is nan at step 6.",
+        "optimizer.lr=0.0001 or train.clip_norm=1.0",
+        "guard.non_finite=warn",
+        "debug=replay batch=outputs/runs/",
+    )
     out = folder(faults)
     (saved,) = out.glob("checkpoints/*.pt")
     assert saved.name == "step-00000004.pt"
@@ -157,8 +172,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(faults, cli):
 def test_the_kept_leads_to_the_planted_module(faulty, faults):
     faulty(*NAN)
     (kept,) = (folder(faults) / "guard").iterdir()
-    done = faulty(*NAN, "model.at=1", "debug=replay", f"batch={kept}", "precision=bf16-mixed",
-                  "hydra.run.dir=again")  # fmt: skip
+    done = faulty(
+        *NAN,
+        "model.at=1",
+        "debug=replay",
+        f"batch={kept}",
+        "precision=bf16-mixed",
+        "hydra.run.dir=again",
+    )
     assert done.rc == 0, done.stderr
     assert "replay of step 6: 8 samples, weights: those before the step" in done.stdout
     assert "It begins in the forward, at the output of body.2 (bfloat16), in 32-true as well" in (
@@ -185,15 +206,22 @@ def test_a_replay_has_the_weights_of_the_step(faults, cli):
 
 
 def test_a_replay_trains_to_the_very_bits(faulty, faults):
-    faulty(*NAN, "checkpoint.every_steps=5", "checkpoint.keep=9", "precision=16-mixed",
-           "guard.overflow_steps=1")  # fmt: skip
+    faulty(
+        *NAN,
+        "checkpoint.every_steps=5",
+        "checkpoint.keep=9",
+        "precision=16-mixed",
+        "guard.overflow_steps=1",
+    )
     out = folder(faults)
     batch = next((out / "guard").iterdir())
     path = out / "checkpoints" / "step-00000005.pt"
     wanted = torch.load(path, weights_only=True)
     path.unlink()
-    spec = replace(own_spec(batch), batch=str(batch))
-    with before(spec, kept.read(batch), torch.device("cpu"), Console(quiet=True)) as reached:
+    spec = replace(saved_run_spec(batch), batch=str(batch))
+    with rewind_to_step(
+        spec, kept.read_saved_batch(batch), torch.device("cpu"), Console(quiet=True)
+    ) as reached:
         state, micros, _ = reached
         found = checkpoint_state_dict(state, spec)
         assert len(micros[0][0]) == 8
@@ -239,8 +267,12 @@ def test_the_store_knows_the_reason_and_has_the_batch(faulty, store, reader):
 
 def test_overflows_in_a_row_end_the_run_with_its_last_good_state(faulty, faults):
     done = faulty("precision=16-mixed", "precision.loss_scale.fixed=1e30", "guard.overflow_steps=5")
-    told(done, "guard.overflow: 5 steps in a row overflowed, up to step 5",
-         "Try precision.loss_scale.fixed=null", "init.weights=outputs/runs/")  # fmt: skip
+    told(
+        done,
+        "guard.overflow: 5 steps in a row overflowed, up to step 5",
+        "Try precision.loss_scale.fixed=null",
+        "init.weights=outputs/runs/",
+    )
     assert list(folder(faults).glob("checkpoints/*.pt"))
 
 
@@ -261,10 +293,15 @@ def test_a_spike(faulty, action, rc):
     ("fault", "parts"),
     [
         ("rotten", ["sample 17 of the train set: its inputs are not finite", "guard.data=warn"]),
-        ("label", ["sample 17 of the train set: its label 12 is none of the 2 classes (0 to 1)",
-                   "data.meta.classes=13"]),
+        (
+            "label",
+            [
+                "sample 17 of the train set: its label 12 is none of the 2 classes (0 to 1)",
+                "data.meta.classes=13",
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_data_are_looked_at_before_training(faulty, faults, fault, parts):
     told(faulty(f"data.fault={fault}"), *parts)
     assert not list(folder(faults).glob("checkpoints/*"))
@@ -289,18 +326,31 @@ def step_of(sample):
 def test_a_label_that_the_check_did_not_see_is_told_at_its_step(faulty, faults):
     done = faulty("data.fault=label", "guard.data=ignore")
     step = step_of(17)
-    told(done, f"error: At step {step}: Target 12 is out of bounds. Sample 17: its label 12 is "
-         "none of the 2 classes", "error.txt", f"guard/batch-{step:06d}.json")  # fmt: skip
+    told(
+        done,
+        f"error: At step {step}: Target 12 is out of bounds. Sample 17: its label 12 is "
+        "none of the 2 classes",
+        "error.txt",
+        f"guard/batch-{step:06d}.json",
+    )
     kept = json.loads((folder(faults) / "guard" / f"batch-{step:06d}.json").read_text())
     assert kept["micro_batches"] == samples(step)
 
 
 def test_what_a_device_asserts_late_is_searched_for_in_the_steps_before(faulty):
     step = step_of(17)
-    done = faulty("data.fault=label", "guard.data=ignore", f"model.at={step}",
-                  "model.crash='CUDA error: device-side assert triggered'")  # fmt: skip
-    told(done, f"At one of steps 1 to {step}: CUDA error: device-side assert triggered. Sample 17: "
-         "its label 12 is none of the 2 classes", "guard/batch-000001.json")  # fmt: skip
+    done = faulty(
+        "data.fault=label",
+        "guard.data=ignore",
+        f"model.at={step}",
+        "model.crash='CUDA error: device-side assert triggered'",
+    )
+    told(
+        done,
+        f"At one of steps 1 to {step}: CUDA error: device-side assert triggered. Sample 17: "
+        "its label 12 is none of the 2 classes",
+        "guard/batch-000001.json",
+    )
 
 
 def test_another_error_keeps_its_traceback(faulty):
@@ -343,8 +393,10 @@ def test_a_sweep_goes_on_and_reports_what_diverged(faults, main):
     (out,) = faults.glob("outputs/sweeps/*")
     results = [json.loads((out / str(i) / "result.json").read_text()) for i in range(3)]
     assert [(r["status"], r["diverged"]) for r in results] == [
-        ("finished", False), ("failed", True), ("finished", False),
-    ]  # fmt: skip
+        ("finished", False),
+        ("failed", True),
+        ("finished", False),
+    ]
     assert results[1]["device"]
     assert results[1]["train_loss"] is not None
     report = (out / "report.md").read_text()

@@ -24,8 +24,14 @@ from runner.utils.layout import SIGNATURE
 
 pytestmark = pytest.mark.slow
 
-QUICK = ("model=mlp", "model.hidden=[4]", "train.max_steps=2", "train.log_every=1",
-         "tracking=none", "accelerator=cpu")  # fmt: skip
+QUICK = (
+    "model=mlp",
+    "model.hidden=[4]",
+    "train.max_steps=2",
+    "train.log_every=1",
+    "tracking=none",
+    "accelerator=cpu",
+)
 CANARY = "touched"
 CALLS = {
     "os.system": {"command": f"touch {CANARY}"},
@@ -49,12 +55,28 @@ CALLS = {
     "idlelib.idle.main": {},
 }
 ANYTHING = (
-    None, -1, 10**30, "x", "../..", [], {}, [None], {"a": {}}, 0.5, float("nan"), True, b"x",
-    torch.ones(3), torch.ones(0), "\x1b[31m",
-)  # fmt: skip
+    None,
+    -1,
+    10**30,
+    "x",
+    "../..",
+    [],
+    {},
+    [None],
+    {"a": {}},
+    0.5,
+    float("nan"),
+    True,
+    b"x",
+    torch.ones(3),
+    torch.ones(0),
+    "\x1b[31m",
+)
 GROUPS = ("model", "data", "task", "precision", "optimizer", "scheduler", "adapter")
-WAYS = {"resume": ("checkpoint.resume={}", "train.max_steps=3"),
-        "evaluate": ("mode=evaluate", "checkpoint={}")}  # fmt: skip
+WAYS = {
+    "resume": ("checkpoint.resume={}", "train.max_steps=3"),
+    "evaluate": ("mode=evaluate", "checkpoint={}"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +109,11 @@ def harmless():
 
 
 @cases(30)
-@given(group=st.sampled_from(GROUPS), target=st.sampled_from(sorted(CALLS)),
-       way=st.sampled_from(sorted(WAYS)))  # fmt: skip
+@given(
+    group=st.sampled_from(GROUPS),
+    target=st.sampled_from(sorted(CALLS)),
+    way=st.sampled_from(sorted(WAYS)),
+)
 def test_no_target_of_a_strangers_is_called(made, group, target, way):
     main, content = made
     theirs = content()
@@ -177,14 +202,18 @@ class Bomb:
         return Path.touch, (Path(CANARY),)
 
 
-@pytest.mark.parametrize("wrap", [
-    lambda path: torch.save(Bomb(), path),
-    lambda path: torch.save({"format": 1, "spec": Bomb()}, path),
-    lambda path: torch.save([Bomb()], path, _use_new_zipfile_serialization=False),
-    lambda path: path.write_bytes(pickle.dumps(Bomb())),
-])  # fmt: skip
-@pytest.mark.parametrize("typed", ["checkpoint.resume={}", "mode=evaluate checkpoint={}",
-                                   "init.weights={}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda path: torch.save(Bomb(), path),
+        lambda path: torch.save({"format": 1, "spec": Bomb()}, path),
+        lambda path: torch.save([Bomb()], path, _use_new_zipfile_serialization=False),
+        lambda path: path.write_bytes(pickle.dumps(Bomb())),
+    ],
+)
+@pytest.mark.parametrize(
+    "typed", ["checkpoint.resume={}", "mode=evaluate checkpoint={}", "init.weights={}"]
+)
 def test_a_pickle_is_not_executed(made, wrap, typed):
     main, content = made
     path = left(content())
@@ -229,8 +258,11 @@ def hmac_of(key, content):
 def nested(group, call, depth):
     """A node of a group in which the call stands as deep as asked."""
     for _ in range(depth):
-        call = {"_target_": "mine.Net", "argument": [{"deeper": call}]} if depth % 2 else {
-            "part": call, "_target_": "runner.models.mlp.MLP"}  # fmt: skip
+        call = (
+            {"_target_": "mine.Net", "argument": [{"deeper": call}]}
+            if depth % 2
+            else {"part": call, "_target_": "runner.models.mlp.MLP"}
+        )
     return call
 
 
@@ -255,13 +287,16 @@ def test_no_forged_signature_has_a_target_called(made, forgery):
         assert "not signed with your key" in done.stderr
 
 
-@pytest.mark.parametrize("change", [
-    lambda spec: spec["strategy"].update({"_target_": "idlelib.idle.main"}),
-    lambda spec: spec.update(tracking={"_target_": "os.mkdir", "path": CANARY}),
-    lambda spec: spec["train"].update({"_target_": "os.mkdir", "path": CANARY}),
-    lambda spec: spec.update(launcher={"_target_": "os.mkdir", "path": CANARY}),
-    lambda spec: spec["checkpoint"].update({"_target_": "os.mkdir", "path": CANARY}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda spec: spec["strategy"].update({"_target_": "idlelib.idle.main"}),
+        lambda spec: spec.update(tracking={"_target_": "os.mkdir", "path": CANARY}),
+        lambda spec: spec["train"].update({"_target_": "os.mkdir", "path": CANARY}),
+        lambda spec: spec.update(launcher={"_target_": "os.mkdir", "path": CANARY}),
+        lambda spec: spec["checkpoint"].update({"_target_": "os.mkdir", "path": CANARY}),
+    ],
+)
 def test_nor_one_outside_the_groups(made, change):
     main, content = made
     theirs = content()
@@ -300,7 +335,7 @@ def test_a_hostile_config_is_no_replays(made, compose):
     """debug=replay reads the config beside the batch."""
     from types import SimpleNamespace
 
-    from runner.config.invocation import Origin
+    from runner.config.invocation import Invocation
     from runner.modes import artifacts, rewind
 
     folder = Path.cwd() / "theirs"
@@ -314,6 +349,8 @@ def test_a_hostile_config_is_no_replays(made, compose):
         (folder / SIGNATURE).write_text(kept)
         batch = folder / "guard" / "batch-000001.json"
         with pytest.raises(ConfigError, match=f"names {group}._target_={target}"):
-            rewind.as_its_run(replace(spec, batch=str(batch)), Origin(), SimpleNamespace(names={}))
+            rewind.with_run_config(
+                replace(spec, batch=str(batch)), Invocation(), SimpleNamespace(names={})
+            )
         assert harmless()
     shutil.rmtree(folder)

@@ -10,34 +10,124 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.slow
 
-QUICK = ("model=mlp", "model.hidden=[4]", "train.max_steps=1", "train.log_every=1",
-         "tracking=none", "checkpoint.final=false", "accelerator=cpu")  # fmt: skip
+QUICK = (
+    "model=mlp",
+    "model.hidden=[4]",
+    "train.max_steps=1",
+    "train.log_every=1",
+    "tracking=none",
+    "checkpoint.final=false",
+    "accelerator=cpu",
+)
 KEYS = (
-    "mode", "seed", "deterministic", "train.max_steps", "train.batch_size",
-    "train.accumulate", "train.clip_norm", "train.eval_every", "train.log_every",
-    "train.early_stop", "init.weights", "guard.spike_factor", "guard.data", "data.shuffle",
-    "data.val_fraction", "data.meta.classes", "data.meta.input", "checkpoint.keep",
-    "checkpoint.every_steps", "checkpoint.resume", "checkpoint", "model.hidden", "model.classes",
-    "optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay", "precision",
-    "precision.keep_fp32", "precision.name", "model", "data", "task", "scheduler", "adapter",
-    "accelerator.index", "accelerator.name", "debug.overfit", "batch", "+nosuch", "+model.nosuch",
-    "+train.nosuch", "hydra/launcher", "debug", "experiment",
-)  # fmt: skip
+    "mode",
+    "seed",
+    "deterministic",
+    "train.max_steps",
+    "train.batch_size",
+    "train.accumulate",
+    "train.clip_norm",
+    "train.eval_every",
+    "train.log_every",
+    "train.early_stop",
+    "init.weights",
+    "guard.spike_factor",
+    "guard.data",
+    "data.shuffle",
+    "data.val_fraction",
+    "data.meta.classes",
+    "data.meta.input",
+    "checkpoint.keep",
+    "checkpoint.every_steps",
+    "checkpoint.resume",
+    "checkpoint",
+    "model.hidden",
+    "model.classes",
+    "optimizer.lr",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "precision",
+    "precision.keep_fp32",
+    "precision.name",
+    "model",
+    "data",
+    "task",
+    "scheduler",
+    "adapter",
+    "accelerator.index",
+    "accelerator.name",
+    "debug.overfit",
+    "batch",
+    "+nosuch",
+    "+model.nosuch",
+    "+train.nosuch",
+    "hydra/launcher",
+    "debug",
+    "experiment",
+)
 ODD = (
-    "", "null", "nan", "inf", "-inf", "-1", "0", "1e308", "1e-320", "99999999999999999999", "true",
-    "[]", "{}", "[[1]]", "{a:1}", "[nan]", "'x'", "'\x1b[31m'", "'\n'", "'<script>'", "../../x",
-    "/dev/null", "${nowhere}", "${oc.env:NOT_SET_ANYWHERE}", "${oc.env:HOME}", "${seed}", "${.x}",
-    "${oc.decode:'['}", "???", "'" + "y" * 5000 + "'", "[" * 50 + "]" * 50, "\u202e", "=", ",",
-    "😀", "a b", "\\", "'", '"',
-)  # fmt: skip
+    "",
+    "null",
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "0",
+    "1e308",
+    "1e-320",
+    "99999999999999999999",
+    "true",
+    "[]",
+    "{}",
+    "[[1]]",
+    "{a:1}",
+    "[nan]",
+    "'x'",
+    "'\x1b[31m'",
+    "'\n'",
+    "'<script>'",
+    "../../x",
+    "/dev/null",
+    "${nowhere}",
+    "${oc.env:NOT_SET_ANYWHERE}",
+    "${oc.env:HOME}",
+    "${seed}",
+    "${.x}",
+    "${oc.decode:'['}",
+    "???",
+    "'" + "y" * 5000 + "'",
+    "[" * 50 + "]" * 50,
+    "\u202e",
+    "=",
+    ",",
+    "😀",
+    "a b",
+    "\\",
+    "'",
+    '"',
+)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 ANY = st.one_of(st.sampled_from(ODD), st.integers().map(str), st.floats().map(str), TEXTS)
 
 
 TARGETS = (
-    "os.system", "subprocess.run", "builtins.eval", "builtins.exec", "builtins.print", "os.getcwd",
-    "torch.nn.Linear", "torch.nn", "antigravity", "no.such", "", "os", ".", "a..b", "torch.nn.",
-)  # fmt: skip
+    "os.system",
+    "subprocess.run",
+    "builtins.eval",
+    "builtins.exec",
+    "builtins.print",
+    "os.getcwd",
+    "torch.nn.Linear",
+    "torch.nn",
+    "antigravity",
+    "no.such",
+    "",
+    "os",
+    ".",
+    "a..b",
+    "torch.nn.",
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +155,10 @@ def test_several_at_once(main, overrides):
 
 
 @cases(12)
-@given(group=st.sampled_from(("model", "data", "task", "optimizer", "scheduler", "precision")),
-       target=st.sampled_from(TARGETS))  # fmt: skip
+@given(
+    group=st.sampled_from(("model", "data", "task", "optimizer", "scheduler", "precision")),
+    target=st.sampled_from(TARGETS),
+)
 def test_a_target_that_is_none(main, group, target):
     """What is typed is called: it is one's own. What comes of it is told."""
     done = main(*QUICK, f"{group}._target_={target}")

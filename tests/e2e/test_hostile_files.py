@@ -21,17 +21,23 @@ from runner.checkpoint import checkpoint_file
 from runner.diagnostics import saved_batch
 from runner.tracking import history
 from runner.tracking import journal as journals
-from runner.tracking.upload_state import Progress
+from runner.tracking.upload_state import UploadState
 from runner.utils.errors import ConfigError
 from runner.utils.layout import HISTORY
 
-QUICK = ("model=mlp", "model.hidden=[4]", "train.max_steps=2", "train.log_every=1",
-         "tracking=none", "accelerator=cpu")  # fmt: skip
+QUICK = (
+    "model=mlp",
+    "model.hidden=[4]",
+    "train.max_steps=2",
+    "train.log_every=1",
+    "tracking=none",
+    "accelerator=cpu",
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=5), part),
     max_leaves=6,
-)  # fmt: skip
+)
 CANARY = "touched"
 
 
@@ -77,8 +83,11 @@ def spoil(path, how, data):
 
 
 @cases(60)
-@given(name=st.sampled_from(("sweep.json", "0/result.json")), data=st.data(),
-       how=st.sampled_from(("cut", "flip", "pickle", "json", "field", "field")))  # fmt: skip
+@given(
+    name=st.sampled_from(("sweep.json", "0/result.json")),
+    data=st.data(),
+    how=st.sampled_from(("cut", "flip", "pickle", "json", "field", "field")),
+)
 def test_a_report_of_spoilt_files(swept, name, how, data):
     main, folder = swept
     path = folder / name
@@ -112,9 +121,9 @@ def test_a_journal_of_anything(tmp_path_factory, lines, state):
     path = folder / "journal.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines))
     path.with_suffix(".state").write_text(json.dumps(state))
-    Progress(path).peek()
-    list(journals.read(path))
-    history.of_folder(folder)
+    UploadState(path).peek()
+    list(journals.read_records(path))
+    history.from_folder(folder)
 
 
 @cases(40)
@@ -123,7 +132,7 @@ def test_a_batch_of_anything(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "batch.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="is no batch that a guard saved"):
-        saved_batch.read(path)
+        saved_batch.read_saved_batch(path)
 
 
 def npz(**arrays):
@@ -170,8 +179,13 @@ KINDS = {
     "nowhere": lambda path: path.symlink_to("/no/where"),
     "secret": lambda path: path.symlink_to("/etc/shadow"),
 }
-PLACES = ("sweep.json", "0/result.json", "0/history.npz", "0/journal.jsonl",
-          "0/checkpoints/step-00000002.pt")  # fmt: skip
+PLACES = (
+    "sweep.json",
+    "0/result.json",
+    "0/history.npz",
+    "0/journal.jsonl",
+    "0/checkpoints/step-00000002.pt",
+)
 
 
 @contextmanager

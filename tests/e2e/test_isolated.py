@@ -87,8 +87,14 @@ class Slow(Net):
         return super().forward(x)
 '''
 YAML = "# Mine\n_target_: lab.deadly.Deadly\nclasses: ${data.meta.classes}\nhow: well\n"
-TINY = ("--config-dir", "lab/conf", "data=mine", "train.max_steps=3", "train.log_every=1",
-        "hydra/launcher=isolated")  # fmt: skip
+TINY = (
+    "--config-dir",
+    "lab/conf",
+    "data=mine",
+    "train.max_steps=3",
+    "train.log_every=1",
+    "hydra/launcher=isolated",
+)
 WAYS = {
     "exits": "Its process ended with exit status 3 before its result.",
     "killed": "Its process was ended by SIGKILL",
@@ -124,8 +130,14 @@ def deaths(tmp_path_factory, inside, store, reader, lab_writer):
     runs and the parent in the store)."""
     folder = write_deadly(lab_writer(tmp_path_factory.mktemp("deaths")))
     with inside(folder) as main:
-        done = main(*TINY, "model=deadly", "-m", f"model.how={','.join(WAYS)}",
-                    f"tracking.uri={store}", "tracking.experiment=deaths")  # fmt: skip
+        done = main(
+            *TINY,
+            "model=deadly",
+            "-m",
+            f"model.how={','.join(WAYS)}",
+            f"tracking.uri={store}",
+            "tracking.experiment=deaths",
+        )
     client = reader()
     runs = client.search_runs([client.get_experiment_by_name("deaths").experiment_id])
     (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
@@ -142,8 +154,14 @@ def test_a_job_that_dies_is_a_failed_one_and_the_others_run(deaths):
         assert "".join(job["error"].split()) in "".join(done.stdout.split())
     assert "the last thing it said" in jobs[0]["error"]
     assert "deadly.py" in jobs[2]["error"]  # where it crashed
-    for part in ("weights", "optimizer state", "peak", "train.batch_size=32 train.accumulate=2",
-                 "precision=bf16-true", "optimizer=adamw8bit"):  # fmt: skip
+    for part in (
+        "weights",
+        "optimizer state",
+        "peak",
+        "train.batch_size=32 train.accumulate=2",
+        "precision=bf16-true",
+        "optimizer=adamw8bit",
+    ):
         assert part in jobs[3]["error"]
 
 
@@ -169,8 +187,14 @@ def test_the_report_names_the_reasons(deaths):
 
 def test_several_at_once_in_lines_of_their_own(main, lab):
     write_deadly(lab)
-    done = main(*TINY, "model=deadly", "-m", "model.how=well,killed,raises,well",
-                "hydra.launcher.n_jobs=3", "tracking=none")  # fmt: skip
+    done = main(
+        *TINY,
+        "model=deadly",
+        "-m",
+        "model.how=well,killed,raises,well",
+        "hydra.launcher.n_jobs=3",
+        "tracking=none",
+    )
     assert done.rc == 1
     assert [job["status"] for job in results(lab)] == ["finished", "failed", "failed", "finished"]
     for number in range(4):
@@ -205,12 +229,27 @@ def sweep(tmp_path, root, lab_writer):
         folder = write_deadly(lab_writer(tmp_path / name))
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
         process = subprocess.Popen(
-            [sys.executable, "-m", "runner", *TINY, "model=deadly",
-             "model._target_=lab.deadly.Slow", "train.max_steps=10000000", "train.log_every=1",
-             "train.eval_every=100000", "-m", "seed=0,1", *args],
-            cwd=folder, env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "runner",
+                *TINY,
+                "model=deadly",
+                "model._target_=lab.deadly.Slow",
+                "train.max_steps=10000000",
+                "train.log_every=1",
+                "train.eval_every=100000",
+                "-m",
+                "seed=0,1",
+                *args,
+            ],
+            cwd=folder,
+            env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         started.append(process)
         return process, folder
 
@@ -229,10 +268,13 @@ def stops(process, number):
 @pytest.mark.slow
 def test_signals_to_a_sweep(sweep, store, reader):
     stored = (f"tracking.uri={store}", "tracking.experiment=signals")
-    cases = {"SIGINT": (130, *stored), "SIGTERM": (143, *stored),
-             "twice": (130, "tracking=none", "model.how=hangs"),
-             "blocks": (143, "tracking=none", "model.how=blocks"),
-             "SIGKILL": (-9, "tracking=none")}  # fmt: skip
+    cases = {
+        "SIGINT": (130, *stored),
+        "SIGTERM": (143, *stored),
+        "twice": (130, "tracking=none", "model.how=hangs"),
+        "blocks": (143, "tracking=none", "model.how=blocks"),
+        "SIGKILL": (-9, "tracking=none"),
+    }
     running = {name: sweep(name, *args) for name, (_, *args) in cases.items()}  # side by side
     for name, (process, folder) in running.items():
         wait_for(lambda folder=folder: pids(folder))

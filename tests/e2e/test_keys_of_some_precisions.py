@@ -21,8 +21,12 @@ def report():
 
 @pytest.mark.parametrize("mark", ["", "++"])
 def test_one_precision_has_nothing_to_emulate(quick, mark):
-    done = quick("-m", "accelerator=cpu", "precision=32-true,bf16-mixed,transformer-engine",
-                 f"{mark}precision.emulate=true")  # fmt: skip
+    done = quick(
+        "-m",
+        "accelerator=cpu",
+        "precision=32-true,bf16-mixed,transformer-engine",
+        f"{mark}precision.emulate=true",
+    )
     assert done.rc == 0, done.stderr
     assert done.stdout.count("precision.emulate is left out for 32-true:") == 1
     assert "precision.emulate is left out for 32-true:" in report()
@@ -54,9 +58,11 @@ def test_a_key_that_the_sweep_varies(quick):
     done = quick("-m", *BASIC, "precision=16-mixed,32-true", "precision.loss_scale.fixed=8,16")
     assert done.rc == 0, done.stderr
     assert [job["label"] for job in jobs()] == [
-        "16-mixed precision.loss_scale.fixed=8", "16-mixed precision.loss_scale.fixed=16",
-        "32-true", "32-true",
-    ]  # fmt: skip
+        "16-mixed precision.loss_scale.fixed=8",
+        "16-mixed precision.loss_scale.fixed=16",
+        "32-true",
+        "32-true",
+    ]
 
 
 PRESET = """# @package _global_
@@ -82,8 +88,13 @@ def test_presets_of_a_sweep(quick, tmp_path):
 
 def test_a_search(quick):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    done = quick("sweep=search", *BASIC, "hydra.sweeper.n_trials=2", FIXED,
-                 "hydra.sweeper.params.precision='choice(16-mixed,32-true)'")  # fmt: skip
+    done = quick(
+        "sweep=search",
+        *BASIC,
+        "hydra.sweeper.n_trials=2",
+        FIXED,
+        "hydra.sweeper.params.precision='choice(16-mixed,32-true)'",
+    )
     assert done.rc == 0, done.stderr
     scales = {job["precision"]: job["loss_scale"] for job in jobs()}
     assert set(scales.items()) <= {("16-mixed", 8.0), ("32-true", None)}
@@ -92,22 +103,39 @@ def test_a_search(quick):
 @pytest.mark.parametrize(
     ("typed", "parts"),
     [
-        ("-m precision=32-true,64-true precision.emulate=true",
-         ["precision.emulate=true: no precision of this sweep (32-true, 64-true) takes",
-          "Of the built-in ones, 16-mixed,"]),
-        ("-m precision=32-true,bf16-mixed precision.nosuch=3",
-         ["precision.nosuch=3: no precision of this sweep (32-true, bf16-mixed) takes",
-          "Leave it out"]),
+        (
+            "-m precision=32-true,64-true precision.emulate=true",
+            [
+                "precision.emulate=true: no precision of this sweep (32-true, 64-true) takes",
+                "Of the built-in ones, 16-mixed,",
+            ],
+        ),
+        (
+            "-m precision=32-true,bf16-mixed precision.nosuch=3",
+            [
+                "precision.nosuch=3: no precision of this sweep (32-true, bf16-mixed) takes",
+                "Leave it out",
+            ],
+        ),
         ("sweep=precisions precision.nosuch=3", ["no precision of this sweep (32-true, bf16-mi"]),
-        ("-m seed=0,1 precision.loss_scale.fixed=8",
-         ["precision.loss_scale.fixed=8 is not known", "Allowed for precision=32-true:"]),
-        ("precision.emulate=true",
-         ["precision.emulate=true is not known. Allowed for precision=32-true: precision.name",
-          "Precisions that have it: 16-mixed, 16-true, bf16-mixed"]),
-        ("precision=bf16-mixed precision.loss_scale.fixed=8",
-         ["Allowed for precision=bf16-mixed", "Precisions that have it: 16-mixed."]),
+        (
+            "-m seed=0,1 precision.loss_scale.fixed=8",
+            ["precision.loss_scale.fixed=8 is not known", "Allowed for precision=32-true:"],
+        ),
+        (
+            "precision.emulate=true",
+            [
+                "precision.emulate=true is not known. "
+                "Allowed for precision=32-true: precision.name",
+                "Precisions that have it: 16-mixed, 16-true, bf16-mixed",
+            ],
+        ),
+        (
+            "precision=bf16-mixed precision.loss_scale.fixed=8",
+            ["Allowed for precision=bf16-mixed", "Precisions that have it: 16-mixed."],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_key_that_none_takes_is_an_error(quick, typed, parts):
     done = quick(*typed.split())
     assert done.rc == 2, done

@@ -12,9 +12,12 @@ def found(root, script, *arguments):
     """The cells of the table that a script of bench/ prints."""
     done = subprocess.run(
         [sys.executable, str(root / "bench" / script), "--dry", *arguments],
-        capture_output=True, text=True, timeout=600, cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=root,
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return [re.split(r" *\| *", line.strip("| ")) for line in done.stdout.splitlines()[2:]]
 

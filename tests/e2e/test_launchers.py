@@ -60,8 +60,15 @@ class Job(Net):
             time.sleep(0.02)
 '''
 YAML = "# Mine\n_target_: lab.jobs.Job\nclasses: ${data.meta.classes}\nhow: well\n"
-TINY = ("--config-dir", "lab/conf", "model=job", "data=mine", "train.max_steps=12",
-        "train.log_every=1", "-m")  # fmt: skip
+TINY = (
+    "--config-dir",
+    "lab/conf",
+    "model=job",
+    "data=mine",
+    "train.max_steps=12",
+    "train.log_every=1",
+    "-m",
+)
 SLURM = '''#!{python}
 """A cluster of this one machine, as far as submitit asks it for something."""
 import os
@@ -114,9 +121,14 @@ def begin(jobs, clean):
 
     def start(*args, python=sys.executable, **env):
         process = subprocess.Popen(
-            [python, "-m", "runner", *TINY, *args], cwd=jobs, env={**clean, **env}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            [python, "-m", "runner", *TINY, *args],
+            cwd=jobs,
+            env={**clean, **env},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
         started.append(process)
         return process
 
@@ -175,16 +187,22 @@ def server(tmp_path_factory):
 @pytest.mark.slow
 def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, server):
     """Of three jobs one is killed, and one is told in its sixth step that its time is over."""
-    sweep = begin("launcher=slurm", "hydra.launcher.partition=gpu",
-                  "hydra.launcher.cpus_per_task=1", "model.how=well,killed,waits",
-                  f"tracking.uri={server}", "tracking.log_model=false",
-                  PATH=os.environ["PATH"])  # fmt: skip
+    sweep = begin(
+        "launcher=slurm",
+        "hydra.launcher.partition=gpu",
+        "hydra.launcher.cpus_per_task=1",
+        "model.how=well,killed,waits",
+        f"tracking.uri={server}",
+        "tracking.log_model=false",
+        PATH=os.environ["PATH"],
+    )
     wait_for(lambda: [*jobs.glob("waits-*")], sweep)
     (waiting,) = [
-        process for process in living(jobs)
+        process
+        for process in living(jobs)
         if "submitit.core._submit" in process.cmdline()
         and process.environ()["SLURM_ARRAY_TASK_ID"] == "2"
-    ]  # fmt: skip
+    ]
     waiting.send_signal(signal.SIGUSR2)
     time.sleep(1)
     (jobs / "go").touch()
@@ -258,10 +276,14 @@ def begin_again(jobs, folder):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
     root = str(Path(__file__).parents[2])
     return subprocess.run(
-        [sys.executable, "-m", "runner", f"sweep.resume={folder}"], cwd=jobs, text=True,
-        capture_output=True, timeout=180, check=False,
+        [sys.executable, "-m", "runner", f"sweep.resume={folder}"],
+        cwd=jobs,
+        text=True,
+        capture_output=True,
+        timeout=180,
+        check=False,
         env={**kept, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="session")
@@ -274,10 +296,21 @@ def with_ray(root):
         python, (packages,) = home / "bin" / "python", home.glob("lib/python*/site-packages")
         (packages / "around.pth").write_text(sysconfig.get_path("purelib"))
         done = subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", "-c", root / "constraints.txt",
-             "hydra-ray-launcher"],
-            capture_output=True, text=True, timeout=600, check=False,
-        )  # fmt: skip
+            [
+                python,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "-c",
+                root / "constraints.txt",
+                "hydra-ray-launcher",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
         if done.returncode:
             pytest.skip(f"Ray cannot be installed here: {done.stderr[-500:]}")
         (home / "ready").touch()
@@ -346,13 +379,21 @@ def test_a_folder_that_is_not_shared_is_told_in_one_message(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     ("typed", "said"),
-    [("launcher=slurm", "there is no sbatch here. Type the command on a node of Slurm's, or "
-                        "launcher=submitit_local to try it on this machine."),
-     ("hydra/launcher=submitit_slurm", "there is no sbatch here."),
-     ("launcher=nonsense", "launcher=nonsense is not known. Allowed: isolated, joblib, ray, slurm"),
-     ("launcher=joblib hydra.launcher.n_jobs=x", "hydra.launcher.n_jobs=x does not fit."),
-     ("launcher=joblib hydra.launcher.n_jobs=0", "hydra/launcher=joblib takes no jobs: ")],
-)  # fmt: skip
+    [
+        (
+            "launcher=slurm",
+            "there is no sbatch here. Type the command on a node of Slurm's, or "
+            "launcher=submitit_local to try it on this machine.",
+        ),
+        ("hydra/launcher=submitit_slurm", "there is no sbatch here."),
+        (
+            "launcher=nonsense",
+            "launcher=nonsense is not known. Allowed: isolated, joblib, ray, slurm",
+        ),
+        ("launcher=joblib hydra.launcher.n_jobs=x", "hydra.launcher.n_jobs=x does not fit."),
+        ("launcher=joblib hydra.launcher.n_jobs=0", "hydra/launcher=joblib takes no jobs: "),
+    ],
+)
 def test_what_a_launcher_cannot_do_is_one_message(quick, monkeypatch, typed, said, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     done = quick("-m", *typed.split(), "seed=0,1")
@@ -363,9 +404,13 @@ def test_what_a_launcher_cannot_do_is_one_message(quick, monkeypatch, typed, sai
 
 @pytest.mark.parametrize(
     ("option", "extra"),
-    [("submitit_slurm", "slurm"), ("submitit_local", "slurm"), ("ray", "ray"),
-     ("joblib", "joblib")],
-)  # fmt: skip
+    [
+        ("submitit_slurm", "slurm"),
+        ("submitit_local", "slurm"),
+        ("ray", "ray"),
+        ("joblib", "joblib"),
+    ],
+)
 def test_a_launcher_that_is_not_installed_says_what_to_type(
     quick, monkeypatch, tmp_path, option, extra
 ):

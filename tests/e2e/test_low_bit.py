@@ -9,9 +9,17 @@ import torch
 
 MLP = ("accelerator=cpu", "model=mlp", "model.hidden=[64]", "data=digits", "train.log_every=5")
 TEXT = "It was the best of times, it was the worst of times. " * 40
-GPT = ("accelerator=cpu", "model=gpt", "model.layers=1", "model.width=64", "data=text",
-       "data.path=text.txt", "data.context=8", "train.max_steps=2",
-       "train.batch_size=8")  # fmt: skip
+GPT = (
+    "accelerator=cpu",
+    "model=gpt",
+    "model.layers=1",
+    "model.width=64",
+    "data=text",
+    "data.path=text.txt",
+    "data.context=8",
+    "train.max_steps=2",
+    "train.batch_size=8",
+)
 SWEPT = ("bnb-nf4", "bnb-int8", "16-true")
 # MiB of 64 x 64 and 64 x 10 weights in nf4 (half a byte each, a float32 per 64 of them and a table
 # of 16), with float32 biases, by hand.
@@ -38,8 +46,14 @@ def swept(base, tmp_path_factory, inside):
     """Its evaluation in three other precisions: (what was printed, the results, the folder)."""
     folder = tmp_path_factory.mktemp("swept")
     with inside(folder) as main:
-        done = main("-m", "mode=evaluate", f"checkpoint={base[0]}", "accelerator=cpu",
-                    f"precision={','.join(SWEPT)}", "tracking=none")  # fmt: skip
+        done = main(
+            "-m",
+            "mode=evaluate",
+            f"checkpoint={base[0]}",
+            "accelerator=cpu",
+            f"precision={','.join(SWEPT)}",
+            "tracking=none",
+        )
     assert done.rc == 0, done.stderr
     (out,) = folder.glob("outputs/sweeps/*")
     return done, [json.loads((out / str(i) / "result.json").read_text()) for i in range(3)], out
@@ -190,13 +204,19 @@ def test_the_conversion_is_written_whole(gpt):
     rows = json.loads((folder / "conversion.json").read_text())
     names = ["attention.qkv", "attention.projection", "expand", "contract"]
     assert [(row["module"], row["elements"]) for row in rows if not row["done"]] == [
-        ("token_embedding", 256 * 64), ("position_embedding", 8 * 64), ("head", 0),
-    ]  # fmt: skip
+        ("token_embedding", 256 * 64),
+        ("position_embedding", 8 * 64),
+        ("head", 0),
+    ]
     assert rows[-1] == {
-        "module": "head", "kind": "Linear", "done": False,
+        "module": "head",
+        "kind": "Linear",
+        "done": False,
         "why": "shares a parameter with token_embedding",
-        "elements": 0, "converted": 0, "counted_with": "token_embedding",
-    }  # fmt: skip
+        "elements": 0,
+        "converted": 0,
+        "counted_with": "token_embedding",
+    }
     done = [row for row in rows if row["done"]]
     assert [row["module"] for row in done] == [f"blocks.0.{name}" for name in names]
     assert [row["converted"] for row in done] == [64 * 64 * times for times in (3, 1, 4, 4)]
@@ -283,8 +303,14 @@ def test_a_model_with_nothing_left_to_train_is_refused(lab, main):
     (lab / "lab" / "conf" / "model" / "bare.yaml").write_text(
         "# Bare\n_target_: lab.bare.bare\nclasses: ${data.meta.classes}\n"
     )
-    command = ("--config-dir", "lab/conf", "model=bare", "accelerator=cpu", "tracking=none",
-               "train.max_steps=1")  # fmt: skip
+    command = (
+        "--config-dir",
+        "lab/conf",
+        "model=bare",
+        "accelerator=cpu",
+        "tracking=none",
+        "train.max_steps=1",
+    )
     done = main(*command, "precision=bnb-nf4")
     assert done.rc == 2
     for part in ("adapter=lora", "precision=bnb-int8-training", "precision.ignore_modules="):
@@ -298,8 +324,15 @@ def test_a_model_with_nothing_left_to_train_is_refused(lab, main):
 
 @pytest.mark.parametrize("name", ["32-true", "bnb-nf4"])
 def test_an_adapter_trains_with_an_8_bit_optimizer(main, tmp_path, store, reader, result, name):
-    done = main(*MLP, "adapter=lora", "optimizer=adamw8bit", "optimizer.lr=0.01",
-                "train.max_steps=40", f"precision={name}", f"tracking.uri={store}")  # fmt: skip
+    done = main(
+        *MLP,
+        "adapter=lora",
+        "optimizer=adamw8bit",
+        "optimizer.lr=0.01",
+        "train.max_steps=40",
+        f"precision={name}",
+        f"tracking.uri={store}",
+    )
     assert done.rc == 0, done.stderr
     additions = 8 * (64 + 64) + 8 * (64 + 10)
     outcome = result(tmp_path)
@@ -348,13 +381,23 @@ def test_a_bad_adapter_is_refused_with_every_problem(main):
 
 @pytest.mark.parametrize(
     ("precision", "adapter", "trains"),
-    [("bnb-nf4", "none", 1024 + 10), ("bnb-int8", "none", 1024 + 10),
-     ("bnb-nf4", "lora", 8 * (784 + 1024) + 8 * (1024 + 10)),
-     ("32-true", "lora", 8 * (784 + 1024) + 8 * (1024 + 10))],
-)  # fmt: skip
+    [
+        ("bnb-nf4", "none", 1024 + 10),
+        ("bnb-int8", "none", 1024 + 10),
+        ("bnb-nf4", "lora", 8 * (784 + 1024) + 8 * (1024 + 10)),
+        ("32-true", "lora", 8 * (784 + 1024) + 8 * (1024 + 10)),
+    ],
+)
 def test_a_plan_counts_what_would_train(main, precision, adapter, trains):
-    done = main("mode=plan", "accelerator=cpu", "model=mlp", "data=mnist", "model.hidden=[1024]",
-                f"precision={precision}", f"adapter={adapter}")  # fmt: skip
+    done = main(
+        "mode=plan",
+        "accelerator=cpu",
+        "model=mlp",
+        "data=mnist",
+        "model.hidden=[1024]",
+        f"precision={precision}",
+        f"adapter={adapter}",
+    )
     assert done.rc == 0, done.stderr
     every = 1024 * 785 + 10 * 1025 + (trains if adapter == "lora" else 0)
     assert f"{every:,} ({trains:,} trainable)" in done.stdout
@@ -362,8 +405,14 @@ def test_a_plan_counts_what_would_train(main, precision, adapter, trains):
 
 
 def test_a_plan_prints_the_packed_size(main):
-    done = main("mode=plan", "accelerator=cpu", "model=mlp", "data=mnist", "model.hidden=[4096]",
-                "precision=bnb-int8")  # fmt: skip
+    done = main(
+        "mode=plan",
+        "accelerator=cpu",
+        "model=mlp",
+        "data=mnist",
+        "model.hidden=[4096]",
+        "precision=bnb-int8",
+    )
     assert done.rc == 0, done.stderr
     numbers, biases = 4096 * 794, 4096 + 10
     packed, plain = (numbers + 8 * biases) / 2**20, (numbers + biases) * 4 / 2**20
@@ -371,8 +420,9 @@ def test_a_plan_prints_the_packed_size(main):
 
 
 def test_a_plan_leaves_the_whole_conversion(main, tmp_path):
-    done = main("mode=plan", *GPT[:3], "data=synthetic_tokens", "model.layers=4",
-                "precision=bnb-int8")  # fmt: skip
+    done = main(
+        "mode=plan", *GPT[:3], "data=synthetic_tokens", "model.layers=4", "precision=bnb-int8"
+    )
     assert done.rc == 0, done.stderr
     (path,) = tmp_path.glob("outputs/runs/*/conversion.json")
     names = [row["module"] for row in json.loads(path.read_text()) if row["done"]]
@@ -394,8 +444,9 @@ def test_a_packed_run_goes_on_from_its_own_weights(main, tmp_path):
     done = main(*MLP, "tracking=none", "train.max_steps=3", "precision=bnb-nf4")
     assert done.rc == 0, done.stderr
     (run,) = tmp_path.glob("outputs/runs/*")
-    done = main(*MLP, "tracking=none", "train.max_steps=3", "precision=bnb-nf4",
-                f"init.weights={run}")  # fmt: skip
+    done = main(
+        *MLP, "tracking=none", "train.max_steps=3", "precision=bnb-nf4", f"init.weights={run}"
+    )
     assert done.rc == 0, done.stderr
     done = main(*MLP, "tracking=none", "precision=bnb-int8", f"init.weights={run}")
     assert done.rc == 2

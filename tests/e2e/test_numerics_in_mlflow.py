@@ -34,8 +34,18 @@ def test_artifacts_and_metrics_are_in_the_store(main, store, run_named, reader, 
 
 @pytest.mark.slow
 def test_two_processes_leave_one(tmp_path, clean):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               "-m", "runner", *TYPED, "strategy=ddp", "tracking=none"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "runner",
+        *TYPED,
+        "strategy=ddp",
+        "tracking=none",
+    ]
     done = subprocess.run(
         command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120
     )

@@ -36,9 +36,12 @@ def typed(result):
 
 def test_it_looks_for_the_highest_accuracy(search):
     done, jobs, found = search(
-        "precision=choice(32,bf16)", "optimizer.lr=interval(0.0005,0.05)",
-        "train.batch_size=choice(32,64)", "hydra.sweeper.n_trials=4", SEED,
-    )  # fmt: skip
+        "precision=choice(32,bf16)",
+        "optimizer.lr=interval(0.0005,0.05)",
+        "train.batch_size=choice(32,64)",
+        "hydra.sweeper.n_trials=4",
+        SEED,
+    )
     assert (done.rc, len(jobs)) == (0, 4)
     best = max(jobs, key=lambda job: job["metrics"]["val/accuracy"])
     assert found["best_value"] == best["metrics"]["val/accuracy"]
@@ -56,26 +59,33 @@ def test_it_looks_for_the_highest_accuracy(search):
 
 def test_it_looks_for_the_lowest_loss_of_a_regression(search):
     done, jobs, found = search(
-        "data=signals", "model=complex_mlp", "optimizer.lr=interval(0.0001,0.1)",
-        "hydra.sweeper.n_trials=3", SEED,
-    )  # fmt: skip
+        "data=signals",
+        "model=complex_mlp",
+        "optimizer.lr=interval(0.0001,0.1)",
+        "hydra.sweeper.n_trials=3",
+        SEED,
+    )
     assert done.rc == 0
     assert found["best_value"] == min(job["metrics"]["val/loss"] for job in jobs)
 
 
 def test_the_users_direction_counts(search):
     _, jobs, found = search(
-        "optimizer.lr=interval(0.0001,0.1)", "hydra.sweeper.n_trials=3",
-        "hydra.sweeper.direction=minimize", SEED,
-    )  # fmt: skip
+        "optimizer.lr=interval(0.0001,0.1)",
+        "hydra.sweeper.n_trials=3",
+        "hydra.sweeper.direction=minimize",
+        SEED,
+    )
     assert found["best_value"] == min(job["metrics"]["val/accuracy"] for job in jobs)
 
 
 def test_what_cannot_run_here_ends_neither_the_search_nor_wins(search):
     done, jobs, found = search(
-        "precision=choice(32,transformer-engine)", SEED,
-        "accelerator=cpu", "hydra.sweeper.n_trials=5",
-    )  # fmt: skip
+        "precision=choice(32,transformer-engine)",
+        SEED,
+        "accelerator=cpu",
+        "hydra.sweeper.n_trials=5",
+    )
     assert done.rc == 2
     assert {job["status"] for job in jobs} == {"finished", "unavailable"}
     assert found["best_params"] == {"precision": "32-true"}

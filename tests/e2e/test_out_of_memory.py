@@ -40,8 +40,15 @@ class Greedy(nn.Module):
         return self.head(y) + self.extra[0] + wide.mean(1, keepdim=True)
 '''
 YAML = "# Mine\n_target_: lab.greedy.Greedy\nclasses: ${data.meta.classes}\nmib: 700\nextra: 1\n"
-RUN = ("--config-dir", "lab/conf", "model=greedy", "data=mine", "tracking=none",
-       "train.max_steps=1", "data.count=60")  # fmt: skip
+RUN = (
+    "--config-dir",
+    "lab/conf",
+    "model=greedy",
+    "data=mine",
+    "tracking=none",
+    "train.max_steps=1",
+    "data.count=60",
+)
 
 
 @pytest.fixture

@@ -45,10 +45,12 @@ def test_a_dead_server_stops_no_run_and_sync_sends_it_elsewhere(cli, nobody, sto
 
 @pytest.mark.parametrize(
     ("key", "mended"),
-    [("tracking.experiment=" + "x" * 600, "tracking.experiment=short"),
-     ("tracking.uri=sqlite:///no_database.db", "tracking.uri={store}")],
+    [
+        ("tracking.experiment=" + "x" * 600, "tracking.experiment=short"),
+        ("tracking.uri=sqlite:///no_database.db", "tracking.uri={store}"),
+    ],
     ids=["experiment name too long", "a file that is no database"],
-)  # fmt: skip
+)
 def test_a_refused_record_is_no_success_but_the_work_is_kept(cli, store, tmp_path, key, mended):
     (tmp_path / "no_database.db").write_text("This is a letter, not a database. " * 40)
     where = [] if "uri" in key else [f"tracking.uri={store}"]
@@ -69,20 +71,37 @@ def test_a_refused_record_is_no_success_but_the_work_is_kept(cli, store, tmp_pat
 
 def test_a_refusal_stops_a_run_soon(lab, cli, store):
     began = time.monotonic()
-    done = cli("--config-dir", "lab/conf", "model=net", "model._target_=lab.nets.Slow",
-               "train.max_steps=1000000", "train.log_every=1", f"tracking.uri={store}",
-               f"tracking.experiment={'x' * 600}")  # fmt: skip
+    done = cli(
+        "--config-dir",
+        "lab/conf",
+        "model=net",
+        "model._target_=lab.nets.Slow",
+        "train.max_steps=1000000",
+        "train.log_every=1",
+        f"tracking.uri={store}",
+        f"tracking.experiment={'x' * 600}",
+    )
     assert done.rc == 1
     assert "does not take the run" in done.stderr
     assert time.monotonic() - began < 100
 
 
 def test_a_signal_ends_a_run_within_ten_seconds_also_without_a_server(lab, nobody, tmp_path, clean):
-    command = [sys.executable, "-m", "runner", "--config-dir", "lab/conf", "model=net",
-               "model._target_=lab.nets.Slow", "train.max_steps=1000000", "train.log_every=1",
-               f"tracking.uri={nobody}"]  # fmt: skip
-    with subprocess.Popen(command, cwd=tmp_path, env=clean, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True) as run:  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "runner",
+        "--config-dir",
+        "lab/conf",
+        "model=net",
+        "model._target_=lab.nets.Slow",
+        "train.max_steps=1000000",
+        "train.log_every=1",
+        f"tracking.uri={nobody}",
+    ]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
         end = time.monotonic() + 90
         while not any('"train/loss"' in p.read_text() for p in tmp_path.rglob("journal.jsonl")):
             assert time.monotonic() < end

@@ -25,10 +25,20 @@ def rows(count: int):
     rows = TensorDataset(images, torch.arange(count) % 3)
     return rows, rows
 """
-WARM = ("scheduler._target_=transformers.get_constant_schedule_with_warmup",
-        "+scheduler.num_warmup_steps=2")  # fmt: skip
-QUICK = ("--config-dir", "lab/conf", "data=tiny", "model=timm", "train.batch_size=20",
-         "train.max_steps=2", "tracking=none", *WARM)  # fmt: skip
+WARM = (
+    "scheduler._target_=transformers.get_constant_schedule_with_warmup",
+    "+scheduler.num_warmup_steps=2",
+)
+QUICK = (
+    "--config-dir",
+    "lab/conf",
+    "data=tiny",
+    "model=timm",
+    "train.batch_size=20",
+    "train.max_steps=2",
+    "tracking=none",
+    *WARM,
+)
 
 
 @pytest.fixture

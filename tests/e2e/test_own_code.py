@@ -17,9 +17,12 @@ needs_script = pytest.mark.skipif(
 def script(*args, root, cwd, **env):
     return subprocess.run(
         [str(RUNNER), *args],
-        cwd=cwd, env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **env},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_a_model_and_data_of_ones_own(own, lab, result):
@@ -34,14 +37,21 @@ def test_a_model_of_ones_own_with_built_in_data(own):
 
 
 def test_a_built_in_model_with_data_of_ones_own(main, lab):
-    done = main("--config-dir", "lab/conf", "data=mine", "model=mlp", "train.max_steps=2",
-                "tracking=none")  # fmt: skip
+    done = main(
+        "--config-dir", "lab/conf", "data=mine", "model=mlp", "train.max_steps=2", "tracking=none"
+    )
     assert done.rc == 0, done.stderr
 
 
 def test_without_a_config_of_its_own(main, lab):
-    done = main("model._target_=lab.nets.Net", "~model.hidden", "~model.input_shape", "model=mlp",
-                "train.max_steps=2", "tracking=none")  # fmt: skip
+    done = main(
+        "model._target_=lab.nets.Net",
+        "~model.hidden",
+        "~model.input_shape",
+        "model=mlp",
+        "train.max_steps=2",
+        "tracking=none",
+    )
     assert done.rc == 0, done.stderr
     assert "mlp" in done.stdout
 
@@ -93,8 +103,16 @@ def test_the_model_is_trained_not_copied(own, lab, result):
 
 @needs_script
 def test_the_console_script_finds_code_in_the_working_directory(lab, root):
-    done = script("--config-dir", "lab/conf", "model=net", "data=mine", "train.max_steps=2",
-                  "tracking=none", root=root, cwd=lab)  # fmt: skip
+    done = script(
+        "--config-dir",
+        "lab/conf",
+        "model=net",
+        "data=mine",
+        "train.max_steps=2",
+        "tracking=none",
+        root=root,
+        cwd=lab,
+    )
     assert done.returncode == 0, done.stderr
     assert "32-true net mine  finished" in done.stdout
 
@@ -102,8 +120,15 @@ def test_the_console_script_finds_code_in_the_working_directory(lab, root):
 @needs_script
 def test_tab_completion(lab, root):
     def offered(line, *args):
-        done = script(*args, "-sc", "query=bash", root=root, cwd=lab, COMP_LINE=f"runner {line}",
-                      COMP_POINT=str(len(f"runner {line}")))  # fmt: skip
+        done = script(
+            *args,
+            "-sc",
+            "query=bash",
+            root=root,
+            cwd=lab,
+            COMP_LINE=f"runner {line}",
+            COMP_POINT=str(len(f"runner {line}")),
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 

@@ -81,8 +81,14 @@ def run(quick, tmp_path):
     config = tmp_path / "conf" / "data" / "own.yaml"
     config.parent.mkdir(parents=True)
     config.write_text("_target_: own_sets.make\nkind: ???\nmeta:\n  classes: 2\n")
-    return lambda *words: quick("--config-dir", "conf", "data=own", "model.input_shape=[1,8,8]",
-                                "train.batch_size=4", *words)  # fmt: skip
+    return lambda *words: quick(
+        "--config-dir",
+        "conf",
+        "data=own",
+        "model.input_shape=[1,8,8]",
+        "train.batch_size=4",
+        *words,
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,14 +99,27 @@ def run(quick, tmp_path):
         ("no_length", ["the train set is a NoLength; it needs", "lacks __len__."]),
         ("three", ["returned 3 values; it must return (train, val)", "mode=evaluate"]),
         ("dict", ["returned a dict with the keys train, val; it must return (train, val)"]),
-        ("vals", ["the val set is a dict with the keys seen, unseen", "ConcatDataset",
-                  "mode=evaluate checkpoint=<run> data=<yours>"]),
-        ("ragged", ["inputs of the shapes [1, 4, 8] and [1, ", "Pad or crop them",
-                    "batch(indices)", "docs/own-code.md"]),
+        (
+            "vals",
+            [
+                "the val set is a dict with the keys seen, unseen",
+                "ConcatDataset",
+                "mode=evaluate checkpoint=<run> data=<yours>",
+            ],
+        ),
+        (
+            "ragged",
+            [
+                "inputs of the shapes [1, 4, 8] and [1, ",
+                "Pad or crop them",
+                "batch(indices)",
+                "docs/own-code.md",
+            ],
+        ),
         ("ragged_val", ["inputs of the shapes [1, 4, 8] and [1, 5, 8]"]),
         ("ragged train.num_workers=1 guard.data=ignore", ["inputs of the shapes [1, "]),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_data_is_told(run, kind, parts):
     done = run(*f"data.kind={kind}".split())
     assert done.rc == 2, done

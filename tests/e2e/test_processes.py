@@ -18,12 +18,25 @@ def torchrun(tmp_path, root):
 
     def start(*typed, processes=2):
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   f"--nproc-per-node={processes}", "-m", "runner", *typed]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+            "-m",
+            "runner",
+            *typed,
+        ]
         process = subprocess.Popen(
-            command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}, start_new_session=True,
-        )  # fmt: skip
+            command,
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
         started.append(process)
         return process
 
@@ -115,8 +128,13 @@ def test_a_run_is_stopped_and_goes_on_as_one_run_in_mlflow(torchrun, tmp_path, s
     assert run.info.status == "KILLED"
 
     step = int(checkpoint.stem.removeprefix("step-"))
-    again = torchrun("strategy=ddp", f"checkpoint.resume={folder}", f"train.max_steps={step + 3}",
-                     f"tracking.uri={store}", "tracking.experiment=processes")  # fmt: skip
+    again = torchrun(
+        "strategy=ddp",
+        f"checkpoint.resume={folder}",
+        f"train.max_steps={step + 3}",
+        f"tracking.uri={store}",
+        "tracking.experiment=processes",
+    )
     out, err = again.communicate(timeout=120)
     assert again.returncode == 0, err[-2000:]
     assert f"resumed at step {step} of {step + 3}" in out

@@ -7,8 +7,15 @@ import warnings
 import pytest
 import torch
 
-QUICK = ("model=mlp", "model.hidden=[8]", "train.max_steps=6", "train.log_every=2",
-         "train.eval_every=3", "checkpoint.every_steps=2", "checkpoint.keep=9")  # fmt: skip
+QUICK = (
+    "model=mlp",
+    "model.hidden=[8]",
+    "train.max_steps=6",
+    "train.log_every=2",
+    "train.eval_every=3",
+    "checkpoint.every_steps=2",
+    "checkpoint.keep=9",
+)
 
 
 def folder_of(tmp_path):

@@ -30,8 +30,11 @@ def killed(tmp_path, clean):
     def run(*typed, recorded=True, **env):
         with subprocess.Popen(
             [sys.executable, "-m", "runner", *QUICK, "train.max_steps=1000000", *typed],
-            cwd=tmp_path, env={**clean, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        ) as process:  # fmt: skip
+            cwd=tmp_path,
+            env={**clean, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process:
             end = time.monotonic() + 240
             while True:
                 folder = next(iter(tmp_path.glob("outputs/runs/*/checkpoints/step-*.pt")), None)

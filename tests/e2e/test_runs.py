@@ -13,13 +13,16 @@ from runner.precision import registry
 from runner.tracking import journal as journals
 
 # An initial scale that overflows and a short interval: the scale falls, then rises and falls.
-SCALED = ("precision=16-mixed", "precision.loss_scale.init_scale=16777216",
-          "precision.loss_scale.growth_interval=2")  # fmt: skip
+SCALED = (
+    "precision=16-mixed",
+    "precision.loss_scale.init_scale=16777216",
+    "precision.loss_scale.growth_interval=2",
+)
 TINY = ("model=mlp", "model.hidden=[16]", "train.log_every=5", "train.eval_every=6")
 STEPS = 12
 CPU = torch.device("cpu")
-RUNS_HERE = [row.name for row in registry.support(CPU) if row.runs]
-NOT_HERE = [row.name for row in registry.support(CPU) if not row.runs]
+RUNS_HERE = [row.name for row in registry.supported_precisions(CPU) if row.runs]
+NOT_HERE = [row.name for row in registry.supported_precisions(CPU) if not row.runs]
 EXTRA = {"16-true": ["optimizer.eps=1e-4"]}
 
 
@@ -45,7 +48,7 @@ def journal(folder):
     """(step, values) of every metric record that the run wrote."""
     return [
         (record["step"], record["values"])
-        for record, _ in journals.read(folder / "journal.jsonl")
+        for record, _ in journals.read_records(folder / "journal.jsonl")
         if record["kind"] == "metrics"
     ]
 
@@ -56,9 +59,15 @@ def in_journal(folder, key):
 
 @pytest.mark.parametrize(
     "key",
-    ["train/loss", "train/lr", "train/grad_norm", "loss_scale/value", "loss_scale/overflow",
-     "loss_scale/skipped_steps"],
-)  # fmt: skip
+    [
+        "train/loss",
+        "train/lr",
+        "train/grad_norm",
+        "loss_scale/value",
+        "loss_scale/overflow",
+        "loss_scale/skipped_steps",
+    ],
+)
 def test_every_step_is_stored_with_its_value(tracked, key):
     stored = points(tracked, key)
     assert [step for step, _ in stored] == list(range(1, STEPS + 1))
@@ -125,8 +134,15 @@ def test_tags_and_status(tracked):
 def test_artifacts(tracked, compose):
     folder, run, client = tracked
     names = {item.path for item in client.list_artifacts(run.info.run_id)}
-    assert names == {"config.yaml", "environment.json", "conversion.json", "dtypes.json",
-                     "loss_scale.png", "result.json", "history.npz"}  # fmt: skip
+    assert names == {
+        "config.yaml",
+        "environment.json",
+        "conversion.json",
+        "dtypes.json",
+        "loss_scale.png",
+        "result.json",
+        "history.npz",
+    }
     for name in names - {"result.json"}:  # the folder's knows the run's id, too
         stored = Path(run.info.artifact_uri.removeprefix("file://")) / name
         assert stored.read_bytes() == (folder / name).read_bytes()
@@ -145,8 +161,15 @@ def test_the_result_is_that_of_the_metrics(tracked):
 
 def test_a_run_that_fails_is_failed_in_the_store(lab, main, store, reader, run_named):
     name = "fails on purpose"
-    done = main("--config-dir", "lab/conf", "model=net", "model.fail_at=3", "train.log_every=1",
-                f"tracking.uri={store}", f"tracking.run_name={name}")  # fmt: skip
+    done = main(
+        "--config-dir",
+        "lab/conf",
+        "model=net",
+        "model.fail_at=3",
+        "train.log_every=1",
+        f"tracking.uri={store}",
+        f"tracking.run_name={name}",
+    )
     assert done.rc == 1
     assert "ArithmeticError: failed as it was told to" in done.stderr
     run = run_named(name)
@@ -178,11 +201,17 @@ def test_a_precision_that_cannot_run_here_is_refused(quick, name):
 def state_of_torch():
     cudnn = torch.backends.cudnn
     return (
-        torch.get_default_dtype(), torch.get_float32_matmul_precision(), cudnn.allow_tf32,
-        cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled(),
-        torch.get_num_threads(), torch.is_grad_enabled(), torch.is_anomaly_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        cudnn.allow_tf32,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.is_anomaly_enabled(),
         torch.get_rng_state().tolist(),
-    )  # fmt: skip
+    )
 
 
 def test_a_run_neither_sees_nor_leaves_anything_in_the_process(own, tmp_path, result):
@@ -234,8 +263,11 @@ def test_a_plan_of_a_precision_that_cannot_run_here_is_refused(main):
 @pytest.mark.parametrize("how", ["file", "folder", "run id"])
 def test_a_checkpoint_is_evaluated_by_name_at_any_precision(tracked, main, store, result, how):
     folder, run, _ = tracked
-    where = {"folder": folder, "run id": run.info.run_id,
-             "file": folder / "checkpoints" / f"step-{STEPS:08d}.pt"}[how]  # fmt: skip
+    where = {
+        "folder": folder,
+        "run id": run.info.run_id,
+        "file": folder / "checkpoints" / f"step-{STEPS:08d}.pt",
+    }[how]
     trained = json.loads((folder / "result.json").read_text())["metrics"]
     # The model is not named: the checkpoint knows it.
     command = ("mode=evaluate", f"checkpoint={where}", f"tracking.uri={store}")
@@ -266,16 +298,22 @@ def test_every_debug_preset_runs(quick, tmp_path, preset):
 
 
 def test_early_stop_ends_a_run_before_its_last_step(quick, tmp_path, result):
-    done = quick("train.max_steps=50", "train.eval_every=2", "train.early_stop=2",
-                 "optimizer.lr=0")  # fmt: skip
+    done = quick("train.max_steps=50", "train.eval_every=2", "train.early_stop=2", "optimizer.lr=0")
     assert done.rc == 0, done.stderr
     assert result(tmp_path)["steps"] == 6
 
 
 def test_failed_jobs_leave_no_model_in_memory(own):
     """Six jobs that fail with a 50 MB model: the last starts with no more than the second."""
-    done = own("model.width=180000", "model.fail_at=1", "-m", "seed=0,1,2,3,4,5",
-               "train.batch_size=2", "optimizer=sgd", "hydra/launcher=basic")  # fmt: skip
+    done = own(
+        "model.width=180000",
+        "model.fail_at=1",
+        "-m",
+        "seed=0,1,2,3,4,5",
+        "train.batch_size=2",
+        "optimizer=sgd",
+        "hydra/launcher=basic",
+    )
     assert done.rc == 1
     assert done.stderr.count("failed as it was told to") >= 6
     from lab.nets import RSS

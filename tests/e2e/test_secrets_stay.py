@@ -42,9 +42,18 @@ db: postgresql://ann:canary-db-8@h/db
 hub: {hf_token: canary-hub-7}
 meta: {input: [1, 2, 2], classes: 2}
 """
-OWN = ("--config-dir", "conf", "data=mine", "data.api_key='canary key,6'", "model=mlp",
-       "model.hidden=[4]", "train.max_steps=2", "train.log_every=1", "accelerator=cpu",
-       "checkpoint.safetensors=true")  # fmt: skip
+OWN = (
+    "--config-dir",
+    "conf",
+    "data=mine",
+    "data.api_key='canary key,6'",
+    "model=mlp",
+    "model.hidden=[4]",
+    "train.max_steps=2",
+    "train.log_every=1",
+    "accelerator=cpu",
+    "checkpoint.safetensors=true",
+)
 
 
 def unpacked(data):
@@ -81,8 +90,13 @@ def told(done):
 
 def test_a_run_and_its_record(cli, home):
     uri = r"sqlite:///outputs/mlflow.db?password\=canary-uri-10"
-    done = cli(*OWN, f"tracking.uri={uri}", "tracking.tags.hf_token=canary-tag-11",
-               "tracking.run_name='u http://ann:canary-12@h x'", env=ENVIRONMENT)  # fmt: skip
+    done = cli(
+        *OWN,
+        f"tracking.uri={uri}",
+        "tracking.tags.hf_token=canary-tag-11",
+        "tracking.run_name='u http://ann:canary-12@h x'",
+        env=ENVIRONMENT,
+    )
     assert done.rc == 0, done.stderr
     assert not told(done)
     # Only from the journal can the writer know how to open the store; it is for its owner alone.
@@ -133,9 +147,14 @@ def test_a_sweep(cli, home):
 
 
 def test_what_is_typed_wrongly(cli, home):
-    for typed in ("data.hf_token=canary-13", "+nosuch.password=canary-14",
-                  "seed=canary-env-token-1", "data.api_key=canary,15", "tracking.uri=foo://ann:canary-16@h",
-                  "+data.api_key='canary 17'"):  # fmt: skip
+    for typed in (
+        "data.hf_token=canary-13",
+        "+nosuch.password=canary-14",
+        "seed=canary-env-token-1",
+        "data.api_key=canary,15",
+        "tracking.uri=foo://ann:canary-16@h",
+        "+data.api_key='canary 17'",
+    ):
         done = cli(*OWN, "tracking=none", typed, env=ENVIRONMENT)
         assert done.rc, typed
         assert not told(done), done

@@ -92,12 +92,26 @@ def start(tmp_path, root, lab_writer):
         (folder / "lab" / "phases.py").write_text(PHASES)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
         process = subprocess.Popen(
-            [sys.executable, "-m", "runner", "--config-dir", "lab/conf", "model=net", "data=mine",
-             f"model._target_={model}", f"+model.where={where}",
-             "hydra.run.dir=outputs/runs/it", *typed],
-            cwd=folder, env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "runner",
+                "--config-dir",
+                "lab/conf",
+                "model=net",
+                "data=mine",
+                f"model._target_={model}",
+                f"+model.where={where}",
+                "hydra.run.dir=outputs/runs/it",
+                *typed,
+            ],
+            cwd=folder,
+            env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         started.append(process)
         return process, folder
 
@@ -176,16 +190,24 @@ def test_a_signal_in_every_phase(start, store, run_named):
     away = ("tracking.uri=http://127.0.0.1:1", "tracking.log_model=false")
     phases = {
         "imports": start("imports", *SHORT, "tracking=none"),
-        "reading": start("reading", *SHORT, "data._target_=lab.phases.slow_to_read",
-                         "tracking=none"),
+        "reading": start(
+            "reading", *SHORT, "data._target_=lab.phases.slow_to_read", "tracking=none"
+        ),
         "building": start("building", *SHORT, *stored("building"), where="constructor"),
-        "evaluation": start("evaluation", *SHORT, *stored("evaluation"), "+data.val=200",
-                            where="evaluation"),
-        "loading": start("loading", *SHORT, "data._target_=lab.phases.hung", "train.num_workers=2",
-                         "data.shuffle=false", "tracking=none"),
+        "evaluation": start(
+            "evaluation", *SHORT, *stored("evaluation"), "+data.val=200", where="evaluation"
+        ),
+        "loading": start(
+            "loading",
+            *SHORT,
+            "data._target_=lab.phases.hung",
+            "train.num_workers=2",
+            "data.shuffle=false",
+            "tracking=none",
+        ),
         "export": start("export", *SHORT, *stored("export"), where="export"),
         "store": start("store", *SHORT, *away),
-    }  # fmt: skip
+    }
     reached = {name: (folder / "here").exists for name, (_, folder) in phases.items()}
     imports = Path(f"/proc/{phases['imports'][0].pid}/maps")
     reached["imports"] = lambda: "libtorch_cpu" in imports.read_text()
@@ -197,8 +219,14 @@ def test_a_signal_in_every_phase(start, store, run_named):
         assert stopped(process, sent) == f"error: Stopped by {sent.name}.", name
     steps = {name: saved(folder) for name, (_, folder) in phases.items()}
     assert steps.pop("loading") > 0
-    assert steps == {"imports": None, "reading": None, "building": None, "evaluation": 4,
-                     "export": 8, "store": 8}  # fmt: skip
+    assert steps == {
+        "imports": None,
+        "reading": None,
+        "building": None,
+        "evaluation": 4,
+        "export": 8,
+        "store": 8,
+    }
     for name in ("building", "evaluation", "export"):
         wait_for(killed(store, run_named, name))
 

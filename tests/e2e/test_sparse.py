@@ -34,15 +34,28 @@ PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0", "o
 @pytest.fixture
 def sparse(main, tmp_path):
     (tmp_path / "rows.py").write_text(NET)
-    for group, text in (("model", "_target_: rows.Bag\nbag: false\n"),
-                        ("data", "_target_: rows.sets\n")):  # fmt: skip
+    for group, text in (
+        ("model", "_target_: rows.Bag\nbag: false\n"),
+        ("data", "_target_: rows.sets\n"),
+    ):
         path = tmp_path / "conf" / group / "own.yaml"
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    return lambda *words: main("--config-dir", "conf", "model=own", "data=own", "tracking=none",
-                               "data.shuffle=false", "train.batch_size=16", "train.max_steps=5",
-                               "train.log_every=1", "train.eval_every=1", "hydra.run.dir=out",
-                               "accelerator=cpu", *words)  # fmt: skip
+    return lambda *words: main(
+        "--config-dir",
+        "conf",
+        "model=own",
+        "data=own",
+        "tracking=none",
+        "data.shuffle=false",
+        "train.batch_size=16",
+        "train.max_steps=5",
+        "train.log_every=1",
+        "train.eval_every=1",
+        "hydra.run.dir=out",
+        "accelerator=cpu",
+        *words,
+    )
 
 
 def losses_by_hand(tmp_path, scaled, accumulate=1):

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from runner.utils.folder_lock import alone
+from runner.utils.folder_lock import folder_lock
 
 GATE = '''
 import time
@@ -37,9 +37,18 @@ class Gate(Net):
         return super().forward(x)
 '''
 YAML = "_target_: lab.gate.Gate\nclasses: ${data.meta.classes}\nwaits: 1\nseed: ${seed}\n"
-SWEEP = ("--config-dir", "lab/conf", "model=gate", "data=mine", "train.max_steps=12",
-         "train.eval_every=4", "train.log_every=1", "precision=16-mixed", "-m",
-         "seed=0,1,2")  # fmt: skip
+SWEEP = (
+    "--config-dir",
+    "lab/conf",
+    "model=gate",
+    "data=mine",
+    "train.max_steps=12",
+    "train.eval_every=4",
+    "train.log_every=1",
+    "precision=16-mixed",
+    "-m",
+    "seed=0,1,2",
+)
 
 
 @pytest.fixture
@@ -56,9 +65,14 @@ def cut(lab, clean):
 
     def run(number, *args, **env):
         with subprocess.Popen(
-            [sys.executable, "-m", "runner", *SWEEP, *args], cwd=lab, env={**clean, **env},
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        ) as process:  # fmt: skip
+            [sys.executable, "-m", "runner", *SWEEP, *args],
+            cwd=lab,
+            env={**clean, **env},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        ) as process:
             end = time.monotonic() + 90
             while not (lab / "waits").exists():
                 assert time.monotonic() < end
@@ -74,11 +88,11 @@ def cut(lab, clean):
 
 def final(folder):
     """Weights and every recorded loss, learning rate and loss scale of a sweep's jobs."""
-    from runner.tracking.history import of_folder
+    from runner.tracking.history import from_folder
 
     found = []
     for number in range(3):
-        curves = of_folder(folder / str(number))
+        curves = from_folder(folder / str(number))
         (path,) = (folder / str(number) / "checkpoints").glob("step-*12.pt")
         weights = torch.load(path, weights_only=True)["model"]
         names = ("train/loss", "train/lr", "loss_scale/value", "val/loss")
@@ -179,7 +193,7 @@ def test_what_cannot_be_gone_on_with(main, lab):
     command = ["python", "-m", "runner", *SWEEP, "tracking=none"]
     (folder / "sweep.json").write_text(json.dumps({"id": "x", "command": command}))
     assert "Leave optimizer.lr=1 out" in refused("sweep.resume=last", "optimizer.lr=1")
-    with alone(folder):
+    with folder_lock(folder):
         assert "another command is at work" in refused("sweep.resume=last")
     (folder / "sweep.json").write_text(json.dumps({"id": "x", "command": command, "cwd": "/"}))
     assert "Type cd / first" in refused("sweep.resume=last")
@@ -190,9 +204,17 @@ def test_what_cannot_be_gone_on_with(main, lab):
     reason="hydra-optuna-sweeper is not installed: pip install 'precision-runner[optuna]'",
 )
 def test_a_search_finds_its_trials_again(main, tmp_path):
-    asked = ("model=mlp", "model.hidden=[8]", "train.max_steps=3", "tracking=none", "-m",
-             "hydra/sweeper=optuna", "optimizer.lr=interval(0.0005,0.05)",
-             "hydra.sweeper.n_trials=3", "hydra.sweeper.sampler.seed=0")  # fmt: skip
+    asked = (
+        "model=mlp",
+        "model.hidden=[8]",
+        "train.max_steps=3",
+        "tracking=none",
+        "-m",
+        "hydra/sweeper=optuna",
+        "optimizer.lr=interval(0.0005,0.05)",
+        "hydra.sweeper.n_trials=3",
+        "hydra.sweeper.sampler.seed=0",
+    )
     assert main(*asked).rc == 0
     (folder,) = tmp_path.glob("outputs/sweeps/*")
     best = (folder / "optimization_results.yaml").read_text()

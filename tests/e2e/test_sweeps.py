@@ -14,9 +14,18 @@ def swept(tmp_path_factory, inside, store, reader, lab_writer):
     sweep's folder, the parent run, its children in the order of their jobs, the client)."""
     folder = lab_writer(tmp_path_factory.mktemp("sweep"))
     with inside(folder) as main:
-        done = main("--config-dir", "lab/conf", "model=net", "data=mine", "train.max_steps=3",
-                    "-m", "precision=32,'16'", "model.fail_at=null,2",
-                    f"tracking.uri={store}", "tracking.experiment=sweeps")  # fmt: skip
+        done = main(
+            "--config-dir",
+            "lab/conf",
+            "model=net",
+            "data=mine",
+            "train.max_steps=3",
+            "-m",
+            "precision=32,'16'",
+            "model.fail_at=null,2",
+            f"tracking.uri={store}",
+            "tracking.experiment=sweeps",
+        )
     client = reader()
     runs = client.search_runs([client.get_experiment_by_name("sweeps").experiment_id])
     (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]

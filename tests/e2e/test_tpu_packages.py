@@ -68,9 +68,13 @@ def typed(tmp_path, clean):
 
     def run(python, *args, **env):
         return subprocess.run(
-            [python, "-W", "ignore", "-m", "runner", *args], cwd=tmp_path, env={**clean, **env},
-            capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+            [python, "-W", "ignore", "-m", "runner", *args],
+            cwd=tmp_path,
+            env={**clean, **env},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
 
     return run
 
@@ -115,8 +119,15 @@ def test_float16_is_refused_or_recorded_as_what_ran(with_xla, typed, tmp_path):
 
 def test_a_cut_run_ends_as_if_it_had_not_been_cut(with_xla, typed, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    run = ("accelerator=tpu", "precision=bf16-mixed", *OWN, "train.max_steps=8", "tracking=none",
-           "checkpoint.every_steps=4", "checkpoint.keep=9")  # fmt: skip
+    run = (
+        "accelerator=tpu",
+        "precision=bf16-mixed",
+        *OWN,
+        "train.max_steps=8",
+        "tracking=none",
+        "checkpoint.every_steps=4",
+        "checkpoint.keep=9",
+    )
     for folder in (whole, cut):
         done = typed(with_xla, *run, f"hydra.run.dir={folder}", PJRT_DEVICE="CPU")
         assert done.returncode == 0, done.stderr

@@ -7,9 +7,20 @@ import psutil
 import pytest
 import torch
 
-GPT = ("accelerator=cpu", "model=gpt", "model.layers=2", "model.heads=1", "model.width=16",
-       "model.dropout=0.1", "data=synthetic_tokens", "data.count=60", "data.context=8",
-       "train.batch_size=16", "train.epochs=2", "tracking=none")  # fmt: skip
+GPT = (
+    "accelerator=cpu",
+    "model=gpt",
+    "model.layers=2",
+    "model.heads=1",
+    "model.width=16",
+    "model.dropout=0.1",
+    "data=synthetic_tokens",
+    "data.count=60",
+    "data.context=8",
+    "train.batch_size=16",
+    "train.epochs=2",
+    "tracking=none",
+)
 
 
 def run(main, name, *args):
@@ -42,8 +53,15 @@ def test_compiled_blocks(main, cli):
     (saved,) = Path("compiled").glob("checkpoints/step-*.pt")
     assert list(torch.load(saved, weights_only=True)["model"]) == list(weights)
     assert kinds("compiled") == kinds("plain")
-    done = cli("mode=evaluate", "checkpoint=compiled", "accelerator=cpu", "tracking=none",
-               "train.compile=regional", "train.batch_size=16", "hydra.run.dir=again")  # fmt: skip
+    done = cli(
+        "mode=evaluate",
+        "checkpoint=compiled",
+        "accelerator=cpu",
+        "tracking=none",
+        "train.compile=regional",
+        "train.batch_size=16",
+        "hydra.run.dir=again",
+    )
     assert done.rc == 0, done.stderr
     again = json.loads(Path("again/result.json").read_text())
     assert again["metrics"]["val/loss"] == pytest.approx(found["metrics"]["val/loss"], abs=1e-5)

@@ -9,8 +9,14 @@ import pytest
 from runner.tracking import history
 from runner.utils.layout import HISTORY
 
-ARGS = ("model=mlp", "model.hidden=[64, 32]", "train.max_steps=40", "precision=bnb-int8-training",
-        "precision.ignore_modules=[head]", "tracking.system_metrics=0.05")  # fmt: skip
+ARGS = (
+    "model=mlp",
+    "model.hidden=[64, 32]",
+    "train.max_steps=40",
+    "precision=bnb-int8-training",
+    "precision.ignore_modules=[head]",
+    "tracking.system_metrics=0.05",
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,7 @@ def test_the_machines_load_is_sampled(shown):
 def test_the_history_is_the_metrics_exactly(shown):
     folder, run, client = shown
     kept = client.download_artifacts(run.info.run_id, HISTORY, str(folder))
-    curves = history.read(Path(kept))
+    curves = history.read_history(Path(kept))
     assert set(curves) == {key for key in run.data.metrics if not key.startswith("system/")}
     stored = client.get_metric_history(run.info.run_id, "train/loss")
     rows = sorted((p.step, p.timestamp, p.value) for p in stored)

@@ -13,15 +13,21 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 DEVICE = torch.device("cuda", 0)
-BOUND = {"nf4": 0.15, "nf4-dq": 0.15, "fp4": 0.2, "fp4-dq": 0.2, "int8": 0.03,
-         "int8-training": 0.03}  # fmt: skip
+BOUND = {
+    "nf4": 0.15,
+    "nf4-dq": 0.15,
+    "fp4": 0.2,
+    "fp4-dq": 0.2,
+    "int8": 0.03,
+    "int8-training": 0.03,
+}
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("shape", [(64, 10), (30, 10), (784, 10), (48, 100), (128, 256)])
 @pytest.mark.parametrize("mode", BOUND)
 def test_outputs_and_gradients_are_near_those_of_float32(mode, shape, rows):
-    precision = registry.load(f"bnb-{mode}", compute_dtype="float32")
+    precision = registry.load_precision(f"bnb-{mode}", compute_dtype="float32")
     try:
         precision.require(DEVICE)
     except Unavailable as error:
@@ -47,7 +53,7 @@ def test_outputs_and_gradients_are_near_those_of_float32(mode, shape, rows):
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "float8-tensorwise", "transformer-engine"])
 def test_a_compiled_model_computes_the_same(name):
-    precision = registry.load(name)
+    precision = registry.load_precision(name)
     try:
         precision.require(DEVICE)
     except Unavailable as error:

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from runner.data.loader import Loader
 from runner.precision import registry
-from runner.training.record_buffer import Transfer
-from runner.training.state import Driven, TrainState
+from runner.training.record_buffer import HostTransfer
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.regression import Regression
 from runner.utils.accelerator import Accelerator
@@ -24,13 +24,13 @@ NATIVE = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 def made(name, optimizer=torch.optim.AdamW, **keywords):
     device = torch.device("cuda", 0)
-    precision = registry.load(name)
+    precision = registry.load_precision(name)
     torch.manual_seed(0)
     model, _ = precision.convert(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)))
     model.to(device)
     made = optimizer(model.parameters(), lr=1e-3, fused=True, **keywords)
     schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5**step)
-    driven = [Driven(made, schedule)]
+    driven = [ScheduledOptimizer(made, schedule)]
     scale = precision.scale(device)
     return TrainState(model, precision, Regression(), scale, driven, device, clip_norm=1.0)
 
@@ -47,7 +47,7 @@ def test_a_step_does_not_synchronise(name):
     torch.cuda.set_sync_debug_mode("error")
     try:
         pending = [train_step(state, [b]) for b in batches[1:]]
-        transfer = Transfer(pending, 0.0)
+        transfer = HostTransfer(pending, 0.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     records = transfer.records(0)
@@ -57,7 +57,7 @@ def test_a_step_does_not_synchronise(name):
 def test_records_of_a_block_do_not_wait_for_what_comes_after_it():
     state = made("32-true")
     train_step(state, [batch()])
-    transfer = Transfer([train_step(state, [batch()])], 0.0)
+    transfer = HostTransfer([train_step(state, [batch()])], 0.0)
     torch.cuda._sleep(2_000_000_000)  # about a second of device time
     begun = time.perf_counter()
     transfer.records(0)
@@ -84,7 +84,7 @@ def test_32_true_is_exact_and_tf32_is_not():
     exact = a.double() @ b.double()
     errors = {}
     for name in ("32-true", "tf32"):
-        with registry.load(name).session(nn.Identity(), device):
+        with registry.load_precision(name).session(nn.Identity(), device):
             errors[name] = (a @ b - exact).abs().max().item()
     assert errors["tf32"] > 10 * errors["32-true"]
 
@@ -114,8 +114,9 @@ def test_batches_arrive_whole_while_the_device_computes(workers, held):
     device = torch.device("cuda", 0)
     x, y = zip(*(Rows()[i] for i in range(60)), strict=True)
     dataset = TensorDataset(torch.stack(x), torch.tensor(y)) if held else Rows()
-    loader = Loader(dataset, 4, shuffle=True, seed=0, device=device, workers=workers,
-                    on_device=held)  # fmt: skip
+    loader = Loader(
+        dataset, 4, shuffle=True, seed=0, device=device, workers=workers, on_device=held
+    )
     busy, sums = torch.randn(2048, 2048, device=device), []
     for epoch in (1, 2, 3):
         for inputs, target in loader.epoch(epoch):

@@ -8,7 +8,7 @@ from torch import nn
 
 from runner.models.gpt import GPT
 from runner.precision import registry
-from runner.training.state import Driven, TrainState
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import loss_of, train_step
 from runner.training.tasks.language import Language
 from runner.utils.errors import Unavailable
@@ -24,7 +24,7 @@ def _why() -> str:
         return "no CUDA device on this machine"
     try:
         for name in NAMES:
-            registry.load(name).require(CUDA)
+            registry.load_precision(name).require(CUDA)
     except Unavailable as error:
         return error.what
     return ""
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(_why()), reason=_why())]
 
 
 def layer(name, **changes):
-    precision = registry.load(name, **changes)
+    precision = registry.load_precision(name, **changes)
     torch.manual_seed(0)
     made, _ = precision.convert(nn.Linear(256, 128), CUDA)
     return precision, made.to(CUDA)
@@ -72,7 +72,7 @@ def test_the_kernels_agree_with_the_emulation(name, rows, weights):
 @pytest.mark.parametrize("name", NAMES)
 def test_they_are_as_far_from_bfloat16_as_the_format_says(name):
     x, g = numbers(128)
-    exact = registry.load("bf16-mixed")
+    exact = registry.load_precision("bf16-mixed")
     torch.manual_seed(0)
     plain = exact.convert(nn.Linear(256, 128))[0].to(CUDA)
     for i, (a, b) in enumerate(
@@ -85,11 +85,11 @@ def test_they_are_as_far_from_bfloat16_as_the_format_says(name):
 
 
 def gpt(name, **changes):
-    precision = registry.load(name, **changes)
+    precision = registry.load_precision(name, **changes)
     torch.manual_seed(0)
     model, _ = precision.convert(GPT(256, 64, layers=2, heads=4, width=128), CUDA)
     model.to(CUDA)
-    driven = [Driven(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))]
+    driven = [ScheduledOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))]
     return TrainState(model, precision, Language(), precision.scale(CUDA), driven, CUDA)
 
 

@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from runner.diagnostics.numerics.measure import Row, count, lost, sample
-from runner.precision.emulation.formats import FORMATS, rounded
+from runner.diagnostics.numerics.measure import (
+    SampledTensor,
+    count_exponents,
+    quantization_losses,
+    take_sample,
+)
+from runner.precision.emulation.formats import FORMATS, round_to_format
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,16 +24,19 @@ def test_rounding_is_the_same_bit_by_bit(fmt):
     x = bits.to(torch.int32).view(torch.float32)
     x = x[~x.isnan()]
     assert torch.equal(
-        rounded(x.cuda(), fmt).cpu().view(torch.int32), rounded(x, fmt).view(torch.int32)
+        round_to_format(x.cuda(), fmt).cpu().view(torch.int32),
+        round_to_format(x, fmt).view(torch.int32),
     )
 
 
 def test_measures_are_the_same():
     generator = torch.Generator().manual_seed(1)
-    tensors = [torch.randn(n, generator=generator) * 10.0 ** (i % 7 - 5)
-               for i, n in enumerate([1, 1000, 100_000] * 9)]  # fmt: skip
-    here = count([Row(sample(x)) for x in tensors])
-    there = count([Row(sample(x.cuda())) for x in tensors])
+    tensors = [
+        torch.randn(n, generator=generator) * 10.0 ** (i % 7 - 5)
+        for i, n in enumerate([1, 1000, 100_000] * 9)
+    ]
+    here = count_exponents([SampledTensor(take_sample(x)) for x in tensors])
+    there = count_exponents([SampledTensor(take_sample(x.cuda())) for x in tensors])
     for one, other in zip(here, there, strict=True):
         assert (one.elements, one.zeros, one.largest) == (
             other.elements,
@@ -36,5 +44,5 @@ def test_measures_are_the_same():
             other.largest,
         )
         assert (one.exponents == other.exponents).all()
-        for name, wanted in lost([one]).items():
-            assert lost([other])[name][:4] == pytest.approx(wanted[:4], rel=1e-4)
+        for name, wanted in quantization_losses([one]).items():
+            assert quantization_losses([other])[name][:4] == pytest.approx(wanted[:4], rel=1e-4)

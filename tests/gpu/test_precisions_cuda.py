@@ -8,9 +8,9 @@ import torch
 from models.gpt import GPT
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
-from runner.training.model import Built
-from runner.training.record_buffer import Transfer
-from runner.training.state import Driven, TrainState
+from runner.training.model import BuiltModel
+from runner.training.record_buffer import HostTransfer
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import loss_of, train_step
 from runner.training.tasks.language import Language
 
@@ -20,27 +20,38 @@ pytestmark = [
 ]
 # The largest relative rounding error of one number: see tests/precision/test_numerics.py.
 UNIT = {
-    "64-true": 2**-21, "32-true": 2**-21, "tf32": 2**-10,
-    "bf16-mixed": 2**-8, "bf16-true": 2**-8, "16-mixed": 2**-11, "16-true": 2**-11,
-    "bnb-nf4": 0.138, "bnb-nf4-dq": 0.138, "bnb-fp4": 0.167, "bnb-fp4-dq": 0.167,
-    "bnb-int8": 1 / 127 + 2**-8, "bnb-int8-training": 1 / 127 + 2**-8,
-}  # fmt: skip
+    "64-true": 2**-21,
+    "32-true": 2**-21,
+    "tf32": 2**-10,
+    "bf16-mixed": 2**-8,
+    "bf16-true": 2**-8,
+    "16-mixed": 2**-11,
+    "16-true": 2**-11,
+    "bnb-nf4": 0.138,
+    "bnb-nf4-dq": 0.138,
+    "bnb-fp4": 0.167,
+    "bnb-fp4-dq": 0.167,
+    "bnb-int8": 1 / 127 + 2**-8,
+    "bnb-int8-training": 1 / 127 + 2**-8,
+}
 FP8 = ("float8-", "transformer-engine")
 DEVICE = torch.device("cuda", 0)
 
 
 def state_of(name):
-    row = next(r for r in registry.support(DEVICE) if r.name == name)
+    row = next(r for r in registry.supported_precisions(DEVICE) if r.name == name)
     if not row.runs:
         pytest.skip(f"{row.why} {row.remedy}")
-    precision = registry.load(name)
+    precision = registry.load_precision(name)
     torch.manual_seed(0)
     model, report = precision.convert(GPT(64, 16, layers=2, width=64, heads=4), DEVICE)
-    built = Built(model.to(DEVICE), report, 0)
+    built = BuiltModel(model.to(DEVICE), report, 0)
     params = [p for p in built.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=3e-3, eps=1e-4, fused=True)
     scale = precision.scale(DEVICE)
-    return TrainState(built.model, precision, Language(), scale, [Driven(optimizer)], DEVICE)
+    return TrainState(
+        built.model, precision, Language(), scale, [ScheduledOptimizer(optimizer)], DEVICE
+    )
 
 
 def batch(count):
@@ -54,7 +65,7 @@ def reference():
     return loss_of(state, *batch(8)).item()
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", registry.precision_names())
 def test_it_trains_from_float32s_loss_and_an_odd_last_batch_never_fails(name, reference):
     state = state_of(name)
     unit = 2**-4 if name.startswith(FP8) else UNIT[name]
@@ -62,7 +73,7 @@ def test_it_trains_from_float32s_loss_and_an_odd_last_batch_never_fails(name, re
         with DtypeProbe(state.model) as probe:
             pending = [train_step(state, [batch(8)])]
         pending += [train_step(state, [batch(8 if step % 2 else 3)]) for step in range(30)]
-        losses = [record.loss for record in Transfer(pending, 0.0).records(0)]
+        losses = [record.loss for record in HostTransfer(pending, 0.0).records(0)]
     assert abs(losses[0] - reference) <= unit * reference
     assert losses[-1] < (0.97 if name.startswith("bnb") else 0.8) * losses[0]
     rows = {row["module"]: row for row in probe.table()}
@@ -70,7 +81,7 @@ def test_it_trains_from_float32s_loss_and_an_odd_last_batch_never_fails(name, re
         assert "float8_e4m3fn" in rows["blocks.0.expand"]["computes"]
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", registry.precision_names())
 def test_a_checkpoint_brings_back_the_outputs(name, tmp_path):
     state = state_of(name)
     precision, model = state.precision, state.model

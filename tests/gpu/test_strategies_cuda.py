@@ -12,8 +12,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
-TYPED = ("model=gpt", "data=text", "train.batch_size=8", "train.max_steps=4", "train.eval_every=4",
-         "tracking=none", "optimizer=sgd", "optimizer.lr=0.1")  # fmt: skip
+TYPED = (
+    "model=gpt",
+    "data=text",
+    "train.batch_size=8",
+    "train.max_steps=4",
+    "train.eval_every=4",
+    "tracking=none",
+    "optimizer=sgd",
+    "optimizer.lr=0.1",
+)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
@@ -23,11 +31,22 @@ def test_it_trains_as_one_process_does(tmp_path, root, precision):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
         folder = tmp_path / kind
         done = subprocess.run(
-            [sys.executable, *([] if kind == "single" else torchrun), "-m", "runner", *TYPED,
-             f"precision={precision}", f"strategy={kind}", f"hydra.run.dir={folder}"],
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True,
-            text=True, timeout=300,
-        )  # fmt: skip
+            [
+                sys.executable,
+                *([] if kind == "single" else torchrun),
+                "-m",
+                "runner",
+                *TYPED,
+                f"precision={precision}",
+                f"strategy={kind}",
+                f"hydra.run.dir={folder}",
+            ],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         losses[kind] = json.loads((folder / "result.json").read_text())["metrics"]["val/loss"]
     within = 1e-4 if precision == "32-true" else 1e-2

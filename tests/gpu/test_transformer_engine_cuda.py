@@ -9,12 +9,12 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from runner.precision import registry
-from runner.training.state import Driven, TrainState
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.regression import Regression
 from runner.utils.errors import Unavailable
 
-NAMES = [name for name in registry.names() if name.startswith("transformer-engine")]
+NAMES = [name for name in registry.precision_names() if name.startswith("transformer-engine")]
 DELAYED = "transformer-engine"
 DEVICE = torch.device("cuda", 0)
 # Bounds on relative errors: 3 bits of mantissa in E4M3, 2 in E5M2, 1 in FP4.
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 def load(name, **changes):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine")
-    precision = registry.load(name, **changes)
+    precision = registry.load_precision(name, **changes)
     try:
         precision.require(DEVICE)
     except Unavailable as error:
@@ -64,7 +64,9 @@ def batch(rows=48, seed=1):
 def state_of(precision, model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
     scale = precision.scale(DEVICE)
-    return TrainState(model, precision, Regression(), scale, [Driven(optimizer)], DEVICE)
+    return TrainState(
+        model, precision, Regression(), scale, [ScheduledOptimizer(optimizer)], DEVICE
+    )
 
 
 def step(precision, layer, x):
@@ -103,7 +105,7 @@ def test_every_shape_that_is_converted_runs(name, into, out):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "nvfp4" not in name])  # it rolls dice
 def test_emulation_computes_what_the_hardware_does(name, record_property):
-    hardware, emulated = load(name), registry.load(name, emulate=True)
+    hardware, emulated = load(name), registry.load_precision(name, emulate=True)
     torch.manual_seed(0)
     plain = nn.Linear(128, 256)
     inputs = torch.randn(3, 64, 128, device=DEVICE).to(hardware.storage)
@@ -132,8 +134,16 @@ def test_what_the_shape_rule_leaves_out(name, record_property, capsys):
     import transformer_engine.pytorch as te
 
     fates = {}
-    for shape in ((8, 16, 16), (16, 8, 16), (24, 16, 16), (16, 24, 16), (16, 16, 8), (32, 48, 40),
-                  (16, 16, 1), (48, 16, 32)):  # fmt: skip
+    for shape in (
+        (8, 16, 16),
+        (16, 8, 16),
+        (24, 16, 16),
+        (16, 24, 16),
+        (16, 16, 8),
+        (32, 48, 40),
+        (16, 16, 1),
+        (48, 16, 32),
+    ):
         into, out, rows = shape
         layer = te.Linear(into, out, params_dtype=precision.storage, device=DEVICE)
         x = torch.randn(rows, into, device=DEVICE)
@@ -216,11 +226,15 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name, tmp_path):
     with precision.session(model, DEVICE):
         for seed in range(4):
             train_step(state, [batch(seed=seed)])
-        torch.save({
-            "model": model.state_dict(), "fp8": precision.state_dict(model),
-            "optimizer": state.driven[0].optimizer.state_dict(),
-            "random": torch.cuda.get_rng_state(DEVICE),
-        }, tmp_path / "last.pt")  # fmt: skip
+        torch.save(
+            {
+                "model": model.state_dict(),
+                "fp8": precision.state_dict(model),
+                "optimizer": state.driven[0].optimizer.state_dict(),
+                "random": torch.cuda.get_rng_state(DEVICE),
+            },
+            tmp_path / "last.pt",
+        )
         going_on = [train_step(state, [batch(seed=seed)]).loss.item() for seed in (5, 6, 7)]
     saved = torch.load(tmp_path / "last.pt", weights_only=True, map_location="cpu")
     net().load_state_dict(saved["model"], strict=True)

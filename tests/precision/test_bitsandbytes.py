@@ -13,7 +13,7 @@ from runner.models.gpt import GPT
 from runner.precision import registry
 from runner.precision.bitsandbytes import BitsandbytesPrecision
 from runner.precision.layers.linear_8bit import pack_int8
-from runner.precision.loss_scale import NoScale
+from runner.precision.loss_scale import NoLossScale
 from runner.utils.errors import ConfigError, Unavailable
 
 pytest.importorskip("runner.precision.layers.bnb_library")
@@ -28,7 +28,7 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
 
 
 def load(mode, compute="float32", **changes):
-    return registry.load(f"bnb-{mode}", compute_dtype=compute, **changes)
+    return registry.load_precision(f"bnb-{mode}", compute_dtype=compute, **changes)
 
 
 def convert(model, mode, compute="float32", **changes):
@@ -75,12 +75,12 @@ def error(made, want):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_there_is_a_yaml_for_each_mode(mode):
-    precision = registry.load(f"bnb-{mode}")
+    precision = registry.load_precision(f"bnb-{mode}")
     assert (precision.name, precision.mode) == (f"bnb-{mode}", mode)
     assert (precision.storage, precision.compute) == (torch.float32, torch.bfloat16)
     assert precision.freezes == (mode != "int8-training")
     assert precision.layout == ("" if mode == "int8-training" else f"bnb-{mode}")
-    assert isinstance(precision.scale(CPU), NoScale)
+    assert isinstance(precision.scale(CPU), NoLossScale)
 
 
 def refused(**changes):
@@ -137,10 +137,14 @@ def test_a_missing_package_is_told_with_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "capability", "least"),
     [
-        ("nf4", (5, 2), "6.0"), ("nf4", (6, 0), ""), ("int8", (7, 0), "7.5"),
-        ("int8", (7, 5), ""), ("int8-training", (7, 0), "7.5"), ("fp4-dq", (7, 0), ""),
+        ("nf4", (5, 2), "6.0"),
+        ("nf4", (6, 0), ""),
+        ("int8", (7, 0), "7.5"),
+        ("int8", (7, 5), ""),
+        ("int8-training", (7, 0), "7.5"),
+        ("fp4-dq", (7, 0), ""),
     ],
-)  # fmt: skip
+)
 def test_an_old_gpu_is_told(monkeypatch, mode, capability, least):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old")
@@ -217,8 +221,14 @@ def test_the_session_sets_the_float16_kernels_and_tells_them(choice):
 
 
 # On normal weights, of the library's own quantise and dequantise.
-ERRORS = {"nf4": 0.093, "nf4-dq": 0.093, "fp4": 0.122, "fp4-dq": 0.122,
-          "int8": 0.008, "int8-training": 0.008}  # fmt: skip
+ERRORS = {
+    "nf4": 0.093,
+    "nf4-dq": 0.093,
+    "fp4": 0.122,
+    "fp4-dq": 0.122,
+    "int8": 0.008,
+    "int8-training": 0.008,
+}
 
 
 def roundtrip(weight, mode):
@@ -466,8 +476,9 @@ def test_a_second_conversion_is_refused_and_a_mixed_model_is_told():
     before = model[0].weight
     _, report = load("int8").convert(model)
     assert [(r.module, r.done, r.why) for r in report.modules] == [
-        ("0", False, "is a Linear4bit already"), ("1", True, ""),
-    ]  # fmt: skip
+        ("0", False, "is a Linear4bit already"),
+        ("1", True, ""),
+    ]
     assert model[0].weight is before
     with pytest.raises(ConfigError, match=r"nothing.*0 \(Linear4bit\): is a Linear4bit already; 1"):
         load("fp4").convert(model)
@@ -637,7 +648,7 @@ def test_training_lowers_the_loss(mode, rows, compute):
 def test_a_refusal_makes_no_island(name):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     with pytest.raises(ConfigError, match="zz matches no module"):
-        registry.load(name, keep_fp32=["0"], ignore_modules=["zz"]).convert(model)
+        registry.load_precision(name, keep_fp32=["0"], ignore_modules=["zz"]).convert(model)
     assert [type(m) for m in model] == [nn.Linear, nn.Linear]
 
 
@@ -666,7 +677,7 @@ def test_a_library_without_its_native_part_is_told(monkeypatch):
 def test_a_product_within_float16_has_the_gradients_of_the_plain_one(size):
     """On a GPU, where the library quantises gradients by way of float16; here it does not."""
     from runner.precision.layers.bnb_library import bnb
-    from runner.precision.layers.linear_8bit import within_float16
+    from runner.precision.layers.linear_8bit import int8_product
 
     rows, weight = torch.randn(8, 64), torch.randn(48, 64)
     made, gradients = [], []
@@ -675,7 +686,7 @@ def test_a_product_within_float16_has_the_gradients_of_the_plain_one(size):
         state = bnb.MatmulLtState()
         state.CB, state.SCB = pack_int8(w)
         state.is_training, state.has_fp16_weights = True, False
-        out = within_float16(x, w, state) if scaled else bnb.matmul(x, w, state=state)
+        out = int8_product(x, w, state) if scaled else bnb.matmul(x, w, state=state)
         (size * out).sum().backward()
         made.append(out)
         gradients += [x.grad, w.grad]

@@ -11,23 +11,23 @@ from torch.nn import functional as F
 
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
-from runner.precision.loss_scale import Scale
+from runner.precision.loss_scale import LossScale
 from runner.precision.mixed import MixedPrecision
 from runner.precision.precision import ConversionReport, Precision
 from runner.precision.true import TruePrecision
-from runner.training.state import Driven, TrainState
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import loss_of, train_step
 from runner.training.tasks.classification import Classification
 from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
-NAMES = registry.names()
+NAMES = registry.precision_names()
 
 
 def load(name, **changes):
     """A precision as it can be tried on a CPU: TF32, FP8 and FP4 round, and multiply in float32."""
     imitated = name.startswith(("tf32", "float8", "transformer-engine"))
-    return registry.load(name, **({"emulate": True} if imitated else {}), **changes)
+    return registry.load_precision(name, **({"emulate": True} if imitated else {}), **changes)
 
 
 def _runs(name):
@@ -93,7 +93,12 @@ def build(name, **changes):
 def state_of(precision, model, optimizer=None):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return TrainState(
-        model, precision, Classification(), precision.scale(CPU), [Driven(optimizer)], CPU
+        model,
+        precision,
+        Classification(),
+        precision.scale(CPU),
+        [ScheduledOptimizer(optimizer)],
+        CPU,
     )
 
 
@@ -118,13 +123,15 @@ def process():
 
 
 def test_the_table_is_complete():
-    plain = {n for n in NAMES if isinstance(registry.load(n), TruePrecision | MixedPrecision)}
+    plain = {
+        n for n in NAMES if isinstance(registry.load_precision(n), TruePrecision | MixedPrecision)
+    }
     assert plain == set(TABLE)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_final_class_straight_from_the_base(name):
-    kind = type(registry.load(name))
+    kind = type(registry.load_precision(name))
     assert kind.__bases__ == (Precision,)
     assert getattr(kind, "__final__", False)
     assert inspect.getdoc(kind)
@@ -135,12 +142,12 @@ def test_a_final_class_straight_from_the_base(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_name_is_the_yamls(name):
-    assert registry.load(name).name == name
+    assert registry.load_precision(name).name == name
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_here_or_says_what_is_missing(name):
-    (row,) = (row for row in registry.support(CPU) if row.name == name)
+    (row,) = (row for row in registry.supported_precisions(CPU) if row.name == name)
     assert row.runs or (name in row.why and row.remedy.endswith(".") and name not in row.remedy)
 
 
@@ -326,7 +333,7 @@ def test_cast_leaves_integers_and_booleans_and_complex_follows_the_width(name):
         "rest": [torch.ones(2, dtype=torch.int64), (torch.ones(2, dtype=torch.bool), None)],
         "wave": torch.ones(2, dtype=torch.complex64) * 1j,
     }
-    cast = registry.load(name).cast(nest)
+    cast = registry.load_precision(name).cast(nest)
     assert cast["x"].dtype is inputs
     assert (cast["rest"][0].dtype, cast["rest"][1][0].dtype) == (torch.int64, torch.bool)
     assert cast["wave"].dtype is (torch.complex128 if inputs is F64 else torch.complex64)
@@ -338,7 +345,7 @@ def test_complex_parameters_follow_the_width(name):
     model = nn.Module()
     model.wave = nn.Parameter(torch.full((2,), 1 + 2j))
     model.register_buffer("turn", torch.full((2,), 1j))
-    registry.load(name).convert(model)
+    registry.load_precision(name).convert(model)
     wanted = torch.complex128 if name == "64-true" else torch.complex64
     assert {model.wave.dtype, model.turn.dtype} == {wanted}
     assert (model.wave[0].item(), model.turn[0].item()) == (1 + 2j, 1j)
@@ -365,7 +372,7 @@ def test_keep_fp32_holds_in_a_training_step(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_scale_is_there_where_float16_meets_float32_weights(name):
     scale = load(name).scale(CPU)
-    assert isinstance(scale, Scale)
+    assert isinstance(scale, LossScale)
     if name in TABLE:
         assert (scale.value is not None) == (name == "16-mixed")
 
@@ -408,11 +415,11 @@ def test_the_base_is_plain():
 
 
 def test_a_report_counts_what_was_converted():
-    from runner.precision.precision import Converted
+    from runner.precision.precision import ModuleConversion
 
     rows = (
-        Converted("a", "Linear", True, "", elements=6, converted=6),
-        Converted("b", "Linear", False, "too small", elements=2),
+        ModuleConversion("a", "Linear", True, "", elements=6, converted=6),
+        ModuleConversion("b", "Linear", False, "too small", elements=2),
     )
     report = ConversionReport(rows)
     assert str(report) == "1/2"

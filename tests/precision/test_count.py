@@ -15,7 +15,7 @@ LOOKUP = "an embedding is a lookup without a product"
 
 def convert(model, name="float8-rowwise"):
     emulate = {} if name.startswith("bnb") else {"emulate": True}
-    return registry.load(name, **emulate).convert(model)[1]
+    return registry.load_precision(name, **emulate).convert(model)[1]
 
 
 def left(report):
@@ -24,9 +24,14 @@ def left(report):
 
 def bert():
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return BertModel(BertConfig(
-        **sizes, intermediate_size=64, vocab_size=48, max_position_embeddings=16,
-    ))  # fmt: skip
+    return BertModel(
+        BertConfig(
+            **sizes,
+            intermediate_size=64,
+            vocab_size=48,
+            max_position_embeddings=16,
+        )
+    )
 
 
 def vit():
@@ -147,8 +152,9 @@ def test_a_parametrized_weight_counts_in_its_layer():
     nn.utils.parametrizations.orthogonal(model[0])
     report = convert(model)
     assert [(row.module, row.elements, row.converted) for row in report.modules] == [
-        ("0", 256, 0), ("1", 256, 256),
-    ]  # fmt: skip
+        ("0", 256, 0),
+        ("1", 256, 256),
+    ]
 
 
 def test_a_model_without_a_linear_layer_names_what_its_weights_are_in():

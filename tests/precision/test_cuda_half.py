@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from runner.precision import registry
-from runner.precision.cuda_half import half_sums
+from runner.precision.cuda_half import half_precision_sums
 from runner.utils.errors import ConfigError, Unavailable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WIDE = ("64-true", "32-true", "tf32")
-HALF = sorted(set(registry.names()) - set(WIDE))
+HALF = sorted(set(registry.precision_names()) - set(WIDE))
 MATMUL = torch.backends.cuda.matmul
 
 
@@ -25,10 +25,10 @@ def sums():
 def load(name, **changes):
     """A precision that runs on a CPU, emulated where it must be."""
     emulates = name.startswith(("float8", "transformer-engine")) or name == "tf32"
-    return registry.load(name, **changes, **({"emulate": True} if emulates else {}))
+    return registry.load_precision(name, **changes, **({"emulate": True} if emulates else {}))
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", registry.precision_names())
 def test_every_precision_sums_in_float32_and_restores_torchs_switches(name):
     assert sums() == (True, True)
     with load(name).session(nn.Linear(2, 2), CPU):
@@ -61,7 +61,7 @@ def test_a_precision_without_half_products_refuses_the_key(name):
 
 
 def fail_inside():
-    with half_sums(False):
+    with half_precision_sums(False):
         raise RuntimeError("inside")
 
 
@@ -78,9 +78,9 @@ def test_the_switches_come_back_after_an_exception():
 def test_the_switch_for_split_sums_stays_as_it_was():
     MATMUL.allow_fp16_reduced_precision_reduction = (False, False)
     try:
-        with half_sums(False):
+        with half_precision_sums(False):
             assert not MATMUL.allow_fp16_reduced_precision_reduction_split_k
-        with half_sums(True):
+        with half_precision_sums(True):
             assert sums() == (True, True)
         assert sums() == (False, True)
         assert not MATMUL.allow_fp16_reduced_precision_reduction_split_k
@@ -111,27 +111,27 @@ def test_bfloat16_without_its_units_is_refused_with_what_runs(turing, name):
     if name.startswith("bnb"):
         pytest.importorskip("runner.precision.layers.bnb_library")
     with pytest.raises(Unavailable, match=REFUSED[name]) as error:
-        registry.load(name).require(CUDA)
+        registry.load_precision(name).require(CUDA)
     assert "cuda:0 (Tesla T4) has 7.5" in error.value.what
 
 
 @pytest.mark.parametrize("name", ["bf16-true", "bf16-mixed"])
 def test_bfloat16_without_its_units_runs_marked_as_emulated(turing, name, monkeypatch):
-    precision = registry.load(name, emulate=True)
+    precision = registry.load_precision(name, emulate=True)
     precision.require(CUDA)
     assert precision.emulated
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(Unavailable, match=r"emulate=true runs on a CPU; this run is on cuda"):
         precision.require(CUDA)
-    registry.load(name).require(CUDA)
+    registry.load_precision(name).require(CUDA)
 
 
 def test_other_precisions_run_without_bfloat16_units(turing):
     for name in ("32-true", "64-true", "16-true", "16-mixed"):
-        registry.load(name).require(CUDA)
+        registry.load_precision(name).require(CUDA)
 
 
 @pytest.mark.parametrize("compute", ["float16", "float32"])
 def test_packed_weights_run_without_bfloat16_units_in_another_dtype(turing, compute):
     pytest.importorskip("runner.precision.layers.bnb_library")
-    registry.load("bnb-nf4", compute_dtype=compute).require(CUDA)
+    registry.load_precision("bnb-nf4", compute_dtype=compute).require(CUDA)

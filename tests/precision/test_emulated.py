@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def load(name, **changes):
-    return registry.load(name, emulate=True, **changes)
+    return registry.load_precision(name, emulate=True, **changes)
 
 
 class Net(nn.Module):
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 def grads(name, **changes):
     torch.manual_seed(0)
-    precision, x = registry.load(name, **changes), torch.randn(4, 3, 9, 9)
+    precision, x = registry.load_precision(name, **changes), torch.randn(4, 3, 9, 9)
     model, _ = precision.convert(Net())
     with precision.session(model, CPU):
         with precision.forward(CPU):
@@ -78,8 +78,8 @@ def test_elsewhere_it_is_refused(name, monkeypatch):
 
 def test_bad_values():
     with pytest.raises(ConfigError, match=r"emulate=yes is not known. Allowed: true, false"):
-        registry.load("bf16-mixed", emulate="yes")
+        registry.load_precision("bf16-mixed", emulate="yes")
     with pytest.raises(ConfigError, match="32-true runs everywhere as it is"):
         load("32-true")
     with pytest.raises(ConfigError, match=r"precision.emulate=2 is not known"):
-        registry.load("transformer-engine", emulate=2)
+        registry.load_precision("transformer-engine", emulate=2)

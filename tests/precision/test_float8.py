@@ -13,9 +13,9 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.models.gpt import GPT
 from runner.models.mlp import MLP
 from runner.precision import float8, registry
-from runner.precision.layers.padding import padded
-from runner.precision.loss_scale import NoScale
-from runner.training.state import Driven, TrainState
+from runner.precision.layers.padding import pad_rows
+from runner.precision.loss_scale import NoLossScale
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import loss_of, train_step
 from runner.training.tasks.classification import Classification
 from runner.utils.errors import ConfigError, Unavailable
@@ -30,7 +30,7 @@ E4M3 = 2**-4
 
 
 def load(name, **changes):
-    return registry.load(name, emulate=True, **changes)
+    return registry.load_precision(name, emulate=True, **changes)
 
 
 def convert(name, model, **changes):
@@ -67,7 +67,7 @@ class Tokens(Classification):
 
 
 def state_of(precision, model):
-    driven = [Driven(torch.optim.AdamW(model.parameters(), lr=3e-3))]
+    driven = [ScheduledOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))]
     return TrainState(model, precision, Tokens(), precision.scale(CPU), driven, CPU)
 
 
@@ -77,7 +77,7 @@ def state_of(precision, model):
 def test_training_lowers_a_loss_that_starts_as_float32s(name, build, weights):
     model, *batch = build()
     with torch.no_grad():
-        exact = loss_of(state_of(registry.load("32-true"), model), *batch).item()
+        exact = loss_of(state_of(registry.load_precision("32-true"), model), *batch).item()
     precision, model, report = convert(name, model, weights=weights)
     assert all(row.done or "Embedding" in row.kind for row in report.modules)
     state = state_of(precision, model)
@@ -147,7 +147,7 @@ def test_dtypes_flow_as_in_bfloat16(weights):
     for part in ("layers.0", "layers.1", "head"):
         row = rows[part]
         assert (row["stores"], row["gradients"], row["outputs"]) == (weights, weights, "bfloat16")
-    assert isinstance(precision.scale(CPU), NoScale)
+    assert isinstance(precision.scale(CPU), NoLossScale)
     assert precision.loss_dtype is F32
     wide = precision.cast({"x": torch.ones(1, dtype=torch.float64), "n": torch.ones(1).long()})
     assert (wide["x"].dtype, wide["n"].dtype) == (precision.storage, torch.int64)
@@ -302,7 +302,9 @@ def test_nothing_to_convert_is_refused():
 
 def test_bad_values_are_refused_together():
     with pytest.raises(ConfigError) as error:
-        registry.load(TENSORWISE, recipe="delayed", weights="half", emulate="yes", min_features=0)
+        registry.load_precision(
+            TENSORWISE, recipe="delayed", weights="half", emulate="yes", min_features=0
+        )
     assert error.value.problems == (
         "precision.recipe=delayed is not known. Allowed: tensorwise, rowwise, rowwise_with_gw_hp.",
         "precision.weights=half is not known. Allowed: float32, bfloat16.",
@@ -310,7 +312,7 @@ def test_bad_values_are_refused_together():
         "precision.min_features=0 must be a whole number from 1.",
     )
     with pytest.raises(ConfigError, match="float32_matmul=tf32 is not known"):
-        registry.load(TENSORWISE, float32_matmul="tf32")
+        registry.load_precision(TENSORWISE, float32_matmul="tf32")
 
 
 def refusal(precision, device):
@@ -321,7 +323,7 @@ def refusal(precision, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cpu_must_be_told_to_emulate(name):
-    error = refusal(registry.load(name), CPU)
+    error = refusal(registry.load_precision(name), CPU)
     assert f"precision={name} needs an NVIDIA GPU" in error.what
     assert error.remedy.startswith("Type precision.emulate=true for its numbers without its speed")
     load(name).require(CPU)
@@ -331,31 +333,31 @@ def test_a_cpu_must_be_told_to_emulate(name):
 def test_what_a_gpu_must_be(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert "cuda:0 (NVIDIA A100) has 8.0." in refusal(registry.load(name), CUDA).what
+    assert "cuda:0 (NVIDIA A100) has 8.0." in refusal(registry.load_precision(name), CUDA).what
     load(name).require(CUDA)
     for capability in ((8, 9), (9, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        registry.load(name).require(CUDA)
+        registry.load_precision(name).require(CUDA)
 
 
 @pytest.mark.parametrize("emulate", [False, True])
 def test_mps_has_no_fp8(emulate):
-    error = refusal(registry.load(TENSORWISE, emulate=emulate), MPS)
+    error = refusal(registry.load_precision(TENSORWISE, emulate=emulate), MPS)
     assert error.remedy == ("Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.")
 
 
 def test_a_missing_package_is_named_after_the_device(monkeypatch):
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
     assert refusal(load(ROWWISE), CPU).remedy == "Type pip install torchao."
-    assert "GPU" in refusal(registry.load(ROWWISE), CPU).what
+    assert "GPU" in refusal(registry.load_precision(ROWWISE), CPU).what
 
 
 def test_the_library_is_imported_late_and_without_a_word():
     script = """
 import sys
 from torch import nn
-from runner.precision import support
-precision = support.load("float8-rowwise", emulate=True)
+from runner.precision import registry
+precision = registry.load_precision("float8-rowwise", emulate=True)
 assert "torchao" not in sys.modules
 precision.convert(nn.Linear(16, 16))
 assert "torchao" in sys.modules
@@ -420,7 +422,7 @@ def test_rows_are_padded_to_the_multiple(shape, seen):
         return x @ torch.ones(3, 2)
 
     x = torch.randn(shape)
-    torch.testing.assert_close(padded(forward, x, 16), x @ torch.ones(3, 2))
+    torch.testing.assert_close(pad_rows(forward, x, 16), x @ torch.ones(3, 2))
 
 
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (1, 64), (2, 3, 64)])

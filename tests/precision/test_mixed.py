@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from runner.precision import registry
-from runner.precision.loss_scale import DynamicScale, NoScale
+from runner.precision.loss_scale import DynamicLossScale, NoLossScale
 from runner.precision.mixed import MixedPrecision
 from runner.utils.errors import ConfigError
 
@@ -13,7 +13,7 @@ MIXED = ("16-mixed", "bf16-mixed")
 
 @pytest.mark.parametrize("name", MIXED)
 def test_weights_stay_float32_and_the_product_is_half(name):
-    precision = registry.load(name)
+    precision = registry.load_precision(name)
     model, report = precision.convert(nn.Linear(2, 2))
     with precision.forward(CPU):
         out = model(torch.ones(1, 2))
@@ -25,12 +25,12 @@ def test_weights_stay_float32_and_the_product_is_half(name):
 def test_inputs_are_left_to_autocast(name):
     for dtype in (torch.float32, torch.int64):
         tensor = torch.ones(1, dtype=dtype)
-        assert registry.load(name).cast(tensor) is tensor
+        assert registry.load_precision(name).cast(tensor) is tensor
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_the_forward_context_serves_again_and_restores(name):
-    precision = registry.load(name)
+    precision = registry.load_precision(name)
     assert precision.forward(CPU) is precision.forward(CPU)
     for _ in range(2):
         with precision.forward(CPU):
@@ -40,13 +40,13 @@ def test_the_forward_context_serves_again_and_restores(name):
 
 
 def test_float16_has_a_live_scale_and_bfloat16_has_none():
-    scale = registry.load("16-mixed").scale(CPU)
-    assert isinstance(scale, DynamicScale)
+    scale = registry.load_precision("16-mixed").scale(CPU)
+    assert isinstance(scale, DynamicLossScale)
     assert scale.value.item() == 65536.0
     assert (scale.growth_factor, scale.backoff_factor, scale.growth_interval) == (2.0, 0.5, 2000)
-    assert isinstance(registry.load("bf16-mixed").scale(CPU), NoScale)
-    assert isinstance(registry.load("16-mixed", loss_scale=None).scale(CPU), NoScale)
-    fixed = registry.load("16-mixed", loss_scale={"fixed": 128.0}).scale(CPU)
+    assert isinstance(registry.load_precision("bf16-mixed").scale(CPU), NoLossScale)
+    assert isinstance(registry.load_precision("16-mixed", loss_scale=None).scale(CPU), NoLossScale)
+    fixed = registry.load_precision("16-mixed", loss_scale={"fixed": 128.0}).scale(CPU)
     assert (fixed.value.item(), fixed.fixed) == (128.0, True)
 
 
@@ -54,24 +54,26 @@ def test_bad_values_are_refused():
     with pytest.raises(ConfigError, match=r"dtype=float32 is not known\. Allowed: float16, bf"):
         MixedPrecision("x", "float32")
     with pytest.raises(ConfigError, match="float32_matmul=tf32 is not known"):
-        registry.load("bf16-mixed", float32_matmul="tf32")
+        registry.load_precision("bf16-mixed", float32_matmul="tf32")
     with pytest.raises(ConfigError, match="cpu_float16=fast is not known"):
-        registry.load("16-mixed", cpu_float16="fast")
+        registry.load_precision("16-mixed", cpu_float16="fast")
     with pytest.raises(ConfigError, match=r"loss_scale\.init_scale=0 cannot work"):
-        registry.load("16-mixed", loss_scale={"init_scale": 0})
+        registry.load_precision("16-mixed", loss_scale={"init_scale": 0})
 
 
 def test_a_loss_scale_for_bfloat16_is_refused():
     with pytest.raises(ConfigError, match=r"loss_scale=.*bf16-mixed has none.*=16-mixed"):
-        registry.load("bf16-mixed", loss_scale={"init_scale": 1024.0})
+        registry.load_precision("bf16-mixed", loss_scale={"init_scale": 1024.0})
 
 
 def test_lbfgs_is_refused_where_there_is_a_scale():
     lbfgs = torch.optim.LBFGS([nn.Parameter(torch.ones(1))])
     with pytest.raises(ConfigError, match=r"lbfgs evaluates the loss several times.*32-true"):
-        registry.load("16-mixed").check_optimizers([lbfgs])
-    registry.load("bf16-mixed").check_optimizers([lbfgs])
-    registry.load("16-mixed").check_optimizers([torch.optim.AdamW([nn.Parameter(torch.ones(1))])])
+        registry.load_precision("16-mixed").check_optimizers([lbfgs])
+    registry.load_precision("bf16-mixed").check_optimizers([lbfgs])
+    registry.load_precision("16-mixed").check_optimizers(
+        [torch.optim.AdamW([nn.Parameter(torch.ones(1))])]
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,35 +82,35 @@ def test_lbfgs_is_refused_where_there_is_a_scale():
 def test_half_parameters_are_refused_by_name(name, instead):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half(), nn.Linear(2, 2).bfloat16())
     with pytest.raises(ConfigError) as error:
-        registry.load(name).convert(model)
+        registry.load_precision(name).convert(model)
     assert "half ones: 1.weight, 1.bias, 2.weight and 1 more." in str(error.value)
     assert f"precision={instead}" in str(error.value)
 
 
 @pytest.mark.parametrize("choice", ["native", "float32_accumulate"])
 def test_the_float16_kernels_are_told(choice):
-    precision, model = registry.load("16-mixed", cpu_float16=choice), nn.Linear(2, 2)
+    precision, model = registry.load_precision("16-mixed", cpu_float16=choice), nn.Linear(2, 2)
     with precision.session(model, CPU):
         assert precision.kernels() == choice
-    other = registry.load("bf16-mixed")
+    other = registry.load_precision("bf16-mixed")
     with other.session(model, CPU):
         assert other.kernels() == ""
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_the_session_governs_the_products_that_autocast_leaves(name):
-    precision = registry.load(name, float32_matmul="high", cpu_float16="native")
+    precision = registry.load_precision(name, float32_matmul="high", cpu_float16="native")
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     with precision.session(nn.Linear(2, 2), CPU):
         assert torch.get_float32_matmul_precision() == "high"
-    with registry.load(name).session(nn.Linear(2, 2), CPU):
+    with registry.load_precision(name).session(nn.Linear(2, 2), CPU):
         assert not torch.backends.cudnn.allow_tf32
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
 
 
 @pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
 def test_float64_inputs_meet_float32_weights(name):
-    precision = registry.load(name)
+    precision = registry.load_precision(name)
     batch = {"x": torch.ones(2, dtype=torch.float64), "n": torch.ones(2, dtype=torch.int64)}
     cast = precision.cast(batch)
     assert (cast["x"].dtype, cast["n"].dtype) == (torch.float32, torch.int64)

@@ -18,7 +18,7 @@ from models.gpt import GPT
 from models.mlp import MLP
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
-from runner.training.state import Driven, TrainState
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import Language
@@ -27,33 +27,59 @@ from runner.utils.errors import Unavailable
 CPU = torch.device("cpu")
 STEPS = 25
 UNIT = {
-    "64-true": 2**-21, "32-true": 2**-21,  # float32's 2**-24, summed one after the other
-    "bf16-mixed": 2**-8, "bf16-true": 2**-8, "16-mixed": 2**-11, "16-true": 2**-11,
-    "bnb-nf4": 0.138, "bnb-nf4-dq": 0.138, "bnb-fp4": 0.167, "bnb-fp4-dq": 0.167,
-    "bnb-int8": 1 / 254 + 2**-8, "bnb-int8-training": 1 / 254 + 2**-8,  # and bfloat16's
-    "float8-tensorwise": 2**-4, "float8-rowwise": 2**-4, "float8-rowwise-hp": 2**-4,
-    "tf32": 2**-11, "transformer-engine": 2**-4, "transformer-engine-current": 2**-4,
-    "transformer-engine-block": 2**-4, "transformer-engine-mxfp8": 2**-4,
-    "transformer-engine-float16": 2**-4, "transformer-engine-nvfp4": 2**-2,
-}  # fmt: skip
+    "64-true": 2**-21,
+    "32-true": 2**-21,  # float32's 2**-24, summed one after the other
+    "bf16-mixed": 2**-8,
+    "bf16-true": 2**-8,
+    "16-mixed": 2**-11,
+    "16-true": 2**-11,
+    "bnb-nf4": 0.138,
+    "bnb-nf4-dq": 0.138,
+    "bnb-fp4": 0.167,
+    "bnb-fp4-dq": 0.167,
+    "bnb-int8": 1 / 254 + 2**-8,
+    "bnb-int8-training": 1 / 254 + 2**-8,  # and bfloat16's
+    "float8-tensorwise": 2**-4,
+    "float8-rowwise": 2**-4,
+    "float8-rowwise-hp": 2**-4,
+    "tf32": 2**-11,
+    "transformer-engine": 2**-4,
+    "transformer-engine-current": 2**-4,
+    "transformer-engine-block": 2**-4,
+    "transformer-engine-mxfp8": 2**-4,
+    "transformer-engine-float16": 2**-4,
+    "transformer-engine-nvfp4": 2**-2,
+}
 # What the products take, as the probe sees it on a CPU.
 COMPUTES = {
-    "64-true": {"float64"}, "32-true": {"float32"}, "tf32": {"float32"},
-    "bf16-mixed": {"bfloat16"}, "bf16-true": {"bfloat16"},
-    "16-mixed": {"float16"}, "16-true": {"float16"},
-}  # fmt: skip
-STORES = {"bnb-nf4": "uint8", "bnb-nf4-dq": "uint8", "bnb-fp4": "uint8", "bnb-fp4-dq": "uint8",
-          "bnb-int8": "int8", "64-true": "float64", "16-true": "float16",
-          "bf16-true": "bfloat16", "transformer-engine-float16": "float16"}  # fmt: skip
+    "64-true": {"float64"},
+    "32-true": {"float32"},
+    "tf32": {"float32"},
+    "bf16-mixed": {"bfloat16"},
+    "bf16-true": {"bfloat16"},
+    "16-mixed": {"float16"},
+    "16-true": {"float16"},
+}
+STORES = {
+    "bnb-nf4": "uint8",
+    "bnb-nf4-dq": "uint8",
+    "bnb-fp4": "uint8",
+    "bnb-fp4-dq": "uint8",
+    "bnb-int8": "int8",
+    "64-true": "float64",
+    "16-true": "float16",
+    "bf16-true": "bfloat16",
+    "transformer-engine-float16": "float16",
+}
 
 
 def load(name):
     imitated = name.startswith(("tf32", "float8", "transformer-engine"))
-    return registry.load(name, **({"emulate": True} if imitated else {}))
+    return registry.load_precision(name, **({"emulate": True} if imitated else {}))
 
 
 def here():
-    for name in registry.names():
+    for name in registry.precision_names():
         try:
             load(name).require(CPU)
         except Unavailable:
@@ -85,7 +111,9 @@ def trained(name, make):
     model, _ = precision.convert(model)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=3e-3, eps=1e-4)
-    state = TrainState(model, precision, task, precision.scale(CPU), [Driven(optimizer)], CPU)
+    state = TrainState(
+        model, precision, task, precision.scale(CPU), [ScheduledOptimizer(optimizer)], CPU
+    )
     with precision.session(model, CPU):
         with DtypeProbe(model) as probe:
             losses = [train_step(state, [batch]).loss.item()]

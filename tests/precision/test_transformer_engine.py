@@ -12,16 +12,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.precision import registry, te_recipes
-from runner.precision.conversion import Rules
+from runner.precision.conversion import ConversionRules
 from runner.precision.layers import te_layers
-from runner.precision.layers.padding import padded
+from runner.precision.layers.padding import pad_rows
 from runner.precision.layers.te_layers import convert_layers, find_pairs, unfit, unfit_shape
 from runner.precision.te_recipes import KINDS
 from runner.precision.transformer_engine import TransformerEnginePrecision, _fit
 from runner.utils.errors import ConfigError, Unavailable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-NAMES = [name for name in registry.names() if name.startswith("transformer-engine")]
+NAMES = [name for name in registry.precision_names() if name.startswith("transformer-engine")]
 DELAYED, FLOAT16 = "transformer-engine", "transformer-engine-float16"
 
 
@@ -34,7 +34,7 @@ def problems(**changes):
 # The config.
 def test_there_is_a_yaml_for_each_recipe_with_all_its_keys_at_their_defaults():
     assert len(NAMES) == 6
-    loaded = [registry.load(name) for name in NAMES]
+    loaded = [registry.load_precision(name) for name in NAMES]
     assert {p.recipe["kind"] for p in loaded} == set(KINDS)
     for precision in loaded:
         keys = {key: entry.default for key, entry in precision.kind.keys.items()}
@@ -85,14 +85,14 @@ def test_nvfp4_has_no_float16():
 def test_float16_weights_refuse_an_eps_that_underflows():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    registry.load(DELAYED).check_optimizers([optimizer])
+    registry.load_precision(DELAYED).check_optimizers([optimizer])
     with pytest.raises(ConfigError, match=r"optimizer\.eps=1e-08"):
-        registry.load(FLOAT16).check_optimizers([optimizer])
+        registry.load_precision(FLOAT16).check_optimizers([optimizer])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_forward_on_a_cpu_only_sets_the_default_dtype(name):
-    precision = registry.load(name)
+    precision = registry.load_precision(name)
     for _ in range(2):
         with precision.forward(CPU):
             assert torch.get_default_dtype() is precision.storage
@@ -103,7 +103,7 @@ def test_the_forward_on_a_cpu_only_sets_the_default_dtype(name):
 # What a machine must have.
 def refusal(name, device=CUDA):
     with pytest.raises(Unavailable) as error:
-        registry.load(name).require(device)
+        registry.load_precision(name).require(device)
     return error.value
 
 
@@ -118,7 +118,7 @@ def gpu(monkeypatch):
 
 
 def library(monkeypatch, **parts):
-    monkeypatch.setattr(te_recipes, "library", lambda: SimpleNamespace(**parts))
+    monkeypatch.setattr(te_recipes, "import_library", lambda: SimpleNamespace(**parts))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -144,7 +144,7 @@ RUNS = {
 @pytest.mark.parametrize("name", NAMES)
 def test_the_capability_that_each_recipe_needs(name, capability, gpu, monkeypatch):
     gpu(capability)
-    precision = registry.load(name)
+    precision = registry.load_precision(name)
     library(monkeypatch, **{precision.kind.check: lambda return_reason: (True, "")})
     if capability in RUNS[precision.recipe["kind"]]:
         precision.require(CUDA)
@@ -236,7 +236,7 @@ TE = SimpleNamespace(Linear=FakeLinear, LayerNorm=FakeNorm, LayerNormLinear=Fake
 
 def convert(model, fuse=False, **rules):
     judge = lambda module: unfit(module, 16)  # noqa: E731
-    report = convert_layers(model, TE, 16, Rules("x", judge=judge, **rules), fuse)
+    report = convert_layers(model, TE, 16, ConversionRules("x", judge=judge, **rules), fuse)
     return model, {row.module: row.why for row in report.modules}
 
 
@@ -255,28 +255,46 @@ class Block(nn.Module):
         return normed * self.gate(normed)
 
 
-@pytest.mark.parametrize(("into", "out", "multiple", "fits"), [
-    (16, 16, 16, True), (48, 1024, 16, True), (8, 16, 16, False), (16, 8, 16, False),
-    (16, 24, 16, False), (48, 64, 32, False), (64, 32, 32, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("into", "out", "multiple", "fits"),
+    [
+        (16, 16, 16, True),
+        (48, 1024, 16, True),
+        (8, 16, 16, False),
+        (16, 8, 16, False),
+        (16, 24, 16, False),
+        (48, 64, 32, False),
+        (64, 32, 32, True),
+    ],
+)
 def test_widths_are_multiples(into, out, multiple, fits):
     assert (unfit_shape(into, out, multiple) == "") == fits
 
 
 def test_who_is_converted_and_why_not():
-    model = nn.ModuleDict({
-        "good": nn.Linear(32, 16), "norm": nn.LayerNorm(7), "odd": nn.Linear(16, 24),
-        "flat": nn.LayerNorm((2, 16)), "bare": nn.LayerNorm(16, elementwise_affine=False),
-        "biasless": nn.LayerNorm(16, bias=False), "mine": nn.Linear(16, 16),
-        "wide": nn.Linear(16, 16),
-    })  # fmt: skip
+    model = nn.ModuleDict(
+        {
+            "good": nn.Linear(32, 16),
+            "norm": nn.LayerNorm(7),
+            "odd": nn.Linear(16, 24),
+            "flat": nn.LayerNorm((2, 16)),
+            "bare": nn.LayerNorm(16, elementwise_affine=False),
+            "biasless": nn.LayerNorm(16, bias=False),
+            "mine": nn.Linear(16, 16),
+            "wide": nn.Linear(16, 16),
+        }
+    )
     _, whys = convert(model, ignore=["mine"], islands={"wide"})
     assert whys == {
-        "good": "", "norm": "", "odd": "its shape 16 -> 24 is not in multiples of 16",
-        "flat": "normalises over 2 dimensions", "bare": "has no weight", "biasless": "has no bias",
+        "good": "",
+        "norm": "",
+        "odd": "its shape 16 -> 24 is not in multiples of 16",
+        "flat": "normalises over 2 dimensions",
+        "bare": "has no weight",
+        "biasless": "has no bias",
         "mine": "named by precision.ignore_modules",
         "wide": "kept in float32 by precision.keep_fp32",
-    }  # fmt: skip
+    }
 
 
 def test_norms_alone_are_refused_before_anything_changes():
@@ -319,7 +337,7 @@ def test_any_number_of_rows(shape):
     torch.testing.assert_close(model(input=x), F.linear(x, model.weight, model.bias))
     whole = shape[:-1] in ((16,), (2, 8))
     assert model.seen == [shape if whole else (16, 32)]
-    assert padded is te_layers.padded
+    assert pad_rows is te_layers.padded
 
 
 # Fusing.
@@ -335,10 +353,14 @@ def test_fused_computes_what_unfused_does(shape):
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
     assert whys == {
-        "0.norm1": "computed in 0.into", "0.into": "computes 0.norm1 too", "0.out": "",
+        "0.norm1": "computed in 0.into",
+        "0.into": "computes 0.norm1 too",
+        "0.out": "",
         "0.norm2": "not fused: its output is not for one converted linear layer alone",
-        "0.gate": "", "1": "computed in 2", "2": "computes 1 too",
-    }  # fmt: skip
+        "0.gate": "",
+        "1": "computed in 2",
+        "2": "computes 1 too",
+    }
     twin = copy.deepcopy(made)
     twin[1].weight.data.zero_()  # its norm is its own
     assert torch.equal(made(x), results[1][0])
@@ -477,7 +499,7 @@ def trained(precision):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("te")
 def test_the_library_takes_every_recipe_and_fills_none_from_the_environment(name):
-    precision = registry.load(name)
+    precision = registry.load_precision(name)
     made = precision._recipe
     assert type(made).__name__ == precision.kind.recipe
     assert precision._recipe is made
@@ -496,7 +518,7 @@ def test_power_of_two_scales_reach_what_the_library_reads():
         ("block", "use_f32_scales", {False: True, True: False}),
     ):
         for value, power_2 in wanted.items():
-            made = te_recipes.build({"kind": kind, key: value})
+            made = te_recipes.build_recipe({"kind": kind, key: value})
             assert [getattr(made, part).power_2_scale for part in parts] == [power_2] * 3
 
 
@@ -506,7 +528,7 @@ def test_power_of_two_scales_reach_what_the_library_reads():
 def test_the_librarys_layers_hold_the_plain_models_parameters(name, fuse):
     model = nn.Sequential(Block(64), nn.Linear(64, 3))
     plain, before = copy.deepcopy(model), dict(model.named_parameters())
-    precision = registry.load(name, fuse=fuse, keep_fp32=["0.out"])
+    precision = registry.load_precision(name, fuse=fuse, keep_fp32=["0.out"])
     model, report = precision.convert(model)
     assert all(before[n] is p for n, p in model.named_parameters())
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -525,12 +547,12 @@ def test_the_librarys_layers_hold_the_plain_models_parameters(name, fuse):
         assert twin[0].into.layer_norm_weight is twin[0].norm1.weight
         assert "norm1.weight" not in dict(twin[0].into.named_parameters())
     with pytest.raises(ConfigError, match="is a TELinear already"):
-        registry.load(name).convert(nn.Sequential(model[0].gate))
+        registry.load_precision(name).convert(nn.Sequential(model[0].gate))
 
 
 @pytest.mark.usefixtures("te")
 def test_fp8_state_survives_a_resume_without_a_pickle(tmp_path):
-    precision = registry.load(DELAYED)
+    precision = registry.load_precision(DELAYED)
     model = trained(precision)
     state = precision.state_dict(model)
     assert set(state) == {"0", "1"}
@@ -548,31 +570,36 @@ def test_fp8_state_survives_a_resume_without_a_pickle(tmp_path):
         assert quantizer.scale.data_ptr() == held.scale.data_ptr()
         assert quantizer.amax.data_ptr() == held.amax_history.data_ptr()
     precision.load_state_dict(fresh, {})
-    other = registry.load("transformer-engine-current")
+    other = registry.load_precision("transformer-engine-current")
     other.load_state_dict(fresh, saved)
     assert other.state_dict(fresh) == other.gauges(fresh) == {}
 
 
 @pytest.mark.usefixtures("te")
 def test_a_resume_with_another_history_keeps_the_latest():
-    model = trained(registry.load(DELAYED))
+    model = trained(registry.load_precision(DELAYED))
     for length, last in ((4, 7.0), (1, 0.0)):
-        precision = registry.load(DELAYED, recipe={"kind": "delayed", "amax_history_len": length})
+        precision = registry.load_precision(
+            DELAYED, recipe={"kind": "delayed", "amax_history_len": length}
+        )
         fresh, _ = precision.convert(nn.Sequential(nn.Linear(32, 32)))
-        precision.load_state_dict(fresh, registry.load(DELAYED).state_dict(model))
+        precision.load_state_dict(fresh, registry.load_precision(DELAYED).state_dict(model))
         history = precision.state_dict(fresh)["0"]["forward_amax_history"]
         assert (len(history), history[-1, 0].item()) == (length, last)
 
 
 @pytest.mark.usefixtures("te")
 def test_gauges_are_the_inputs_latest_amax_and_scale():
-    precision = registry.load(DELAYED)
+    precision = registry.load_precision(DELAYED)
     gauges = precision.gauges(trained(precision))
     assert {key: value.item() for key, value in gauges.items()} == {
-        "fp8/amax/0": 7.0, "fp8/scale/0": 2.0, "fp8/amax/1": 8.0, "fp8/scale/1": 3.0,
-    }  # fmt: skip
+        "fp8/amax/0": 7.0,
+        "fp8/scale/0": 2.0,
+        "fp8/amax/1": 8.0,
+        "fp8/scale/1": 3.0,
+    }
     recipe = {"kind": "delayed", "amax_history_len": 1, "margin": 1}
-    precision = registry.load(DELAYED, recipe=recipe)
+    precision = registry.load_precision(DELAYED, recipe=recipe)
     gauges = precision.gauges(trained(precision))
     assert gauges["fp8/amax/0"].item() == 448 / 2 / 2.0
 
@@ -580,7 +607,7 @@ def test_gauges_are_the_inputs_latest_amax_and_scale():
 @pytest.mark.parametrize("update", [False, True])
 @pytest.mark.usefixtures("te")
 def test_an_evaluation_leaves_the_scales(update):
-    precision = registry.load(DELAYED, update_in_eval=update)
+    precision = registry.load_precision(DELAYED, update_in_eval=update)
     model = trained(precision)
     before = precision.state_dict(model)
     with precision.evaluating(model):
@@ -594,7 +621,7 @@ def test_an_evaluation_leaves_the_scales(update):
 
 
 def test_a_run_updates_its_own_scales_only(te):
-    manager, precision = te.FP8GlobalStateManager, registry.load(DELAYED)
+    manager, precision = te.FP8GlobalStateManager, registry.load_precision(DELAYED)
     model = trained(precision)
     for layer in model:
         layer.fp8_meta["recipe"] = precision._recipe
@@ -614,7 +641,7 @@ def test_a_run_updates_its_own_scales_only(te):
 
 
 def test_the_forward_context_on_a_gpu_serves_again(te):
-    precision = registry.load(DELAYED)
+    precision = registry.load_precision(DELAYED)
     for _ in range(2):
         with torch.no_grad(), precision.forward(CUDA):
             assert te.FP8GlobalStateManager.is_fp8_enabled()

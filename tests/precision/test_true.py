@@ -11,8 +11,12 @@ from runner.utils.errors import ConfigError, Unavailable
 
 CPU, CUDA, MPS = map(torch.device, ("cpu", "cuda", "mps"))
 ADAMS = {
-    "Adam": {}, "AdamW": {}, "NAdam": {}, "RMSprop": {"eps": 1e-8}, "Adagrad": {"eps": 1e-10},
-}  # fmt: skip
+    "Adam": {},
+    "AdamW": {},
+    "NAdam": {},
+    "RMSprop": {"eps": 1e-8},
+    "Adagrad": {"eps": 1e-10},
+}
 
 
 def switches():
@@ -43,15 +47,15 @@ def test_every_bad_value_is_refused_with_the_allowed_ones():
 
 def test_float64_is_refused_on_mps():
     with pytest.raises(Unavailable, match=r"Apple's GPUs have no float64.*precision=32-true"):
-        registry.load("64-true").require(MPS)
+        registry.load_precision("64-true").require(MPS)
     for name in ("32-true", "16-true", "bf16-true"):
-        registry.load(name).require(MPS)
+        registry.load_precision(name).require(MPS)
 
 
 @pytest.mark.parametrize("device", [CPU, MPS])
 def test_tf32_needs_a_gpu(device):
     with pytest.raises(Unavailable) as error:
-        registry.load("tf32").require(device)
+        registry.load_precision("tf32").require(device)
     assert "precision=tf32 needs an NVIDIA GPU" in error.value.what
     assert f"this run is on {device.type}" in error.value.what
     assert "precision=32-true" in error.value.remedy
@@ -60,10 +64,10 @@ def test_tf32_needs_a_gpu(device):
 def test_tf32_needs_ampere(gpu):
     gpu(7, 0)
     with pytest.raises(Unavailable, match=r"8\.0 or higher; cuda \(Tesla V100\) has 7\.0"):
-        registry.load("tf32").require(CUDA)
-    registry.load("32-true").require(CUDA)
+        registry.load_precision("tf32").require(CUDA)
+    registry.load_precision("32-true").require(CUDA)
     gpu(8, 0)
-    registry.load("tf32").require(CUDA)
+    registry.load_precision("tf32").require(CUDA)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_tf32_needs_ampere(gpu):
 def test_the_session_sets_both_switches_and_restores_them(name, inside):
     model, before = nn.Linear(2, 2), switches()
     assert before == ("highest", True)  # torch leaves TF32 on for convolutions
-    with registry.load(name).session(model, CPU):
+    with registry.load_precision(name).session(model, CPU):
         assert switches() == inside
     assert switches() == before
 
@@ -101,17 +105,17 @@ def test_the_switches_come_back_after_an_exception(before):
 def test_an_eps_that_float16_rounds_to_zero_is_refused(kind):
     optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(1))], **ADAMS[kind])
     with pytest.raises(ConfigError, match=rf"optimizer\.eps=1e-\d+: {kind}.*optimizer\.eps=1e-4"):
-        registry.load("16-true").check_optimizers([optimizer])
+        registry.load_precision("16-true").check_optimizers([optimizer])
     with pytest.raises(ConfigError, match=r"precision=transformer-engine-float16"):
-        registry.load("transformer-engine-float16").check_optimizers([optimizer])
-    for name in set(registry.names()) - {"16-true", "transformer-engine-float16"}:
-        registry.load(name).check_optimizers([optimizer])
+        registry.load_precision("transformer-engine-float16").check_optimizers([optimizer])
+    for name in set(registry.precision_names()) - {"16-true", "transformer-engine-float16"}:
+        registry.load_precision(name).check_optimizers([optimizer])
 
 
 def test_an_eps_that_works_and_none_at_all_pass():
     weights = [nn.Parameter(torch.ones(1))]
     good = [torch.optim.AdamW(weights, eps=1e-4), torch.optim.SGD(weights)]
-    registry.load("16-true").check_optimizers(good)
+    registry.load_precision("16-true").check_optimizers(good)
 
 
 def train(eps):
@@ -148,30 +152,37 @@ def test_an_eps_that_cannot_stand_in_for_vanished_squares_is_refused(case):
     kind, eps, lr, keywords, works = REFUSED[case]
     message = rf"optimizer\.eps={eps:g}: {kind} keeps .* round to 0.*Type optimizer\.eps={works},"
     for name in ("16-true", "transformer-engine-float16"):
-        precision = registry.load(name)
+        precision = registry.load_precision(name)
         with pytest.raises(ConfigError, match=message):
             precision.check_optimizers([optimizer(kind, eps, lr, **keywords)])
         precision.check_optimizers([optimizer(kind, float(works), lr, **keywords)])
     for name in ("16-mixed", "32-true", "bf16-true"):
-        registry.load(name).check_optimizers([optimizer(kind, eps, lr, **keywords)])
+        registry.load_precision(name).check_optimizers([optimizer(kind, eps, lr, **keywords)])
 
 
 def test_an_eps_that_only_hurts_is_warned_of():
     with pytest.warns(UserWarning, match=r"eps=1e-05: AdamW .*= 0\.55\. Type optimizer.eps=1e-4"):
-        registry.load("16-true").check_optimizers([optimizer("AdamW", 1e-5, 1e-3)])
+        registry.load_precision("16-true").check_optimizers([optimizer("AdamW", 1e-5, 1e-3)])
 
 
 def test_optimizers_without_squares_take_any_eps_that_float16_holds():
     for kind in ("Adamax", "Adadelta"):
-        registry.load("16-true").check_optimizers([optimizer(kind, 1e-6, 1e-2)])
+        registry.load_precision("16-true").check_optimizers([optimizer(kind, 1e-6, 1e-2)])
 
 
 def worst_loss(eps, lr):
     """(the first loss, the largest of 12 steps) of a small GPT-2 in 16-true with AdamW."""
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=32, n_positions=16,
-                        bos_token_id=0, eos_token_id=0)  # fmt: skip
-    precision = registry.load("16-true")
+    config = GPT2Config(
+        n_layer=1,
+        n_embd=32,
+        n_head=2,
+        vocab_size=32,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    precision = registry.load_precision("16-true")
     model, _ = precision.convert(GPT2LMHeadModel(config))
     adamw = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps)
     tokens = torch.randint(0, 32, (8, 17))
@@ -189,7 +200,7 @@ def worst_loss(eps, lr):
 
 @pytest.mark.parametrize(("eps", "lr"), [(1e-6, 1e-3), (1e-7, 1e-4), (3e-5, 1e-2)])
 def test_a_refused_eps_destroys_a_gpt2_and_the_advised_one_trains_it(eps, lr):
-    precision = registry.load("16-true")
+    precision = registry.load_precision("16-true")
     with pytest.raises(ConfigError) as error:
         precision.check_optimizers([optimizer("AdamW", eps, lr)])
     works = float(str(error.value).partition("Type optimizer.eps=")[2].partition(",")[0])
@@ -201,18 +212,18 @@ def test_a_refused_eps_destroys_a_gpt2_and_the_advised_one_trains_it(eps, lr):
 
 @pytest.mark.parametrize("choice", ["native", "float32_accumulate"])
 def test_the_float16_kernels_are_told(choice):
-    precision, model = registry.load("16-true", cpu_float16=choice), nn.Linear(2, 2)
+    precision, model = registry.load_precision("16-true", cpu_float16=choice), nn.Linear(2, 2)
     assert precision.kernels() == ""
     with precision.session(model, CPU):
         assert precision.kernels() == choice
-    other = registry.load("bf16-true")
+    other = registry.load_precision("bf16-true")
     with other.session(model, CPU):
         assert other.kernels() == ""
 
 
 @pytest.mark.parametrize("name", ["64-true", "16-true", "bf16-true"])
 def test_tensors_that_a_forward_makes_are_in_the_dtype(name):
-    precision = registry.load(name)
+    precision = registry.load_precision(name)
     for _ in range(2):
         with precision.forward(CPU):
             assert torch.zeros(1).dtype is precision.storage
@@ -221,7 +232,7 @@ def test_tensors_that_a_forward_makes_are_in_the_dtype(name):
 
 @pytest.mark.parametrize("name", ["64-true", "32-true", "tf32", "16-true", "bf16-true"])
 def test_inputs_are_cast_and_the_loss_dtype_is_wide(name):
-    precision = registry.load(name)
+    precision = registry.load_precision(name)
     cast = precision.cast({"x": torch.ones(1), "mask": torch.ones(1, dtype=torch.bool)})
     assert (cast["x"].dtype, cast["mask"].dtype) == (precision.storage, torch.bool)
     assert precision.loss_dtype is (torch.float64 if name == "64-true" else torch.float32)

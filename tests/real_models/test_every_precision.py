@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.modes.run import run
 from runner.precision.conversion import is_converted
-from runner.precision.registry import load
+from runner.precision.registry import load_precision
 from runner.tracking.none import NoTracker
 
 STEPS = 3
@@ -24,10 +24,17 @@ BATCH = 4
 RATE = 0.01
 NATIVE = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 EMULATED = (
-    "tf32", "transformer-engine", "transformer-engine-current", "transformer-engine-block",
-    "transformer-engine-mxfp8", "transformer-engine-nvfp4", "transformer-engine-float16",
-    "float8-tensorwise", "float8-rowwise", "float8-rowwise-hp",
-)  # fmt: skip
+    "tf32",
+    "transformer-engine",
+    "transformer-engine-current",
+    "transformer-engine-block",
+    "transformer-engine-mxfp8",
+    "transformer-engine-nvfp4",
+    "transformer-engine-float16",
+    "float8-tensorwise",
+    "float8-rowwise",
+    "float8-rowwise-hp",
+)
 TRAINED = (*NATIVE, *EMULATED, "bnb-int8-training")
 FROZEN = ("bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-fp4-dq", "bnb-int8")
 """Packed weights do not train; norms, biases and embeddings do."""
@@ -85,11 +92,19 @@ def trained(compose, tmp_path):
     def trained(name, precision, *overrides):
         emulate = ["precision.emulate=true"] if precision in EMULATED else []
         spec = compose(
-            f"precision={precision}", *emulate, "optimizer=sgd", f"optimizer.lr={RATE}",
-            "optimizer.momentum=0", "optimizer.weight_decay=0", f"train.max_steps={STEPS}",
-            f"train.batch_size={BATCH}", "data.shuffle=false", "accelerator=cpu",
-            "checkpoint.final=false", *overrides,
-        )  # fmt: skip
+            f"precision={precision}",
+            *emulate,
+            "optimizer=sgd",
+            f"optimizer.lr={RATE}",
+            "optimizer.momentum=0",
+            "optimizer.weight_decay=0",
+            f"train.max_steps={STEPS}",
+            f"train.batch_size={BATCH}",
+            "data.shuffle=false",
+            "accelerator=cpu",
+            "checkpoint.final=false",
+            *overrides,
+        )
         spec = replace(
             spec,
             model={"_target_": "architectures.build", "name": name},
@@ -172,8 +187,14 @@ def by_hand(name, precision):
     return losses, mean_loss(name, output, val.tensors[1])
 
 
-TOLERANCE = {"64-true": 1e-9, "32-true": 1e-5, "bf16-mixed": 2e-2, "16-mixed": 5e-3,
-             "bf16-true": 3e-2, "16-true": 1e-2}  # fmt: skip
+TOLERANCE = {
+    "64-true": 1e-9,
+    "32-true": 1e-5,
+    "bf16-mixed": 2e-2,
+    "16-mixed": 5e-3,
+    "bf16-true": 3e-2,
+    "16-true": 1e-2,
+}
 
 
 @pytest.mark.parametrize("precision", NATIVE)
@@ -186,8 +207,13 @@ def test_losses_are_those_of_a_plain_loop(trained, name, precision):
     assert metrics[STEPS]["val/loss"] == pytest.approx(validation, rel=TOLERANCE[precision])
 
 
-EVERYWHERE = ("transformer-engine-current", "float8-rowwise", "bnb-nf4", "bnb-int8",
-              "bnb-int8-training")  # fmt: skip
+EVERYWHERE = (
+    "transformer-engine-current",
+    "float8-rowwise",
+    "bnb-nf4",
+    "bnb-int8",
+    "bnb-int8-training",
+)
 """Converting precisions that every architecture is tried in."""
 THOROUGH = ("gpt2", "bert", "torchvision-swin")
 """Architectures that are tried in every converting precision."""
@@ -239,7 +265,7 @@ def _check_dtypes(rows, ran, model):
 def evaluated(name, precision, model):
     """The mean loss of a trained model over the validation set, in its precision, by hand."""
     emulate = {"emulate": True} if precision in EMULATED else {}
-    policy = load(precision, **emulate)
+    policy = load_precision(precision, **emulate)
     device = torch.device("cpu")
     _, val = architectures.data(name)
     model.eval()

@@ -84,4 +84,10 @@ def trainer_command():
     root = Path(__file__).parents[2]
     start = f"import sys, runpy; sys.path.insert(0, {str(root)!r}); sys.argv = sys.argv[1:]; "
     start += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    return [sys.executable, "-P", "-c", start, str(Path(__file__).with_name("trainer_script.py"))]
+    return [
+        sys.executable,
+        "-P",
+        "-c",
+        start,
+        str(root / "tests" / "helpers" / "trainer_script.py"),
+    ]

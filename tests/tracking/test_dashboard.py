@@ -25,12 +25,12 @@ LANGUAGE = ("train/loss", "val/loss", "val/perplexity", "perf/examples_per_secon
 
 
 def written(existing=None, server="3.17.2", **more):
-    return dashboard.to_set(existing or {}, "7", server, NOW, **more)
+    return dashboard.tags_to_set(existing or {}, "7", server, NOW, **more)
 
 
 def changed(text, **fields):
     """The tag after someone saved another state over it."""
-    state = {**dashboard.unpack(text), **fields}
+    state = {**dashboard.unpack_state(text), **fields}
     packed = "deflate;" + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
     return json.dumps({**json.loads(text), "state": packed})
 
@@ -46,16 +46,22 @@ def test_a_named_view_has_the_form_of_mlflows_own():
     packed = envelope["state"].removeprefix("deflate;")
     assert packed != envelope["state"]
     state = json.loads(zlib.decompress(base64.b64decode(packed)))
-    assert state == dashboard.unpack(written()[TAG])
+    assert state == dashboard.unpack_state(written()[TAG])
     assert names(state) == [
-        "Loss scale", "Loss", "Quality", "Gradient norm", "Cost", "Trade-off", "Differences",
-    ]  # fmt: skip
+        "Loss scale",
+        "Loss",
+        "Quality",
+        "Gradient norm",
+        "Cost",
+        "Trade-off",
+        "Differences",
+    ]
 
 
 def test_before_names_the_bare_state_is_written():
     bare = written(server="3.14.0")[TAG]
     assert bare.startswith("deflate;")
-    assert dashboard.unpack(bare) == dashboard.unpack(written()[TAG])
+    assert dashboard.unpack_state(bare) == dashboard.unpack_state(written()[TAG])
 
 
 @pytest.mark.parametrize("server", ["3.14.0", "3.17.2"])
@@ -64,7 +70,7 @@ def test_it_is_far_below_the_limit_of_an_experiments_tag(server):
 
 
 def test_every_chart_has_its_section_and_metrics_that_exist():
-    state = dashboard.state()
+    state = dashboard.dashboard_state()
     uuids = {section["uuid"] for section in state["compareRunSections"]}
     cards = state["compareRunCharts"]
     assert len({card["uuid"] for card in cards}) == len(cards)
@@ -74,7 +80,7 @@ def test_every_chart_has_its_section_and_metrics_that_exist():
 
 
 def test_what_no_run_logs_has_neither_chart_nor_section():
-    state = dashboard.state(metrics=LANGUAGE)
+    state = dashboard.dashboard_state(metrics=LANGUAGE)
     assert names(state) == ["Loss", "Quality", "Cost", "Trade-off", "Differences"]
     text = json.dumps([card for card in state["compareRunCharts"] if not card["deleted"]])
     assert "val/accuracy" not in text
@@ -82,12 +88,15 @@ def test_what_no_run_logs_has_neither_chart_nor_section():
 
 
 def test_a_sweeps_view_shows_its_runs_alone_and_an_experiments_all_but_parents():
-    assert dashboard.state("0123abc")["searchFilter"] == "tags.`mlflow.parentRunId` = '0123abc'"
-    assert dashboard.state()["searchFilter"] == "tags.precision != ''"
+    assert (
+        dashboard.dashboard_state("0123abc")["searchFilter"]
+        == "tags.`mlflow.parentRunId` = '0123abc'"
+    )
+    assert dashboard.dashboard_state()["searchFilter"] == "tags.precision != ''"
 
 
 def test_a_url_names_the_view_and_nothing_that_overrides_it():
-    fragment = urlsplit(f"http://host:5000{dashboard.path('7')}").fragment
+    fragment = urlsplit(f"http://host:5000{dashboard.dashboard_path('7')}").fragment
     place, _, query = fragment.partition("?")
     assert place == "/experiments/7/runs"
     assert parse_qs(query) == {
@@ -98,18 +107,18 @@ def test_a_url_names_the_view_and_nothing_that_overrides_it():
 
 
 def test_what_is_odd_in_a_key_is_escaped():
-    assert "viewStateShareKey=precision-runner-a%26b%20c%2Fd&" in dashboard.path(
+    assert "viewStateShareKey=precision-runner-a%26b%20c%2Fd&" in dashboard.dashboard_path(
         "7", dashboard.sweep_key("a&b c/d")
     )
 
 
 def test_a_quote_cannot_break_out_of_the_filter():
-    wanted = dashboard.state("x' or params.a = 'b")["searchFilter"]
+    wanted = dashboard.dashboard_state("x' or params.a = 'b")["searchFilter"]
     assert wanted.count("'") == 2
 
 
 def test_the_note_links_to_the_dashboard_whatever_the_servers_address():
-    assert dashboard.note("7").count(f"](#{dashboard.path('7')[2:]})") == 1
+    assert dashboard.dashboard_note("7").count(f"](#{dashboard.dashboard_path('7')[2:]})") == 1
 
 
 def test_what_is_there_already_is_not_written_again():
@@ -124,7 +133,7 @@ def test_a_dashboard_gains_the_charts_of_metrics_that_come_later():
     assert written(first, metrics=["my/own"]) == {}
     second = written(first, metrics=["loss_scale/changes"])
     assert second.keys() == {TAG}
-    assert names(dashboard.unpack(second[TAG]))[:3] == ["Loss scale", "Loss", "Quality"]
+    assert names(dashboard.unpack_state(second[TAG]))[:3] == ["Loss scale", "Loss", "Quality"]
 
 
 def test_an_older_one_of_ours_is_replaced_and_a_newer_one_is_not(monkeypatch):
@@ -160,11 +169,11 @@ def test_the_oldest_sweeps_go_and_what_someone_changed_stays():
     tags = {}
     for number in range(dashboard.MAX_SWEEPS + 3):
         sweep = (str(number), "0123abc", f"sweep {number}")
-        tags |= dashboard.to_set(tags, "7", "3.17.2", NOW + number, sweep=sweep)
+        tags |= dashboard.tags_to_set(tags, "7", "3.17.2", NOW + number, sweep=sweep)
     oldest = [f"{TAG}-{number}" for number in (0, 1, 2)]
-    assert sorted(dashboard.to_delete(tags)) == oldest
+    assert sorted(dashboard.tags_to_delete(tags)) == oldest
     tags[oldest[0]] = changed(tags[oldest[0]], orderByAsc=False)
-    assert sorted(dashboard.to_delete(tags)) == oldest[1:]
+    assert sorted(dashboard.tags_to_delete(tags)) == oldest[1:]
 
 
 @pytest.mark.parametrize(
@@ -178,12 +187,12 @@ def test_the_oldest_sweeps_go_and_what_someone_changed_stays():
     ],
 )
 def test_servers_that_are_too_old_get_nothing(server, yes):
-    assert dashboard.supported(server) is yes
+    assert dashboard.is_supported(server) is yes
     assert bool(written(server=server)) is yes
 
 
 def test_neighbours_differ_in_color():
-    colors = [dashboard.color(number) for number in range(16)]
+    colors = [dashboard.run_color(number) for number in range(16)]
     assert len(set(colors)) == 16
     assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in colors)
 
@@ -216,5 +225,5 @@ def test_the_installed_pages_keep_every_field_of_the_state():
     """They drop what is not in their two lists."""
     lists = re.findall(r'=\[((?:"\w+",?){5,30})\]', scripts())
     known = {name for found in lists for name in re.findall(r'"(\w+)"', found)}
-    ours = dashboard.unpack(written()[TAG]).keys() - {"runner"}
+    ours = dashboard.unpack_state(written()[TAG]).keys() - {"runner"}
     assert ours <= known

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from runner.data.datasets.digits import digits
-from runner.data.fingerprint import describe
+from runner.data.fingerprint import describe_data
 from runner.data.splits import Splits
 from runner.tracking.writer.dataset_inputs import log_inputs
 
@@ -34,7 +34,7 @@ def inputs_of(store, run_id):
 
 
 def test_a_run_shows_both_splits(store, run_in):
-    described = describe("digits", NODE, digits())
+    described = describe_data("digits", NODE, digits())
     run_id = run_in("splits")
     log_inputs(store.client, run_id, described)
     log_inputs(store.client, run_id, described)
@@ -51,7 +51,7 @@ def test_mlflow_reads_the_schema_and_the_source(store, run_in):
     from mlflow.data.schema import TensorDatasetSchema
 
     run_id = run_in("read")
-    log_inputs(store.client, run_id, describe("digits", NODE, digits()))
+    log_inputs(store.client, run_id, describe_data("digits", NODE, digits()))
     dataset = store.run(run_id).inputs.dataset_inputs[0].dataset
     schema = TensorDatasetSchema.from_dict(json.loads(dataset.schema))
     (features,) = schema.features.inputs
@@ -61,7 +61,7 @@ def test_mlflow_reads_the_schema_and_the_source(store, run_in):
 
 
 def test_runs_on_the_same_data_share_one_data_set(store, run_in):
-    described = describe("digits", NODE, digits())
+    described = describe_data("digits", NODE, digits())
     runs = [run_in("shared"), run_in("shared")]
     for run_id in runs:
         log_inputs(store.client, run_id, described)
@@ -71,7 +71,7 @@ def test_runs_on_the_same_data_share_one_data_set(store, run_in):
 def test_a_set_that_is_both_trained_and_validated_on_is_told_once(store, run_in):
     few = TensorDataset(torch.ones(4, 2), torch.ones(4))
     run_id = run_in("overfit")
-    log_inputs(store.client, run_id, describe("few", {}, Splits(few, few)))
+    log_inputs(store.client, run_id, describe_data("few", {}, Splits(few, few)))
     ((_, context, _),) = inputs_of(store, run_id)
     assert context == "training, validation"
 
@@ -80,5 +80,5 @@ def test_names_and_sources_of_any_length_fit(store, run_in):
     few = TensorDataset(torch.ones(4, 2), torch.ones(4))
     run_id = run_in("long")
     node = {"_target_": "a.b", "words": "x" * 100_000}
-    log_inputs(store.client, run_id, describe("n" * 1000, node, Splits(few, few)))
+    log_inputs(store.client, run_id, describe_data("n" * 1000, node, Splits(few, few)))
     assert len(inputs_of(store, run_id)) == 1

@@ -14,7 +14,7 @@ from runner.tracking.tracker import RunInfo
 from runner.tracking.uri import resolve_experiment_id
 from runner.tracking.writer_process import WriterProcess
 from runner.utils.errors import TrackingError
-from runner.utils.secrets import hide
+from runner.utils.secrets import redact
 
 CWD = Path("/lab")
 
@@ -51,9 +51,9 @@ def record(store, tmp_path, monkeypatch):
         ('{"a":"http://host","b":"x@y"}', '{"a":"http://host","b":"x@y"}'),
         ("sqlite:////data/a@b.db", "sqlite:////data/a@b.db"),
     ],
-)  # fmt: skip
+)
 def test_credentials_in_a_uri_are_hidden_and_nothing_else(text, shown):
-    assert hide(text) == shown
+    assert redact(text) == shown
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,12 @@ def test_a_run_inside_an_open_run_of_the_users_is_separate_and_complete(tmp_path
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), uri],
-        cwd=tmp_path, env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert done.returncode == 0, done.stderr
     mine, ours, experiment = done.stdout.split()[-3:]
     store = reader(uri)

@@ -118,8 +118,14 @@ def test_a_password_opens_the_store_and_is_written_nowhere(how, served, cli, tmp
         user = f"ann:{SECRET}@" if how == "in the URI" else ""
         env = {"MLFLOW_TRACKING_USERNAME": "ann", "MLFLOW_TRACKING_PASSWORD": SECRET}
         uri = f"http://{user}127.0.0.1:{port}"
-        done = cli(*TINY, "-m", "precision=32-true", f"tracking.uri={uri}",
-                   env=env if how == "in the environment" else None, timeout=300)  # fmt: skip
+        done = cli(
+            *TINY,
+            "-m",
+            "precision=32-true",
+            f"tracking.uri={uri}",
+            env=env if how == "in the environment" else None,
+            timeout=300,
+        )
     if how == "not given":
         assert done.rc != 0
         assert "who are you?" in done.stderr
@@ -153,8 +159,15 @@ def postgres():
 
     def call(tool, *args):
         with (folder.parent / f"{folder.name}.log").open("ab") as log:
-            subprocess.run([tools[tool], "-D", str(folder / "data"), *args], cwd=folder,
-                           stdout=log, stderr=log, check=True, timeout=120, **user)  # fmt: skip
+            subprocess.run(
+                [tools[tool], "-D", str(folder / "data"), *args],
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                check=True,
+                timeout=120,
+                **user,
+            )
 
     call("initdb", "-U", "mlflow", "-A", "trust", "--no-sync")
     options = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1 -c fsync=off"

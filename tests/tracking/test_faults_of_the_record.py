@@ -12,13 +12,10 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from serving import Server
-
-sys.path.insert(0, str(Path(__file__).parent))
 from faults import ROOT, Trainer, counted, progress_of, status_of
+from serving import Server
 
 from runner.cli.sync import sync
 from runner.tracking import journal as journals
@@ -190,7 +187,7 @@ def test_a_disk_that_stays_full_costs_the_points_it_had_no_room_for(disk, tmp_pa
     time.sleep(3)
     trainer.stop()
     done, stderr = trainer.result()
-    kept = [record for record, _ in journals.read(trainer.journal)]
+    kept = [record for record, _ in journals.read_records(trainer.journal)]
     steps = [record["step"] for record in kept if record["kind"] == "metrics"]
     assert steps == list(range(1, len(steps) + 1))
     lost = done["steps"] - len(steps)
@@ -215,7 +212,7 @@ def test_a_run_that_lost_its_writer_too_is_settled_by_the_next_one(tmp_path, unt
     assert status_of(uri, run_id) == "RUNNING"
     second = Trainer(uri, tmp_path / "outputs" / "runs" / "2").training()
     until(lambda: status_of(uri, run_id) == "KILLED", seconds=60)
-    steps = sum(record["kind"] == "metrics" for record, _ in journals.read(first.journal))
+    steps = sum(record["kind"] == "metrics" for record, _ in journals.read_records(first.journal))
     until(lambda: progress_of(first.folder).done)
     found = counted(uri, run_id, steps, tmp_path)
     assert found == {"logged": 3 * steps, **NONE}
@@ -311,16 +308,35 @@ def test_soak(server, tmp_path):
     server.start()
     assert sync([str(tmp_path)]) == 0
     rows = []
-    runs = [("server killed and restarted", done, trainer, len(away), f"{max(away):.0f}"),
-            ("server gone for good, then `runner sync`", left, gone, 1, "for good")]  # fmt: skip
+    runs = [
+        ("server killed and restarted", done, trainer, len(away), f"{max(away):.0f}"),
+        ("server gone for good, then `runner sync`", left, gone, 1, "for good"),
+    ]
     for name, result, one, times, longest in runs:
         run_id = progress_of(one.folder).run_id
         found = counted(server.url, run_id, result["steps"], tmp_path)
-        rows.append([name, str(times), longest, *(f"{n:,}" for n in found.values()),
-                     f"{result['slowest_ms']:.1f}", f"{result['close_s']:.1f}"])  # fmt: skip
+        rows.append(
+            [
+                name,
+                str(times),
+                longest,
+                *(f"{n:,}" for n in found.values()),
+                f"{result['slowest_ms']:.1f}",
+                f"{result['close_s']:.1f}",
+            ]
+        )
         assert found == {"logged": 3 * result["steps"], **NONE}
-    head = ["what happened", "outages", "longest s", "points logged", "lost", "doubled", "altered",
-            "slowest call in the loop ms", "end waited s"]  # fmt: skip
+    head = [
+        "what happened",
+        "outages",
+        "longest s",
+        "points logged",
+        "lost",
+        "doubled",
+        "altered",
+        "slowest call in the loop ms",
+        "end waited s",
+    ]
     notes = (
         f"# What outages cost the record\n\n`SOAK_OUTAGES={number} SOAK_LONG={long:.0f} "
         f"SOAK_SEED={seed} pytest -m soak tests/tracking`, "

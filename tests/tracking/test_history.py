@@ -15,23 +15,23 @@ def journal(folder, *values):
 
 
 def losses(folder):
-    return history.of_folder(folder)["train/loss"][2].tolist()
+    return history.from_folder(folder)["train/loss"][2].tolist()
 
 
 def test_what_was_recorded_comes_back_as_it_was(tmp_path):
     values = [0.1, float("inf"), -1e308, 2**-1074]
     curves = history.from_journal(journal(tmp_path, *values))
-    kept = history.read(history.write(tmp_path / HISTORY, curves))["train/loss"]
+    kept = history.read_history(history.write_history(tmp_path / HISTORY, curves))["train/loss"]
     assert kept.tolist() == [[0, 1, 2, 3], [1000, 1001, 1002, 1003], values]
 
 
 def test_a_damaged_history_is_read_from_its_journal(tmp_path):
-    path = history.write(tmp_path / HISTORY, history.from_journal(journal(tmp_path, 1.0)))
+    path = history.write_history(tmp_path / HISTORY, history.from_journal(journal(tmp_path, 1.0)))
     whole = path.read_bytes()
     for damaged in (whole[:-30], b"", whole[:40] + b"\0" * 20 + whole[60:]):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"history\.npz is damaged"):
-            history.read(path)
+            history.read_history(path)
         assert losses(tmp_path) == [1.0]
 
 
@@ -40,7 +40,7 @@ def test_a_folder_used_again_shows_its_last_run(tmp_path):
         path = journal(tmp_path, float(number))
     assert path.name == "journal-11.jsonl"
     assert losses(tmp_path) == [11.0]
-    kept = history.write(tmp_path / HISTORY, history.from_journal(path))
+    kept = history.write_history(tmp_path / HISTORY, history.from_journal(path))
     assert losses(tmp_path) == [11.0]
     journal(tmp_path, 12.0)
     os.utime(kept, (1, 1))
@@ -48,5 +48,5 @@ def test_a_folder_used_again_shows_its_last_run(tmp_path):
 
 
 def test_nothing_recorded(tmp_path):
-    assert history.of_folder(tmp_path) == {}
+    assert history.from_folder(tmp_path) == {}
     assert history.from_journal(journal(tmp_path)) == {}

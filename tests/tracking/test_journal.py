@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.tracking.journal import SPARE, Journal, owner_lives, read
+from runner.tracking.journal import SPARE, Journal, owner_lives, read_records
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def journal(tmp_path):
 
 
 def records(journal):
-    return [record for record, _ in read(journal.path)]
+    return [record for record, _ in read_records(journal.path)]
 
 
 def test_records_are_readable_at_once_and_floats_are_bit_equal(journal):
@@ -48,9 +48,9 @@ def test_a_block_keeps_its_order(journal):
 
 def test_reading_goes_on_from_an_offset(journal):
     journal.metrics([(1, 1, {"a": 1}), (2, 2, {"a": 2})])
-    (_, middle), (_, end) = read(journal.path)
-    assert [record["step"] for record, _ in read(journal.path, middle)] == [2]
-    assert list(read(journal.path, end)) == []
+    (_, middle), (_, end) = read_records(journal.path)
+    assert [record["step"] for record, _ in read_records(journal.path, middle)] == [2]
+    assert list(read_records(journal.path, end)) == []
 
 
 def test_an_unfinished_line_waits_and_a_damaged_one_is_named(journal):

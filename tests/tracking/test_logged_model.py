@@ -127,9 +127,12 @@ def loads(uri, exported, folder, *models):
     kept = {key: v for key, v in os.environ.items() if not key.startswith(("MLFLOW_", "PYTHON"))}
     done = subprocess.run(
         [sys.executable, "-P", "-c", LOAD, uri, str(exported.path), *models],
-        cwd=folder, capture_output=True, text=True, timeout=200,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
         env={**kept, "OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
 
 

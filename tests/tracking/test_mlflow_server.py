@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from runner.checkpoint.export import export
-from runner.data.fingerprint import describe
+from runner.data.fingerprint import describe_data
 from runner.data.splits import Splits
-from runner.precision.registry import load
+from runner.precision.registry import load_precision
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.tracker import RunInfo
@@ -60,7 +60,7 @@ def test_a_run_that_opens_before_its_server_is_stored_completely(
 
 def model_folder(folder):
     """An exported model, and its facts."""
-    precision = load("bf16-mixed")
+    precision = load_precision("bf16-mixed")
     made = export(nn.Linear(3, 2), precision, torch.randn(4, 3), folder)
     return folder, {**made.facts, "step": 2}
 
@@ -77,7 +77,7 @@ def test_what_a_run_leaves_arrives_when_the_server_comes_back(late_server, reade
     late_server.stop()
     tracker.metrics(2, 2000, {"train/loss": math.nan, "val/loss": 0.25})
     tracker.inputs(
-        describe("digits", {"_target_": "d"}, Splits(*2 * [TensorDataset(torch.ones(3))]))
+        describe_data("digits", {"_target_": "d"}, Splits(*2 * [TensorDataset(torch.ones(3))]))
     )
     tracker.model(*model_folder(tmp_path / "run" / "model"))
     tracker.note("came later")
@@ -97,7 +97,7 @@ def test_what_a_run_leaves_arrives_when_the_server_comes_back(late_server, reade
         (2, 0.25),
     ]
     kept = store.client.download_artifacts(tracker.run_id, "history.npz", str(tmp_path))
-    assert str(history.read(Path(kept))["train/loss"][2].tolist()) == "[inf, nan]"
+    assert str(history.read_history(Path(kept))["train/loss"][2].tolist()) == "[inf, nan]"
     assert len(run.inputs.dataset_inputs) == 1
     assert len(run.outputs.model_outputs) == 1
     assert [v.run_id for v in store.client.search_model_versions("name = 'net'")] == [

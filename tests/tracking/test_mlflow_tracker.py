@@ -189,7 +189,7 @@ def test_beside_a_deleted_experiment_the_user_is_told_where_runs_go(begin, store
 def test_a_store_without_dashboards_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch):
     from runner.tracking.writer.store import Store
 
-    monkeypatch.setattr("runner.tracking.dashboard_views.version_of", lambda uri: "3.9.0")
+    monkeypatch.setattr("runner.tracking.dashboard_views.server_version", lambda uri: "3.9.0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mlflow's, while it makes its tables
         store = Store(f"sqlite:///{tmp_path}/mlflow.db")

@@ -3,7 +3,7 @@
 import pytest
 from mlflow.utils import validation
 
-from runner.tracking.writer.names import cut, distinct, legal_name
+from runner.tracking.writer.names import distinct_names, legal_name, truncate
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_mlflow_accepts_every_name_that_comes_out(name):
 
 
 def test_names_that_become_equal_stay_apart():
-    assert distinct({"a+b": "1", "a%b": "2", "a@b": "3"}) == {
+    assert distinct_names({"a+b": "1", "a%b": "2", "a@b": "3"}) == {
         "a_b": "1",
         "a_b_2": "2",
         "a_b_3": "3",
@@ -38,5 +38,5 @@ def test_names_that_become_equal_stay_apart():
 
 
 def test_a_cut_is_marked():
-    assert cut("abc", 3) == "abc"
-    assert cut("abcd", 3) == "ab…"
+    assert truncate("abc", 3) == "abc"
+    assert truncate("abcd", 3) == "ab…"

@@ -8,13 +8,13 @@ import pytest
 
 from runner.tracking import pending
 from runner.tracking.journal import Journal
-from runner.tracking.journal_status import Followed
-from runner.tracking.upload_state import Progress
+from runner.tracking.journal_status import JournalStatus
+from runner.tracking.upload_state import UploadState
 from runner.tracking.writer import uploader, writer_main
 from runner.tracking.writer.batches import next_batch
 from runner.tracking.writer.store import MAX_POINTS
 from runner.tracking.writer.store_errors import RefusedError, UnreachableError
-from runner.tracking.writer.uploader import Follower
+from runner.tracking.writer.uploader import JournalUploader
 
 START = {"id": "1", "time": 1, "uri": "fake", "experiment": "e", "name": None, "params": {}}
 QUIET = ("progress", "waiting", "back")
@@ -64,12 +64,12 @@ def work(journal, monkeypatch):
     one = writer_main.Writer(os.getpid(), send)
     store = one.store = FakeStore()
     name = one.name = str(journal.path)
-    follower = Follower(
+    follower = JournalUploader(
         journal.path, FakeStores(store), lambda *args, **kw: one._emit(name, *args, **kw)
     )
-    task = one._tasks[name] = one.task = writer_main.Task(follower)
+    task = one._tasks[name] = one.task = writer_main.JournalTask(follower)
     monkeypatch.setattr(uploader, "PARTIAL_SECONDS", 0.0)
-    monkeypatch.setattr(pending, "settle_behind", lambda folder: 0)
+    monkeypatch.setattr(pending, "upload_in_background", lambda folder: 0)
 
     def turn(seconds_later=0.0):
         if seconds_later:
@@ -174,7 +174,7 @@ def test_a_doubtful_answer_is_a_refusal_after_a_while(work, journal):
 def test_a_disk_that_is_full_for_the_state_is_waited_for(work, journal, monkeypatch):
     journal.append("start", **START)
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr(Progress, "save", lambda *_, **__: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(UploadState, "save", lambda *_, **__: (_ for _ in ()).throw(full))
     for _ in range(9):
         work.turn(seconds_later=10)
     assert work.store.named("create_run") == []
@@ -194,8 +194,10 @@ def test_a_run_gets_its_status_whatever_its_artifacts_meet(work, journal):
     assert work.store.named("end_run")[0] == ["create_run", "FINISHED", 9]
     events = work.events()
     assert [event["event"] for event in events if event["event"] != "sending"] == [
-        "opened", "error", "closed",
-    ]  # fmt: skip
+        "opened",
+        "error",
+        "closed",
+    ]
     assert work.task.follower.progress.done
 
 
@@ -212,7 +214,7 @@ def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
 
 
 def test_attempts_to_send_a_file_are_no_progress(tmp_path):
-    followed = Followed(tmp_path / "journal.jsonl")
+    followed = JournalStatus(tmp_path / "journal.jsonl")
     followed.hear({"event": "waiting", "message": "away"})
     heard = followed.heard
     followed.hear({"event": "sending"})
@@ -266,7 +268,7 @@ def test_another_kind_of_record_completes_a_batch(journal):
 
 
 def test_progress_survives_a_writer_and_admits_one_at_a_time(journal):
-    first, second = Progress(journal.path), Progress(journal.path)
+    first, second = UploadState(journal.path), UploadState(journal.path)
     assert first.claim()
     assert not second.claim()
     first.save(run_id="r", offset=7)
@@ -280,7 +282,7 @@ def test_what_another_writer_finished_is_not_ended_again(work, journal):
     journal.append("start", **START)
     journal.append("end", status="FINISHED", error=None, time=9)
     work._heard = False
-    other = Progress(journal.path)
+    other = UploadState(journal.path)
     assert other.claim()
     work.turn()
     other.save(run_id="r", offset=journal.path.stat().st_size, done=True)
@@ -292,7 +294,7 @@ def test_what_another_writer_finished_is_not_ended_again(work, journal):
 
 def test_a_journal_goes_where_it_was_moved(work, journal):
     journal.append("start", **START)
-    progress = Progress(journal.path)
+    progress = UploadState(journal.path)
     assert progress.claim()
     progress.save(run_id="half sent elsewhere", offset=journal.path.stat().st_size)
     progress.move("other", "new name")
@@ -311,21 +313,21 @@ def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(
     journal.metrics([(1, 1, {"a": 1.0})])
     work.turn()
     assert [event["event"] for event in work.events()] == ["error", "closed"]
-    assert not Progress(journal.path).peek()
+    assert not UploadState(journal.path).peek()
     journal.close()
-    assert pending.state_of(journal.path) == "refused"
+    assert pending.journal_state(journal.path) == "refused"
 
 
 def test_a_torn_progress_file_starts_over_and_looks_for_the_run(journal):
     journal.path.with_suffix(".state").write_bytes(b'{"run_id": "r", "off')
-    progress = Progress(journal.path)
+    progress = UploadState(journal.path)
     assert progress.claim()
     assert (progress.run_id, progress.offset, progress.tried) == (None, 0, True)
     progress.release()
 
 
 def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
-    from runner.tracking.writer.writer_main import NAP_SECONDS, REST, Task, Writer
+    from runner.tracking.writer.writer_main import NAP_SECONDS, REST, JournalTask, Writer
 
     class Idle:
         behind = 0.0
@@ -335,7 +337,7 @@ def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
 
     class Loop(Writer):
         def __init__(self):
-            self._tasks, self._heard, self.rests = {"journal": Task(Idle())}, True, []
+            self._tasks, self._heard, self.rests = {"journal": JournalTask(Idle())}, True, []
 
         def _finished(self):
             return len(self.rests) == 3
@@ -367,13 +369,17 @@ def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
     [
         (0, None, "Uploading the last records to mlruns ..."),
         (25, None, "Uploading the last records to mlruns (25 % done) ..."),
-        (0, "refused", "Uploading the last records to mlruns: no answer yet (refused). Gives up "
-                       "after 60 s without one; `python -m runner sync` then sends the rest."),
+        (
+            0,
+            "refused",
+            "Uploading the last records to mlruns: no answer yet (refused). Gives up "
+            "after 60 s without one; `python -m runner sync` then sends the rest.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_said_while_the_last_records_are_uploaded(tmp_path, sent, away, told):
     journal = tmp_path / "journal.jsonl"
     journal.write_text("x" * 100)
-    followed = Followed(journal)
+    followed = JournalStatus(journal)
     followed.offset, followed.away = sent, away
     assert followed.waiting("mlruns", 60.0) == told

@@ -29,15 +29,21 @@ from torch.utils._pytree import tree_leaves
 
 from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
 from runner.config.targets import build_group
-from runner.diagnostics.memory.limits import USABLE, free
-from runner.diagnostics.memory.tracker import ACTIVATIONS, OPTIMIZER, WEIGHTS, Ledger, Peak
+from runner.diagnostics.memory.limits import USABLE, free_memory
+from runner.diagnostics.memory.tracker import (
+    ACTIVATIONS,
+    OPTIMIZER,
+    WEIGHTS,
+    MemoryBreakdown,
+    MemoryTracker,
+)
 from runner.precision.casting import cast_nest
 from runner.precision.precision import Precision
-from runner.training.compile import shape
+from runner.training.compile import prepare_model
 from runner.training.evaluation import Stagnation
-from runner.training.example_batch import Unknown, examples
-from runner.training.lazy_layers import materialize
-from runner.training.model import Built, build_model
+from runner.training.example_batch import ForecastUnavailable, example_batch
+from runner.training.lazy_layers import materialize_lazy_layers
+from runner.training.model import BuiltModel, build_model
 from runner.training.optimizers import build_driven
 from runner.training.state import TrainState
 from runner.training.step import train_step
@@ -49,9 +55,9 @@ META = torch.device("meta")
 FEW = 2
 
 
-def predict(
+def predict_peak(
     spec: RunSpec, precision: Precision, device: torch.device, batch_size: int | None = None
-) -> Peak:
+) -> MemoryBreakdown:
     """The peak of a training step.
 
     Args:
@@ -63,7 +69,7 @@ def predict(
     Raises:
         Unknown: no shape is given, or the step runs neither on fake tensors nor on few examples.
     """
-    return forecast(spec, precision, device)(batch_size or spec.train.batch_size)
+    return peak_forecast(spec, precision, device)(batch_size or spec.train.batch_size)
 
 
 def largest_batch(
@@ -72,10 +78,14 @@ def largest_batch(
     """Return the largest batch size whose predicted peak is within `room` bytes, of
     train.batch_size and the powers of two up to LARGEST_FORECAST_BATCH; None where a single example
     is too much. Raises Unknown."""
-    return largest(forecast(spec, precision, device), spec.train.batch_size, room)
+    return largest_fitting_batch(
+        peak_forecast(spec, precision, device), spec.train.batch_size, room
+    )
 
 
-def largest(peak: Callable[[int], Peak], own: int, room: float) -> int | None:
+def largest_fitting_batch(
+    peak: Callable[[int], MemoryBreakdown], own: int, room: float
+) -> int | None:
     """The same of a forecast, with one batch size of the user's own."""
     sizes = sorted({own, *(2**power for power in range(LARGEST_FORECAST_BATCH.bit_length()))})
     fits, low, high = None, 0, len(sizes)
@@ -88,14 +98,16 @@ def largest(peak: Callable[[int], Peak], own: int, room: float) -> int | None:
     return fits
 
 
-def _fits(peak: Callable[[int], Peak], size: int, room: float) -> bool:
+def _fits(peak: Callable[[int], MemoryBreakdown], size: int, room: float) -> bool:
     try:
         return peak(size).total <= room
     except (RuntimeError, ValueError):  # as batch normalisation of a single example
         return False
 
 
-def forecast(spec: RunSpec, precision: Precision, device: torch.device) -> Callable[[int], Peak]:
+def peak_forecast(
+    spec: RunSpec, precision: Precision, device: torch.device
+) -> Callable[[int], MemoryBreakdown]:
     """The peak as a function of the batch size. Raises Unknown."""
     _refuse(spec, device)
     try:
@@ -110,21 +122,23 @@ def forecast(spec: RunSpec, precision: Precision, device: torch.device) -> Calla
 
 def _refuse(spec: RunSpec, device: torch.device) -> None:
     if is_tpu(device):
-        raise Unknown("a TPU's compiler decides what a step holds.")
+        raise ForecastUnavailable("a TPU's compiler decides what a step holds.")
     if spec.optimizer.get("_target_") == "torch.optim.LBFGS":
-        raise Unknown("optimizer=lbfgs keeps more with every step, up to its history_size.")
+        raise ForecastUnavailable(
+            "optimizer=lbfgs keeps more with every step, up to its history_size."
+        )
 
 
 def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device) -> None:
     """A real step on few examples takes weights, gradients and two averages; where most weights are
     frozen, them alone, before they are packed."""
-    size, room = 0, USABLE * free(device)
+    size, room = 0, USABLE * free_memory(device)
     with suppress(NotImplementedError, RuntimeError), META:
         model = build_group("model", spec.model)
-        materialize(spec, model, META)
+        materialize_lazy_layers(spec, model, META)
         size = float32_bytes(model)
     if (needs := size * (1.5 if precision.freezes else 4)) > room:
-        raise Unknown(
+        raise ForecastUnavailable(
             f"its operators want real numbers, and steps on a few take about {needs / GIB:.1f} of "
             f"the {room / GIB:.1f} GiB that may be used."
         )
@@ -132,7 +146,7 @@ def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device)
 
 def _extrapolated(
     spec: RunSpec, precision: Precision, device: torch.device
-) -> Callable[[int], Peak]:
+) -> Callable[[int], MemoryBreakdown]:
     _refuse_too_large(spec, precision, device)
     try:
         rehearsal = _Rehearsal(spec, precision, device, fake=False)
@@ -141,22 +155,25 @@ def _extrapolated(
         raise
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
-        raise Unknown(f"its step does not run on random inputs: {said}") from error
+        raise ForecastUnavailable(f"its step does not run on random inputs: {said}") from error
     if len(less) != len(more):
-        raise Unknown(f"steps of {FEW} and of {2 * FEW} examples differ in their operators.")
+        raise ForecastUnavailable(
+            f"steps of {FEW} and of {2 * FEW} examples differ in their operators."
+        )
 
-    def peak(size: int) -> Peak:
+    def peak(size: int) -> MemoryBreakdown:
         share = (size - FEW) / FEW
         moments = zip(less, more, strict=True)
         line = (
-            Peak(*(round(a + (b - a) * share) for a, b in zip(*m, strict=True))) for m in moments
+            MemoryBreakdown(*(round(a + (b - a) * share) for a, b in zip(*m, strict=True)))
+            for m in moments
         )
         return max(line, key=sum)
 
     return peak
 
 
-def build(spec: RunSpec, precision: Precision) -> Built:
+def build_fake_model(spec: RunSpec, precision: Precision) -> BuiltModel:
     """The converted model on the meta device, which takes no memory; on the CPU where a model's
     code reads values."""
     try:
@@ -176,9 +193,11 @@ class _Rehearsal:
         self.spec, self.device = spec, device
         self.peak = cache(lambda size: max(self.line(size), key=sum))
         self.tensors = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-        making = Ledger(kind=WEIGHTS)  # in float32 before it is converted, and on the CPU
+        making = MemoryTracker(kind=WEIGHTS)  # in float32 before it is converted, and on the CPU
         with making if device.type == "cpu" else nullcontext():
-            made = build(spec, precision) if fake else build_model(spec, precision, device)
+            made = (
+                build_fake_model(spec, precision) if fake else build_model(spec, precision, device)
+            )
         self.making, model = making.line, made.model
         with self.tensors:
             if fake:
@@ -189,7 +208,9 @@ class _Rehearsal:
             self.state = TrainState(
                 model, precision, task, scale, driven, device, spec.train.clip_norm
             )
-            shape(replace(spec, train=replace(spec.train, compile=False)), precision, device, model)
+            prepare_model(
+                replace(spec, train=replace(spec.train, compile=False)), precision, device, model
+            )
             model.train()
             for p in self.state.trainable:
                 p.grad = torch.zeros_like(p)
@@ -198,13 +219,13 @@ class _Rehearsal:
             for p in self.state.trainable:
                 p.grad = None
 
-    def line(self, size: int) -> list[Peak]:
+    def line(self, size: int) -> list[MemoryBreakdown]:
         """What is held while the model is made, and after each operator of a step on micro-batches
         of `size` examples."""
         state, train, precision = self.state, self.spec.train, self.state.precision
         with self.tensors, precision.session(state.model, self.device):
-            batches = [examples(self.spec, size, self.device) for _ in range(train.accumulate)]
-            ledger = Ledger(accumulates=precision.kernels() == "float32_accumulate")
+            batches = [example_batch(self.spec, size, self.device) for _ in range(train.accumulate)]
+            ledger = MemoryTracker(accumulates=precision.kernels() == "float32_accumulate")
             ledger.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
             ledger.add(OPTIMIZER, *state.state_tensors())
             ledger.add(ACTIVATIONS, *tree_leaves(batches))

@@ -22,7 +22,7 @@ _F32, _F64 = torch.float32, torch.float64
 _BLOCK = 16  # channels that oneDNN keeps together
 
 
-def inside(
+def workspace_bytes(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, accumulates: bool
 ) -> int:
     """Bytes within one call of an operator.

@@ -20,7 +20,7 @@ from runner.training.step import loss_of
 from runner.utils.tensors import stored_bytes, tensor_bytes
 
 if TYPE_CHECKING:
-    from runner.modes.context import Run
+    from runner.modes.context import RunContext
 
 USABLE = 0.8
 """Share that an estimate may take of what a run finds: allocators leave gaps, libraries load
@@ -29,7 +29,7 @@ _CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryEstimate:
     """Bytes that a step takes; `example` for each of a micro-batch, `other` outside the run."""
 
     weights: float
@@ -43,17 +43,17 @@ class Need:
         parts = self.weights + self.gradients + self.state + self.fixed + self.other
         return parts + self.example * examples
 
-    def narrower(self, mixed: bool) -> "Need":
+    def narrower(self, mixed: bool) -> "MemoryEstimate":
         """With numbers of half the width; activations have it already in a mixed precision."""
         names = ["weights", "gradients", "state", *([] if mixed else ["example"])]
         return replace(self, **{name: getattr(self, name) / 2 for name in names})
 
-    def smaller_state(self) -> "Need":
+    def smaller_state(self) -> "MemoryEstimate":
         """With 8 bits for 32, and the scales of its blocks."""
         return replace(self, state=self.state * 0.27)
 
 
-def limit(device: torch.device) -> tuple[float, float]:
+def memory_limit(device: torch.device) -> tuple[float, float]:
     """What is taken, this run's tensors included, of the tightest limit; both in bytes."""
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)
@@ -70,15 +70,17 @@ def limit(device: torch.device) -> tuple[float, float]:
     return memory.rss, whole
 
 
-def free(device: torch.device) -> float:
+def free_memory(device: torch.device) -> float:
     """Bytes that a run may yet take of the tightest limit, and of what other processes leave."""
-    taken, whole = limit(device)
+    taken, whole = memory_limit(device)
     if device.type == "cuda":
         return whole - taken
     return max(0, min(whole - taken, psutil.virtual_memory().available))
 
 
-def need(this: "Run", error: BaseException, loader: Loader) -> Need | None:
+def estimate_step_memory(
+    this: "RunContext", error: BaseException, loader: Loader
+) -> MemoryEstimate | None:
     """Of a step as it was to be, activations as few examples take them; None where even those
     find no memory. Frees what the failed step holds."""
     state = this.state
@@ -96,8 +98,9 @@ def need(this: "Run", error: BaseException, loader: Loader) -> Need | None:
         few = min(2, loader.batch_size // 2)
         small, large = (_kept(state, batch, n) for n in (few, 2 * few))
         example = (large - small) / few
-        return Need(weights, gradients, made or _unmade(state), small - few * example, example,
-                    this.other)  # fmt: skip
+        return MemoryEstimate(
+            weights, gradients, made or _unmade(state), small - few * example, example, this.other
+        )
     return None
 
 
@@ -130,6 +133,6 @@ def _unmade(state: TrainState) -> float:
     return found
 
 
-def batches(size: int) -> Iterator[int]:
+def divisors(size: int) -> Iterator[int]:
     """Sizes that divide this one, from it downwards."""
     return (n for n in range(size, 0, -1) if size % n == 0)

@@ -6,21 +6,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runner.diagnostics.memory.limits import USABLE, Need, batches, limit, need
-from runner.training.compile import repeated
+from runner.diagnostics.memory.limits import (
+    USABLE,
+    MemoryEstimate,
+    divisors,
+    estimate_step_memory,
+    memory_limit,
+)
 from runner.training.state import TrainState
 from runner.utils.errors import RunnerError
+from runner.utils.modules import repeated_blocks
 from runner.utils.tensors import MIB, stored_bytes, tensor_bytes
 from runner.utils.tpu import is_tpu
 
 if TYPE_CHECKING:
-    from runner.modes.context import Run
+    from runner.modes.context import RunContext
 
 # What the allocators say that raise a plain RuntimeError.
-_SAID = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
-         "RESOURCE_EXHAUSTED")  # fmt: skip
-_NARROWER = {"64-true": "32-true", "32-true": "bf16-true", "tf32": "bf16-true",
-             "16-mixed": "bf16-true", "bf16-mixed": "bf16-true"}  # fmt: skip
+_SAID = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "RESOURCE_EXHAUSTED")
+_NARROWER = {
+    "64-true": "32-true",
+    "32-true": "bf16-true",
+    "tf32": "bf16-true",
+    "16-mixed": "bf16-true",
+    "bf16-mixed": "bf16-true",
+}
 _TWICE = "train.activation_checkpointing=true"
 _SMALLER_STATE = {"adam": "adam8bit", "adamw": "adamw8bit", "nadam": "adam8bit"}
 
@@ -39,7 +49,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_told(this: "Run") -> Iterator[None]:
+def explain_out_of_memory(this: "RunContext") -> Iterator[None]:
     """Context in which an allocator's error becomes an OutOfMemory."""
     try:
         yield
@@ -47,10 +57,10 @@ def memory_told(this: "Run") -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         this.traceback()
-        raise OutOfMemory(message(this, error)) from error
+        raise OutOfMemory(out_of_memory_message(this, error)) from error
 
 
-def message(this: "Run", error: BaseException) -> str:
+def out_of_memory_message(this: "RunContext", error: BaseException) -> str:
     """What happened, the memory's table, and settings that would fit by an estimate; without one,
     settings that need less."""
     # PyTorch's CPU allocator begins with the place in its own source.
@@ -58,7 +68,9 @@ def message(this: "Run", error: BaseException) -> str:
     said = said or type(error).__name__
     lines = [f"Out of memory {_when(this.state)} on {this.accelerator.name}: {said}"]
     lines += [f"  {name:<16}{size / MIB:>10.1f} MiB" for name, size in _table(this)]
-    lines += fitting(this, error) or [f"To need less, type {', or '.join(remedies(this))}."]
+    lines += fitting_settings(this, error) or [
+        f"To need less, type {', or '.join(memory_remedies(this))}."
+    ]
     return "\n".join(lines)
 
 
@@ -70,7 +82,7 @@ def _when(state: TrainState | None) -> str:
     return f"in the evaluation after step {state.step}" if state.step else "in the first evaluation"
 
 
-def _table(this: "Run") -> Iterator[tuple[str, float]]:
+def _table(this: "RunContext") -> Iterator[tuple[str, float]]:
     if state := this.state:
         yield "weights", stored_bytes(state.model)
         yield "gradients", tensor_bytes(*(p.grad for p in state.trainable if p.grad is not None))
@@ -80,18 +92,18 @@ def _table(this: "Run") -> Iterator[tuple[str, float]]:
         yield "device", torch.cuda.get_device_properties(this.device).total_memory
 
 
-def fitting(this: "Run", error: BaseException) -> list[str]:
+def fitting_settings(this: "RunContext", error: BaseException) -> list[str]:
     """Lines with settings that would fit, or that none does; nothing where no estimate explains
     why memory ran out."""
     if this.state is None or this.loader is None or is_tpu(this.device):
         return []  # room.limit knows no TPU's memory
-    taken, (_, whole) = need(this, error, this.loader), limit(this.device)
+    taken, (_, whole) = estimate_step_memory(this, error, this.loader), memory_limit(this.device)
     size, usable = this.spec.train.batch_size, this.other + USABLE * (whole - this.other)
     if taken is None or taken.of(size) <= usable:
         return []
     found: dict[int, tuple[str, float]] = {}  # by batch size: more of it, or it is not worth more
     for words, after in _changes(this, taken):
-        fits = [n for n in batches(size) if after.of(n) <= usable]
+        fits = [n for n in divisors(size) if after.of(n) <= usable]
         for n in fits[: 1 if words else 2]:
             found.setdefault(n, (_batch(this, n) + words, after.of(n)))
     if not found:
@@ -103,14 +115,14 @@ def fitting(this: "Run", error: BaseException) -> list[str]:
     return ["By an estimate these fit; type", *told, *more]
 
 
-def _may_compute_twice(this: "Run") -> bool:
+def _may_compute_twice(this: "RunContext") -> bool:
     """Whether activation checkpointing is left to try."""
     if this.state is None or this.spec.mode != "train" or this.precision.unrepeatable:
         return False
-    return not this.spec.train.activation_checkpointing and bool(repeated(this.state.model))
+    return not this.spec.train.activation_checkpointing and bool(repeated_blocks(this.state.model))
 
 
-def _changes(this: "Run", taken: Need) -> Iterator[tuple[str, Need]]:
+def _changes(this: "RunContext", taken: MemoryEstimate) -> Iterator[tuple[str, MemoryEstimate]]:
     """Overrides beside the batch size, and what a step takes with them."""
     yield "", taken
     name, optimizer = this.precision.name, this.origin.choices.get("optimizer", "")
@@ -123,7 +135,7 @@ def _changes(this: "Run", taken: Need) -> Iterator[tuple[str, Need]]:
         yield f" precision={narrower} optimizer={smaller}", both
 
 
-def _batch(this: "Run", examples: int) -> str:
+def _batch(this: "RunContext", examples: int) -> str:
     """For the same step; nothing where the batch stays whole."""
     train = this.spec.train
     if examples == train.batch_size:
@@ -136,7 +148,7 @@ def _share(size: float, whole: float) -> str:
     return f"about {size / 2**30:.1f} of {whole / 2**30:.1f} GiB"
 
 
-def remedies(this: "Run") -> Iterator[str]:
+def memory_remedies(this: "RunContext") -> Iterator[str]:
     """Overrides that need less: fewer examples at a time for the same step, activations that are
     computed twice, a narrower precision, an optimizer with less state."""
     spec, training = this.spec, this.spec.mode == "train"

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.diagnostics.memory.kernel_workspace import inside
-from runner.utils.tensors import parts
+from runner.diagnostics.memory.kernel_workspace import workspace_bytes
+from runner.utils.tensors import inner_tensors
 
 _CUDA_BLOCK = 512  # what its allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp)
 
 
-class Peak(NamedTuple):
+class MemoryBreakdown(NamedTuple):
     """Bytes at one moment of a step.
 
     Attributes:
@@ -39,22 +39,22 @@ class Peak(NamedTuple):
         return sum(self)
 
 
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = range(len(Peak._fields))
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = range(len(MemoryBreakdown._fields))
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Adds up the storages that live; `line` has an entry for each operator.
 
     Args:
         kind: of what is made outside of a backward and an update.
-        accumulates: see runner.diagnostics.memory.kernel_workspace.inside.
+        accumulates: see runner.diagnostics.memory.kernel_workspace.workspace_bytes.
     """
 
     def __init__(self, kind: int = ACTIVATIONS, accumulates: bool = False) -> None:
         super().__init__()
         self.kind, self.accumulates = kind, accumulates
-        self.line: list[Peak] = []
-        self._now = [0] * len(Peak._fields)
+        self.line: list[MemoryBreakdown] = []
+        self._now = [0] * len(MemoryBreakdown._fields)
         self._held: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
         self._updates = False
 
@@ -64,7 +64,7 @@ class Ledger(TorchDispatchMode):
 
     def add(self, kind: int, *tensors: Tensor) -> None:
         """Count storages as of a kind, also those that were of another."""
-        for part in (part for tensor in tensors for part in parts(tensor)):
+        for part in (part for tensor in tensors for part in inner_tensors(tensor)):
             storage = part.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key in self._held:
@@ -96,8 +96,8 @@ class Ledger(TorchDispatchMode):
         backward = torch._C._current_graph_task_id() != -1
         self.add(TEMPORARIES if backward or self._updates else self.kind, *self._new(result))
         now = list(self._now)
-        now[TEMPORARIES] += inside(func, args, kwargs or {}, result, self.accumulates)
-        self.line.append(Peak(*now))
+        now[TEMPORARIES] += workspace_bytes(func, args, kwargs or {}, result, self.accumulates)
+        self.line.append(MemoryBreakdown(*now))
         return result
 
     def _new(self, result: Any) -> Iterator[Tensor]:

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from runner.config.schema import RunSpec
 from runner.diagnostics.numerics.probe import Probe
-from runner.diagnostics.numerics.results import Look, Numerics, read
+from runner.diagnostics.numerics.results import Numerics, NumericsSnapshot, read
 from runner.distributed.strategy import Strategy
-from runner.training.callbacks.callback import Observer
+from runner.training.callbacks.callback import Callback
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms, relative_path
 from runner.utils.layout import NUMERICS
 
 if TYPE_CHECKING:
-    from runner.modes.context import Run
+    from runner.modes.context import RunContext
 
 _UNWATCHED = nullcontext()
 
@@ -30,7 +30,7 @@ def check_numerics(spec: RunSpec, strategy: Strategy) -> None:
         )
 
 
-class Looks(Observer):
+class NumericsCallback(Callback):
     """Of one process, the first.
 
     Args:
@@ -41,9 +41,9 @@ class Looks(Observer):
 
     key = "numerics"
 
-    def __init__(self, this: "Run", state: TrainState, every: int) -> None:
+    def __init__(self, this: "RunContext", state: TrainState, every: int) -> None:
         self.this, self.state, self.every = this, state, every
-        self.found: list[Look] = []
+        self.found: list[NumericsSnapshot] = []
         self._probe = Probe(state, self._see)
 
     def at(self, step: int) -> AbstractContextManager[object]:
@@ -55,11 +55,14 @@ class Looks(Observer):
         """What was found so far."""
         precision = self.this.precision
         return Numerics(
-            self.every, precision.name, str(precision.storage).removeprefix("torch."),
-            str(precision.compute).removeprefix("torch."), tuple(self.found),
-        )  # fmt: skip
+            self.every,
+            precision.name,
+            str(precision.storage).removeprefix("torch."),
+            str(precision.compute).removeprefix("torch."),
+            tuple(self.found),
+        )
 
-    def _see(self, look: Look) -> None:
+    def _see(self, look: NumericsSnapshot) -> None:
         self.found.append(look)
         numerics = self.numerics
         lost = [(m.kind, numerics.lost(m, numerics.computed_in)) for m in look.measured]
@@ -84,10 +87,16 @@ class Looks(Observer):
         if not self.found:
             this.say(f"warning: numerics.every={self.every}: no step was looked at.")
             return
-        from runner.diagnostics.numerics.numerics_page import draw, summary, write_page
+        from runner.diagnostics.numerics.numerics_page import (
+            draw_heat_maps,
+            numerics_summary,
+            write_page,
+        )
 
         numerics = self.numerics
         this.leave(out / NUMERICS, numerics.write)
-        this.leave(out / "numerics.png", lambda path: draw(numerics, path))
+        this.leave(out / "numerics.png", lambda path: draw_heat_maps(numerics, path))
         this.leave(out / "numerics.html", lambda path: write_page(numerics, this.label, path))
-        this.say(f"numerics: {summary(numerics)}. See {relative_path(out / 'numerics.html')}")
+        this.say(
+            f"numerics: {numerics_summary(numerics)}. See {relative_path(out / 'numerics.html')}"
+        )

@@ -10,8 +10,8 @@ from runner.diagnostics.numerics.results import (
     NEGLIGIBLE,
     NOISE,
     VANISHED,
-    Measured,
     Numerics,
+    TensorStats,
 )
 from runner.precision.emulation.formats import FLOAT16
 
@@ -26,29 +26,29 @@ _BIN_ENERGY = 7 / 3
 """Mean of x**2 over [1, 2): energy of a value in units of 4**exponent."""
 
 
-class Scales(NamedTuple):
+class LossScaleRange(NamedTuple):
     """The least and the greatest power of two that would do."""
 
     least: float
     greatest: float
 
 
-def loss_scales(numerics: Numerics) -> Scales | None:
+def loss_scales(numerics: Numerics) -> LossScaleRange | None:
     """Return the loss scales at which no gradient of any look would overflow float16 and no
     module's gradients lack its range, None where there is none.
 
     The run's own scale is divided out. Values are taken for evenly spread between powers of two.
     """
-    modules: dict[str, list[tuple[Measured, float]]] = defaultdict(list)
+    modules: dict[str, list[tuple[TensorStats, float]]] = defaultdict(list)
     for look in numerics.looks:
         for m in look.measured:
             if m.kind == "gradients":
                 modules[m.module].append((m, look.loss_scale or 1.0))
     fits = [k for k in _POWERS if all(_fits(found, k) for found in modules.values())]
-    return Scales(2.0 ** fits[0], 2.0 ** fits[-1]) if fits else None
+    return LossScaleRange(2.0 ** fits[0], 2.0 ** fits[-1]) if fits else None
 
 
-def would_do(numerics: Numerics) -> Scales | None:
+def suitable_range(numerics: Numerics) -> LossScaleRange | None:
     """Return the loss scales with which float16 would do where it lacks range in gradients alone,
     None where it lacks nothing, or something else, too."""
     if numerics.sensitivity("float16", ["gradients"]) != "range":
@@ -58,7 +58,7 @@ def would_do(numerics: Numerics) -> Scales | None:
     return loss_scales(numerics)
 
 
-def _fits(found: Sequence[tuple[Measured, float]], power: int) -> bool:
+def _fits(found: Sequence[tuple[TensorStats, float]], power: int) -> bool:
     """Whether float16 holds one module's gradients times 2**power, in the mean over its looks."""
     vanishing, noise = 0.0, 0.0
     for m, scale in found:

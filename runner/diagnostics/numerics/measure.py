@@ -13,8 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from runner.diagnostics.numerics.results import NEGLIGIBLE, Lost
-from runner.precision.emulation.formats import BFLOAT16, E4M3, E5M2, FLOAT16, Format, rounded
+from runner.diagnostics.numerics.results import NEGLIGIBLE, QuantizationLoss
+from runner.precision.emulation.formats import (
+    BFLOAT16,
+    E4M3,
+    E5M2,
+    FLOAT16,
+    Format,
+    round_to_format,
+)
 
 SAMPLE = 2**14
 """Elements of a tensor that are measured at most."""
@@ -63,7 +70,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class SampledTensor:
     """A tensor to be measured. Of updates also the weights `before` them, float32, and which of
     these had a gradient: what weight decay alone moves is no update that anybody misses."""
 
@@ -73,7 +80,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Counted:
+class ExponentCounts:
     """What was found of a tensor, as estimates for all of it."""
 
     elements: int
@@ -86,7 +93,7 @@ class Counted:
     several tensors add up."""
 
 
-def takes(tensor: Tensor) -> bool:
+def is_measurable(tensor: Tensor) -> bool:
     """Whether there is something to measure: dense floating or complex numbers of 16 bits or more,
     in no wrapper of a library's."""
     numbers = tensor.is_floating_point() or tensor.is_complex()
@@ -97,7 +104,7 @@ def takes(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def sample(tensor: Tensor, masked: bool = False) -> Sample:
+def take_sample(tensor: Tensor, masked: bool = False) -> Sample:
     """Copy some of a tensor's elements. The stride has no factor in common with their number, so
     that it falls on every channel.
 
@@ -124,20 +131,20 @@ def sample(tensor: Tensor, masked: bool = False) -> Sample:
     return Sample(values, largest, flat.numel(), stride)
 
 
-def single(values: Tensor) -> Tensor:
+def to_float32(values: Tensor) -> Tensor:
     """Of a sample, in float32."""
     return values.to(torch.float32)
 
 
 @torch.no_grad()
-def count(rows: Sequence[Row]) -> list[Counted]:
+def count_exponents(rows: Sequence[SampledTensor]) -> list[ExponentCounts]:
     """Measure tensors of one device; they come over in one transfer."""
     if not rows:
         return []
     device = rows[0].sample.values.device
     lengths = [-(-len(row.sample.values) // BLOCK) for row in rows]
     ids = torch.tensor(np.repeat(np.arange(len(rows)), lengths), device=device)
-    x = _blocks([single(row.sample.values) for row in rows])
+    x = _blocks([to_float32(row.sample.values) for row in rows])
     largest = torch.stack([row.sample.largest for row in rows])
     scaled_to = _finite_largest(x, lengths, largest)
     parts = []
@@ -189,7 +196,7 @@ def _reading(
     if scale is not None:
         scale = scale.clamp(max=2.0**127)
         magnitude, top = magnitude * scale, (top * scale).clamp(min=_TINY)
-    near = rounded(magnitude, fmt).clamp(max=fmt.largest)
+    near = round_to_format(magnitude, fmt).clamp(max=fmt.largest)
     tiny = near < fmt.normal
     gone, small = (near == 0).sum(1), tiny.sum(1)
     error = ((magnitude - near) / top).square()
@@ -199,7 +206,9 @@ def _reading(
     return [*counts, error.sum(1), lost_below]
 
 
-def _swallowed(rows: Sequence[Row], lengths: Sequence[int], device: torch.device) -> Tensor:
+def _swallowed(
+    rows: Sequence[SampledTensor], lengths: Sequence[int], device: torch.device
+) -> Tensor:
     """[1 + len(STORED), blocks]: weights that had a gradient, and those of them that each format
     keeps where they were; zeros where a row is of no updates."""
     found = torch.zeros(1 + len(STORED), sum(lengths), dtype=torch.float32, device=device)
@@ -207,12 +216,12 @@ def _swallowed(rows: Sequence[Row], lengths: Sequence[int], device: torch.device
     if not asked:
         return found
     before = _blocks([rows[i].before for i in asked])  # type: ignore[misc]
-    update = _blocks([single(rows[i].sample.values) for i in asked])
+    update = _blocks([to_float32(rows[i].sample.values) for i in asked])
     pulled = _blocks([rows[i].pulled.float() for i in asked]) != 0  # type: ignore[union-attr]
     columns = [pulled.sum(1)]
     for fmt in STORED:
-        held = rounded(before, fmt)
-        columns.append(((rounded(held + update, fmt) == held) & pulled).sum(1))
+        held = round_to_format(before, fmt)
+        columns.append(((round_to_format(held + update, fmt) == held) & pulled).sum(1))
     starts = np.concatenate([[0], np.cumsum(lengths)])
     where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in asked])
     found[:, torch.tensor(where, device=device)] = torch.stack(columns).float()
@@ -220,8 +229,8 @@ def _swallowed(rows: Sequence[Row], lengths: Sequence[int], device: torch.device
 
 
 def _unpacked(
-    rows: Sequence[Row], lengths: Sequence[int], packed: NDArray[np.float64]
-) -> list[Counted]:
+    rows: Sequence[SampledTensor], lengths: Sequence[int], packed: NDArray[np.float64]
+) -> list[ExponentCounts]:
     blocks = sum(lengths)
     table = packed[: _COLUMNS * blocks].reshape(_COLUMNS, blocks)
     largest = packed[_COLUMNS * blocks :][: len(rows)]
@@ -239,7 +248,7 @@ def _unpacked(
         if not np.isfinite(largest[i]):
             not_finite = max(not_finite, 1.0)  # the sample may have missed it
         found.append(
-            Counted(
+            ExponentCounts(
                 row.sample.elements,
                 zeros * share,
                 not_finite,
@@ -251,7 +260,7 @@ def _unpacked(
     return found
 
 
-def lost(counted: Sequence[Counted]) -> dict[str, Lost]:
+def quantization_losses(counted: Sequence[ExponentCounts]) -> dict[str, QuantizationLoss]:
     """Return what the formats lose of a module's tensors of one kind, by name of the reading.
 
     SQNR is 10 log10(sum x**2 / sum (x - q(x))**2) dB over all of their finite values x together: a
@@ -276,7 +285,7 @@ def lost(counted: Sequence[Counted]) -> dict[str, Lost]:
             stays = float(sums[STORED.index(fmt) - len(STORED)] / pulled)
         shares = [underflow, subnormal, overflow, negligible]
         shares = [float(n / values) if values else 0.0 for n in shares]
-        found[name] = Lost(
+        found[name] = QuantizationLoss(
             *shares[:3],
             sqnr_db=10 * math.log10(signal / noise) if noise else None,
             swallowed=stays,
@@ -286,7 +295,7 @@ def lost(counted: Sequence[Counted]) -> dict[str, Lost]:
     return found
 
 
-def _negligible(counted: Sequence[Counted]) -> NDArray[np.float64]:
+def _negligible(counted: Sequence[ExponentCounts]) -> NDArray[np.float64]:
     """Count each tensor's values that are more than NEGLIGIBLE powers of two below the largest of
     all of them."""
     used = np.flatnonzero(np.sum([c.exponents for c in counted], axis=0))
@@ -297,6 +306,6 @@ def _negligible(counted: Sequence[Counted]) -> NDArray[np.float64]:
     return np.array([c.exponents[:below].sum() for c in counted])
 
 
-def _overflows(counted: Sequence[Counted], fmt: Format) -> int:
+def _overflows(counted: Sequence[ExponentCounts], fmt: Format) -> int:
     """Count the tensors whose largest value overflows, which a sample may have missed."""
     return sum(bool(np.isfinite(c.largest)) and c.largest >= fmt.overflow for c in counted)

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.diagnostics.numerics.loss_scales import FIRST, OTHERS, loss_scales, would_do
+from runner.diagnostics.numerics.loss_scales import FIRST, OTHERS, loss_scales, suitable_range
 from runner.diagnostics.numerics.results import (
     KINDS,
     NEGLIGIBLE,
     NOISE,
     SWALLOWED,
     VANISHED,
-    Measured,
     Numerics,
     Sensitivity,
+    TensorStats,
 )
 from runner.precision.emulation.formats import FORMATS
 from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
-from runner.utils.plots import FONT, plain, svg
+from runner.utils.plots import FONT, plain_label, svg_element
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,15 +41,15 @@ LACKS: dict[Sensitivity, str] = {
 TONES: dict[Sensitivity, Tone] = {"range": "bad", "precision": "bad", "none": "good"}
 
 
-def summary(numerics: Numerics) -> str:
+def numerics_summary(numerics: Numerics) -> str:
     """What each format lacks, in one line."""
-    return ", ".join(f"{fmt} {verdict(numerics, fmt)}" for fmt in FORMATS)
+    return ", ".join(f"{fmt} {format_verdict(numerics, fmt)}" for fmt in FORMATS)
 
 
-def verdict(numerics: Numerics, fmt: str) -> str:
+def format_verdict(numerics: Numerics, fmt: str) -> str:
     """Say in words what a format lacks. Gradients that a loss scale saves lack no range; updates
     that are swallowed matter to who stores weights in the format alone."""
-    scaled = fmt == "float16" and would_do(numerics) is not None
+    scaled = fmt == "float16" and suitable_range(numerics) is not None
     does = "would do with a loss scale" if scaled else "would do"
     kinds = OTHERS if scaled else KINDS
     found, reasons = numerics.sensitivity(fmt, kinds), numerics.reasons(fmt, kinds)
@@ -64,18 +64,22 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
     order = [own, *(fmt for fmt in FORMATS if fmt != own)]
     blocks: list[Block] = [*_top(numerics, order)]
     for fmt in order:
-        blocks += [Heading(fmt), Charts([svg(heat_maps(numerics, fmt))]), _worst(numerics, fmt)]
+        blocks += [
+            Heading(fmt),
+            Charts([svg_element(heat_maps(numerics, fmt))]),
+            _worst(numerics, fmt),
+        ]
     path.write_text(to_html(f"Numerics of {label}", [*blocks, *_reading(numerics)]))
     return path
 
 
-def draw(numerics: Numerics, path: Path) -> Path:
+def draw_heat_maps(numerics: Numerics, path: Path) -> Path:
     """The heat maps of the run's own compute format. Raises OSError: it cannot be written."""
     heat_maps(numerics, numerics.computed_in).savefig(path, dpi=110)
     return path
 
 
-def share(value: float) -> str:
+def format_share(value: float) -> str:
     """In percent."""
     return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:.0f} %"
 
@@ -87,15 +91,15 @@ def _top(numerics: Numerics, order: Sequence[str]) -> Iterator[Block]:
         f"{len(steps)} looks, steps {steps[0]} to {steps[-1]}",
         "small",
     )
-    yield Text(f"{summary(numerics)}.", "answer")
-    yield Text(about_scale(numerics), "small")
+    yield Text(f"{numerics_summary(numerics)}.", "answer")
+    yield Text(loss_scale_sentence(numerics), "small")
     rows = []
     for fmt in order:
         worst = [Cell("nothing is lost", "quiet")]
         for module, kind, what, value in (numerics.reasons(fmt) or numerics.worst(fmt, ALL))[:1]:
-            worst = [Cell(module, note=kind), Cell(what), Cell(share(value))]
+            worst = [Cell(module, note=kind), Cell(what), Cell(format_share(value))]
         worst += [Cell("")] * (3 - len(worst))
-        text = verdict(numerics, fmt)
+        text = format_verdict(numerics, fmt)
         good = text == "would do with a loss scale"
         tone = "good" if good else TONES[numerics.sensitivity(fmt)]
         rows.append([Cell(fmt), Cell(text, tone), *worst])
@@ -103,7 +107,7 @@ def _top(numerics: Numerics, order: Sequence[str]) -> Iterator[Block]:
     yield Table(head, rows, frozenset({0, 1, 2, 3}))
 
 
-def about_scale(numerics: Numerics) -> str:
+def loss_scale_sentence(numerics: Numerics) -> str:
     """Say what a loss scale does to float16's gradients: the one in force, and any other."""
     force = _in_force(numerics) or "none"
     lacks = numerics.sensitivity("float16", ["gradients"])
@@ -138,14 +142,20 @@ def _worst(numerics: Numerics, fmt: str) -> Block:
     found = numerics.worst(fmt, WORST)
     if not found:
         return Text("Nothing is lost.", "small")
-    rows = [[Cell(module), Cell(kind), Cell(what), Cell(share(value), bar=value)]
-            for module, kind, what, value in found]  # fmt: skip
+    rows = [
+        [Cell(module), Cell(kind), Cell(what), Cell(format_share(value), bar=value)]
+        for module, kind, what, value in found
+    ]
     return Table(["worst module", "kind", "what", "share"], rows, frozenset({0, 1, 2}))
 
 
 def _reading(numerics: Numerics) -> Iterator[Block]:
     scaled = _in_force(numerics) or "1, for the run has none"
-    vanished, noise, swallowed = share(VANISHED), share(NOISE), share(SWALLOWED)
+    vanished, noise, swallowed = (
+        format_share(VANISHED),
+        format_share(NOISE),
+        format_share(SWALLOWED),
+    )
     yield Heading("How to read this")
     said = {
         "overflow, underflow": "shares of the values other than zero that are past the largest of "
@@ -169,7 +179,7 @@ def _reading(numerics: Numerics) -> Iterator[Block]:
     yield Items(list(said.items()), small=True)
 
 
-def cells(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDArray[np.float64]]:
+def table_cells(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDArray[np.float64]]:
     """Modules in the model's order, and the share that each loses at each look, [modules, looks];
     NaN where it was not measured."""
     names = list(dict.fromkeys(m.module for look in numerics.looks for m in look.measured))
@@ -181,7 +191,7 @@ def cells(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDArray[n
     return names, found
 
 
-def _cell(numerics: Numerics, fmt: str, m: Measured) -> float:
+def _cell(numerics: Numerics, fmt: str, m: TensorStats) -> float:
     lost = numerics.lost(m, fmt)
     if m.kind == "updates":
         return np.nan if lost.swallowed is None else lost.swallowed
@@ -193,15 +203,16 @@ def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    every = {kind: cells(numerics, fmt, kind) for kind in KINDS}
+    every = {kind: table_cells(numerics, fmt, kind) for kind in KINDS}
     names = every[KINDS[0]][0]
     shown = {kind: found for kind, (_, found) in every.items() if not np.isnan(found).all()}
     rows = _rows(list(shown.values()))
     groups = np.array_split(np.arange(len(numerics.looks)), min(COLUMNS, len(numerics.looks)))
     steps = [numerics.looks[group[-1]].step for group in groups]
     with rc_context({"font.size": 8, "font.family": FONT, "text.usetex": False}):
-        figure = Figure(figsize=(2.6 + 2.4 * len(shown), 1.3 + 0.19 * len(rows)),
-                        layout="constrained")  # fmt: skip
+        figure = Figure(
+            figsize=(2.6 + 2.4 * len(shown), 1.3 + 0.19 * len(rows)), layout="constrained"
+        )
         for i, (kind, found) in enumerate(shown.items(), 1):
             axes = figure.add_subplot(1, len(shown), i)
             _panel(axes, np.stack([np.fmax.reduce(found[rows][:, g], axis=1) for g in groups], 1))
@@ -217,7 +228,7 @@ def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
 
 def _label(name: str, most: int = 34) -> str:
     """The end of a dotted name, which tells modules of one kind apart."""
-    return plain(name if len(name) <= most else f"…{name[1 - most :]}", most)
+    return plain_label(name if len(name) <= most else f"…{name[1 - most :]}", most)
 
 
 def _rows(found: Sequence[NDArray[np.float64]]) -> list[int]:

@@ -12,16 +12,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from runner.diagnostics.numerics.measure import (
-    Counted,
-    Row,
+    ExponentCounts,
     Sample,
-    count,
-    lost,
-    sample,
-    single,
-    takes,
+    SampledTensor,
+    count_exponents,
+    is_measurable,
+    quantization_losses,
+    take_sample,
+    to_float32,
 )
-from runner.diagnostics.numerics.results import KINDS, Look, Measured
+from runner.diagnostics.numerics.results import KINDS, NumericsSnapshot, TensorStats
 from runner.training.state import TrainState
 
 CALLS = 4
@@ -30,7 +30,7 @@ INSIDE = 16
 """So many results of operations in a module's own forward."""
 
 
-def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, Sequence[Tensor]]]:
+def modules_holding_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Sequence[Tensor]]]:
     """Modules that hold parameters of their own, by dotted name, each once; a parameter that
     several hold belongs to the first."""
     seen: set[int] = set()
@@ -42,7 +42,7 @@ def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, Sequence[Tensor]
             yield name or "(model)", module, mine
 
 
-class Operations(TorchFunctionMode):
+class OperationWatcher(TorchFunctionMode):
     """Shows the results of operations inside modules' own code, where numbers may leave a format
     that inputs and outputs fit in. torch's own modules have nothing inside that counts."""
 
@@ -53,9 +53,11 @@ class Operations(TorchFunctionMode):
 
     def watch(self, name: str, module: nn.Module) -> Iterator[Any]:
         """Hooks that tell when a module's forward runs."""
-        inside = name if own_code(module) else ""
+        inside = name if is_user_code(module) else ""
         yield module.register_forward_pre_hook(lambda *_: self._within.append(inside))
-        yield module.register_forward_hook(lambda *_: void(self._within.pop()), always_call=True)
+        yield module.register_forward_hook(
+            lambda *_: return_nothing(self._within.pop()), always_call=True
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -64,12 +66,12 @@ class Operations(TorchFunctionMode):
         return result
 
 
-def own_code(module: nn.Module) -> bool:
+def is_user_code(module: nn.Module) -> bool:
     """Whether a module is not one of torch's own."""
     return not type(module).__module__.startswith("torch.")
 
 
-def void(_: object) -> None:
+def return_nothing(_: object) -> None:
     """What a hook returns that changes nothing."""
 
 
@@ -82,7 +84,7 @@ class Probe:
         seen: called with what was found, where the step ended well.
     """
 
-    def __init__(self, state: TrainState, seen: Callable[[Look], None]) -> None:
+    def __init__(self, state: TrainState, seen: Callable[[NumericsSnapshot], None]) -> None:
         self.state, self.seen = state, seen
         self._hooks = ExitStack()
 
@@ -95,16 +97,16 @@ class Probe:
         self._weights: list[tuple[str, Tensor, Sample]] = []
         model, trainable = self.state.plain_model, {id(p) for p in self.state.trainable}
         self._hooks.callback(model.register_forward_pre_hook(self._begin).remove)
-        operations = Operations(self._operation)
+        operations = OperationWatcher(self._operation)
         for name, module in model.named_modules():
             for hook in operations.watch(name or "(model)", module):
                 self._hooks.callback(hook.remove)
         self._hooks.enter_context(operations)
-        for name, module, params in holders(model):
-            after = self._output(name, own_code(module))
+        for name, module, params in modules_holding_tensors(model):
+            after = self._output(name, is_user_code(module))
             self._hooks.callback(module.register_forward_hook(after).remove)
-            for p in filter(takes, params):
-                self._weights.append((name, p, sample(p)))
+            for p in filter(is_measurable, params):
+                self._weights.append((name, p, take_sample(p)))
                 if id(p) in trainable:
                     hook = p.register_post_accumulate_grad_hook(self._gradient)
                     self._hooks.callback(hook.remove)
@@ -123,16 +125,18 @@ class Probe:
 
     def _operation(self, name: str, result: Any) -> None:
         held = self._inside[name]
-        if isinstance(result, Tensor) and takes(result) and len(held) < INSIDE:
-            held.append(sample(result, masked=True))
+        if isinstance(result, Tensor) and is_measurable(result) and len(held) < INSIDE:
+            held.append(take_sample(result, masked=True))
             self._counted[name].append(result)
 
     def _output(self, name: str, masked: bool) -> Callable[[nn.Module, Any, Any], None]:
         def after(_: nn.Module, args: Any, output: Any) -> None:
             if len(held := self._activations[name]) < CALLS:
                 counted = {id(t) for t in self._counted[name]}
-                found = (t for t in tree_leaves(output) if isinstance(t, Tensor) and takes(t))
-                held.extend(sample(t, masked) for t in found if id(t) not in counted)
+                found = (
+                    t for t in tree_leaves(output) if isinstance(t, Tensor) and is_measurable(t)
+                )
+                held.extend(take_sample(t, masked) for t in found if id(t) not in counted)
             self._counted[name].clear()
 
         return after
@@ -143,21 +147,27 @@ class Probe:
         grad = param.grad
         if grad is not None and grad.layout is torch.sparse_coo:
             grad = grad.detach().to_dense()
-        if grad is not None and takes(grad):
-            self._gradients[id(param)] = sample(grad)
+        if grad is not None and is_measurable(grad):
+            self._gradients[id(param)] = take_sample(grad)
 
     @torch.no_grad()
-    def _look(self) -> Look:
-        named = [(name, "activations", Row(s)) for found in (self._activations, self._inside)
-                 for name, all_ in found.items() for s in all_]  # fmt: skip
-        named += [(name, "weights", Row(s)) for name, _, s in self._weights]
+    def _look(self) -> NumericsSnapshot:
+        named = [
+            (name, "activations", SampledTensor(s))
+            for found in (self._activations, self._inside)
+            for name, all_ in found.items()
+            for s in all_
+        ]
+        named += [(name, "weights", SampledTensor(s)) for name, _, s in self._weights]
         for name, p, before in self._weights:
             if id(p) in self._gradients:
                 gradient = self._gradients[id(p)]
-                named += [(name, "gradients", Row(gradient)),
-                          (name, "updates", _update(p, before, gradient))]  # fmt: skip
-        counted = count([row for _, _, row in named])
-        parts: dict[tuple[str, str], list[Counted]] = defaultdict(list)
+                named += [
+                    (name, "gradients", SampledTensor(gradient)),
+                    (name, "updates", _update(p, before, gradient)),
+                ]
+        counted = count_exponents([row for _, _, row in named])
+        parts: dict[tuple[str, str], list[ExponentCounts]] = defaultdict(list)
         for (name, kind, _), found in zip(named, counted, strict=True):
             parts[name, kind].append(found)
         if not any(c.largest for (_, kind), cs in parts.items() if kind == "updates" for c in cs):
@@ -165,27 +175,29 @@ class Probe:
         names = [name or "(model)" for name, _ in self.state.plain_model.named_modules()]
         order = [(n, k) for n in names for k in KINDS if (n, k) in parts]
         scale = None if self._scale is None else self._scale.item()
-        return Look(self.state.step, scale, tuple(_measured(*key, parts[key]) for key in order))
+        return NumericsSnapshot(
+            self.state.step, scale, tuple(_measured(*key, parts[key]) for key in order)
+        )
 
 
-def _update(param: Tensor, before: Sample, gradient: Sample) -> Row:
+def _update(param: Tensor, before: Sample, gradient: Sample) -> SampledTensor:
     """What the step has changed of a parameter."""
-    after = sample(param)
+    after = take_sample(param)
     wide = torch.float64 if before.values.dtype is torch.float64 else torch.float32
     update = (after.values.to(wide) - before.values.to(wide)).float()
     made = Sample(update, update.abs().amax(), before.elements, before.stride)
     pulled = gradient.values != 0
     if before.values.itemsize >= 4:
         pulled &= update != 0  # float32 lost it already, or its learning rate is zero
-    return Row(made, single(before.values), pulled)
+    return SampledTensor(made, to_float32(before.values), pulled)
 
 
-def _measured(module: str, kind: str, counted: Sequence[Counted]) -> Measured:
+def _measured(module: str, kind: str, counted: Sequence[ExponentCounts]) -> TensorStats:
     elements = sum(c.elements for c in counted)
     largest = np.max([c.largest for c in counted])
     histogram = np.sum([c.exponents for c in counted], axis=0)
     bins = {int(i) - 127: round(histogram[i]) for i in np.flatnonzero(histogram)}
-    return Measured(
+    return TensorStats(
         module,
         kind,
         elements,
@@ -193,5 +205,5 @@ def _measured(module: str, kind: str, counted: Sequence[Counted]) -> Measured:
         sum(c.not_finite for c in counted) / elements,
         float(largest) if np.isfinite(largest) else None,
         bins,
-        lost(counted),
+        quantization_losses(counted),
     )

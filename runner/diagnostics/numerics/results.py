@@ -29,7 +29,7 @@ NEGLIGIBLE = 20
 float32's rounding error: 2**-24 in one operation, 4 bits more in a sum of some hundred terms."""
 
 
-class Lost(NamedTuple):
+class QuantizationLoss(NamedTuple):
     """What one format does to a tensor's values that are not zero. Shares are 0 to 1. In the file a
     list in this order.
 
@@ -75,7 +75,7 @@ class Lost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class TensorStats:
     """One kind of a module's numbers at one step.
 
     Attributes:
@@ -98,16 +98,16 @@ class Measured:
     not_finite: float
     largest: float | None
     exponents: Mapping[int, int]
-    formats: Mapping[str, Lost]
+    formats: Mapping[str, QuantizationLoss]
 
 
 @dataclass(frozen=True)
-class Look:
+class NumericsSnapshot:
     """All modules in one optimizer step, with the loss scale in force (None without one)."""
 
     step: int
     loss_scale: float | None
-    measured: Sequence[Measured]
+    measured: Sequence[TensorStats]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Numerics:
     precision: str
     storage: str
     compute: str
-    looks: Sequence[Look]
+    looks: Sequence[NumericsSnapshot]
 
     @property
     def computed_in(self) -> str:
@@ -180,9 +180,9 @@ class Numerics:
             verdict = lacks if lacks != "none" else verdict
         return verdict
 
-    def _means(self, fmt: str) -> dict[tuple[str, str], Lost]:
+    def _means(self, fmt: str) -> dict[tuple[str, str], QuantizationLoss]:
         """Of each module and kind over the looks; noise as a share, too."""
-        rows: dict[tuple[str, str], list[Lost]] = defaultdict(list)
+        rows: dict[tuple[str, str], list[QuantizationLoss]] = defaultdict(list)
         for look in self.looks:
             for m in look.measured:
                 if fmt not in m.formats:
@@ -190,7 +190,7 @@ class Numerics:
                 rows[m.module, m.kind].append(self.lost(m, fmt))
         return {key: _mean(found) for key, found in rows.items()}
 
-    def lost(self, m: Measured, fmt: str) -> Lost:
+    def lost(self, m: TensorStats, fmt: str) -> QuantizationLoss:
         """What a format loses of a measured tensor. What is not finite any more has left the range
         of the run's own compute format, and with it every narrower one."""
         lost, kind = m.formats[fmt], FORMATS[fmt.removesuffix("_unscaled")]
@@ -223,24 +223,24 @@ def read(folder: Path) -> Numerics:
         ) from error
 
 
-def _look(content: Mapping[str, Any]) -> Look:
-    return Look(**{**content, "measured": [_measured(m) for m in content["measured"]]})
+def _look(content: Mapping[str, Any]) -> NumericsSnapshot:
+    return NumericsSnapshot(**{**content, "measured": [_measured(m) for m in content["measured"]]})
 
 
-def _measured(content: Mapping[str, Any]) -> Measured:
+def _measured(content: Mapping[str, Any]) -> TensorStats:
     exponents = {int(e): count for e, count in content["exponents"].items()}
-    formats = {name: Lost(*lost) for name, lost in content["formats"].items()}
-    return Measured(**{**content, "exponents": exponents, "formats": formats})
+    formats = {name: QuantizationLoss(*lost) for name, lost in content["formats"].items()}
+    return TensorStats(**{**content, "exponents": exponents, "formats": formats})
 
 
-def _lacks(kind: str, lost: Lost) -> Sensitivity:
+def _lacks(kind: str, lost: QuantizationLoss) -> Sensitivity:
     """Return what one kind of a module's numbers is short of."""
     if kind != "updates":
         return lost.lacks
     return "precision" if (lost.swallowed or 0.0) >= SWALLOWED else "none"
 
 
-def _complaints(kind: str, lost: Lost) -> Iterator[tuple[str, float]]:
+def _complaints(kind: str, lost: QuantizationLoss) -> Iterator[tuple[str, float]]:
     if kind == "updates":
         found = {"swallowed": lost.swallowed or 0.0}
     else:
@@ -250,13 +250,13 @@ def _complaints(kind: str, lost: Lost) -> Iterator[tuple[str, float]]:
     yield from ((what, share) for what, share in found.items() if share > 0)
 
 
-def _mean(found: Sequence[Lost]) -> Lost:
+def _mean(found: Sequence[QuantizationLoss]) -> QuantizationLoss:
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
     noise = mean([lost.noise for lost in found])
     swallowed = [lost.swallowed for lost in found if lost.swallowed is not None]
-    return Lost(
+    return QuantizationLoss(
         mean([lost.underflow for lost in found]),
         mean([lost.subnormal for lost in found]),
         mean([lost.overflow for lost in found]),

@@ -31,7 +31,7 @@ _open: dict[Hashable, tuple[int, torch.library.Library]] = {}
 
 
 @contextmanager
-def replaced(what: Hashable, kernels: Callable[[], Kernels]) -> Iterator[None]:
+def replace_kernels(what: Hashable, kernels: Callable[[], Kernels]) -> Iterator[None]:
     """Context with other kernels in place.
 
     Process-wide while it is open: every thread and every forked worker has them, which the
@@ -52,7 +52,7 @@ def replaced(what: Hashable, kernels: Callable[[], Kernels]) -> Iterator[None]:
         _exit(what)
 
 
-def original(name: str, key: str = "CPU") -> Boxed:
+def original_kernel(name: str, key: str = "CPU") -> Boxed:
     """The kernel registered now."""
     return torch.library.get_kernel(f"aten::{name}", key).call_boxed
 

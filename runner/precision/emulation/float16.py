@@ -23,7 +23,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from runner.precision.emulation.dispatcher import INTO, Boxed, Kernels, original, replaced
+from runner.precision.emulation.dispatcher import (
+    INTO,
+    Boxed,
+    Kernels,
+    original_kernel,
+    replace_kernels,
+)
 from runner.utils.errors import ConfigError
 
 Choice = Literal["auto", "native", "float32_accumulate"]
@@ -100,7 +106,7 @@ def _convolution(dtype: torch.dtype) -> float:
     return min(taken[1:])
 
 
-def pays(model: nn.Module) -> bool:
+def is_float32_accumulation_faster(model: nn.Module) -> bool:
     """Whether float32 accumulation is faster than the native kernels for this model.
 
     True with a weight of LARGE_CONVOLUTION or LARGE_MATRIX elements, and with an LSTM, whose
@@ -123,7 +129,7 @@ def _large(module: nn.Module) -> bool:
     return any(nn.parameter.is_lazy(p) or (p.ndim > 1 and p.numel() >= limit) for p in own)
 
 
-def resolve(choice: Choice, model: nn.Module) -> Resolved:
+def choose_kernels(choice: Choice, model: nn.Module) -> Resolved:
     """The kernels that float16 takes on this CPU.
 
     Args:
@@ -141,7 +147,11 @@ def resolve(choice: Choice, model: nn.Module) -> Resolved:
             f"precision.cpu_float16={choice} is not known. "
             "Allowed: auto, native, float32_accumulate."
         )
-    return "float32_accumulate" if not native_is_fast() and pays(model) else "native"
+    return (
+        "float32_accumulate"
+        if not native_is_fast() and is_float32_accumulation_faster(model)
+        else "native"
+    )
 
 
 @contextmanager
@@ -156,7 +166,7 @@ def float32_accumulate(half: torch.dtype = torch.float16) -> Iterator[None]:
             three bits to.
     """
     _refuse_bfloat16_products()
-    with replaced(half, lambda: _kernels(half)):
+    with replace_kernels(half, lambda: _kernels(half)):
         yield
 
 
@@ -180,7 +190,7 @@ def _kernels(half: torch.dtype) -> Kernels:
 
 
 def _accumulating(name: str, kernel: Kernel, half: torch.dtype) -> Boxed:
-    native = original(name)
+    native = original_kernel(name)
     halves, rounded = kernel
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +212,7 @@ def _accumulating(name: str, kernel: Kernel, half: torch.dtype) -> Boxed:
 
 
 def _writing(name: str, compute: Boxed, half: torch.dtype) -> Boxed:
-    native = original(name)
+    native = original_kernel(name)
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         target = kwargs.get("out", args[0])
@@ -222,7 +232,7 @@ def _lstm(key: str, half: torch.dtype) -> Boxed:
 
     Above autograd (AutogradCPU), because it is a composite: autograd records the casts.
     """
-    native = original("lstm.input", key)
+    native = original_kernel("lstm.input", key)
 
     def run(keys: Any, x: torch.Tensor, hx: Any, params: Any, *args: Any) -> Any:
         same = all(t.dtype is half for t in (*hx, *params))

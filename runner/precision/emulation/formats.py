@@ -50,7 +50,7 @@ E2M1: Final = Format("float4_e2m1fn", torch.float4_e2m1fn_x2, 1, 0, 6.0, 7.0, sa
 FORMATS: Final = {f.name: f for f in (FLOAT16, BFLOAT16, E4M3, E5M2)}
 
 
-def rounded(x: Tensor, fmt: Format) -> Tensor:
+def round_to_format(x: Tensor, fmt: Format) -> Tensor:
     """The nearest values of a format, ties to even, as torch's casts on a CPU round.
 
     Args:
@@ -75,7 +75,7 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
     return torch.where(bits > _INFINITE, x, nearest.copysign(x))
 
 
-def rounded_within(x: Tensor, fmt: Format) -> Tensor:
+def round_within_range(x: Tensor, fmt: Format) -> Tensor:
     """Round to the nearest values of a format, ties to even, within its finite range; bit by bit
     as `rounded` of the clamped tensor, in a tenth of its time.
 

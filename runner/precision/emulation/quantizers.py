@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.precision.emulation.formats import E2M1, E4M3, Format, power_of_two, rounded_within
+from runner.precision.emulation.formats import E2M1, E4M3, Format, power_of_two, round_within_range
 
 Rule = Callable[[Tensor, Format], Tensor]
 """From the largest magnitudes (float32), the factors that bring them to a format's range."""
@@ -26,20 +26,20 @@ _MOST: Final = torch.finfo(torch.float32).max
 _SIXTH: Final = torch.tensor(6.0).reciprocal().item()
 
 
-def to_the_top(amax: Tensor, fmt: Format) -> Tensor:
+def amax_scale(amax: Tensor, fmt: Format) -> Tensor:
     """The largest magnitude becomes the format's largest value; 1 where that cannot be."""
     # A number over a tensor would be the tensor's reciprocal times it: rounded twice.
     scale = (torch.full_like(amax, fmt.largest) / amax).clamp(max=_MOST)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
-def by_power_of_two(amax: Tensor, fmt: Format) -> Tensor:
+def power_of_two_scale(amax: Tensor, fmt: Format) -> Tensor:
     """The same, rounded down to a power of two."""
-    exponent = to_the_top(amax, fmt).view(torch.int32) & 0x7F800000
+    exponent = amax_scale(amax, fmt).view(torch.int32) & 0x7F800000
     return exponent.view(torch.float32)
 
 
-def by_exponent(amax: Tensor, fmt: Format) -> Tensor:
+def exponent_scale(amax: Tensor, fmt: Format) -> Tensor:
     """The inverse of the least power of two that E8M0 holds and that is not below the largest
     magnitude over the format's largest value."""
     inverse = torch.full_like(amax, fmt.largest).reciprocal()
@@ -50,7 +50,7 @@ def by_exponent(amax: Tensor, fmt: Format) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockQuantizer:
     """Each block of an operand scaled by its own largest magnitude.
 
     Attributes:
@@ -64,14 +64,14 @@ class Blocks:
     shape: tuple[int, int] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        blocks = tiled(x, self.shape or (*x.shape,))
+        blocks = to_tiles(x, self.shape or (*x.shape,))
         scale = self.rule(_largest(blocks), self.fmt)
-        values = rounded_within(blocks * scale, self.fmt).mul_(scale.reciprocal())
-        return untiled(values, x.shape)
+        values = round_within_range(blocks * scale, self.fmt).mul_(scale.reciprocal())
+        return from_tiles(values, x.shape)
 
 
 @dataclass(frozen=True)
-class Nvfp4:
+class Nvfp4Quantizer:
     """E2M1 in blocks whose scales are E4M3, below one scale of the whole in float32.
 
     Attributes:
@@ -89,22 +89,22 @@ class Nvfp4:
         if self.rotates:
             x = F.pad(x, (0, -x.shape[1] % 16))
             # One product, not one per row: for that the rows lie one after another.
-            x = (x.contiguous().unflatten(1, (-1, 16)) @ rotation(x.device)).flatten(1)
-        blocks = tiled(x, self.shape)
+            x = (x.contiguous().unflatten(1, (-1, 16)) @ hadamard_rotation(x.device)).flatten(1)
+        blocks = to_tiles(x, self.shape)
         amax = x.abs().amax()
         whole = torch.full_like(amax, E2M1.largest * E4M3.largest) / amax
         whole = torch.where(whole.isfinite() & (whole > 0), whole, 1.0)
-        scale = rounded_within(_largest(blocks) * (whole * _SIXTH), E4M3) * whole.reciprocal()
+        scale = round_within_range(_largest(blocks) * (whole * _SIXTH), E4M3) * whole.reciprocal()
         inverse = scale.reciprocal().clamp(max=_MOST)
         values = blocks * inverse
         if self.stochastic:
             nearest = _either(values.clamp_(-E2M1.largest, E2M1.largest))
         else:
-            nearest = rounded_within(values, E2M1)
-        return untiled(nearest.mul_(scale), x.shape)
+            nearest = round_within_range(values, E2M1)
+        return from_tiles(nearest.mul_(scale), x.shape)
 
 
-def tiled(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def to_tiles(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A matrix as [blocks down, rows, blocks across, columns], padded with zeros."""
     rows, columns = shape
     missing = -x.shape[0] % rows, -x.shape[1] % columns
@@ -113,13 +113,13 @@ def tiled(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
 
 
-def untiled(blocks: Tensor, shape: torch.Size) -> Tensor:
+def from_tiles(blocks: Tensor, shape: torch.Size) -> Tensor:
     """The matrix again, without the padding."""
     return blocks.flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]]
 
 
 @cache
-def rotation(device: torch.device) -> Tensor:
+def hadamard_rotation(device: torch.device) -> Tensor:
     """[16, 16] orthogonal: the signs that the library keeps, before Hadamard's matrix."""
     matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < 16:

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.precision.emulation.formats import E4M3, E5M2, Format, rounded_within
+from runner.precision.emulation.formats import E4M3, E5M2, Format, round_within_range
 from runner.precision.emulation.quantizers import (
-    Blocks,
-    Nvfp4,
+    BlockQuantizer,
+    Nvfp4Quantizer,
     Quantizer,
     Rule,
-    by_exponent,
-    by_power_of_two,
-    to_the_top,
+    amax_scale,
+    exponent_scale,
+    power_of_two_scale,
 )
-from runner.precision.te_recipes import whole
+from runner.precision.te_recipes import complete_recipe
 
 
 @dataclass(frozen=True)
@@ -61,44 +61,51 @@ def operands(recipe: Mapping[str, Any]) -> Operands:
     Args:
         recipe: its kind and its keys, those that are left out at their defaults.
     """
-    keys = whole(recipe)
+    keys = complete_recipe(recipe)
     kind, backward = keys["kind"], keys["backward_override"]
     low = E5M2 if keys.get("format") == "HYBRID" else E4M3
     if kind == "nvfp4":
         return replace(_nvfp4(keys), backward=backward)
     if kind == "current":
-        rule = by_power_of_two if keys["use_power_2_scales"] else to_the_top
-        wide, narrow = Operand(Blocks(E4M3, rule)), Operand(Blocks(low, rule))
+        rule = power_of_two_scale if keys["use_power_2_scales"] else amax_scale
+        wide, narrow = Operand(BlockQuantizer(E4M3, rule)), Operand(BlockQuantizer(low, rule))
         return Operands(wide, wide, narrow, backward)
     if kind == "mxfp8":
         square = 2 if keys["enable_2d_quantization"] else 1
-        dims, edge, rule = (1, square, 1), 32, by_exponent
+        dims, edge, rule = (1, square, 1), 32, exponent_scale
     else:
         dims = tuple(keys[f"{part}_block_scaling_dim"] for part in ("x", "w", "grad"))
-        edge, rule = 128, to_the_top if keys["use_f32_scales"] else by_power_of_two
+        edge, rule = 128, amax_scale if keys["use_f32_scales"] else power_of_two_scale
     x, weight, grad = dims
     return Operands(
-        _blocks(E4M3, rule, x, edge), _blocks(E4M3, rule, weight, edge),
-        _blocks(low, rule, grad, edge), backward,
-    )  # fmt: skip
+        _blocks(E4M3, rule, x, edge),
+        _blocks(E4M3, rule, weight, edge),
+        _blocks(low, rule, grad, edge),
+        backward,
+    )
 
 
 def _blocks(fmt: Format, rule: Rule, dim: int, edge: int) -> Operand:
     if dim == 2:
-        return Operand(Blocks(fmt, rule, (edge, edge)))
-    line = Blocks(fmt, rule, (1, edge))
+        return Operand(BlockQuantizer(fmt, rule, (edge, edge)))
+    line = BlockQuantizer(fmt, rule, (1, edge))
     return Operand(line, line)
 
 
 def _nvfp4(keys: Mapping[str, Any]) -> Operands:
     turns, random = not keys["disable_rht"], not keys["disable_stochastic_rounding"]
-    line = Nvfp4()
-    weight = Operand(line, line) if keys["disable_2d_quantization"] else Operand(Nvfp4((16, 16)))
-    grad = Nvfp4(stochastic=random)
+    line = Nvfp4Quantizer()
+    weight = (
+        Operand(line, line)
+        if keys["disable_2d_quantization"]
+        else Operand(Nvfp4Quantizer((16, 16)))
+    )
+    grad = Nvfp4Quantizer(stochastic=random)
     return Operands(
-        Operand(line, replace(line, rotates=turns)), weight,
+        Operand(line, replace(line, rotates=turns)),
+        weight,
         Operand(grad, replace(grad, rotates=turns)),
-    )  # fmt: skip
+    )
 
 
 class Autocast:
@@ -127,7 +134,7 @@ class LayerNorm(nn.LayerNorm):
     """As te.LayerNorm."""
 
 
-class Memory:
+class DelayedScalingState:
     """Of delayed scaling, for the tensors of one direction.
 
     Attributes:
@@ -145,13 +152,13 @@ class Memory:
         now = self.amax_history[0, tensor]
         now.copy_(torch.maximum(now, x.abs().amax()))
         scale = self.scale[tensor]
-        return rounded_within(x * scale, fmt).mul_(scale.reciprocal())
+        return round_within_range(x * scale, fmt).mul_(scale.reciprocal())
 
     def advance(self, fmt: Format, recipe: Mapping[str, Any]) -> None:
         """At the end of a step: the next scales."""
         latest = recipe["amax_compute_algo"] == "most_recent"
         amax = self.amax_history[0] if latest else self.amax_history.amax(0)
-        scale = to_the_top(amax, fmt) / 2 ** recipe["margin"]
+        scale = amax_scale(amax, fmt) / 2 ** recipe["margin"]
         known = (amax > 0) & amax.isfinite()
         self.scale = torch.where(known, scale, self.scale)
         self.amax_history = self.amax_history.roll(-1, 0)
@@ -166,9 +173,13 @@ class Linear(nn.Module):
     weight_names: Sequence[str] = ("weight",)  # of the attributes that hold the weight, [out, in]
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, params_dtype: torch.dtype,
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        params_dtype: torch.dtype,
         device: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         made = {"dtype": params_dtype, "device": device}
@@ -195,8 +206,8 @@ class Linear(nn.Module):
     def init_fp8_meta_tensors(self, recipe: Mapping[str, Any]) -> None:
         """Scales of 1 and empty histories: of input, weight and output, and of their gradients."""
         steps, device = recipe["amax_history_len"], self.weight.device
-        self.fp8_meta["scaling_fwd"] = Memory(steps, 3, device)
-        self.fp8_meta["scaling_bwd"] = Memory(steps, 2, device)
+        self.fp8_meta["scaling_fwd"] = DelayedScalingState(steps, 3, device)
+        self.fp8_meta["scaling_bwd"] = DelayedScalingState(steps, 2, device)
 
     def get_fp8_meta_tensors(self) -> dict[str, list[Tensor]] | None:
         """Copies of scales and histories; None before there are any."""
@@ -205,7 +216,7 @@ class Linear(nn.Module):
         return {
             key: [held.scale.clone(), held.amax_history.clone()]
             for key, held in self.fp8_meta.items()
-            if isinstance(held, Memory)
+            if isinstance(held, DelayedScalingState)
         }
 
     def reset_fp8_meta_tensors(self, tensors: Mapping[str, list[Tensor]] | None = None) -> None:

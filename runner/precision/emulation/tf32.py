@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runner.precision.emulation.dispatcher import INTO, Boxed, Kernels, original, replaced
+from runner.precision.emulation.dispatcher import (
+    INTO,
+    Boxed,
+    Kernels,
+    original_kernel,
+    replace_kernels,
+)
 from runner.precision.emulation.formats import as_tf32
 
 PRODUCTS = {
@@ -35,7 +41,7 @@ def tf32_products(model: nn.Module) -> Iterator[None]:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if any(isinstance(module, nn.LSTM) for module in model.modules()):
             stack.enter_context(_without_onednn())
-        stack.enter_context(replaced("tf32", _kernels))
+        stack.enter_context(replace_kernels("tf32", _kernels))
         yield
 
 
@@ -51,7 +57,7 @@ def _without_onednn() -> Iterator[None]:
 
 def _kernels() -> Kernels:
     own = PRODUCTS | {variant: PRODUCTS[name] for variant, name in INTO.items()}
-    return {(name, "CPU"): _rounding(original(name), places) for name, places in own.items()}
+    return {(name, "CPU"): _rounding(original_kernel(name), places) for name, places in own.items()}
 
 
 def _rounding(native: Boxed, places: tuple[int, ...]) -> Boxed:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from runner.utils.errors import ConfigError
 
 
-def first_order(output: Tensor) -> Tensor:
+def forbid_second_derivative(output: Tensor) -> Tensor:
     """Return a layer's output, whose gradient cannot be differentiated again.
 
     The libraries' backward rounds outside autograd, so that a second derivative through it lacks
@@ -37,14 +37,14 @@ def _refuse_graph(grad: Tensor) -> None:
         )
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Say whether a backward runs, in which a forward is a recompute."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def refuse_recompute(module: nn.Module, args: Any) -> None:
     """Raise ConfigError for a forward that runs within a backward; a forward pre-hook."""
-    if in_backward():
+    if is_in_backward():
         raise ConfigError(
             "The model computes forwards again in the backward (torch.utils.checkpoint, as in "
             "transformers' gradient_checkpointing_enable), and delayed scaling scales by past "

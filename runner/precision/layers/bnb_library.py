@@ -2,9 +2,9 @@
 
 import logging
 
-from runner.utils.quiet_import import quiet
+from runner.utils.quiet_import import quiet_imports
 
-with quiet():
+with quiet_imports():
     import bitsandbytes as bnb
     from bitsandbytes.cextension import lib
     from bitsandbytes.functional import QuantState, dequantize_4bit

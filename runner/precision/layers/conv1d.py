@@ -12,7 +12,7 @@ from torch import Tensor, nn
 _HOME = "transformers.pytorch_utils"
 
 
-def linear_kinds() -> tuple[type[nn.Module], ...]:
+def linear_classes() -> tuple[type[nn.Module], ...]:
     """Return the classes of linear layers: nn.Linear, and Conv1D where transformers is imported."""
     conv1d = getattr(sys.modules.get(_HOME), "Conv1D", None)
     return (nn.Linear,) if conv1d is None else (nn.Linear, conv1d)
@@ -20,10 +20,10 @@ def linear_kinds() -> tuple[type[nn.Module], ...]:
 
 def is_transposed(module: nn.Module) -> bool:
     """Return whether a layer is a Conv1D, or was one before its conversion."""
-    return isinstance(module, linear_kinds()[1:])
+    return isinstance(module, linear_classes()[1:])
 
 
-def widths(module: Any) -> tuple[int, int]:
+def layer_widths(module: Any) -> tuple[int, int]:
     """Return the input and the output width of a linear layer that is not converted."""
     if is_transposed(module):
         into, out = module.weight.shape
@@ -31,7 +31,7 @@ def widths(module: Any) -> tuple[int, int]:
     return module.in_features, module.out_features
 
 
-def matrix(module: Any) -> Tensor:
+def weight_matrix(module: Any) -> Tensor:
     """Return the weight of a linear layer as [out, in]; of a Conv1D as a view that is not
     contiguous."""
     return module.weight.t() if is_transposed(module) else module.weight

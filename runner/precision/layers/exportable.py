@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.precision.layers.conv1d import matrix
+from runner.precision.layers.conv1d import weight_matrix
 
 CPU = torch.device("cpu")
 _STEP = 6.200124e-05  # bitsandbytes' 1 / 127²
 
 
-def portable(model: nn.Module) -> nn.Module:
+def exportable_copy(model: nn.Module) -> nn.Module:
     """A model on the CPU that computes what this one does in an evaluation: itself where it is
     there and holds no converted layer, else a copy. The given one is not changed.
 
@@ -128,7 +128,7 @@ class Plain8bit(nn.Module):
         from runner.precision.layers.linear_8bit import pack_int8
 
         if module.weight.is_floating_point():
-            codes, largest = pack_int8(matrix(module))
+            codes, largest = pack_int8(weight_matrix(module))
         else:
             codes, largest = module.weight.data, module.SCB
         _become(module, cls, codes=codes, largest=largest)
@@ -183,7 +183,7 @@ class PlainFloat8(nn.Module):
         for cast in (config.cast_config_input, config.cast_config_weight):
             if cast.scaling_type.name != "DYNAMIC":
                 raise NotImplementedError(f"FP8 with {cast.scaling_type.name} scales")
-        codes, scale = _to_float8(matrix(module).detach(), config.cast_config_weight, config)
+        codes, scale = _to_float8(weight_matrix(module).detach(), config.cast_config_weight, config)
         _become(module, cls, codes=codes, scale=scale)
 
     def forward(self, input: Tensor) -> Tensor:

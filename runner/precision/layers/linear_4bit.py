@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.precision.conversion import low_class
+from runner.precision.conversion import low_precision_class
 from runner.precision.layers.bnb_library import (
     QuantState,
     bnb,
     dequantize_4bit,
     unpack_tensor_to_dict,
 )
-from runner.precision.layers.conv1d import is_transposed, matrix, widths
+from runner.precision.layers.conv1d import is_transposed, layer_widths, weight_matrix
 from runner.precision.layers.linear_8bit import unpack_int8
 
 Parts = dict[str, Tensor]
@@ -49,9 +49,15 @@ def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor
         shape = torch.Size(state.shape or ())
         count = shape.numel()
         row = QuantState(
-            state.absmax, torch.Size((1, count + count % 2)), state.code, state.blocksize,
-            state.quant_type, state.dtype, state.offset, state.state2,
-        )  # fmt: skip
+            state.absmax,
+            torch.Size((1, count + count % 2)),
+            state.code,
+            state.blocksize,
+            state.quant_type,
+            state.dtype,
+            state.offset,
+            state.state2,
+        )
         return dequantize_4bit(packed, row)[0, :count].view(shape).to(dtype)
     return dequantize_4bit(packed, state).to(dtype)
 
@@ -88,12 +94,14 @@ class Linear4bit(bnb.nn.Linear4bit):
     @classmethod
     def swap(cls, module: Any, quant_type: str, nested: bool, compute: torch.dtype) -> None:
         """Turn a linear layer into one of these, where it is."""
-        weight = pack_4bit(matrix(module), quant_type, nested)
-        module.in_features, module.out_features = widths(module)
-        module.__class__ = low_class(cls, type(module))
+        weight = pack_4bit(weight_matrix(module), quant_type, nested)
+        module.in_features, module.out_features = layer_widths(module)
+        module.__class__ = low_precision_class(cls, type(module))
         module.mode, module.compute_dtype, module.compute_type_is_set = (  # type: ignore[assignment]
-            (quant_type, nested), compute, True
-        )  # fmt: skip
+            (quant_type, nested),
+            compute,
+            True,
+        )
         module.quant_storage = torch.uint8  # type: ignore[assignment]
         # The library would repack the weight in an evaluation on AVX512-BF16 processors, for good:
         # a checkpoint saved after it is wrong, and widths that are no multiple of 32 fail.
@@ -141,7 +149,9 @@ class Linear4bit(bnb.nn.Linear4bit):
             return pack_4bit(weight.to(device), *self.mode)
         found = packed_mode(weight, parts)
         if found != self.mode:
-            raise ValueError(f"it is packed as {label(*found)}, not as {label(*self.mode)}")
+            raise ValueError(
+                f"it is packed as {packing_label(*found)}, not as {packing_label(*self.mode)}"
+            )
         parts = {k: v.clone() for k, v in parts.items()}  # the given ones may be a file's
         made = bnb.nn.Params4bit.from_prequantized(weight.clone(), parts, device=str(device))
         held = list(made.quant_state.shape or ())  # type: ignore[union-attr]
@@ -186,7 +196,7 @@ def packed_mode(weight: Tensor, parts: Parts) -> tuple[str, bool]:
 _ABOUT = "quant_state.bitsandbytes__"
 
 
-def label(quant_type: str, nested: bool) -> str:
+def packing_label(quant_type: str, nested: bool) -> str:
     """A packing as a precision calls it."""
     return f"{quant_type}-dq" if nested else quant_type
 

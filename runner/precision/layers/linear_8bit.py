@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.precision.conversion import low_class
-from runner.precision.layers.backward_checks import first_order
+from runner.precision.conversion import low_precision_class
+from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.bnb_library import bnb
-from runner.precision.layers.conv1d import is_transposed, matrix, widths
+from runner.precision.layers.conv1d import is_transposed, layer_widths, weight_matrix
 
 
 def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,9 +44,9 @@ class Linear8bit(nn.Linear):
     @classmethod
     def swap(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
         """Turn a linear layer into one of these, where it is."""
-        codes, largest = pack_int8(matrix(module))
-        module.in_features, module.out_features = widths(module)
-        module.__class__ = low_class(cls, type(module))
+        codes, largest = pack_int8(weight_matrix(module))
+        module.in_features, module.out_features = layer_widths(module)
+        module.__class__ = low_precision_class(cls, type(module))
         module.weight = nn.Parameter(codes, requires_grad=False)
         module.register_buffer("SCB", largest)
         module.compute_dtype, module.threshold = compute, threshold
@@ -83,19 +83,19 @@ class Linear8bitTrained(nn.Linear):
     @classmethod
     def swap(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
         """Turn a linear layer into one of these, where it is; its parameters stay."""
-        module.in_features, module.out_features = widths(module)
-        module.__class__ = low_class(cls, type(module))
+        module.in_features, module.out_features = layer_widths(module)
+        module.__class__ = low_precision_class(cls, type(module))
         module.compute_dtype, module.threshold = compute, threshold
 
     def forward(self, input: Tensor) -> Tensor:
         state = bnb.MatmulLtState()
-        weight = matrix(self)
+        weight = weight_matrix(self)
         state.CB, state.SCB = pack_int8(weight)  # type: ignore[assignment]
         # A reentrant checkpoint's first forward has no gradients, and multiplies as its second.
         state.is_training = self.training or torch.is_grad_enabled()
         # Without gradients the library asks for a kernel that CPUs lack if the weight may train.
         weight = weight if torch.is_grad_enabled() else weight.detach()
-        return first_order(_product_int8(self, input, weight, state))
+        return forbid_second_derivative(_product_int8(self, input, weight, state))
 
 
 def _product_int8(
@@ -107,13 +107,13 @@ def _product_int8(
     if x.device.type == "cpu" and state.is_training:  # there it multiplies unpacked weights
         made = bnb.matmul(rows, weight, state=state)
     else:
-        made = within_float16(rows, weight, state)
+        made = int8_product(rows, weight, state)
     if module.bias is not None:
         made = made + module.bias.to(module.compute_dtype)
     return made.view(*x.shape[:-1], module.out_features).to(x.dtype)
 
 
-def within_float16(rows: Tensor, weight: Any, state: bnb.MatmulLtState) -> Tensor:
+def int8_product(rows: Tensor, weight: Any, state: bnb.MatmulLtState) -> Tensor:
     """The library's product without bias, which quantises by way of float16: rows enter it times a
     power of two, which a scale per row does not see, and so do gradients where they are quantised
     for the weight's. A threshold is on the rows as they are."""

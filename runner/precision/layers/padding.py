@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def padded(forward: Callable[[Tensor], Tensor], inputs: Tensor, multiple: int) -> Tensor:
+def pad_rows(forward: Callable[[Tensor], Tensor], inputs: Tensor, multiple: int) -> Tensor:
     """`forward(inputs)`, its rows padded with zeros to a multiple and the padding cut off again.
 
     A linear layer's weight gradient contracts over the rows, so they must be such a multiple

@@ -15,16 +15,16 @@ from torch import Tensor, fx, nn
 
 from runner.precision.conversion import (
     ROOT,
-    Rules,
+    ConversionRules,
     Swap,
-    called,
+    classify_modules,
     convert_modules,
-    graft,
-    judged,
+    replace_in_place,
 )
-from runner.precision.layers.backward_checks import first_order
-from runner.precision.layers.conv1d import is_transposed, linear_kinds, widths
-from runner.precision.layers.padding import padded
+from runner.precision.keep_fp32 import no_op_hook
+from runner.precision.layers.backward_checks import forbid_second_derivative
+from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
+from runner.precision.layers.padding import pad_rows
 from runner.precision.precision import ConversionReport
 
 
@@ -40,10 +40,10 @@ class Norm(PlainState):
     """Mixin before te.LayerNorm, whose gradient cannot be differentiated again."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return first_order(super().forward(input))  # type: ignore[misc]
+        return forbid_second_derivative(super().forward(input))  # type: ignore[misc]
 
 
-class AnyRows(PlainState):
+class PaddedRows(PlainState):
     """Mixin before te.Linear: takes any number of rows."""
 
     _multiple: int
@@ -54,10 +54,10 @@ class AnyRows(PlainState):
         return self.weight.t().contiguous()  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
-        return first_order(padded(super().forward, input, self._multiple))  # type: ignore[misc]
+        return forbid_second_derivative(pad_rows(super().forward, input, self._multiple))  # type: ignore[misc]
 
 
-class NormFirst(AnyRows):
+class NormFirst(PaddedRows):
     """Mixin before te.LayerNormLinear: the norm's parameters stay where they were, in the norm.
 
     Raises:
@@ -65,7 +65,7 @@ class NormFirst(AnyRows):
             calls one of the two elsewhere too, and would compute something else than unfused.
     """
 
-    _norm: tuple["Postponed"]  # in a tuple, so that it is no child
+    _norm: tuple["DeferredLinear"]  # in a tuple, so that it is no child
 
     @property
     def layer_norm_weight(self) -> Tensor:
@@ -81,7 +81,7 @@ class NormFirst(AnyRows):
         return super().forward(input)
 
 
-class Postponed(nn.Module):
+class DeferredLinear(nn.Module):
     """Mixin before a layer norm that its linear layer computes: its input passes."""
 
     _given: Tensor | None
@@ -110,7 +110,7 @@ def layer_class(name: str, mixin: type, *kinds: type[nn.Module]) -> type[nn.Modu
 
 
 def convert_layers(
-    model: nn.Module, te: Any, multiple: int, rules: Rules, fuse: bool
+    model: nn.Module, te: Any, multiple: int, rules: ConversionRules, fuse: bool
 ) -> ConversionReport:
     """Convert nn.Linear, Conv1D and nn.LayerNorm to the library's, in place.
 
@@ -124,10 +124,10 @@ def convert_layers(
     Raises:
         ConfigError: no linear layer would be converted, or a pattern matches nothing.
     """
-    linear = linear_kinds()
+    linear = linear_classes()
     to_linear: Swap = partial(_to_linear, te=te, multiple=multiple)
     swaps = dict.fromkeys(linear, to_linear)
-    if any(row.done for row, _ in judged(model, linear, rules)):  # norms alone are no FP8
+    if any(row.done for row, _ in classify_modules(model, linear, rules)):  # norms alone are no FP8
         swaps[nn.LayerNorm] = partial(_to_norm, te=te)
     report = convert_modules(model, swaps, rules)
     if fuse:
@@ -135,15 +135,15 @@ def convert_layers(
     return report
 
 
-def at(model: nn.Module, path: str) -> nn.Module:
+def module_at(model: nn.Module, path: str) -> nn.Module:
     """The module that a row of a report is about."""
     return model.get_submodule("" if path == ROOT else path)
 
 
 def unfit(module: nn.Module, multiple: int) -> str:
     """Why the library cannot hold a layer; empty where it can."""
-    if isinstance(module, linear_kinds()):
-        return unfit_shape(*widths(module), multiple)
+    if isinstance(module, linear_classes()):
+        return unfit_shape(*layer_widths(module), multiple)
     assert isinstance(module, nn.LayerNorm)
     if len(module.normalized_shape) > 1:
         return f"normalises over {len(module.normalized_shape)} dimensions"
@@ -161,15 +161,18 @@ def unfit_shape(into: int, out: int, multiple: int) -> str:
 
 
 def _to_linear(module: nn.Module, te: Any, multiple: int) -> None:
-    into, out = widths(module)
+    into, out = layer_widths(module)
     made = te.Linear(
-        into, out, bias=module.bias is not None,
-        params_dtype=module.weight.dtype, device="meta",
-    )  # fmt: skip
+        into,
+        out,
+        bias=module.bias is not None,
+        params_dtype=module.weight.dtype,
+        device="meta",
+    )
     made._multiple = multiple
     if is_transposed(module):
         made.weight_names = ["transposed_weight"]  # where the library looks for its weight
-    _become(module, made, layer_class("TELinear", AnyRows, te.Linear, type(module)))
+    _become(module, made, layer_class("TELinear", PaddedRows, te.Linear, type(module)))
 
 
 def _to_norm(module: nn.Module, te: Any) -> None:
@@ -186,12 +189,12 @@ def _become(module: nn.Module, made: nn.Module, kind: type[nn.Module]) -> None:
     vars(made).pop("bias", None)  # an empty tensor, where a layer has none
     for held in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
         vars(made)[held] = vars(module)[held]
-    graft(module, made)
+    replace_in_place(module, made)
 
 
 def _fuse(model: nn.Module, report: ConversionReport, te: Any, multiple: int) -> ConversionReport:
     """Fuse what can be of the layers that were converted; the rows say what was, and why not."""
-    done = {row.module: at(model, row.module) for row in report.modules if row.done}
+    done = {row.module: module_at(model, row.module) for row in report.modules if row.done}
     norms = [path for path, module in done.items() if isinstance(module, te.LayerNorm)]
     linears = {path for path, module in done.items() if isinstance(module, te.Linear)}
     pairs, notes = find_pairs(model, norms, linears)
@@ -204,11 +207,15 @@ def _fuse(model: nn.Module, report: ConversionReport, te: Any, multiple: int) ->
 
 def _to_fused(norm: nn.Module, linear: nn.Module, te: Any, multiple: int) -> None:
     assert isinstance(norm, nn.LayerNorm)
-    into, out = widths(linear)
+    into, out = layer_widths(linear)
     made = te.LayerNormLinear(
-        into, out, eps=norm.eps, bias=linear.bias is not None,
-        params_dtype=linear.weight.dtype, device="meta",
-    )  # fmt: skip
+        into,
+        out,
+        eps=norm.eps,
+        bias=linear.bias is not None,
+        params_dtype=linear.weight.dtype,
+        device="meta",
+    )
     made._multiple, made._norm = multiple, (norm,)
     if is_transposed(linear):
         made.weight_names = ["transposed_weight"]
@@ -217,7 +224,7 @@ def _to_fused(norm: nn.Module, linear: nn.Module, te: Any, multiple: int) -> Non
         made,
         layer_class("TELayerNormLinear", NormFirst, te.LayerNormLinear, _plain(linear)),
     )
-    norm.__class__ = layer_class("PostponedLayerNorm", Postponed, _plain(norm))  # type: ignore[assignment]
+    norm.__class__ = layer_class("PostponedLayerNorm", DeferredLinear, _plain(norm))  # type: ignore[assignment]
     norm._given = None  # type: ignore[assignment]
 
 
@@ -241,7 +248,7 @@ def find_pairs(
         The linear layer of each norm that has one, and why each other norm has none.
     """
     times = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
-    free = {n for n in (*norms, *linears) if not _observed(at(model, n), times)}
+    free = {n for n in (*norms, *linears) if not _observed(module_at(model, n), times)}
     graphs: dict[str, fx.Graph | str] = {}
     pairs: dict[str, str] = {}
     whys: dict[str, str] = {}
@@ -262,10 +269,12 @@ def find_pairs(
 def _observed(module: nn.Module, times: Counter[int]) -> bool:
     """Whether somebody may see what goes in or comes out of a module, beside its caller."""
     hooks = (
-        module._forward_hooks, module._forward_pre_hooks,
-        module._backward_hooks, module._backward_pre_hooks,
-    )  # fmt: skip
-    theirs = [hook for held in hooks for hook in held.values() if hook is not called]
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    theirs = [hook for held in hooks for hook in held.values() if hook is not no_op_hook]
     return bool(theirs) or times[id(module)] > 1
 
 

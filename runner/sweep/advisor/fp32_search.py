@@ -10,12 +10,12 @@ from torch import nn
 from runner.config.targets import build_group
 from runner.modes.result import RunResult
 from runner.precision.precision import Precision
-from runner.precision.registry import load
-from runner.sweep.advisor.minimal_set import Modules, smallest
-from runner.sweep.advisor.request import Asked
+from runner.precision.registry import load_precision
+from runner.sweep.advisor.minimal_set import Modules, smallest_set
+from runner.sweep.advisor.request import AdviseRequest
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASE
-from runner.sweep.report.ranking import Advice, Line
+from runner.sweep.report.ranking import Advice, PrecisionVerdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
 
@@ -24,7 +24,7 @@ CLOSED = 0.25
 """A set that leaves so much of the gap to float32, or less, heals."""
 
 
-class Healing:
+class Float32ModuleSearch:
     """The search for islands.
 
     Args:
@@ -35,9 +35,12 @@ class Healing:
     """
 
     def __init__(
-        self, asked: Asked, trials: Trials, words: Callable[[str], Sequence[str]],
+        self,
+        asked: AdviseRequest,
+        trials: Trials,
+        words: Callable[[str], Sequence[str]],
         advice: Callable[[], Advice],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.asked, self.trials, self.words, self.advice = asked, trials, words, advice
         self.console, self.took = plain_console(), 0.0
 
@@ -56,7 +59,11 @@ class Healing:
             self._heal(line, advice, tree, suspects.get(line.group.precision, ()))
 
     def _heal(
-        self, line: Line, advice: Advice, tree: Mapping[str, Sequence[str]], suspects: Sequence[str]
+        self,
+        line: PrecisionVerdict,
+        advice: Advice,
+        tree: Mapping[str, Sequence[str]],
+        suspects: Sequence[str],
     ) -> None:
         name, key = line.group.precision, _key(line.group.precision)
         allowed = self._allowed(line, advice)
@@ -73,7 +80,7 @@ class Healing:
             return tried[frozenset(found)]
 
         self.console.print(f"{name} fails: looking for modules to keep out of it")
-        found = smallest(tree, suspects, heals)
+        found = smallest_set(tree, suspects, heals)
         if found is None or frozenset(found) == all_out:
             late = " in the time that there was" if self.trials.left < self.took else ""
             self.console.print(f"{name}: nothing that was tried heals it{late}")
@@ -89,7 +96,7 @@ class Healing:
         if any(one.name == healed and one.failing for one in self.advice().lines):
             self.console.print(f"{healed}: other seeds say that it does not heal it")
 
-    def _failing(self, advice: Advice) -> Iterator[Line]:
+    def _failing(self, advice: Advice) -> Iterator[PrecisionVerdict]:
         """Precisions whose numbers fail, and that can leave modules out, as nobody has said yet."""
         for line in advice.lines:
             name = line.group.precision
@@ -112,7 +119,7 @@ class Healing:
         found = (r for r in self.trials.results() if r.group == BASE and r.outcome == "finished")
         return {r.seed: r.metrics[VAL_LOSS] for r in found}
 
-    def _allowed(self, line: Line, advice: Advice) -> float:
+    def _allowed(self, line: PrecisionVerdict, advice: Advice) -> float:
         """Gap of one seed that counts as healed."""
         margin = 2 * advice.spread
         if line.judged is None:
@@ -127,13 +134,13 @@ def _gap(result: RunResult, base: float) -> float:
     return loss - base
 
 
-def _promise(line: Line) -> float:
+def _promise(line: PrecisionVerdict) -> float:
     return line.beside.speed.value if line.beside and line.beside.speed else 0.0
 
 
 def _key(precision: str) -> str:
     """What leaves modules out of a precision; empty where nothing does."""
-    policy: Precision = load(precision)
+    policy: Precision = load_precision(precision)
     if policy.freezes:  # what it freezes is no matter of its numbers
         return ""
     if hasattr(policy, "ignore_modules"):
@@ -147,7 +154,7 @@ def _word(key: str, found: Modules) -> str:
     return f"{key}=[{','.join(names)}]"
 
 
-def _tree(asked: Asked) -> dict[str, list[str]]:
+def _tree(asked: AdviseRequest) -> dict[str, list[str]]:
     """The children of every module, by dotted name; the model's own is empty."""
     node = asked.spec.model
     try:

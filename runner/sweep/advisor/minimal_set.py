@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 Modules = tuple[str, ...]
 
 
-def smallest(
+def smallest_set(
     tree: Mapping[str, Sequence[str]], suspects: Sequence[str], heals: Callable[[Modules], bool]
 ) -> Modules | None:
     """A set of modules none of which can be left out, or be narrowed to its parts.

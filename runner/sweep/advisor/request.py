@@ -15,21 +15,38 @@ from runner.config.resolve import resolve
 from runner.config.schema import RunSpec
 from runner.config.targets import check_targets
 from runner.precision.precision import Precision
-from runner.precision.registry import CONF, Support, load, names, support
+from runner.precision.registry import (
+    CONF,
+    PrecisionSupport,
+    load_precision,
+    precision_names,
+    supported_precisions,
+)
 from runner.sweep.report.compare import BASE
-from runner.utils.accelerator import choose
+from runner.utils.accelerator import choose_accelerator
 from runner.utils.errors import ConfigError
 
-_NOTHING_KEPT = ("checkpoint.final=false", "checkpoint.best=false", "checkpoint.every_steps=null",
-                 "checkpoint.safetensors=false")  # fmt: skip
+_NOTHING_KEPT = (
+    "checkpoint.final=false",
+    "checkpoint.best=false",
+    "checkpoint.every_steps=null",
+    "checkpoint.safetensors=false",
+)
 _OURS = ("mode", "precision", "seed", "advise", "hydra")
-_RIVALS = ("train.max_steps", "train.max_seconds", "train.eval_every", "train.early_stop",
-           "checkpoint", "tracking.log_model", "numerics")  # fmt: skip
+_RIVALS = (
+    "train.max_steps",
+    "train.max_seconds",
+    "train.eval_every",
+    "train.early_stop",
+    "checkpoint",
+    "tracking.log_model",
+    "numerics",
+)
 """Keys that a trial sets itself; a command that recommends keeps the user's."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class AdviseRequest:
     """A command, taken apart.
 
     Attributes:
@@ -55,7 +72,7 @@ class Asked:
     seed: int
 
     @classmethod
-    def of(cls, config: DictConfig) -> "Asked":
+    def of(cls, config: DictConfig) -> "AdviseRequest":
         """Raises ConfigError and Unavailable for what cannot be compared."""
         _refuse_elsewhere(config)
         typed = _parsed([str(text) for text in config.hydra.overrides.task])
@@ -63,12 +80,14 @@ class Asked:
         keys = {o.get_key_element().lstrip("+~"): o for o in typed}
         extras = {k: o for k, o in keys.items() if k.startswith("precision.")}
         spec = _spec(config, extras)
-        rows = support(choose(spec.accelerator.name, spec.accelerator.index).device)
+        rows = supported_precisions(
+            choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
+        )
         named = next((_names(o) for o in typed if o.get_key_element() == "precision"), None)
-        if unknown := [name for name in named or () if name not in names()]:
+        if unknown := [name for name in named or () if name not in precision_names()]:
             raise ConfigError(
                 f"precision={unknown[0]}: mode=advise does not know it. Allowed: "
-                f"{', '.join(names())}."
+                f"{', '.join(precision_names())}."
             )
         imitated = _imitated(extras)
         emulated = [s.name for s in rows if s.why and imitated and _takes(s.name, "emulate")]
@@ -199,13 +218,15 @@ def _imitated(extras: dict[str, Override]) -> bool:
     return bool(wanted.value())
 
 
-def _here(spec: RunSpec, emulated: Collection[str], rows: Sequence[Support]) -> Iterator[str]:
+def _here(
+    spec: RunSpec, emulated: Collection[str], rows: Sequence[PrecisionSupport]
+) -> Iterator[str]:
     """Precisions that this device has or that are emulated, and that train this config: float64
     only where the best quality is looked for, frozen 4-bit and 8-bit weights only beside an
     adapter."""
     adapts = bool(spec.adapter.get("_target_"))
     for row in rows:
-        precision: Precision = load(row.name)
+        precision: Precision = load_precision(row.name)
         useless = (precision.freezes and not adapts) or (
             precision.storage is torch.float64 and spec.advise.objective != "quality"
         )

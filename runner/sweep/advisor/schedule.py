@@ -6,23 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from runner.diagnostics.memory.forecast import forecast, largest
-from runner.diagnostics.memory.limits import USABLE, free
+from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
+from runner.diagnostics.memory.limits import USABLE, free_memory
 from runner.diagnostics.numerics import read
 from runner.modes.result import RunResult
 from runner.precision.precision import Precision
-from runner.precision.registry import load
-from runner.sweep.advisor.diagnosis import about, suspects
-from runner.sweep.advisor.fp32_search import Healing
-from runner.sweep.advisor.request import Asked
-from runner.sweep.advisor.settings import Question
-from runner.sweep.advisor.system_load import busy
+from runner.precision.registry import load_precision
+from runner.sweep.advisor.diagnosis import describe_shortage, suspect_modules
+from runner.sweep.advisor.fp32_search import Float32ModuleSearch
+from runner.sweep.advisor.request import AdviseRequest
+from runner.sweep.advisor.settings import AdviseSettings
+from runner.sweep.advisor.system_load import other_programs_load
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASE
 from runner.sweep.report.paired_test import LEAST
-from runner.sweep.report.ranking import Advice, advise
+from runner.sweep.report.ranking import Advice, rank_precisions
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.accelerator import choose
+from runner.utils.accelerator import choose_accelerator
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.tensors import MIB
@@ -48,14 +48,16 @@ SLACK, SLACK_SHARE = 30.0, 0.1
 _NEVER = 10**9
 
 
-class Course:
+class TrialScheduler:
     """The trials of one command.
 
     Args:
         resumed: what an earlier command asked, whose trials these go on with.
     """
 
-    def __init__(self, asked: Asked, trials: Trials, resumed: Question | None = None) -> None:
+    def __init__(
+        self, asked: AdviseRequest, trials: Trials, resumed: AdviseSettings | None = None
+    ) -> None:
         self.asked, self.trials, self.console = asked, trials, plain_console()
         self.settings, self.question = asked.spec.advise, resumed
 
@@ -75,7 +77,7 @@ class Course:
             return
         suspects = self._look(failing)
         if self.settings.islands:
-            Healing(self.asked, self.trials, self._words, self._advice).run(suspects)
+            Float32ModuleSearch(self.asked, self.trials, self._words, self._advice).run(suspects)
 
     def _predict(self) -> None:
         """The memory of those that train as well."""
@@ -90,13 +92,18 @@ class Course:
         """As Question.memory has it; empty where it cannot be told."""
         spec, device = (
             self.asked.spec,
-            choose(self.asked.spec.accelerator.name, self.asked.spec.accelerator.index).device,
+            choose_accelerator(
+                self.asked.spec.accelerator.name, self.asked.spec.accelerator.index
+            ).device,
         )
-        precision: Precision = load(name)
+        precision: Precision = load_precision(name)
         try:
-            need = forecast(spec, precision, device)
+            need = peak_forecast(spec, precision, device)
             peak = need(spec.train.batch_size).total / MIB
-            batch = largest(need, spec.train.batch_size, free(device) * USABLE) or 0
+            batch = (
+                largest_fitting_batch(need, spec.train.batch_size, free_memory(device) * USABLE)
+                or 0
+            )
         except RunnerError:
             return ""
         return f"{name}: {peak:.4g} {batch}"
@@ -116,12 +123,12 @@ class Course:
             numbers = read(self.trials.folder / Path(result.folder).name)
         except RunnerError:
             return {}
-        told = {name: about(numbers, name) for name in failing}
+        told = {name: describe_shortage(numbers, name) for name in failing}
         nothing = f"in every module {BASE}'s numbers fit its formats"
         found = [f"{name}: {text or nothing}" for name, text in told.items()]
         self.question = replace(self.question, found=found)
         self.question.write(self.trials.folder)
-        return {name: suspects(numbers, name) for name in failing}
+        return {name: suspect_modules(numbers, name) for name in failing}
 
     def _pace(self) -> tuple[float, float, int]:
         """Seconds of a step of float32 and of what a job needs beside them, and the steps of the
@@ -165,12 +172,21 @@ class Course:
         slack = min(SLACK, SLACK_SHARE * self.trials.budget)
         seconds = math.ceil(PATIENCE * steps * step + slack)
         own = [f"{name} {word}" for name, words in asked.own.items() for word in words]
-        self.question = Question(
-            settings.objective, settings.tolerance, steps, seconds,
-            settings.seeds, settings.budget, [*asked.command, *asked.words, *asked.seeded],
-            asked.emulated, own, asked.absent,
-            busy=busy(choose(asked.spec.accelerator.name, asked.spec.accelerator.index).device),
-        )  # fmt: skip
+        self.question = AdviseSettings(
+            settings.objective,
+            settings.tolerance,
+            steps,
+            seconds,
+            settings.seeds,
+            settings.budget,
+            [*asked.command, *asked.words, *asked.seeded],
+            asked.emulated,
+            own,
+            asked.absent,
+            busy=other_programs_load(
+                choose_accelerator(asked.spec.accelerator.name, asked.spec.accelerator.index).device
+            ),
+        )
         shared = {word for words in asked.own.values() for word in words}
         self._settle([*asked.trial(BASE, asked.seed, *self._words()), *sorted(shared)])
         self.question.write(self.trials.folder)
@@ -196,8 +212,12 @@ class Course:
         steps, seconds = self.question.steps, self.question.seconds
         if precision in self.asked.emulated:
             seconds = math.ceil(EMULATED_PACE * seconds)
-        return [f"train.max_steps={steps}", f"train.eval_every={steps}",
-                f"train.max_seconds={seconds}", "train.early_stop=null"]  # fmt: skip
+        return [
+            f"train.max_steps={steps}",
+            f"train.eval_every={steps}",
+            f"train.max_seconds={seconds}",
+            "train.early_stop=null",
+        ]
 
     def _rounds(self) -> None:
         """Seed after seed, each precision in turn. Those that failed are left out, and so are the
@@ -261,7 +281,7 @@ class Course:
 
     def _advice(self) -> Advice:
         assert self.question is not None
-        return advise(self.trials.results(), self.question)
+        return rank_precisions(self.trials.results(), self.question)
 
 
 def _round(number: float) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 from runner.config.targets import dataclass_fields_from_json
 from runner.utils.files import write_text
 from runner.utils.layout import ADVICE
-from runner.utils.secrets import masked
+from runner.utils.secrets import redact_values
 
 
 @dataclass(frozen=True)
-class Question:
+class AdviseSettings:
     """What was asked.
 
     Attributes:
@@ -59,7 +59,7 @@ class Question:
         return None
 
     @classmethod
-    def of(cls, values: object) -> "Question | None":
+    def of(cls, values: object) -> "AdviseSettings | None":
         """From what was written; None where nothing that fits was."""
         try:
             found: dict[str, Any] = dataclass_fields_from_json(cls, values)
@@ -69,7 +69,7 @@ class Question:
             return None
 
     @classmethod
-    def read(cls, folder: Path) -> "Question | None":
+    def read(cls, folder: Path) -> "AdviseSettings | None":
         """That of a sweep's folder; None where it asked nothing."""
         with suppress(OSError, ValueError):
             return cls.of(json.loads((folder / ADVICE).read_text()))
@@ -77,7 +77,7 @@ class Question:
 
     def write(self, folder: Path) -> None:
         """Whole or not at all, without secrets. Raises OSError."""
-        write_text(folder / ADVICE, json.dumps(masked(asdict(self)), indent=2) + "\n")
+        write_text(folder / ADVICE, json.dumps(redact_values(asdict(self)), indent=2) + "\n")
 
 
 def _of(precision: str, texts: Sequence[str]) -> str:

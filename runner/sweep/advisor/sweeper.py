@@ -10,20 +10,20 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import register
-from runner.sweep.advisor.request import Asked
-from runner.sweep.advisor.schedule import Course
-from runner.sweep.advisor.settings import Question
+from runner.sweep.advisor.request import AdviseRequest
+from runner.sweep.advisor.schedule import TrialScheduler
+from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.advisor.trials import Trials
 
 
-def prepare(config: DictConfig) -> None:
+def prepare_sweeper(config: DictConfig) -> None:
     """Makes the sweeper known to Hydra, once what is asked for is known to be sound.
 
     Raises:
         ConfigError, Unavailable: it is not.
     """
     register(AdviseSweeper)
-    Asked.of(config)
+    AdviseRequest.of(config)
 
 
 @final
@@ -44,9 +44,9 @@ class AdviseSweeper(Sweeper):
         folder = Path(self.config.hydra.sweep.dir).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
-        asked = Asked.of(self.config)
+        asked = AdviseRequest.of(self.config)
         resumes = bool(self.config.hydra.callbacks.sweep.resume)
-        resumed = Question.read(folder) if resumes else None
+        resumed = AdviseSettings.read(folder) if resumes else None
         trials = Trials(self.launcher, folder, asked.spec.advise.seconds or 0.0, resumes)
-        Course(asked, trials, resumed).run()
+        TrialScheduler(asked, trials, resumed).run()
         return None

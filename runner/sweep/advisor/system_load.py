@@ -11,7 +11,7 @@ SECONDS = 0.5
 """That a look takes: the kernel counts in hundredths."""
 
 
-def busy(device: torch.device) -> float:
+def other_programs_load(device: torch.device) -> float:
     """Share of the processors that this process may use, and that programs which are not of its
     own tree keep busy while it waits; 0 where the device is no CPU."""
     if device.type != "cpu":

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from runner.modes.result import RunResult, read_results
 from runner.sweep.sweep import Sweep
-from runner.sweep.sweep_resume import done, same
+from runner.sweep.sweep_resume import finished_result, same_settings
 from runner.utils.console import plain_console
-from runner.utils.formatting import number
+from runner.utils.formatting import format_number
 
 
 class Trials:
@@ -43,7 +43,7 @@ class Trials:
         SystemExit where a signal has stopped the sweep."""
         numbers = [self._number(words) for words in jobs]
         for job, words in zip(numbers, jobs, strict=True):
-            if job not in self._before or not done(self.folder / str(job), words):
+            if job not in self._before or not finished_result(self.folder / str(job), words):
                 self.launcher.launch([[*words]], initial_job_idx=job)
         found = {int(Path(r.folder).name): r for r in self.results()}
         return [found[job] for job in numbers if job in found]
@@ -51,7 +51,7 @@ class Trials:
     def _number(self, words: Sequence[str]) -> int:
         """That it had before; else the next."""
         for job, result in self._before.items():
-            if same(result.overrides, words):
+            if same_settings(result.overrides, words):
                 return job
         self._next += 1
         return self._next - 1
@@ -76,7 +76,7 @@ class Trials:
 def print_one_line_result(work: Callable[[Console], RunResult]) -> RunResult:
     """What a run comes to in one line, instead of all that it says."""
     result = work(Console(file=io.StringIO()))
-    numbers = [f"{name} {number(value)}" for name, value in result.metrics.items()]
+    numbers = [f"{name} {format_number(value)}" for name, value in result.metrics.items()]
     took = f"{result.steps} steps, {result.seconds:.1f} s"
     plain_console().print("  ".join([f"{result.label}:", *numbers, took]), soft_wrap=True)
     return result

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from runner.sweep.launcher.job_request import STATUS_STRUCT
-from runner.utils.stop_signals import SIGNALS, ignore
+from runner.utils.stop_signals import SIGNALS, ignore_signals
 
 FDS = 5
 """What comes with each request: the job's order, its line to the tracking writer, the pipe that
@@ -30,24 +30,24 @@ PRELOAD = (
     )
     if sys.platform == "linux"
     else ()  # Apple's frameworks break in a forked process
-)  # fmt: skip
+)
 
 
 def main(line: int) -> None:
     """Runs until the sweep's process closes its end of the socket `line`, or is gone."""
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    ignore()  # the sweep's process tells its jobs
+    ignore_signals()  # the sweep's process tells its jobs
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA that was asked here fails in forks
     for name in PRELOAD:
         with suppress(ImportError):  # the job that needs it will say so
             import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a job would copy every page that it touches
-    Nursery(socket.socket(fileno=line), handlers).run()
+    ForkServer(socket.socket(fileno=line), handlers).run()
     os._exit(0)  # taking the imports down takes longer than all else
 
 
-class Nursery:
+class ForkServer:
     """Takes requests, forks, and tells how each job's process ended.
 
     Args:
@@ -82,9 +82,9 @@ class Nursery:
         pid = os.fork()
         if pid == 0:
             self._forget()
-            from runner.sweep.launcher.job_main import live
+            from runner.sweep.launcher.job_main import run_job_process
 
-            live(order, tracking, life, out, err)
+            run_job_process(order, tracking, life, out, err)
         self._lives[pid] = life
         for fd in (order, tracking, out, err):
             os.close(fd)

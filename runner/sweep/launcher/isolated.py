@@ -18,36 +18,42 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import register
-from runner.sweep.launcher.job_process import JobProcess, Nursery
-from runner.sweep.launcher.job_request import LateOrder, Order, Surroundings, composed
+from runner.sweep.launcher.job_process import ForkServerClient, JobProcess
+from runner.sweep.launcher.job_request import (
+    JobRequest,
+    ProcessEnvironment,
+    RemoteJobRequest,
+    compose_job_config,
+)
 from runner.sweep.launcher.stop_requests import StopRequests
-from runner.tracking.writer_process import Followed, shared_writer
+from runner.tracking.journal_status import JournalStatus
+from runner.tracking.writer_process import shared_writer
 from runner.utils.errors import ConfigError
-from runner.utils.terminal import complain, plain
+from runner.utils.terminal import print_error, sanitize
 
 GRACE_SECONDS = 10.0
 """From the second signal until a job that does not end is killed."""
 _STORE_SECONDS = 60.0
 
-_nursery: Nursery | None = None
+_nursery: ForkServerClient | None = None
 
 
-def prepare() -> None:
+def prepare_launcher() -> None:
     """Makes the launcher known to Hydra, and has the nursery import what jobs need while we import
     what we need."""
     register(IsolatedLauncher)
-    nursery()
+    fork_server()
 
 
-def nursery() -> Nursery:
+def fork_server() -> ForkServerClient:
     """This process's, for all its sweeps; another one where it was killed."""
     global _nursery
     if _nursery is None:
         atexit.register(lambda: _nursery and _nursery.close())
-        _nursery = Nursery()
+        _nursery = ForkServerClient()
     if not _nursery.lives:
         _nursery.close()
-        _nursery = Nursery()
+        _nursery = ForkServerClient()
     return _nursery
 
 
@@ -66,7 +72,7 @@ class IsolatedLauncher(Launcher):
     ) -> None:
         self._n_jobs, self._asked, self._sweep = n_jobs, asked, sweep
         self._running: dict[int, tuple[JobProcess, DictConfig]] = {}
-        self._open_ends: list[Followed] = []
+        self._open_ends: list[JournalStatus] = []
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -83,7 +89,7 @@ class IsolatedLauncher(Launcher):
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
-        announce(self._config, initial_job_idx + len(job_overrides))
+        announce_job(self._config, initial_job_idx + len(job_overrides))
         todo = deque(enumerate(job_overrides, initial_job_idx))
         done: dict[int, JobReturn] = {}
         with DefaultSelector() as selector, StopRequests(self._asked) as stop, self._none_left():
@@ -122,16 +128,18 @@ class IsolatedLauncher(Launcher):
                 job.send_signal(number)
 
     def _start(self, number: int, overrides: Sequence[str], selector: BaseSelector) -> None:
-        config = composed(self._context, self._config, number, overrides)
+        config = compose_job_config(self._context, self._config, number, overrides)
         if not config.hydra.callbacks.sweep.resume:
-            (folder_of(config) / "result.json").unlink(missing_ok=True)  # of another sweep
+            (job_folder(config) / "result.json").unlink(missing_ok=True)  # of another sweep
         if self._sweep is None:
-            order = Order.pickled(config, self._task, self._context)
+            order = JobRequest.pickled(config, self._task, self._context)
         else:
             again = bool(config.hydra.callbacks.sweep.resume)
-            order = pickle.dumps(LateOrder(self._sweep, number, overrides, again))
+            order = pickle.dumps(RemoteJobRequest(self._sweep, number, overrides, again))
         mark = f"[job {number}] " if self._n_jobs > 1 else ""
-        job = JobProcess(nursery(), selector, Surroundings.ours(self._n_jobs), order, mark)
+        job = JobProcess(
+            fork_server(), selector, ProcessEnvironment.ours(self._n_jobs), order, mark
+        )
         self._running[number] = job, config
 
     def _end(self, number: int, stop: StopRequests) -> JobReturn:
@@ -139,7 +147,7 @@ class IsolatedLauncher(Launcher):
         job.close()
         if isinstance(job.answer, JobReturn):
             return job.answer
-        told = job.answer is not None and (folder_of(config) / "result.json").exists()
+        told = job.answer is not None and (job_folder(config) / "result.json").exists()
         if not told:
             self._bury(number, job, config, stop.came)
         overrides = OmegaConf.to_container(config.hydra.overrides.task)
@@ -155,18 +163,18 @@ class IsolatedLauncher(Launcher):
 
         reason, stopped = job.reason(asked), bool(asked)
         if stopped:
-            print(plain(f"job {number}: {reason}"), flush=True)
+            print(sanitize(f"job {number}: {reason}"), flush=True)
         else:
-            complain(f"job {number}: {reason}")
-        with as_job(config):
-            record_result(config, folder_of(config), "stopped" if stopped else "failed", reason)
+            print_error(f"job {number}: {reason}")
+        with job_hydra_config(config):
+            record_result(config, job_folder(config), "stopped" if stopped else "failed", reason)
             command = job_origin(sweeping=True).command
         status = "KILLED" if stopped else "FAILED"
-        note = notes.broken(command, status, reason)
+        note = notes.failed_note(command, status, reason)
         self._open_ends += job.lent.end(status, reason, note)
 
 
-def announce(config: DictConfig, jobs: int) -> None:
+def announce_job(config: DictConfig, jobs: int) -> None:
     """Tells this process's sweep how many jobs it has; a search may say so itself."""
     from runner.sweep.sweep import Sweep
 
@@ -174,13 +182,13 @@ def announce(config: DictConfig, jobs: int) -> None:
         Sweep.current.asks_for(max(jobs, config.hydra.sweeper.get("n_trials", 0)))
 
 
-def folder_of(config: DictConfig) -> Path:
+def job_folder(config: DictConfig) -> Path:
     """A job's, absolute."""
     return Path(os.path.abspath(config.hydra.sweep.dir), config.hydra.sweep.subdir)  # noqa: PTH100
 
 
 @contextmanager
-def as_job(config: DictConfig) -> Iterator[None]:
+def job_hydra_config(config: DictConfig) -> Iterator[None]:
     """Context with HydraConfig as it is in the job."""
     hydra = HydraConfig.instance()
     before = hydra.cfg

@@ -13,22 +13,22 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from runner.sweep.launcher.job_request import STATUS_STRUCT, Order, Surroundings
+from runner.sweep.launcher.job_request import STATUS_STRUCT, JobRequest, ProcessEnvironment
 from runner.tracking import writer_process
-from runner.tracking.shared_writer import BorrowedWriter
+from runner.tracking.shared_writer import WriterProxy
 from runner.utils.stop_signals import CommandSignals, Interrupted
 
 _PR_SET_PDEATHSIG = 1
 
 
-def live(order: int, tracking: int, life: int, out: int, err: int) -> NoReturn:
+def run_job_process(order: int, tracking: int, life: int, out: int, err: int) -> NoReturn:
     """Does what the order says. What it came to goes back through `order`: a JobReturn, or the exit
     status with which the job was stopped; nothing where it failed beyond what the job can tell."""
     status = 1
     try:
         with CommandSignals(lambda: True):
             _settle(life, out, err)
-            writer_process.use(BorrowedWriter(socket.socket(fileno=tracking)))
+            writer_process.use_writer(WriterProxy(socket.socket(fileno=tracking)))
             status = _work(Connection(order))
             atexit._run_exitfuncs()
     except Interrupted as error:
@@ -61,10 +61,10 @@ def _settle(life: int, out: int, err: int) -> None:
 
 
 def _work(line: Connection) -> int:
-    surroundings: Surroundings = line.recv()
+    surroundings: ProcessEnvironment = line.recv()
     surroundings.enter()
     try:
-        order: Order = pickle.loads(line.recv_bytes())
+        order: JobRequest = pickle.loads(line.recv_bytes())
         line.send(order.run())
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 1

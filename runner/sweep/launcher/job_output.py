@@ -37,7 +37,7 @@ class Stream:
         return bool(data)
 
 
-def reason(status: int | None, tail: str, kills: int, asked: Collection[int] = ()) -> str:
+def exit_reason(status: int | None, tail: str, kills: int, asked: Collection[int] = ()) -> str:
     """Why a job's process ended without a result.
 
     Args:

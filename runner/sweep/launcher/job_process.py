@@ -15,10 +15,10 @@ from selectors import EVENT_READ, BaseSelector
 
 from hydra.core.utils import JobReturn
 
-from runner.sweep.launcher.job_output import Stream, oom_kills, reason
-from runner.sweep.launcher.job_request import STATUS_STRUCT, Surroundings
-from runner.tracking.shared_writer import Lent
-from runner.utils.stop_signals import held
+from runner.sweep.launcher.job_output import Stream, exit_reason, oom_kills
+from runner.sweep.launcher.job_request import STATUS_STRUCT, ProcessEnvironment
+from runner.tracking.shared_writer import WriterProxyServer
+from runner.utils.stop_signals import signals_blocked
 
 Source = Connection | socket.socket | io.FileIO
 
@@ -27,18 +27,20 @@ _COMMAND += "from runner.sweep.launcher.fork_server import main; "
 _COMMAND += "main(int(sys.argv[2]))"
 
 
-class Nursery:
+class ForkServerClient:
     """The nursery's process, which imports what jobs need while we import what we need."""
 
     def __init__(self) -> None:
         self._line, theirs = socket.socketpair()
         root = str(Path(__file__).resolve().parents[2])
-        with theirs, held():
+        with theirs, signals_blocked():
             # A session of its own keeps Ctrl-C away from it, -P a user's files from its imports.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _COMMAND, root, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     @property
     def lives(self) -> bool:
@@ -67,9 +69,13 @@ class JobProcess:
     """
 
     def __init__(
-        self, nursery: Nursery, selector: BaseSelector, surroundings: Surroundings, order: bytes,
+        self,
+        nursery: ForkServerClient,
+        selector: BaseSelector,
+        surroundings: ProcessEnvironment,
+        order: bytes,
         mark: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.ended = False
         self.answer: JobReturn | int | None = None
         self._selector, self._life, self._kills = selector, b"", oom_kills()
@@ -78,7 +84,7 @@ class JobProcess:
         self._out, self._err = Stream(sys.stdout, mark), Stream(sys.stderr, mark)
         self._line, line = Pipe()
         ours, tracking = socket.socketpair()
-        self.lent = Lent(ours)
+        self.lent = WriterProxyServer(ours)
         self._watch(self._line, self._hear)
         self._watch(ours, self.lent.take)
         pipes = [
@@ -116,7 +122,7 @@ class JobProcess:
         told = len(self._life) == 2 * STATUS_STRUCT.size
         status = STATUS_STRUCT.unpack_from(self._life, STATUS_STRUCT.size)[0] if told else None
         tail = self._err.tail.strip() or self._out.tail
-        return reason(status, tail, oom_kills() - self._kills, asked)
+        return exit_reason(status, tail, oom_kills() - self._kills, asked)
 
     def close(self) -> None:
         """Takes what it has left unread. What escaped its process group may hold a pipe open."""

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessEnvironment:
     """What a job finds around it. Sent before its order, whose objects may be of modules that are
     found only then.
 
@@ -31,7 +31,7 @@ class Surroundings:
     threads: int | None
 
     @classmethod
-    def ours(cls, jobs: int) -> "Surroundings":
+    def ours(cls, jobs: int) -> "ProcessEnvironment":
         """This process's; `jobs` at once share the processors."""
         share = max(1, (os.cpu_count() or 1) // jobs)
         told = jobs == 1 or "OMP_NUM_THREADS" in os.environ
@@ -50,7 +50,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Order:
+class JobRequest:
     """A job as Hydra sees it."""
 
     config: DictConfig
@@ -70,16 +70,19 @@ class Order:
         Singleton._instances.update(self.singletons)  # set_state would look for plugins anew
         setup_globals()
         done = run_job(
-            hydra_context=self.context, task_function=self.task, config=self.config,
-            job_dir_key="hydra.sweep.dir", job_subdir_key="hydra.sweep.subdir",
-        )  # fmt: skip
+            hydra_context=self.context,
+            task_function=self.task,
+            config=self.config,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
         if done.status != JobStatus.COMPLETED:
             raise done._return_value
         return done
 
 
 @dataclass(frozen=True)
-class LateOrder:
+class RemoteJobRequest:
     """An order for one job of a sweep, composed by the job: what Hydra composes in a process that
     a plugin started holds classes of its own, which cannot be passed on.
 
@@ -95,15 +98,15 @@ class LateOrder:
 
     def run(self) -> JobReturn:
         """Raises what the task raised."""
-        order: Order = pickle.loads(self.sweep)
+        order: JobRequest = pickle.loads(self.sweep)
         Singleton._instances.update(order.singletons)
         setup_globals()
-        config = going_on(order.config) if self.again else order.config
-        job = composed(order.context, config, self.number, self.overrides)
+        config = with_resume(order.config) if self.again else order.config
+        job = compose_job_config(order.context, config, self.number, self.overrides)
         return replace(order, config=job).run()
 
 
-def composed(
+def compose_job_config(
     context: HydraContext, config: DictConfig, number: int, overrides: Sequence[str]
 ) -> DictConfig:
     """A job's config, from the sweep's."""
@@ -113,7 +116,7 @@ def composed(
     return job
 
 
-def going_on(config: DictConfig) -> DictConfig:
+def with_resume(config: DictConfig) -> DictConfig:
     """A sweep's config whose jobs go on with what they left."""
     config = config.copy()
     with read_write(config), open_dict(config):

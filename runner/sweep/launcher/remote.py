@@ -16,15 +16,15 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config.hydra_plugins import REMOTE, register
-from runner.sweep.launcher.isolated import announce, as_job, folder_of
+from runner.sweep.launcher.isolated import announce_job, job_folder, job_hydra_config
 from runner.sweep.launcher.job_output import last_lines
-from runner.sweep.launcher.job_request import Order, composed
+from runner.sweep.launcher.job_request import JobRequest, compose_job_config
 from runner.sweep.launcher.remote_job import STOP, RemoteJob
 from runner.sweep.launcher.stop_requests import StopFile
 from runner.utils.errors import ConfigError
 from runner.utils.layout import RESULT
 from runner.utils.stop_signals import Interrupted
-from runner.utils.terminal import complain
+from runner.utils.terminal import print_error
 
 _VISIBLE_SECONDS = 15.0
 """What a shared file system may take until it shows here what was written elsewhere."""
@@ -33,7 +33,7 @@ _STORE_BYTES = 2**27
 """Of Ray's store, which a sweep hardly uses; its own default is a third of the memory."""
 
 
-def prepare(config: DictConfig) -> None:
+def prepare_remote(config: DictConfig) -> None:
     """Puts RemoteLauncher before the plugin's launcher that a sweep names.
 
     Raises:
@@ -49,8 +49,11 @@ def prepare(config: DictConfig) -> None:
     folder = os.path.abspath(config.hydra.sweep.dir)  # noqa: PTH100
     quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
     with read_write(config), open_dict(config):
-        config.hydra.launcher = {"_target_": REMOTE, "_recursive_": False,
-                                 "launcher": config.hydra.launcher}  # fmt: skip
+        config.hydra.launcher = {
+            "_target_": REMOTE,
+            "_recursive_": False,
+            "launcher": config.hydra.launcher,
+        }
         config.hydra.sweep.dir = folder
         # Jobs are composed anew, in processes that may have been started in another folder.
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{quoted}'")
@@ -81,16 +84,16 @@ class RemoteLauncher(Launcher):
         a signal has stopped the sweep."""
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
-        announce(self._config, initial_job_idx + len(job_overrides))
+        announce_job(self._config, initial_job_idx + len(job_overrides))
         jobs = {
-            number: composed(self._context, self._config, number, overrides)
+            number: compose_job_config(self._context, self._config, number, overrides)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         }
-        before = {number for number, config in jobs.items() if folder_of(config).exists()}
+        before = {number for number, config in jobs.items() if job_folder(config).exists()}
         asked = Path(self._config.hydra.sweep.dir, STOP)
         asked.unlink(missing_ok=True)
         for number in before if not self._config.hydra.callbacks.sweep.resume else ():
-            (folder_of(jobs[number]) / RESULT).unlink(missing_ok=True)  # of another sweep
+            (job_folder(jobs[number]) / RESULT).unlink(missing_ok=True)  # of another sweep
         job = self._job(frozenset(before), len(jobs))
         if self._node.get("ray"):
             self._start_ray()  # which takes SIGTERM for itself
@@ -100,9 +103,11 @@ class RemoteLauncher(Launcher):
             except Interrupted:
                 came = ["Stopped at once by a second signal."] * len(jobs)
             except Exception as error:
-                if not stop.came and not any(folder_of(jobs[n]).exists() for n in {*jobs} - before):
+                if not stop.came and not any(
+                    job_folder(jobs[n]).exists() for n in {*jobs} - before
+                ):
                     raise self._refused(error) from error
-                came = [explained(error)] * len(jobs)
+                came = [explain_launcher_error(error)] * len(jobs)
         done = dict(zip(jobs, came, strict=True))
         _settle(jobs, done, bool(stop.came))
         asked.unlink(missing_ok=True)
@@ -114,7 +119,7 @@ class RemoteLauncher(Launcher):
         # Ray's processes may have been started before the command. Others get its environment.
         passed = "MLFLOW_" if self._node.get("ray") else "HYDRA_"
         environ = {key: value for key, value in os.environ.items() if key.startswith(passed)}
-        sweep = Order.pickled(self._config, self._task, self._context)
+        sweep = JobRequest.pickled(self._config, self._task, self._context)
         here = os.getcwd()  # noqa: PTH109
         at_once, child = _at_once(self._node, jobs), _name(self._node) == "JoblibLauncher"
         return RemoteJob(sweep, here, [*sys.path], environ, before, at_once, child)
@@ -130,9 +135,9 @@ class RemoteLauncher(Launcher):
             hydra_context=self._context, task_function=job, config=config
         )
         if hasattr(launcher, "_EXECUTOR"):
-            from runner.sweep.launcher.submitit import run
+            from runner.sweep.launcher.submitit import run_jobs
 
-            return run(launcher, overrides, first, stop)
+            return run_jobs(launcher, overrides, first, stop)
         return launcher.launch(overrides, first)
 
     def _start_ray(self) -> None:
@@ -151,10 +156,12 @@ class RemoteLauncher(Launcher):
 
     def _refused(self, error: Exception) -> ConfigError:
         choice = self._config.hydra.runtime.choices.get("hydra/launcher")
-        return ConfigError(f"hydra/launcher={choice} takes no jobs: {explained(error)}")
+        return ConfigError(
+            f"hydra/launcher={choice} takes no jobs: {explain_launcher_error(error)}"
+        )
 
 
-def explained(error: Exception) -> str:
+def explain_launcher_error(error: Exception) -> str:
     """What went wrong in a launcher, in a line."""
     lines = last_lines(str(error))
     return f"{type(error).__name__}: {' | '.join(lines)}" if lines else type(error).__name__
@@ -181,17 +188,17 @@ def _settle(
     end = time.monotonic() + _VISIBLE_SECONDS
     reasons: dict[str, list[str]] = {}
     for number, config in jobs.items():
-        came, folder = done[number], folder_of(config)
+        came, folder = done[number], job_folder(config)
         ran = isinstance(came, JobReturn) and came.status == JobStatus.COMPLETED
         while ran and not (folder / RESULT).exists() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
         if not (folder / RESULT).exists() and (folder.exists() or not stopped):
             reason = _reason(came, folder.parent)
             reasons.setdefault(reason, []).append(str(number))
-            with as_job(config):
+            with job_hydra_config(config):
                 record_result(config, folder, "stopped" if stopped else "failed", reason)
     for reason, numbers in reasons.items():
-        complain(f"job {', '.join(numbers)}: {reason}")
+        print_error(f"job {', '.join(numbers)}: {reason}")
 
 
 def _reason(came: JobReturn | str, sweep: Path) -> str:

@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from runner.sweep.launcher.isolated import IsolatedLauncher
-from runner.sweep.launcher.job_request import Order, going_on
+from runner.sweep.launcher.job_request import JobRequest, with_resume
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST as SWEEP
 from runner.utils.layout import RESULT
@@ -63,12 +63,13 @@ class RemoteJob:
         left = {path.name for path in folder.iterdir()} - {str(hydra.output_subdir)}
         again = bool(left) and number not in self.before
         asked = Path(hydra.sweep.dir, STOP)
-        order: Order = pickle.loads(self.sweep)
+        order: JobRequest = pickle.loads(self.sweep)
         launcher = IsolatedLauncher(self.at_once, asked, self.sweep)
         launcher.setup(
-            hydra_context=order.context, task_function=order.task,
-            config=going_on(order.config) if again else order.config,
-        )  # fmt: skip
+            hydra_context=order.context,
+            task_function=order.task,
+            config=with_resume(order.config) if again else order.config,
+        )
         overrides = OmegaConf.to_container(hydra.overrides.task)
         assert isinstance(overrides, list)
         try:

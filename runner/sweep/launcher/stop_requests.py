@@ -6,10 +6,10 @@ from pathlib import Path
 from select import select
 
 from runner.utils.files import write_text
-from runner.utils.stop_signals import TOGETHER, Heeding, Interrupted
+from runner.utils.stop_signals import TOGETHER, Interrupted, SignalHandler
 
 
-class StopRequests(Heeding):
+class StopRequests(SignalHandler):
     """Context that turns signals into something to read, so that none interrupts what a launcher
     does.
 
@@ -62,7 +62,7 @@ class StopRequests(Heeding):
         return 0.0 if self._urgent_since is None else time.monotonic() - self._urgent_since
 
 
-class StopFile(Heeding):
+class StopFile(SignalHandler):
     """Context of jobs that this process cannot signal: the first signal goes into a file that they
     look for, another one raises Interrupted.
 

@@ -22,7 +22,7 @@ _END_SECONDS = 20.0
 """For jobs that were cancelled to be gone."""
 
 
-def run(
+def run_jobs(
     launcher: Any, overrides: Sequence[Sequence[str]], first: int, stop: StopFile
 ) -> Sequence[JobReturn | str]:
     """Has a submitit launcher of Hydra's plugin run jobs: what each came to, or why to nothing.

@@ -8,24 +8,31 @@ from rich.table import Table as Grid
 
 from runner.config.schema import LARGEST_FORECAST_BATCH
 from runner.sweep.report.compare import BASE
-from runner.sweep.report.conclusion import reach, times
+from runner.sweep.report.conclusion import format_range, format_ratio
 from runner.sweep.report.paired_test import ERROR
-from runner.sweep.report.ranking import Advice, Line
-from runner.sweep.report.verdict import gains, health, outcome, why
+from runner.sweep.report.ranking import Advice, PrecisionVerdict
+from runner.sweep.report.verdict import gain_words, health_words, outcome_reason, outcome_words
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.formatting import number
+from runner.utils.formatting import format_number
 from runner.utils.markup import Block, Cell, Commands, Heading, Items, Table, Text, Tone
-from runner.utils.terminal import typed
+from runner.utils.terminal import quote_command
 
 HEAD = ("precision", "verdict", "speed", "memory", "predicted peak", "health")
 NUMBERS = ("speed", "memory", "predicted peak")
-TONES: dict[str, Tone] = {"recommended": "good", "worse": "bad", "diverged": "bad", "failed": "bad",
-                          "unclear": "quiet", "slow": "quiet", "unavailable": "quiet"}  # fmt: skip
+TONES: dict[str, Tone] = {
+    "recommended": "good",
+    "worse": "bad",
+    "diverged": "bad",
+    "failed": "bad",
+    "unclear": "quiet",
+    "slow": "quiet",
+    "unavailable": "quiet",
+}
 BUSY = 0.25
 """Share of the processors busy with other work above which speeds are in doubt."""
 
 
-def answer(advice: Advice) -> str:
+def advice_sentence(advice: Advice) -> str:
     """Which precision to use, and why, in a sentence."""
     pick = advice.pick
     if pick is None:
@@ -47,10 +54,10 @@ def answer(advice: Advice) -> str:
         )
     if pick.group.name == BASE:
         return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}."
-    return f"Use {pick.name}: {gains(pick)}."
+    return f"Use {pick.name}: {gain_words(pick)}."
 
 
-def besides(advice: Advice) -> str:
+def other_sentences(advice: Advice) -> str:
     """What else there is to say of the answer; empty where there is nothing."""
     told = []
     unsure = [line for line in advice.lines if line.outcome == "unclear"]
@@ -60,9 +67,10 @@ def besides(advice: Advice) -> str:
         names = ", ".join(line.name for line in unsure)
         stopped = any(line.group.counts.get("stopped") for line in advice.lines)
         told.append(
-            f"It was stopped before it could judge {names}." if stopped else
-            f"Not enough evidence in this budget about {names}; {more} may tell."
-        )  # fmt: skip
+            f"It was stopped before it could judge {names}."
+            if stopped
+            else f"Not enough evidence in this budget about {names}; {more} may tell."
+        )
     if imitated := [n.name for n in advice.lines if n.emulated and n.outcome == "fit"]:
         told.append(
             f"Emulated, {', '.join(imitated)} trained as well; only the hardware tells how fast."
@@ -75,43 +83,45 @@ def besides(advice: Advice) -> str:
     return " ".join(told)
 
 
-def blocks(advice: Advice) -> Iterator[Block]:
+def advice_blocks(advice: Advice) -> Iterator[Block]:
     """The answer, the command to run next, the table, and how it was judged."""
     yield from _told(advice)
     if advice.pick is not None:
         yield Text("Type next:")
         yield Commands(next_lines(advice))
-    yield table(advice)
+    yield advice_table(advice)
     others = [line for line in advice.lines if line.outcome in ("fit", "baseline")]
-    if here := [typed(line.command) for line in others if not line.emulated]:
+    if here := [quote_command(line.command) for line in others if not line.emulated]:
         yield Heading("What else trains as well")
         yield Commands(here)
     if elsewhere := [line.command for line in others if line.emulated]:
         yield Heading("What trains as well by its numbers, where its hardware is")
         kept = ([w for w in words if w != "precision.emulate=true"] for words in elsewhere)
-        yield Commands([typed(words) for words in kept])
+        yield Commands([quote_command(words) for words in kept])
     if advice.question.absent:
         yield Heading("Not on this machine")
         yield Items([(n, why) for n, _, why in (t.partition(": ") for t in advice.question.absent)])
         if not advice.question.emulated:
-            yield Text("precision.emulate=true tries the numbers of those that can be emulated, "
-                       "without their speed.")  # fmt: skip
+            yield Text(
+                "precision.emulate=true tries the numbers of those that can be emulated, "
+                "without their speed."
+            )
     yield Heading("How this was judged")
     yield Items(list(_how(advice)), small=True)
 
 
-def summary(advice: Advice) -> tuple[list[Block], Table]:
+def advice_markdown(advice: Advice) -> tuple[list[Block], Table]:
     """The answer with its command, and the table, for the note of the parent run."""
-    return [*_told(advice), Commands(next_lines(advice))], table(advice)
+    return [*_told(advice), Commands(next_lines(advice))], advice_table(advice)
 
 
 def _told(advice: Advice) -> Iterator[Text]:
-    yield Text(answer(advice), "answer")
-    if more := besides(advice):
+    yield Text(advice_sentence(advice), "answer")
+    if more := other_sentences(advice):
         yield Text(more)
 
 
-def table(advice: Advice) -> Table:
+def advice_table(advice: Advice) -> Table:
     """A row per precision, best first."""
     rows = [_row(line) for line in advice.lines]
     shown = [i for i in range(len(HEAD)) if any(row[i].text for row in rows)]
@@ -126,29 +136,32 @@ def _head(column: int) -> str:
     return f"{name} × {BASE}" if name in ("speed", "memory") else name
 
 
-def _row(line: Line) -> list[Cell]:
+def _row(line: PrecisionVerdict) -> list[Cell]:
     speed = line.beside.speed if line.beside else None
     told = line.beside and (line.group.on_cpu or not line.emulated)  # there it is the peak
     memory = line.beside.memory if line.beside and told else None
     mib = line.group.memory_mib if told else None
     return [
         Cell(line.name),
-        Cell(outcome(line), TONES.get(line.outcome, ""), why(line)),
-        Cell("unknown", "quiet", "emulated") if line.emulated else
-        Cell(times(speed), note=reach(speed)),
-        Cell("" if memory is None else f"{memory:.2f}",
-             note="" if mib is None else f"{number(mib)} MiB"),
+        Cell(outcome_words(line), TONES.get(line.outcome, ""), outcome_reason(line)),
+        Cell("unknown", "quiet", "emulated")
+        if line.emulated
+        else Cell(format_ratio(speed), note=format_range(speed)),
+        Cell(
+            "" if memory is None else f"{memory:.2f}",
+            note="" if mib is None else f"{format_number(mib)} MiB",
+        ),
         _predicted(line),
-        Cell(health(line)),
-    ]  # fmt: skip
+        Cell(health_words(line)),
+    ]
 
 
-def _predicted(line: Line) -> Cell:
+def _predicted(line: PrecisionVerdict) -> Cell:
     if line.predicted is None:
         return Cell("")
     peak, batch = line.predicted
     more = " or more" if batch == LARGEST_FORECAST_BATCH else ""
-    return Cell(f"{number(peak)} MiB", note=f"largest batch {batch}{more}" if batch else "")
+    return Cell(f"{format_number(peak)} MiB", note=f"largest batch {batch}{more}" if batch else "")
 
 
 def _how(advice: Advice) -> Iterator[tuple[str, str]]:
@@ -161,9 +174,9 @@ def _how(advice: Advice) -> Iterator[tuple[str, str]]:
     if not math.isnan(advice.spread):
         yield (
             "Yardstick",
-            f"{BASE} ends at {VAL_LOSS} {number(advice.loss)}; its seeds differ by a standard "
-            f"deviation of {number(advice.spread)}. Tolerated are {question.tolerance:g} of them "
-            "(advise.tolerance).",
+            f"{BASE} ends at {VAL_LOSS} {format_number(advice.loss)}; its seeds differ by a "
+            f"standard deviation of {format_number(advice.spread)}. Tolerated are "
+            f"{question.tolerance:g} of them (advise.tolerance).",
         )
     yield (
         "Worse",
@@ -192,18 +205,20 @@ def _how(advice: Advice) -> Iterator[tuple[str, str]]:
 
 def next_lines(advice: Advice) -> list[str]:
     """The command to run next, if there is one."""
-    return [typed(advice.pick.command)] if advice.pick else []
+    return [quote_command(advice.pick.command)] if advice.pick else []
 
 
-def show(console: Console, advice: Advice) -> None:
+def print_advice(console: Console, advice: Advice) -> None:
     """The table, the answer and the command to run next."""
-    made = table(advice)
+    made = advice_table(advice)
     shown = Grid(title="which precision?", title_justify="left")
     for i, name in enumerate(made.head):
         shown.add_column(name, justify="left" if i in made.words else "right", overflow="fold")
     for row in made.rows:
         shown.add_row(*("\n".join(filter(None, (cell.text, cell.note))) for cell in row))
     console.print(shown)
-    console.print(" ".join(filter(None, [answer(advice), besides(advice)])), soft_wrap=True)
+    console.print(
+        " ".join(filter(None, [advice_sentence(advice), other_sentences(advice)])), soft_wrap=True
+    )
     for line in next_lines(advice):
         console.print(f"type next: {line}", soft_wrap=True)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runner.sweep.report.compare import BASE, Comparison, compare, pareto
-from runner.sweep.report.downsample import BUCKETS, MEANS, Points, envelope, means, points
+from runner.sweep.report.compare import BASE, Comparison, compare, pareto_front
+from runner.sweep.report.downsample import BUCKETS, MEANS, Points, downsample, envelope, means
 from runner.sweep.report.jobs import Job, SweepData
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.plots import FONT, plain
+from runner.utils.plots import FONT, plain_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def styles(names: Sequence[str]) -> dict[str, Style]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LegendEntry:
     """A line of the legend: name, colour, and lengths of dashes and gaps in line widths."""
 
     name: str
@@ -48,12 +48,14 @@ class Entry:
     dashes: tuple[float, ...]
 
 
-def legend(data: SweepData) -> list[Entry]:
+def legend(data: SweepData) -> list[LegendEntry]:
     """Of every group that the charts show, in order."""
     jobs = _trained(data)
     look = styles([_name(job) for job in jobs])
     shown = dict.fromkeys(_name(job) for job in jobs if job.curves or _timed(job))
-    return [Entry(n, look[n][0], () if look[n][1] == "solid" else look[n][1][1]) for n in shown]
+    return [
+        LegendEntry(n, look[n][0], () if look[n][1] == "solid" else look[n][1][1]) for n in shown
+    ]
 
 
 def panels(data: SweepData) -> "list[Figure]":
@@ -97,16 +99,21 @@ def _figure(data: SweepData, wanted: "Sequence[Panel]", named: bool) -> "Figure"
     return figure
 
 
-def _legend(figure: "Figure", entries: Sequence[Entry]) -> None:
+def _legend(figure: "Figure", entries: Sequence[LegendEntry]) -> None:
     from matplotlib.lines import Line2D
 
     lines = [
         Line2D([], [], color=e.colour, ls=(0, e.dashes) if e.dashes else "solid", lw=1.6)
         for e in entries
     ]
-    drawn = figure.legend(lines, [plain(e.name) for e in entries], loc="outside right upper",
-                          frameon=False, fontsize=8 if len(entries) <= 12 else 7,
-                          handlelength=3)  # fmt: skip
+    drawn = figure.legend(
+        lines,
+        [plain_label(e.name) for e in entries],
+        loc="outside right upper",
+        frameon=False,
+        fontsize=8 if len(entries) <= 12 else 7,
+        handlelength=3,
+    )
     for text in drawn.get_texts():
         text.set_parse_math(False)
 
@@ -123,7 +130,7 @@ def _curves(jobs: Sequence[Job], *keys: str) -> Iterator[tuple[Job, Points]]:
     for job in jobs:  # of each the first of these that it has
         found = [job.curves[key] for key in keys if key in job.curves]
         if kept := [curve for curve in found if curve.shape[-1]]:
-            yield job, points(kept[0])
+            yield job, downsample(kept[0])
 
 
 def _thin(jobs: Sequence[Job]) -> float:
@@ -159,7 +166,7 @@ def _quality(axes: "Axes | None", jobs: Sequence[Job], look: Mapping[str, Style]
         drawn = envelope(steps, values)
         axes.plot(*drawn, color=colour, ls=dash, lw=_thin(jobs), marker="." if few else None, ms=4)
     log = key.endswith(("loss", "perplexity"))
-    _finish(axes, plain(key), [(look[_name(job)][0], p) for job, p in found], log)
+    _finish(axes, plain_label(key), [(look[_name(job)][0], p) for job, p in found], log)
     return True
 
 
@@ -178,8 +185,18 @@ def _finish(axes: "Axes", title: str, found: Sequence[tuple[str, Points]], log: 
         gone = ~np.isfinite(v)
         if gone.any():
             lost = True
-            axes.plot(steps[gone.argmax()], 0.97, "X", color=colour, mec="white", mew=0.5, ms=8,
-                      transform=top, clip_on=False, zorder=5)  # fmt: skip
+            axes.plot(
+                steps[gone.argmax()],
+                0.97,
+                "X",
+                color=colour,
+                mec="white",
+                mew=0.5,
+                ms=8,
+                transform=top,
+                clip_on=False,
+                zorder=5,
+            )
     _title(axes, title + (" (✖: first NaN or inf)" if lost else ""))
     axes.set_xlabel("optimizer step")
 
@@ -220,13 +237,15 @@ def _trade(axes: "Axes | None", jobs: Sequence[Job], look: Mapping[str, Style]) 
         size = max(15, 260 * (c.group.memory_mib or 0) / most) if most else 60
         axes.errorbar(x, y, yerr=c.group.quality.sd, color=colour, lw=1, capsize=3, fmt="none")
         axes.scatter([x], [y], s=size, color=colour, alpha=0.55, ec="white", zorder=3)
-    front = sorted(_spot(c, ratio) for c in pareto(found))
+    front = sorted(_spot(c, ratio) for c in pareto_front(found))
     if len({c.group.device for c in found}) == 1 and len(front) > 1:
         axes.plot(*zip(*front, strict=True), color="#888888", lw=0.8, ls="--", zorder=1)
     axes.margins(0.18)
-    _label(axes, [(plain(c.group.name, 26), spot) for c, spot in zip(found, spots, strict=True)])
+    _label(
+        axes, [(plain_label(c.group.name, 26), spot) for c, spot in zip(found, spots, strict=True)]
+    )
     axes.set_xlabel(f"speed × {BASE}" if ratio else "examples/s")
-    quality = plain(found[0].group.jobs[0].quality)
+    quality = plain_label(found[0].group.jobs[0].quality)
     _title(axes, f"{quality} against speed (area: memory; dashed: Pareto front)")
     return True
 
@@ -259,8 +278,14 @@ def _label(axes: "Axes", named: Sequence[tuple[str, tuple[float, float]]]) -> No
             if inside and not any(box.overlaps(other) for other in taken):
                 taken.append(box)
                 axes.annotate(
-                    text, spot, (11 * side, rise), textcoords="offset points", fontsize=7.5,
-                    ha=("right", "center", "left")[side + 1], va="center", parse_math=False,
+                    text,
+                    spot,
+                    (11 * side, rise),
+                    textcoords="offset points",
+                    fontsize=7.5,
+                    ha=("right", "center", "left")[side + 1],
+                    va="center",
+                    parse_math=False,
                     bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.6},
-                )  # fmt: skip
+                )
                 break

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from runner.modes.result import RunResult, change, shared
-from runner.sweep.report.statistics import Difference, Ratio, Spread, difference
+from runner.modes.result import RunResult, relative_change, shared_settings
+from runner.sweep.report.statistics import Difference, Ratio, Spread, quality_difference
 from runner.tracking.metric_names import VAL_LOSS
 
 BASE = "32-true"
@@ -85,7 +85,7 @@ class Group:
         return self.weights_mib.mean + (self.optimizer_mib.mean if self.optimizer_mib else 0)
 
 
-def groups(results: Sequence[RunResult]) -> list[Group]:
+def group_jobs(results: Sequence[RunResult]) -> list[Group]:
     """The groups in the order in which their first jobs were asked for. A job that failed before
     it knew its device counts where its group ran."""
     devices = {r.device for r in results if r.device}
@@ -109,11 +109,15 @@ def _group(name: str, device: str, jobs: Sequence[RunResult], every: Sequence[Ru
         return Spread.of(map(value, done))
 
     return Group(
-        name, jobs[0].precision, device, tuple(jobs), Counter(j.outcome for j in jobs),
+        name,
+        jobs[0].precision,
+        device,
+        tuple(jobs),
+        Counter(j.outcome for j in jobs),
         quality=Spread.of(j.metrics.get(j.quality) for j in sound),
         best=Spread.of(j.best for j in sound),
         loss=Spread.of(j.metrics.get(VAL_LOSS) for j in sound),
-        change=Spread.of(change(j.quality, j, every) for j in sound),
+        change=Spread.of(relative_change(j.quality, j, every) for j in sound),
         speed=spread(lambda j: j.examples_per_second),
         step_ms=spread(lambda j: j.step_ms),
         peak_mib=spread(lambda j: j.peak_memory_mib),
@@ -123,7 +127,7 @@ def _group(name: str, device: str, jobs: Sequence[RunResult], every: Sequence[Ru
         skipped=spread(lambda j: j.skipped_steps),
         converted=", ".join(dict.fromkeys(j.converted for j in done if j.converted)),
         reasons=tuple(dict.fromkeys(j.error for j in jobs if j.error)),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -163,22 +167,22 @@ class Comparison:
 
 def compare(results: Sequence[RunResult]) -> list[Comparison]:
     """Every group with its ratios and its difference, in the order of groups()."""
-    found = groups(results)
+    found = group_jobs(results)
     bases = {(g.settings, g.device): g for g in found if g.precision == BASE}
     beside = [_base(g, bases) for g in found]
     used = {id(b) for g, b in zip(found, beside, strict=True) if b is not None and b is not g}
     return [
-        comparison(g, None if b is g and id(b) not in used else b)
+        compare_jobs(g, None if b is g and id(b) not in used else b)
         for g, b in zip(found, beside, strict=True)
     ]
 
 
 def _base(group: Group, bases: Mapping[tuple[str, str], Group]) -> Group | None:
     exact = bases.get((group.settings, group.device))
-    return exact or bases.get((shared(group.settings), group.device))
+    return exact or bases.get((shared_settings(group.settings), group.device))
 
 
-def comparison(group: Group, base: Group | None) -> Comparison:
+def compare_jobs(group: Group, base: Group | None) -> Comparison:
     """A group beside another."""
     if base is None or not base.finished or not group.finished:
         return Comparison(group, base)
@@ -188,7 +192,7 @@ def comparison(group: Group, base: Group | None) -> Comparison:
     quality = None
     if group is not base and not group.evaluated and group.quality and base.quality:
         direction = base.jobs[0].direction
-        quality = difference(_qualities(group), _qualities(base), direction)
+        quality = quality_difference(_qualities(group), _qualities(base), direction)
     return Comparison(group, base, _speed(group, base), memory, quality)
 
 
@@ -220,7 +224,7 @@ def _rates(group: Group) -> list[tuple[int | None, float]]:
     return [(j.seed, j.examples_per_second) for j in done if j.examples_per_second]
 
 
-def pareto(comparisons: Sequence[Comparison]) -> list[Comparison]:
+def pareto_front(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Those that no other on the same device beats in means: at least as good in speed, memory
     and quality, better in one. Only groups whose every job finished, and did not diverge."""
     fit = [c for c in comparisons if c.group.sound and c.group.speed]

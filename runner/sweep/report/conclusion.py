@@ -3,25 +3,25 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from runner.modes.result import shared
+from runner.modes.result import shared_settings
 from runner.sweep.report.compare import BASE, Comparison, Group
 from runner.sweep.report.statistics import Difference, Ratio, Spread
-from runner.utils.formatting import number
+from runner.utils.formatting import format_number
 
 NAMED = 3
 NO_BASE = f"no {BASE} job to compare with; add precision={BASE}"
 
 
-def around(spread: Spread | None) -> str:
+def format_mean_sd(spread: Spread | None) -> str:
     """Mean ± standard deviation, to the deviation's second digit; the mean alone of one value."""
     if spread is None:
         return ""
     if not spread.sd:
-        return number(spread.mean) + (" ± 0" if spread.n > 1 else "")
-    return plus_minus(spread.mean, spread.sd)
+        return format_number(spread.mean) + (" ± 0" if spread.n > 1 else "")
+    return format_interval(spread.mean, spread.sd)
 
 
-def plus_minus(value: float, error: float, sign: str = "") -> str:
+def format_interval(value: float, error: float, sign: str = "") -> str:
     """Both with as many digits as the error's second one asks for; sign="+" shows a value's."""
     places = 1 - math.floor(math.log10(min(error, 1e300))) if error > 0 else 4
     if not -3 < places <= 8:
@@ -30,19 +30,19 @@ def plus_minus(value: float, error: float, sign: str = "") -> str:
     return f"{value:{sign}.{places}f} ± {error:.{places}f}"
 
 
-def times(ratio: Ratio | None) -> str:
+def format_ratio(ratio: Ratio | None) -> str:
     """A ratio of speeds."""
     return f"{ratio.value:.2f}" if ratio else ""
 
 
-def reach(ratio: Ratio | None) -> str:
+def format_range(ratio: Ratio | None) -> str:
     """Its range over seeds; empty of one."""
     if ratio is None or ratio.low == ratio.high:
         return ""
     return f"{ratio.low:.2f} to {ratio.high:.2f}"
 
 
-def verdict(d: Difference) -> tuple[str, str]:
+def quality_sentence(d: Difference) -> tuple[str, str]:
     """What a difference in quality is, and the numbers behind it."""
     if d.half is None:
         return "no verdict", f"{d.value:+.2g}, one seed: no spread"
@@ -51,18 +51,18 @@ def verdict(d: Difference) -> tuple[str, str]:
             return "no measurable difference", "identical in every seed"
         return "no verdict", f"{d.value:+.2g} in every seed: no spread"
     if d.verdict == "same":
-        return "no measurable difference", plus_minus(d.value, d.half, "+")
-    return f"{d.verdict} by {plus_minus(abs(d.value), d.half)}", ""
+        return "no measurable difference", format_interval(d.value, d.half, "+")
+    return f"{d.verdict} by {format_interval(abs(d.value), d.half)}", ""
 
 
-def names(found: Iterable[str], most: int = NAMED) -> str:
+def join_names(found: Iterable[str], most: int = NAMED) -> str:
     """The first ones, and how many more there are."""
     every = list(found)
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more
 
 
-def recommended(comparisons: Sequence[Comparison]) -> Comparison | None:
+def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | None:
     """The fastest group that is measured to be faster than 32-true and not to be worse in quality,
     else 32-true itself. None where the sweep cannot tell: no baseline, one seed, other settings
     swept, or several devices."""
@@ -83,10 +83,12 @@ def conclusion(comparisons: Sequence[Comparison], missing: str = "") -> str:
         comparisons: as compare() returns them.
         missing: what the sweep did not come to.
     """
-    return " ".join(filter(None, [answer(comparisons), trouble(comparisons, missing)]))
+    return " ".join(
+        filter(None, [conclusion_sentence(comparisons), failure_sentence(comparisons, missing)])
+    )
 
 
-def answer(comparisons: Sequence[Comparison]) -> str:
+def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
     """What the numbers carry, in a sentence per device."""
     ended = [c for c in comparisons if c.group.quality]
     devices = list(dict.fromkeys(c.group.device for c in ended))
@@ -104,11 +106,15 @@ def _nothing(comparisons: Sequence[Comparison]) -> str:
     return "No job finished with a finite result."
 
 
-def trouble(comparisons: Sequence[Comparison], missing: str = "") -> str:
+def failure_sentence(comparisons: Sequence[Comparison], missing: str = "") -> str:
     """Who diverged, failed, stopped or cannot run here; empty where all is well."""
     parts = [missing] if missing else []
-    words = {"diverged": "diverged", "failed": "failed", "stopped": "stopped",
-             "unavailable": "unavailable here"}  # fmt: skip
+    words = {
+        "diverged": "diverged",
+        "failed": "failed",
+        "stopped": "stopped",
+        "unavailable": "unavailable here",
+    }
     for key, word in words.items():
         hit = [c.group for c in comparisons if c.group.counts.get(key)]
         texts = [
@@ -116,7 +122,7 @@ def trouble(comparisons: Sequence[Comparison], missing: str = "") -> str:
             for g in hit
         ]
         if texts:
-            parts.append(f"{word}: {names(texts)}")
+            parts.append(f"{word}: {join_names(texts)}")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
@@ -141,15 +147,20 @@ def _on_device(ended: Sequence[Comparison]) -> str:
     return _unjudged(ended)
 
 
+def _joined_sentence(quality: Difference) -> str:
+    """Join a difference's verdict and the numbers behind it."""
+    return " ".join(filter(None, quality_sentence(quality)))
+
+
 def _untimed(others: Sequence[Comparison]) -> str:
     """Quality alone: the jobs were too short, or 32-true's were, for their speed to mean much."""
     told = [
-        f"{c.group.name} {around(c.group.quality)} ({' '.join(filter(None, verdict(c.quality)))})"
+        f"{c.group.name} {format_mean_sd(c.group.quality)} ({_joined_sentence(c.quality)})"
         for c in others
         if c.quality
     ]
     quality = others[0].group.jobs[0].quality if others else ""
-    against = f" {quality} against {BASE}: {names(told)}." if told else ""
+    against = f" {quality} against {BASE}: {join_names(told)}." if told else ""
     if all(job.kernels == "emulated" for c in others for job in c.group.jobs):
         return f"Emulated: only the hardware tells speed.{against}"
     return f"Too short for a comparison of speed; train for more steps.{against}"
@@ -158,8 +169,8 @@ def _untimed(others: Sequence[Comparison]) -> str:
 def _facts(group: Group) -> str:
     assert group.quality is not None
     seeds = f" ({group.quality.n} seeds)" if group.quality.n > 1 else ""
-    speed = f", {number(group.speed.mean)} examples/s" if group.speed else ""
-    return f"{group.jobs[0].quality} {around(group.quality)}{seeds}{speed}"
+    speed = f", {format_number(group.speed.mean)} examples/s" if group.speed else ""
+    return f"{group.jobs[0].quality} {format_mean_sd(group.quality)}{seeds}{speed}"
 
 
 def _best(groups: Sequence[Group]) -> Group:
@@ -172,7 +183,7 @@ def _evaluated(groups: Sequence[Group]) -> str:
     changed: dict[str, list[Group]] = {}
     for group in groups:
         if group.change:
-            changed.setdefault(shared(group.settings), []).append(group)
+            changed.setdefault(shared_settings(group.settings), []).append(group)
     if not 1 <= len(changed) <= NAMED:
         best = _best(groups)
         return f"Evaluated, nothing trained: best {best.name} with {_facts(best)}."
@@ -186,7 +197,11 @@ def _changes(changed: Sequence[Group]) -> str:
 
     def told(group: Group) -> str:
         assert group.change is not None
-        weights = f" ({number(group.weights_mib.mean)} MiB of weights)" if group.weights_mib else ""
+        weights = (
+            f" ({format_number(group.weights_mib.mean)} MiB of weights)"
+            if group.weights_mib
+            else ""
+        )
         return f"{group.name}{weights} changes it by {group.change.mean:+.3g}"
 
     others = [g for g in changed if g.precision != own] or changed
@@ -195,7 +210,9 @@ def _changes(changed: Sequence[Group]) -> str:
     picked = dict.fromkeys([told(least), told(nearest)])
     first = changed[0]
     before = (
-        number(first.quality.mean - first.change.mean) if first.quality and first.change else ""
+        format_number(first.quality.mean - first.change.mean)
+        if first.quality and first.change
+        else ""
     )
     return f"{quality} was {before} as trained in {own}: {'; '.join(picked)}."
 
@@ -206,10 +223,10 @@ def _settings(groups: Sequence[Group]) -> str:
     quality = best.jobs[0].quality
     others = dict.fromkeys(g.precision for g in groups if g.precision != best.precision)
     rest = [_best([g for g in groups if g.precision == precision]) for precision in others]
-    texts = [f"{g.name} with {around(g.quality)}" for g in rest]
-    also = f"; best of the other precisions: {names(texts)}" if texts else ""
+    texts = [f"{g.name} with {format_mean_sd(g.quality)}" for g in rest]
+    also = f"; best of the other precisions: {join_names(texts)}" if texts else ""
     seeds = "; one seed each: no verdict" if all(len(g.jobs) == 1 for g in groups) else ""
-    return f"Best {quality}: {best.name} with {around(best.quality)}{also}{seeds}."
+    return f"Best {quality}: {best.name} with {format_mean_sd(best.quality)}{also}{seeds}."
 
 
 def _no_base(ended: Sequence[Comparison]) -> str:
@@ -226,10 +243,10 @@ def _no_base(ended: Sequence[Comparison]) -> str:
 def _pace(c: Comparison) -> str:
     """As `1.42 × as fast as 32-true`, or that it is about as fast."""
     if c.pace == "unclear":
-        return f"neither measurably faster nor slower than {BASE} ({reach(c.speed)} ×)"
+        return f"neither measurably faster nor slower than {BASE} ({format_range(c.speed)} ×)"
     if c.pace not in ("faster", "slower"):
         return f"about as fast as {BASE}" if c.speed else "not timed"
-    return f"{times(c.speed)} × as fast as {BASE}"
+    return f"{format_ratio(c.speed)} × as fast as {BASE}"
 
 
 def _memory(c: Comparison) -> str:
@@ -260,7 +277,7 @@ def _unjudged(ended: Sequence[Comparison]) -> str:
         text = f"{fastest.group.name} trains {_pace(fastest)}"
     text = ", ".join(filter(None, [text, _memory(fastest)]))
     single = [c.group.name for c in ended if c.group.quality and c.group.quality.n == 1]
-    lone = "one seed each" if len(single) == len(ended) else f"one seed of {names(single)}"
+    lone = "one seed each" if len(single) == len(ended) else f"one seed of {join_names(single)}"
     reason = f"{lone}; add seed=0,1,2" if single else "no spread over the seeds"
     quality = fastest.group.jobs[0].quality
     gap = f" ({fastest.quality.value:+.2g} {quality})" if fastest.quality else ""
@@ -286,7 +303,7 @@ def _several(ended: Sequence[Comparison]) -> str:
         return f"Stay with {BASE}: {why} in {quality}."
     pick = max(fit, key=lambda c: c.speed.value if c.speed else 0)
     assert pick.quality is not None
-    what, numbers = verdict(pick.quality)
+    what, numbers = quality_sentence(pick.quality)
     seeds = f"{pick.group.quality.n if pick.group.quality else 0} seeds"
     judged = f"{what} in {quality} ({numbers}{', ' if numbers else ''}{seeds})"
     if pick.pace == "faster":

@@ -12,7 +12,7 @@ BUCKETS = 750
 MEANS = 200
 
 
-def points(curve: Curve) -> Points:
+def downsample(curve: Curve) -> Points:
     """Steps and values in order of steps; of a step that was repeated after a resume, the last."""
     steps, first = np.unique(curve[0][::-1], return_index=True)
     return steps, curve[2][::-1][first]

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from runner.modes.result import RunResult
-from runner.sweep.advisor.settings import Question
-from runner.sweep.report.ranking import Advice, advise
+from runner.sweep.advisor.settings import AdviseSettings
+from runner.sweep.report.ranking import Advice, rank_precisions
 from runner.tracking.history import Curve
 
 
@@ -37,7 +37,7 @@ class SweepData:
     sweep_id: str = ""
     stopped: bool = False
     asked: int = 0
-    question: Question | None = None
+    question: AdviseSettings | None = None
 
     @property
     def unfinished(self) -> bool:
@@ -45,14 +45,19 @@ class SweepData:
         for another reason than its numbers."""
         if self.question:
             return self.stopped
-        redo = any(j.result.status in ("failed", "stopped") and not j.result.diverged
-                   for j in self.jobs)  # fmt: skip
+        redo = any(
+            j.result.status in ("failed", "stopped") and not j.result.diverged for j in self.jobs
+        )
         return self.stopped or bool(self.missing) or redo
 
     @property
     def advice(self) -> Advice | None:
         """What the jobs answer to the question."""
-        return advise([job.result for job in self.jobs], self.question) if self.question else None
+        return (
+            rank_precisions([job.result for job in self.jobs], self.question)
+            if self.question
+            else None
+        )
 
     @property
     def missing(self) -> str:

@@ -9,37 +9,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.modes.result import RunResult, read_results
-from runner.sweep.advisor.settings import Question
+from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.manifest import Manifest
 from runner.sweep.report.jobs import Job, SweepData
 from runner.tracking import history
 from runner.tracking.history import Curve
-from runner.utils.formatting import short
+from runner.utils.formatting import shorten_override
 from runner.utils.layout import HISTORY, RESULT
-from runner.utils.secrets import hide, masked
-from runner.utils.terminal import typed
+from runner.utils.secrets import redact, redact_values
+from runner.utils.terminal import quote_command
 
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
 
 JOBS = "jobs"
-_CURVES = ("train/loss", "val/loss", "val/accuracy", "val/perplexity", "loss_scale/changes",
-           "loss_scale/overflow")  # fmt: skip
+_CURVES = (
+    "train/loss",
+    "val/loss",
+    "val/accuracy",
+    "val/perplexity",
+    "loss_scale/changes",
+    "loss_scale/overflow",
+)
 _STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
-    "FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped",
-}  # fmt: skip
+    "FINISHED": "finished",
+    "FAILED": "failed",
+    "KILLED": "stopped",
+}
 
 
-def from_folder(folder: Path, stopped: bool = False) -> SweepData:
+def load_from_folder(folder: Path, stopped: bool = False) -> SweepData:
     """A sweep whose jobs ran here."""
     manifest = Manifest.read(folder)
     # A result names the folder where its job ran, from which the sweep's may have been moved.
-    jobs = [Job(r, history.of_folder(folder / Path(r.folder).name)) for r in read_results(folder)]
-    told = [typed(manifest.command)]
-    return SweepData(jobs, told, manifest.id, stopped, manifest.jobs, Question.read(folder))
+    jobs = [Job(r, history.from_folder(folder / Path(r.folder).name)) for r in read_results(folder)]
+    told = [quote_command(manifest.command)]
+    return SweepData(jobs, told, manifest.id, stopped, manifest.jobs, AdviseSettings.read(folder))
 
 
-def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
+def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
     """The results of the jobs that ran here, for reports that are made from MLflow: also of those
     that never became a run there."""
     path = folder / f"jobs-{began_ms}.json"
@@ -50,11 +58,11 @@ def write_jobs(folder: Path, data: SweepData, began_ms: int) -> Path:
         "question": asdict(data.question) if data.question else None,
         "results": [asdict(job.result) for job in data.jobs],
     }
-    path.write_text(json.dumps(masked(content), indent=2) + "\n")
+    path.write_text(json.dumps(redact_values(content), indent=2) + "\n")
     return path
 
 
-def from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
+def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     """A sweep as MLflow knows it, on however many machines its jobs ran."""
     told, commands, stopped, asked, question = _told(reader, parent)
     runs = {run.run_id: run for run in reader.jobs(parent)}
@@ -64,7 +72,7 @@ def from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     results = [*told, *(_result(reader, r) for r in runs.values() if r.run_id not in listed)]
     jobs = [
         Job(result, _curves(reader, runs.get(result.run_id or "")))
-        for result in (results if question else named_apart(results))
+        for result in (results if question else with_unique_names(results))
     ]
     commands = commands or [parent.tags.get("command", "")]
     return SweepData(jobs, commands, parent.tags.get("sweep_id", ""), stopped, asked, question)
@@ -76,7 +84,7 @@ _BESIDE = re.compile(
 """Overrides that two jobs may differ in and be compared all the same."""
 
 
-def named_apart(results: Sequence[RunResult]) -> list[RunResult]:
+def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:
     """A sweep names its jobs by what it varied itself. Where it was joined by others, equal names
     may then mean different settings, and different names equal ones: they are named anew by
     everything that differs."""
@@ -89,7 +97,7 @@ def named_apart(results: Sequence[RunResult]) -> list[RunResult]:
     seeds = len({r.seed for r in known}) > 1
 
     def named(r: RunResult) -> RunResult:
-        own = sorted(map(short, typed[id(r)] - common))
+        own = sorted(map(shorten_override, typed[id(r)] - common))
         seed = [f"seed={r.seed}"] if seeds and r.seed is not None else []
         group, label = " ".join([r.precision, *own]), " ".join([r.precision, *own, *seed])
         return replace(r, group=group, label=label)
@@ -99,7 +107,7 @@ def named_apart(results: Sequence[RunResult]) -> list[RunResult]:
 
 def _told(
     reader: "Reader", parent: "StoredRun"
-) -> tuple[list[RunResult], list[str], bool, int, Question | None]:
+) -> tuple[list[RunResult], list[str], bool, int, AdviseSettings | None]:
     """What the processes that ran the jobs left with the parent run when they ended."""
     results, commands, stopped, asked = [], [], parent.status == "KILLED", 0
     question = None
@@ -114,7 +122,7 @@ def _told(
                 results.append(RunResult.of(values))
         commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
         stopped |= bool(content.get("stopped"))
-        question = Question.of(content.get("question")) or question
+        question = AdviseSettings.of(content.get("question")) or question
         asked += number if isinstance(number := content.get("asked"), int) else 0
     return results, commands, stopped, asked, question
 
@@ -124,7 +132,7 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
     where: dict[str, Any] = {
         "run_id": run.run_id,
         "experiment_id": run.experiment_id,
-        "tracking_uri": hide(reader.uri),
+        "tracking_uri": redact(reader.uri),
     }
     with suppress(ValueError):  # damaged
         if data := reader.artifact(run.run_id, RESULT):
@@ -149,13 +157,19 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
     seed = run.params.get("seed", "")
     still = "It has not ended: it still runs, or died without a word."
     return RunResult(
-        run.tags.get("precision", ""), run.name, run.tags.get("output_dir", ""),
+        run.tags.get("precision", ""),
+        run.name,
+        run.tags.get("output_dir", ""),
         _STATUS.get(run.status, "stopped"),
         run.tags.get("error", "") if run.status in _STATUS else still,
         group=re.sub(r" seed=\d+(?= |$)", "", run.name),
-        seed=int(seed) if seed.isdecimal() else None, model=run.tags.get("model", ""),
-        data=run.tags.get("data", ""), device=run.tags.get("device_name", ""), **values, **where,
-    )  # fmt: skip
+        seed=int(seed) if seed.isdecimal() else None,
+        model=run.tags.get("model", ""),
+        data=run.tags.get("data", ""),
+        device=run.tags.get("device_name", ""),
+        **values,
+        **where,
+    )
 
 
 def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
@@ -164,5 +178,5 @@ def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
         return {}
     with suppress(ValueError):  # damaged
         if data := reader.artifact(run.run_id, HISTORY):
-            return history.read(data)
+            return history.read_history(data)
     return {name: reader.curve(run.run_id, name) for name in _CURVES if name in run.metrics}

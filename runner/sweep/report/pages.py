@@ -4,27 +4,27 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from runner.modes.result import RunResult, columns
+from runner.modes.result import RunResult, result_columns
 from runner.sweep.report import advice_page
 from runner.sweep.report.charts import legend, overview, panels
 from runner.sweep.report.compare import BASE, Comparison, Group, compare
 from runner.sweep.report.conclusion import (
     NO_BASE,
-    answer,
-    around,
     conclusion,
-    names,
-    reach,
-    recommended,
-    times,
-    trouble,
-    verdict,
+    conclusion_sentence,
+    failure_sentence,
+    format_mean_sd,
+    format_range,
+    format_ratio,
+    join_names,
+    quality_sentence,
+    recommended_precision,
 )
-from runner.sweep.report.downsample import points
+from runner.sweep.report.downsample import downsample
 from runner.sweep.report.footnotes import footnotes
 from runner.sweep.report.jobs import Job, SweepData
 from runner.sweep.report.statistics import Spread
-from runner.utils.formatting import number
+from runner.utils.formatting import format_number
 from runner.utils.markup import (
     Block,
     Cell,
@@ -39,7 +39,7 @@ from runner.utils.markup import (
     to_html,
     to_markdown,
 )
-from runner.utils.plots import svg
+from runner.utils.plots import svg_element
 
 REASON = 80
 KEYS = 4
@@ -58,9 +58,9 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     """
     compared = compare([job.result for job in data.jobs])
     title = _title(data)
-    top = advice_page.blocks(data.advice) if data.advice else _top(data, compared)
+    top = advice_page.advice_blocks(data.advice) if data.advice else _top(data, compared)
     before, after = list(top), list(_rest(data, compared))
-    pictures = [svg(figure) for figure in panels(data)]
+    pictures = [svg_element(figure) for figure in panels(data)]
     charts: list[Block] = []
     if pictures:
         lines = [(e.name, e.colour, e.dashes) for e in legend(data)]
@@ -103,7 +103,7 @@ def _summary(data: SweepData) -> tuple[str, str, Table | None]:
     """What is said first and last, and the table between them."""
     tail = markdown(Commands(data.commands)) if data.commands else ""
     if data.advice:
-        first, table = advice_page.summary(data.advice)
+        first, table = advice_page.advice_markdown(data.advice)
         return "\n\n".join(map(markdown, first)), tail, table
     compared = compare([job.result for job in data.jobs])
     head = markdown(Text(conclusion(compared, data.missing), "answer"))
@@ -123,10 +123,13 @@ def _title(data: SweepData) -> str:
 def _swept(results: Sequence[RunResult]) -> list[str]:
     """The keys whose values differ between jobs, as they were typed."""
     every = [
-        dict(text.lstrip("+~").split("=", 1) for text in r.overrides
-             if "=" in text and not text.lstrip("+").startswith(("tracking.", "hydra.")))
+        dict(
+            text.lstrip("+~").split("=", 1)
+            for text in r.overrides
+            if "=" in text and not text.lstrip("+").startswith(("tracking.", "hydra."))
+        )
         for r in results
-    ]  # fmt: skip
+    ]
     keys = dict.fromkeys(key for one in every for key in one)
     found = [key for key in keys if len({one.get(key) for one in every}) > 1]
     if not found:
@@ -140,8 +143,8 @@ def _top(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     named = f"sweep {data.sweep_id}" if data.sweep_id else ""
     facts = [f"{done} of {max(data.asked, len(data.jobs))} jobs finished", devices, named]
     yield Text(" · ".join(filter(None, facts)), "small")
-    yield Text(answer(compared), "answer")
-    if bad := trouble(compared, data.missing):
+    yield Text(conclusion_sentence(compared), "answer")
+    if bad := failure_sentence(compared, data.missing):
         yield Text(bad)
     if compared:
         yield _groups_table(compared)
@@ -151,7 +154,7 @@ def _top(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
         if c.base is None and c.group.finished and c.group.precision != BASE
     ]
     if bare and any(c.base for c in compared):
-        yield Text(f"Not compared: {names(bare)}: {NO_BASE} beside it.", "small")
+        yield Text(f"Not compared: {join_names(bare)}: {NO_BASE} beside it.", "small")
 
 
 def _rest(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
@@ -181,7 +184,7 @@ def _reasons(bad: Sequence[Job]) -> Iterator[tuple[str, str]]:
     for job in bad:
         told.setdefault(_why(job), []).append(job.result.label)
     for reason, labels in told.items():
-        yield names(labels, 6), reason
+        yield join_names(labels, 6), reason
 
 
 def _why(job: Job) -> str:
@@ -191,23 +194,23 @@ def _why(job: Job) -> str:
         return f"{r.status}: {r.error}" if r.error else r.status
     if r.error:
         return f"diverged: {r.error}"
-    told = ", ".join(f"{name} {number(value)}" for name, value in r.metrics.items())
+    told = ", ".join(f"{name} {format_number(value)}" for name, value in r.metrics.items())
     curve = job.curves.get("train/loss")
     if curve is not None and curve.shape[-1]:
-        steps, values = points(curve)
+        steps, values = downsample(curve)
         gone = [int(s) for s, v in zip(steps, values, strict=True) if not math.isfinite(v)]
         told += f"; training loss first not finite at step {gone[0]}" if gone else ""
     return f"diverged: {told}"
 
 
 def _cell(spread: Spread | None) -> Cell:
-    return Cell(number(spread.mean) if spread else "")
+    return Cell(format_number(spread.mean) if spread else "")
 
 
 def _range(spread: Spread | None) -> Cell:
     if spread is None:
         return Cell("")
-    low, high = number(spread.low), number(spread.high)
+    low, high = format_number(spread.low), format_number(spread.high)
     return Cell(low if low == high else f"{low} to {high}")
 
 
@@ -217,7 +220,7 @@ def _groups_table(compared: Sequence[Comparison]) -> Table:
     shown = [(name, cell) for name, cell in every if any(cell(c).text for c in compared)]
     rows = [[cell(c) for _, cell in shown] for c in compared]
     words = frozenset(i for i, (name, _) in enumerate(shown) if name in WORDS)
-    best = recommended(compared)
+    best = recommended_precision(compared)
     marked = next((i for i, c in enumerate(compared) if c is best), None)
     return Table([name for name, _ in shown], rows, words, marked, cards=True)
 
@@ -231,39 +234,51 @@ def _columns(compared: Sequence[Comparison]) -> list[tuple[str, Callable[[Compar
     fastest = max((c.speed.value for c in compared if c.speed), default=1.0)
     largest = max((c.memory for c in compared if c.memory), default=1.0)
     return [
-        ("job" if any(c.group.settings for c in compared) else "precision",
-         lambda c: Cell(c.group.name)),
+        (
+            "job" if any(c.group.settings for c in compared) else "precision",
+            lambda c: Cell(c.group.name),
+        ),
         ("status", _status),
         ("device", lambda c: Cell(c.group.device if several else "")),
         (quality, lambda c: _quality(c.group, seeds)),
         ("best", lambda c: _cell(None if c.group.evaluated else c.group.best)),
         ("change", lambda c: Cell(f"{c.group.change.mean:+.4g}" if c.group.change else "")),
         (f"against {BASE}", _against),
-        (f"speed × {BASE}",
-         lambda c: Cell(times(c.speed), note=reach(c.speed),
-                        bar=c.speed.value / fastest if c.speed else None)),
+        (
+            f"speed × {BASE}",
+            lambda c: Cell(
+                format_ratio(c.speed),
+                note=format_range(c.speed),
+                bar=c.speed.value / fastest if c.speed else None,
+            ),
+        ),
         ("examples/s", lambda c: _cell(None if compared_all else c.group.speed)),
-        (f"memory × {BASE}", lambda c: Cell("" if c.memory is None else f"{c.memory:.2f}",
-                                            note="" if c.memory is None else _mib(c.group),
-                                            bar=c.memory and c.memory / largest)),
+        (
+            f"memory × {BASE}",
+            lambda c: Cell(
+                "" if c.memory is None else f"{c.memory:.2f}",
+                note="" if c.memory is None else _mib(c.group),
+                bar=c.memory and c.memory / largest,
+            ),
+        ),
         ("MiB", lambda c: Cell(_mib(c.group) if c.memory is None else "")),
         ("final scale", lambda c: _range(c.group.loss_scale)),
         ("skipped", lambda c: _range(c.group.skipped)),
         ("converted", lambda c: Cell(c.group.converted)),
-    ]  # fmt: skip
+    ]
 
 
 def _mib(group: Group) -> str:
     """What the memory ratio is made of."""
     value = group.memory_mib
-    return f"{number(value)} MiB" if value is not None else ""
+    return f"{format_number(value)} MiB" if value is not None else ""
 
 
 def _quality(group: Group, seeds: bool) -> Cell:
     if group.quality is None:
         return Cell("diverged" if group.counts.get("diverged") else "", "bad")
     note = f"{group.quality.n} seeds" if group.quality.n > 1 else "one seed"
-    return Cell(around(group.quality), note=note if seeds else "")
+    return Cell(format_mean_sd(group.quality), note=note if seeds else "")
 
 
 def _against(c: Comparison) -> Cell:
@@ -271,7 +286,7 @@ def _against(c: Comparison) -> Cell:
         return Cell("baseline", "quiet")
     if c.quality is None:
         return Cell("")
-    what, numbers = verdict(c.quality)
+    what, numbers = quality_sentence(c.quality)
     return Cell(what, TONES[c.quality.verdict], numbers)
 
 
@@ -287,9 +302,9 @@ def _status(c: Comparison) -> Cell:
 
 def _jobs_table(results: Sequence[RunResult]) -> Table:
     shown = [
-        *columns(results),
-        ("best", lambda r: number(r.best)),
-        ("step ms", lambda r: number(r.step_ms)),
+        *result_columns(results),
+        ("best", lambda r: format_number(r.best)),
+        ("step ms", lambda r: format_number(r.step_ms)),
     ]
     shown = [(name, cell) for name, cell in shown if any(map(cell, results))]
     rows = [[Cell(cell(r)) for _, cell in shown] for r in results]

@@ -17,7 +17,7 @@ Verdict = Literal["indistinguishable", "worse", "better", "unclear"]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class PairedTest:
     """A precision's final loss against 32-true's from the same weights on the same batches.
 
     Attributes:
@@ -35,12 +35,14 @@ class Judgement:
     n: int
 
 
-def yardstick(losses: Sequence[float]) -> float:
+def baseline_spread(losses: Sequence[float]) -> float:
     """Sample standard deviation of float32's losses between seeds; NaN of fewer than two."""
     return stdev(losses) if len(losses) > 1 else math.nan
 
 
-def judge(gaps: Sequence[float], spread: float, tolerance: float, judged: int) -> Judgement:
+def test_non_inferiority(
+    gaps: Sequence[float], spread: float, tolerance: float, judged: int
+) -> PairedTest:
     """The verdict on one precision.
 
     Worse: the mean gap is beyond the tolerance, and above 0 by the one-sided paired t test
@@ -58,7 +60,7 @@ def judge(gaps: Sequence[float], spread: float, tolerance: float, judged: int) -
 
     gap, n, margin = fmean(gaps), len(gaps), tolerance * spread
     if n < LEAST or math.isnan(spread):
-        return Judgement("unclear", gap, math.inf, margin, n)
+        return PairedTest("unclear", gap, math.inf, margin, n)
     error = stdev(gaps) / math.sqrt(n)
     half, near = (float(t.ppf(1 - p, n - 1)) * error for p in (ERROR / max(judged, 1), ERROR))
     verdict: Verdict = "unclear"
@@ -66,4 +68,4 @@ def judge(gaps: Sequence[float], spread: float, tolerance: float, judged: int) -
         verdict = "worse" if gap > 0 else "better"
     elif gap + near <= margin:
         verdict = "indistinguishable"
-    return Judgement(verdict, gap, half, margin, n)
+    return PairedTest(verdict, gap, half, margin, n)

@@ -7,20 +7,29 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from runner.modes.result import RunResult
-from runner.sweep.advisor.settings import Question
-from runner.sweep.report.compare import BASE, Comparison, Group, comparison, groups
-from runner.sweep.report.paired_test import LEAST, Judgement, judge, yardstick
+from runner.sweep.advisor.settings import AdviseSettings
+from runner.sweep.report.compare import BASE, Comparison, Group, compare_jobs, group_jobs
+from runner.sweep.report.paired_test import LEAST, PairedTest, baseline_spread, test_non_inferiority
 from runner.sweep.report.statistics import Ratio
 from runner.tracking.metric_names import VAL_LOSS
 
-Outcome = Literal["recommended", "baseline", "fit", "unclear", "worse", "diverged", "slow",
-                  "failed", "unavailable"]  # fmt: skip
+Outcome = Literal[
+    "recommended",
+    "baseline",
+    "fit",
+    "unclear",
+    "worse",
+    "diverged",
+    "slow",
+    "failed",
+    "unavailable",
+]
 GAIN = 0.02
 """A share of memory below this is no gain."""
 
 
 @dataclass(frozen=True)
-class Line:
+class PrecisionVerdict:
     """One precision, or one with modules kept out of it.
 
     Attributes:
@@ -36,7 +45,7 @@ class Line:
     group: Group
     outcome: Outcome
     beside: Comparison | None = None
-    judged: Judgement | None = None
+    judged: PairedTest | None = None
     step: int | None = None
     emulated: bool = False
     command: Sequence[str] = ()
@@ -69,29 +78,34 @@ class Advice:
         loss: 32-true's mean.
     """
 
-    question: Question
-    lines: Sequence[Line]
+    question: AdviseSettings
+    lines: Sequence[PrecisionVerdict]
     spread: float
     loss: float
 
     @property
-    def pick(self) -> Line | None:
+    def pick(self) -> PrecisionVerdict | None:
         """The recommended one; None where 32-true came to nothing."""
         return next((line for line in self.lines if line.outcome == "recommended"), None)
 
 
-def advise(results: Sequence[RunResult], question: Question) -> Advice:
+def rank_precisions(results: Sequence[RunResult], question: AdviseSettings) -> Advice:
     """Judge and rank every precision's trials."""
-    every = groups(results)
+    every = group_jobs(results)
     trials = [g for g in every if not _other(g)]
     base = next((g for g in trials if g.name == BASE), None)
     losses = _losses(base, question) if base else {}
-    spread = yardstick([*losses.values()])
+    spread = baseline_spread([*losses.values()])
     mean = sum(losses.values()) / len(losses) if losses else math.nan
     found = [(g, _gaps(g, losses, question)) for g in trials if g is not base]
     judged = sum(len(gaps) >= LEAST for _, gaps in found)
     lines = [
-        _line(g, base, judge(gaps, spread, question.tolerance, judged) if gaps else None, question)
+        _line(
+            g,
+            base,
+            test_non_inferiority(gaps, spread, question.tolerance, judged) if gaps else None,
+            question,
+        )
         for g, gaps in found
     ]
     if base is not None:
@@ -107,7 +121,7 @@ def _other(group: Group) -> bool:
     return tried or "numerics." in group.settings
 
 
-def _losses(group: Group, question: Question) -> dict[int | None, float]:
+def _losses(group: Group, question: AdviseSettings) -> dict[int | None, float]:
     """Final losses by seed, of the trials that came to their end."""
     return {
         job.seed: job.metrics[VAL_LOSS]
@@ -116,7 +130,9 @@ def _losses(group: Group, question: Question) -> dict[int | None, float]:
     }
 
 
-def _gaps(group: Group, losses: Mapping[int | None, float], question: Question) -> list[float]:
+def _gaps(
+    group: Group, losses: Mapping[int | None, float], question: AdviseSettings
+) -> list[float]:
     """Differences to 32-true, seed by seed; without the one that chose the modules to leave out."""
     found = _losses(group, question)
     chose = min((s for s in found if s is not None), default=None) if group.settings else None
@@ -125,13 +141,15 @@ def _gaps(group: Group, losses: Mapping[int | None, float], question: Question) 
     ]
 
 
-def _first(group: Group, losses: Mapping[int | None, float], question: Question) -> float:
+def _first(group: Group, losses: Mapping[int | None, float], question: AdviseSettings) -> float:
     """Difference to 32-true of the first seed; NaN where it did not come to its end."""
     found = _losses(group, question)
     return next((loss - losses[seed] for seed, loss in found.items() if seed in losses), math.nan)
 
 
-def _tried(line: Line, lines: Sequence[Line], tries: Sequence[tuple[Group, float]]) -> Line:
+def _tried(
+    line: PrecisionVerdict, lines: Sequence[PrecisionVerdict], tries: Sequence[tuple[Group, float]]
+) -> PrecisionVerdict:
     """With what was tried on it, where no verdict says that any of it is good."""
     own = [n for n in lines if n.group.settings and n.group.precision == line.group.precision]
     if not line.failing or line.group.settings or any(one.good for one in own):
@@ -140,31 +158,38 @@ def _tried(line: Line, lines: Sequence[Line], tries: Sequence[tuple[Group, float
     return replace(line, tried=mine)
 
 
-def _baseline(base: Group, question: Question) -> Line:
+def _baseline(base: Group, question: AdviseSettings) -> PrecisionVerdict:
     line = _line(base, base, None, question)
     return replace(line, outcome="baseline") if base.finished and not line.failing else line
 
 
-def _line(group: Group, base: Group | None, judged: Judgement | None, question: Question) -> Line:
+def _line(
+    group: Group, base: Group | None, judged: PairedTest | None, question: AdviseSettings
+) -> PrecisionVerdict:
     outcome, step = _outcome(group, judged, question), None
     if outcome == "diverged":
         step = min(_end(job) for job in group.jobs if job.outcome == "diverged")
-    return Line(
-        group, outcome, _beside(group, base), judged, step,
-        group.precision in question.emulated, _command(group, question),
+    return PrecisionVerdict(
+        group,
+        outcome,
+        _beside(group, base),
+        judged,
+        step,
+        group.precision in question.emulated,
+        _command(group, question),
         "" if group.settings else question.told(group.precision),
         None if group.settings else question.predicted(group.precision),
-    )  # fmt: skip
+    )
 
 
 def _beside(group: Group, base: Group | None) -> Comparison:
     """Without a speed that fewer seeds tell than a verdict needs: the others were too short."""
-    found = comparison(group, base)
+    found = compare_jobs(group, base)
     sure = found.speed is not None and found.speed.n >= LEAST
     return found if sure else replace(found, speed=None)
 
 
-def _outcome(group: Group, judged: Judgement | None, question: Question) -> Outcome:
+def _outcome(group: Group, judged: PairedTest | None, question: AdviseSettings) -> Outcome:
     if group.counts.get("unavailable"):
         return "unavailable"
     if group.counts.get("diverged"):
@@ -184,18 +209,25 @@ def _end(job: RunResult) -> int:
     return int(named[1]) if named else job.steps
 
 
-def _command(group: Group, question: Question) -> Sequence[str]:
+def _command(group: Group, question: AdviseSettings) -> Sequence[str]:
     own = [w.partition(" ")[2] for w in question.own if w.startswith(f"{group.precision} ")]
     return [*question.command, f"precision={group.precision}", *own, *group.settings.split()]
 
 
 _ORDER: Mapping[Outcome, int] = {
-    "recommended": 0, "fit": 1, "baseline": 1, "unclear": 2, "worse": 3, "diverged": 4, "slow": 5,
-    "failed": 6, "unavailable": 7,
-}  # fmt: skip
+    "recommended": 0,
+    "fit": 1,
+    "baseline": 1,
+    "unclear": 2,
+    "worse": 3,
+    "diverged": 4,
+    "slow": 5,
+    "failed": 6,
+    "unavailable": 7,
+}
 
 
-def _ranked(lines: Sequence[Line], objective: str) -> list[Line]:
+def _ranked(lines: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
     """The recommended one first, then what is as good by the objective, then the rest by how far
     it is from being good."""
     fit = [line for line in lines if line.outcome in ("fit", "baseline") and not line.emulated]
@@ -207,14 +239,14 @@ def _ranked(lines: Sequence[Line], objective: str) -> list[Line]:
     named = [replace(line, outcome="recommended") if line is best else line for line in lines]
     merit = {id(new): merits[id(old)] for new, old in zip(named, lines, strict=True)}
 
-    def place(line: Line) -> tuple[float, ...]:
+    def place(line: PrecisionVerdict) -> tuple[float, ...]:
         gap = line.judged.gap if line.judged and line.outcome == "worse" else 0.0
         return _ORDER[line.outcome], line.emulated, gap, *(-m for m in merit[id(line)])
 
     return sorted(named, key=place)
 
 
-def _paces(lines: Sequence[Line]) -> dict[int, float]:
+def _paces(lines: Sequence[PrecisionVerdict]) -> dict[int, float]:
     """Speeds over 32-true's by the lines' identity: 1 where no difference was measured, and that
     of the fastest where its seeds' range and theirs overlap, so that chance ranks nobody."""
     sure = [
@@ -231,7 +263,7 @@ def _paces(lines: Sequence[Line]) -> dict[int, float]:
     return found
 
 
-def _merit(line: Line, objective: str, speed: float) -> tuple[float, ...]:
+def _merit(line: PrecisionVerdict, objective: str, speed: float) -> tuple[float, ...]:
     """The greater the better; what was not measured to be a gain counts as none."""
     c, home = line.beside, float(line.outcome == "baseline")
     memory = c.memory if c and c.memory is not None and abs(c.memory - 1) > GAIN else 1.0

@@ -6,37 +6,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.sweep.report.jobs import SweepData
-from runner.sweep.report.load import JOBS, from_folder, from_store
+from runner.sweep.report.load import JOBS, load_from_folder, load_from_store
 from runner.sweep.report.pages import summary_markdown, write_report
 from runner.tracking.mlflow import NOTE_TAG
-from runner.tracking.pending import settle_behind
+from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.layout import MANIFEST
-from runner.utils.secrets import hide
-from runner.utils.terminal import complain, plain
+from runner.utils.secrets import redact
+from runner.utils.terminal import print_error, sanitize
 
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
 
 
-def rebuild(argv: Sequence[str]) -> int:
+def rebuild_report(argv: Sequence[str]) -> int:
     """`runner report [sweep folder, parent run id or sweep id] [tracking.uri=...]`; the newest
     sweep where none is given: of the store or experiment that is, else of outputs/sweeps. What is
     made from MLflow is stored there again, too."""
     try:
         where, uri, experiment = _arguments(argv)
-        settle_behind(Path("outputs"))
+        upload_in_background(Path("outputs"))
         if where is not None and Path(where).exists():
-            paths = write_report(from_folder(Path(where)), Path(where))
+            paths = write_report(load_from_folder(Path(where)), Path(where))
         elif not argv and (newest := _newest_folder()):
-            paths = write_report(from_folder(newest), newest)
+            paths = write_report(load_from_folder(newest), newest)
         else:
             paths = _from_store(where, uri, experiment)
     except RunnerError as error:
-        complain(str(error))
+        print_error(str(error))
         return error.exit_status
-    print(plain(paths[0].read_text()))
+    print(sanitize(paths[0].read_text()))
     print("\n".join(str(path) for path in paths))
     return 0
 
@@ -65,7 +65,7 @@ def store_report(
     parent = _parent(reader, sweep_id)
     if jobs is not None:
         reader.add(parent.run_id, jobs, JOBS)
-    data = from_store(reader, parent)
+    data = load_from_store(reader, parent)
     folder.mkdir(parents=True, exist_ok=True)
     paths = write_report(data, folder)
     for path in paths:
@@ -74,7 +74,7 @@ def store_report(
     return paths, data
 
 
-def joined(uri: str, run_id: str, own: str) -> bool:
+def is_joined_by_others(uri: str, run_id: str, own: str) -> bool:
     """Whether this parent run holds results of other processes than the one whose file is `own`.
 
     Raises:
@@ -92,16 +92,16 @@ def _from_store(where: str | None, uri: str | None, experiment: str | None) -> l
     if (database := sqlite_path(uri)) and not database.exists():
         missing = f"{where} is no sweep here" if where else "There is no sweep in outputs/sweeps"
         raise ConfigError(
-            f"{missing}, and nothing was logged to {hide(uri)} yet. Type report <sweep folder>, or "
-            "tracking.uri=... for another store."
+            f"{missing}, and nothing was logged to {redact(uri)} yet. Type report <sweep folder>, "
+            "or tracking.uri=... for another store."
         )
     if where is None:
         name = resolve_experiment(experiment, os.environ)
         newest = Reader(uri).newest_sweep(name)
         if newest is None:
             raise ConfigError(
-                f"There is no sweep in the experiment {name!r} of {hide(uri)}. Type report <sweep "
-                "folder or parent run id>."
+                f"There is no sweep in the experiment {name!r} of {redact(uri)}. Type report "
+                "<sweep folder or parent run id>."
             )
         where = newest.run_id
     return store_report(uri, where, _new_folder(where))[0]
@@ -123,7 +123,7 @@ def _parent(reader: "Reader", where: str) -> "StoredRun":
     if found is None:
         raise ConfigError(
             f"{where} is no sweep: neither a sweep's folder here, nor a parent run or a sweep id "
-            f"in {hide(reader.uri)}. Type report <sweep folder or parent run id>, and "
+            f"in {redact(reader.uri)}. Type report <sweep folder or parent run id>, and "
             "tracking.uri=... for another store."
         )
     return found

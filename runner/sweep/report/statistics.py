@@ -64,13 +64,13 @@ class Difference:
     verdict: Verdict
 
 
-def difference(mine: Seeded, base: Seeded, direction: Literal["max", "min"]) -> Difference:
+def quality_difference(mine: Seeded, base: Seeded, direction: Literal["max", "min"]) -> Difference:
     """Of two groups' (seed, quality); both finite and not empty."""
     values, others = [q for _, q in mine], [q for _, q in base]
     gap = fmean(values) - fmean(others)
     if len(values) < 2 or len(others) < 2:
         return Difference(gap, None, "", "unjudged")
-    pairs = paired(mine, base)
+    pairs = pair_by_seed(mine, base)
     half = _paired_half([a - b for a, b in pairs]) if pairs else _welch_half(values, others)
     tiny = 1e-9 * max(map(abs, [*values, *others]))
     verdict: Verdict
@@ -83,7 +83,7 @@ def difference(mine: Seeded, base: Seeded, direction: Literal["max", "min"]) -> 
     return Difference(gap, half, "paired t" if pairs else "Welch", verdict)
 
 
-def paired(mine: Seeded, base: Seeded) -> list[tuple[float, float]]:
+def pair_by_seed(mine: Seeded, base: Seeded) -> list[tuple[float, float]]:
     """The values of equal seeds; empty unless each seed is once in both."""
     first, second = dict(mine), dict(base)
     if None in first or first.keys() != second.keys():

@@ -30,7 +30,7 @@ def next_batch(path: Path, offset: int, known: Mapping[str, int] = {}) -> Batch 
     """The next record, or as many metric records as make one call, without the steps that an
     earlier journal of the run holds."""
     batch: Batch | None = None
-    for record, end in journals.read(path, offset):
+    for record, end in journals.read_records(path, offset):
         kind = record["kind"]
         if batch is None:
             batch = Batch(kind, record, end)
@@ -41,13 +41,13 @@ def next_batch(path: Path, offset: int, known: Mapping[str, int] = {}) -> Batch 
             batch.complete = True
             return batch
         step, time_ms = record["step"], record["time"]
-        values = journals.fresh(record, known)
+        values = journals.new_values(record, known)
         batch.points += [(name, value, time_ms, step) for name, value in values.items()]
         batch.end = end
     return batch
 
 
-def file_of(journal: Path, name: str) -> Path:
+def artifact_file(journal: Path, name: str) -> Path:
     """A file or folder that a journal names: of its run's folder, whatever else it says.
 
     Raises:

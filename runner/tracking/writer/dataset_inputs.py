@@ -13,7 +13,7 @@ def log_inputs(client: "MlflowClient", run_id: str, datasets: Sequence[Mapping[s
     Args:
         client: of the run's store.
         run_id: of the run.
-        datasets: see runner.data.fingerprint.describe.
+        datasets: see runner.data.fingerprint.describe_data.
 
     Raises:
         MlflowException: the store refuses or cannot be reached.

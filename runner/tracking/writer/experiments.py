@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Experiment
 
 
-def active(client: "MlflowClient", name: str) -> "tuple[Experiment | None, str]":
+def active_experiment(client: "MlflowClient", name: str) -> "tuple[Experiment | None, str]":
     """The experiment of a name and the name, or of "<name> 2", "<name> 3" ... where those before
     it were deleted; None where the next one is still to be made.
 

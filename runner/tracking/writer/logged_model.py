@@ -32,7 +32,7 @@ def log_model(
         uri: of the tracking store and registry.
         run_id: of the run that trained it.
         folder: holds model.pt2.
-        facts: see runner.checkpoint.export.Exported.
+        facts: see runner.checkpoint.export.ExportedModel.
         name: of the logged model; `runs:/<run_id>/<name>` finds it.
         registered_name: of a registered model that gets a version; None for none.
         step: of the weights.

@@ -8,7 +8,7 @@ from functools import lru_cache
 from mlflow.utils import validation
 
 
-def cut(text: str, limit: int) -> str:
+def truncate(text: str, limit: int) -> str:
     """At most `limit` characters, with a mark where something was cut."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -27,7 +27,7 @@ def _legal(name: str) -> bool:
     return bool(validation.validate_param_and_metric_name(name))
 
 
-def distinct(values: Mapping[str, str]) -> dict[str, str]:
+def distinct_names(values: Mapping[str, str]) -> dict[str, str]:
     """Legal names, kept apart where two become equal: a parameter cannot be set twice."""
     named: dict[str, str] = {}
     for key, text in values.items():

@@ -21,10 +21,15 @@ from runner.tracking.uri import is_database, sqlite_path
 from runner.tracking.writer import experiments
 from runner.tracking.writer.dataset_inputs import log_inputs
 from runner.tracking.writer.logged_model import log_model
-from runner.tracking.writer.names import cut, distinct, legal_name
-from runner.tracking.writer.store_errors import REFUSALS, RefusedError, UnreachableError, told_apart
+from runner.tracking.writer.names import distinct_names, legal_name, truncate
+from runner.tracking.writer.store_errors import (
+    REFUSALS,
+    RefusedError,
+    UnreachableError,
+    classify_errors,
+)
 from runner.tracking.writer.system_metrics import PREFIX
-from runner.utils.secrets import hide
+from runner.utils.secrets import redact
 
 Point = tuple[str, float, int, int]
 """(name, value, Unix time in milliseconds, step)."""
@@ -51,7 +56,7 @@ class Store:
         self.notices: list[str] = []
         """What the user should be told; whoever tells it empties the list."""
         database = sqlite_path(uri)
-        with told_apart(), _one_at_a_time(database):
+        with classify_errors(), _one_at_a_time(database):
             if database and not database.exists():
                 _create(database, uri)
             self._client = MlflowClient(tracking_uri=uri)
@@ -61,7 +66,7 @@ class Store:
         be there. Where it was deleted, the run goes beside it, see experiments.active."""
         key = f"id {known_id}" if known_id else f"name {name}"
         if key not in self._experiments:
-            with told_apart():
+            with classify_errors():
                 found = self._known(known_id) if known_id else self._get_or_create(name)
             self._experiments[key] = found
         return self._experiments[key]
@@ -85,7 +90,7 @@ class Store:
         return experiment_id
 
     def _get_or_create(self, name: str) -> str:
-        found, free = experiments.active(self._client, name)
+        found, free = experiments.active_experiment(self._client, name)
         if free != name:
             gone = self._client.get_experiment_by_name(name)
             self.notices.append(
@@ -97,13 +102,15 @@ class Store:
         try:
             return self._client.create_experiment(free, artifact_location=self._artifacts())
         except MlflowException as error:
-            found, _ = experiments.active(self._client, name)  # another process was faster
+            found, _ = experiments.active_experiment(
+                self._client, name
+            )  # another process was faster
             if found is None:
                 raise error
             return found.experiment_id
 
     def _restoring(self, found: Any) -> str:
-        uri = hide(self.uri)
+        uri = redact(self.uri)
         return (
             f"MLFLOW_TRACKING_URI={uri} mlflow experiments restore "
             f"--experiment-id {found.experiment_id}"
@@ -119,12 +126,12 @@ class Store:
     def find_run(self, experiment_id: str, tags: Mapping[str, str]) -> str | None:
         """The newest run that carries all these tags."""
         query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        with told_apart():
+        with classify_errors():
             runs = self._client.search_runs([experiment_id], query, max_results=1)
         return runs[0].info.run_id if runs else None
 
     def run_name(self, run_id: str) -> str:
-        with told_apart():
+        with classify_errors():
             return str(self._client.get_run(run_id).info.run_name)
 
     def create_run(
@@ -132,21 +139,25 @@ class Store:
     ) -> str:
         """Opens a run, whatever MLFLOW_RUN_ID says. Tags of MLFLOW_RUN_CONTEXT and of plugins that
         know a CI system come with it; its own win."""
-        with told_apart():
+        with classify_errors():
             around = resolve_tags(ignore=_OF_THIS_PROCESS)
             every = {**{str(key): str(value) for key, value in around.items()}, **tags}
             legal = {tag.key: tag.value for tag in _tags(every)}
-            name = hide(name) if name else None
+            name = redact(name) if name else None
             run = self._client.create_run(experiment_id, time_ms, legal, run_name=name)
         return run.info.run_id
 
     def reopen(
-        self, run_id: str, params: Mapping[str, str], tags: Mapping[str, str], step: int,
+        self,
+        run_id: str,
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        step: int,
         changes: Mapping[str, str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Has an ended run go on from a step. Parameters cannot be changed in MLflow: the tags
         `changes` and `resumed_at_step` say what is no longer true of them, and since when."""
-        with told_apart():
+        with classify_errors():
             run = self._client.get_run(run_id)
             self._client.update_run(run_id, status="RUNNING")
             if "error" in (known := run.data.tags):
@@ -161,7 +172,7 @@ class Store:
 
     def samples(self, run_id: str) -> int:
         """How many samples of the machine's load a run has."""
-        with told_apart():
+        with classify_errors():
             values = self._client.get_run(run_id).data.metrics
             key = next((key for key in values if key.startswith(PREFIX)), None)
             points = self._client.get_metric_history(run_id, key) if key else []
@@ -171,25 +182,25 @@ class Store:
         self, run_id: str, values: Mapping[str, str], known: Collection[str] = ()
     ) -> None:
         """Sends what is not known there yet, in as many calls as the limits ask for."""
-        named = {key: text for key, text in distinct(values).items() if key not in known}
+        named = {key: text for key, text in distinct_names(values).items() if key not in known}
         params = [
-            Param(key, cut(hide(text), validation.MAX_PARAM_VAL_LENGTH))
+            Param(key, truncate(redact(text), validation.MAX_PARAM_VAL_LENGTH))
             for key, text in named.items()
         ]
         for some in _chunks(params, validation.MAX_PARAMS_TAGS_PER_BATCH):
-            with told_apart():
+            with classify_errors():
                 self._client.log_batch(run_id, params=some, synchronous=True)
 
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
         """Sends points under their own times and steps; sending them again changes nothing."""
         metrics = [Metric(legal_name(key), value, time, step) for key, value, time, step in points]
         for some in _chunks(metrics, MAX_POINTS):
-            with told_apart():
+            with classify_errors():
                 self._client.log_batch(run_id, metrics=some, synchronous=True)
 
     def log_tags(self, run_id: str, values: Mapping[str, str]) -> None:
         for some in _chunks(_tags(values), validation.MAX_PARAMS_TAGS_PER_BATCH):
-            with told_apart():
+            with classify_errors():
                 self._client.log_batch(run_id, tags=some, synchronous=True)
 
     def log_artifact(self, run_id: str, path: Path, folder: str) -> None:
@@ -197,18 +208,18 @@ class Store:
         if not path.exists():
             raise RefusedError(f"the artifact {path} is not there any more")
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
-        with told_apart():
+        with classify_errors():
             send(run_id, str(path), folder or None)
 
     def log_inputs(self, run_id: str, datasets: Sequence[Mapping[str, Any]]) -> None:
-        with told_apart():
+        with classify_errors():
             log_inputs(self._client, run_id, datasets)
 
     def log_model(
         self, run_id: str, folder: Path, facts: Mapping[str, Any], register: str | None
     ) -> None:
         """Stores an exported model with its run, and as a version in the registry if named."""
-        with told_apart():
+        with classify_errors():
             log_model(self.uri, run_id, folder, facts, "model", register, facts["step"])
 
     def dashboard(
@@ -217,29 +228,29 @@ class Store:
         """Keeps the dashboards, see views.ensure; None, and one notice, where there can be none."""
         path = None
         try:
-            with told_apart():
-                self._version = self._version or dashboard_views.version_of(self.uri)
-                path = dashboard_views.ensure(
+            with classify_errors():
+                self._version = self._version or dashboard_views.server_version(self.uri)
+                path = dashboard_views.ensure_dashboard(
                     self._client, self._version, experiment_id, metrics, sweep
                 )
-            reason = dashboard_views.too_old(self.uri, self._version)
+            reason = dashboard_views.too_old_reason(self.uri, self._version)
         except RefusedError as error:
             reason = str(error)
         except UnreachableError:
             return None  # another run will try
         if path is None and not self._no_dashboard:
             self._no_dashboard = True
-            self.notices.append(f"There is no dashboard: {hide(reason)}")
+            self.notices.append(f"There is no dashboard: {redact(reason)}")
         return path
 
     def end_run(self, run_id: str, status: str, time_ms: int) -> None:
-        with told_apart():
+        with classify_errors():
             self._client.set_terminated(run_id, status, time_ms)
 
 
 def _tags(values: Mapping[str, str]) -> list[RunTag]:
     limit = validation.MAX_TAG_VAL_LENGTH
-    return [RunTag(legal_name(key), cut(hide(text), limit)) for key, text in values.items()]
+    return [RunTag(legal_name(key), truncate(redact(text), limit)) for key, text in values.items()]
 
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:

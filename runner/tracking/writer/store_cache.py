@@ -3,7 +3,7 @@
 from runner.tracking.writer.store import Store
 
 
-class Stores:
+class StoreCache:
     """The stores of this process by URI, and the sweeps' parent runs and names that it has met."""
 
     def __init__(self) -> None:

@@ -11,28 +11,28 @@ from typing import Any
 from runner.tracking import history
 from runner.tracking import journal as journals
 from runner.tracking.dashboard_views import SweepView
-from runner.tracking.upload_state import Progress
-from runner.tracking.writer.batches import Batch, file_of, next_batch
+from runner.tracking.upload_state import UploadState
+from runner.tracking.writer.batches import Batch, artifact_file, next_batch
 from runner.tracking.writer.store import JOURNAL_TAG, Store
-from runner.tracking.writer.store_cache import Stores
+from runner.tracking.writer.store_cache import StoreCache
 from runner.tracking.writer.store_errors import RefusedError, UnreachableError
 from runner.tracking.writer.system_metrics import SystemMetrics
 from runner.utils.layout import HISTORY
-from runner.utils.secrets import hide
+from runner.utils.secrets import redact
 
 PARTIAL_SECONDS = 1.0
 PARENT_SECONDS = 15.0
 _NO_CLOSE = "The training process ended without closing its run."
 
 
-class Follower:
+class JournalUploader:
     """Carries a journal to its run, batch by batch.
 
     `advance` may raise RefusedError or UnreachableError. Then nothing is lost: it may be called
     again, or the batch skipped."""
 
-    def __init__(self, journal: Path, stores: Stores, emit: Callable[..., None]) -> None:
-        self.journal, self.progress = journal, Progress(journal)
+    def __init__(self, journal: Path, stores: StoreCache, emit: Callable[..., None]) -> None:
+        self.journal, self.progress = journal, UploadState(journal)
         self._stores, self._emit = stores, emit
         self._store: Store | None = None
         self._batch: Batch | None = None
@@ -118,12 +118,12 @@ class Follower:
         elif kind == "tags":
             self._run_store().log_tags(self._run_id(), record["values"])
         elif kind == "artifact":
-            self._send_file(file_of(self.journal, record["path"]), record["folder"])
+            self._send_file(artifact_file(self.journal, record["path"]), record["folder"])
         elif kind == "inputs":
             self._run_store().log_inputs(self._run_id(), record["datasets"])
         elif kind == "model":
             self._emit("sending")
-            folder = file_of(self.journal, record["folder"])
+            folder = artifact_file(self.journal, record["folder"])
             self._run_store().log_model(self._run_id(), folder, record["facts"], record["register"])
         elif kind == "end":
             self._end(record)
@@ -150,7 +150,9 @@ class Follower:
     def _open(self, start: dict[str, Any]) -> None:
         """Makes the run, or finds the one that an earlier try may have made."""
         self._store = store = self._stores.get(start["uri"])
-        if (before := journals.earlier(self.journal, start)) and self._continue(before, start):
+        if (before := journals.previous_journal(self.journal, start)) and self._continue(
+            before, start
+        ):
             self._opened(start)
             return
         experiment = store.experiment(start["experiment"], start.get("experiment_id"))
@@ -168,7 +170,7 @@ class Follower:
     def _continue(self, before: Path, start: dict[str, Any]) -> bool:
         """Goes on with the run of an earlier journal, once that is stored to its end; False where
         it never became one."""
-        earlier = Follower(before, self._stores, lambda *_, **__: None)
+        earlier = JournalUploader(before, self._stores, lambda *_, **__: None)
         try:
             earlier.finish()
         finally:
@@ -196,7 +198,7 @@ class Follower:
 
     def _reopen(self) -> None:
         """Continues what another writer began."""
-        start = self._moved(next(journals.read(self.journal))[0])
+        start = self._moved(next(journals.read_records(self.journal))[0])
         self._store = self._stores.get(start["uri"])
         self._opened(start)
 
@@ -209,14 +211,16 @@ class Follower:
 
     def _opened(self, start: dict[str, Any]) -> None:
         self._start, run_id = start, self._run_id()
-        self._known = journals.last_steps(journals.chain(self.journal)[:-1])
+        self._known = journals.last_steps(journals.run_journals(self.journal)[:-1])
         if start["role"] == "sweep" and start["sweep"]:
             self._stores.parents[start["uri"], start["sweep"]] = run_id
             self._stores.names[start["sweep"]] = start["name"]
         self._emit(
-            "opened", run_id=run_id, experiment_id=self.progress.experiment_id,
+            "opened",
+            run_id=run_id,
+            experiment_id=self.progress.experiment_id,
             dashboard=self._dashboard(),
-        )  # fmt: skip
+        )
 
     def _dashboard(self, metrics: Collection[str] = ()) -> str | None:
         """Has the store show this run beside others. No run depends on it."""
@@ -236,7 +240,7 @@ class Follower:
         if not names.get(sweep_id):
             with suppress(RefusedError, UnreachableError):
                 names[sweep_id] = self._run_store().run_name(parent)
-        return hide(names.get(sweep_id) or f"sweep {sweep_id}")
+        return redact(names.get(sweep_id) or f"sweep {sweep_id}")
 
     def _parent(self, start: dict[str, Any]) -> str | None:
         """The sweep's parent run. Another process opens it, maybe a little later than this."""
@@ -273,7 +277,7 @@ class Follower:
             if not (curves := history.from_journal(self.journal)):
                 return
             self._dashboard(curves.keys())
-            self._history = history.write(self.journal.with_name(HISTORY), curves)
+            self._history = history.write_history(self.journal.with_name(HISTORY), curves)
         self._send_file(self._history)
 
     def _run_store(self) -> Store:

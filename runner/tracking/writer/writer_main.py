@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.tracking import pending
-from runner.utils.stop_signals import ignore
+from runner.utils.stop_signals import ignore_signals
 
 NAP_SECONDS = 0.25
 REST = 4.0
@@ -30,7 +30,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
 
 def main(parent: int) -> None:
     """Runs until the trainer (process `parent`) is gone and all it left is stored."""
-    ignore()
+    ignore_signals()
     events = os.dup(1)
     os.dup2(2, 1)  # what MLflow prints goes to the log
     os.nice(10)  # the trainer's own threads come first
@@ -49,7 +49,7 @@ def _settings() -> None:
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 
 
-class Task:
+class JournalTask:
     """A journal in work and its pauses after failures."""
 
     def __init__(self, follower: Any) -> None:
@@ -73,14 +73,14 @@ class Writer:
     """The loop over all journals of one trainer. One thread: they mostly share one store."""
 
     def __init__(self, parent: int, events: int) -> None:
-        from runner.tracking.writer.store_cache import Stores
+        from runner.tracking.writer.store_cache import StoreCache
         from runner.tracking.writer.store_errors import RefusedError, UnreachableError
-        from runner.tracking.writer.uploader import Follower
+        from runner.tracking.writer.uploader import JournalUploader
 
         self._refused, self._unreachable = RefusedError, UnreachableError
-        self._follower: Callable[..., Any] = partial(Follower, stores=Stores())
+        self._follower: Callable[..., Any] = partial(JournalUploader, stores=StoreCache())
         self._parent, self._events = parent, events
-        self._tasks: dict[str, Task] = {}
+        self._tasks: dict[str, JournalTask] = {}
         self._heard, self._rest = True, b""
         self._settled = set[Path]()
         self._progress_at = time.monotonic()
@@ -129,9 +129,9 @@ class Writer:
                 task.awaited, task.retry_at = True, 0.0
             else:
                 emit = partial(self._emit, name)
-                self._tasks[name] = Task(self._follower(Path(name), emit=emit))
+                self._tasks[name] = JournalTask(self._follower(Path(name), emit=emit))
 
-    def _work(self, name: str, task: Task) -> bool:
+    def _work(self, name: str, task: JournalTask) -> bool:
         """Moves one journal on; True if it may have more at once."""
         now = time.monotonic()
         if now < task.retry_at:
@@ -158,7 +158,7 @@ class Writer:
             self._close(name, complete=True)
         return more
 
-    def _unreached(self, name: str, task: Task, error: Any, seconds: float) -> bool:
+    def _unreached(self, name: str, task: JournalTask, error: Any, seconds: float) -> bool:
         """Keeps trying, and says so once an outage is long. What is no metric and no status is left
         out where the answer may be a refusal."""
         print(f"{name}: {error}", file=sys.stderr, flush=True)
@@ -172,21 +172,21 @@ class Writer:
             task.follower.progress.release()  # `runner sync` may take over
         return False
 
-    def _answered(self, name: str, task: Task) -> None:
+    def _answered(self, name: str, task: JournalTask) -> None:
         if task.told:
             self._emit(name, "back")
         task.succeeded()
         if self._heard and not task.follower.opening:
-            self._settle(pending.outputs_of(Path(name)))
+            self._settle(pending.outputs_folder(Path(name)))
 
     def _settle(self, folder: Path) -> None:
         """Has what earlier runs left there sent by a process of its own, which may find their
         store away without keeping this run waiting."""
         if folder not in self._settled:
             self._settled.add(folder)
-            pending.settle_behind(folder)
+            pending.upload_in_background(folder)
 
-    def _refusal(self, name: str, task: Task, message: str) -> bool:
+    def _refusal(self, name: str, task: JournalTask, message: str) -> bool:
         """A run that is not taken ends here; of an open run only the batch is left out."""
         print(f"{name}: refused: {message}", file=sys.stderr, flush=True)
         opening = task.follower.opening
@@ -199,7 +199,7 @@ class Writer:
         task.succeeded()
         return True
 
-    def _give_up(self, name: str, task: Task, error: Exception) -> bool:
+    def _give_up(self, name: str, task: JournalTask, error: Exception) -> bool:
         """A fault of ours or a journal that is gone: training goes on all the same."""
         traceback.print_exc()
         message = f"unexpected {type(error).__name__}: {error}"

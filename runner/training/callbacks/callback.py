@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from runner.training.records import EvalRecord, Record, Steps
 
 
-class Observer:
+class Callback:
     """Override what is of interest; the defaults ignore it.
 
     Attributes:
@@ -36,7 +36,7 @@ class Observer:
         """Take back what state_dict gave; nothing where it is new to the run."""
 
 
-def tell(observers: Sequence[Observer], record: Record) -> None:
+def dispatch(observers: Sequence[Callback], record: Record) -> None:
     """Hand a record to every observer."""
     for observer in observers:
         if isinstance(record, EvalRecord):

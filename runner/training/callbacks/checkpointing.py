@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from runner.training.callbacks.callback import Observer
+from runner.training.callbacks.callback import Callback
 from runner.training.records import EvalRecord, Steps
 
 
-class Checkpoints(Observer):
+class Checkpointing(Callback):
     """Calls `save(best)` at each multiple of `every_steps`, after the evaluation where one is due
     at the same step, and after each evaluation that is the best so far.
 

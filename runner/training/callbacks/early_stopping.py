@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from runner.training.callbacks.callback import Observer
+from runner.training.callbacks.callback import Callback
 from runner.training.records import EvalRecord
 
 
-class EarlyStop(Observer):
+class EarlyStopping(Callback):
     """reached is True after `patience` evaluations in a row that were no better than the best."""
 
     key = "early_stopping"

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from runner.config.schema import RunSpec
-from runner.training.callbacks.callback import Observer
+from runner.training.callbacks.callback import Callback
 from runner.training.records import EvalRecord, StepRecord, Steps
 
 STAGNANT = 0.5
@@ -23,7 +23,7 @@ class Finding(NamedTuple):
     what: str
 
 
-class Guard(Observer):
+class Guard(Callback):
     """reached is True once a finding stops the run; finding says which and message tells the user.
 
     Args:
@@ -106,7 +106,7 @@ class Guard(Observer):
             return
         advice = self.cause(record) if key == "non_finite" else None
         if advice is None:
-            advice = "Try " + " or ".join(remedies(self.spec, self.precision, key))
+            advice = "Try " + " or ".join(guard_remedies(self.spec, self.precision, key))
         regardless = f"; guard.{key}=warn goes on regardless" if action == "stop" else ""
         message = f"{what}.\n{advice}{regardless}.\n{self.keep(record, what)}"
         if action == "stop":
@@ -141,7 +141,7 @@ class Guard(Observer):
             self.say(f"warning: {message}")
 
 
-def remedies(spec: RunSpec, precision: str, key: str) -> Iterator[str]:
+def guard_remedies(spec: RunSpec, precision: str, key: str) -> Iterator[str]:
     """Settings that may help, as they are typed; those of the range where that may be the cause."""
     scale = spec.precision.get("loss_scale") or {}
     if key != "spike" and scale.get("fixed"):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runner.tracking.tracker import Tracker
-from runner.training.callbacks.callback import Observer
+from runner.training.callbacks.callback import Callback
 from runner.training.records import (
     EvalRecord,
     StepRecord,
@@ -21,7 +21,7 @@ Point = tuple[int, int, dict[str, float]]
 _REFUSED = re.compile(r"[^\w\-. :/]")  # what MLflow takes in no name of a metric
 
 
-class Recorder(Observer):
+class MetricLogger(Callback):
     """Every step's values at its own number; rates and memory once per block."""
 
     key = "metric_logger"

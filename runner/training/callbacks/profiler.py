@@ -5,11 +5,11 @@ from pathlib import Path
 
 from torch.profiler import profile
 
-from runner.training.callbacks.callback import Observer
+from runner.training.callbacks.callback import Callback
 from runner.training.records import Steps
 
 
-class Profile(Observer):
+class Profiler(Callback):
     """Profiles from its making until a block passes `until` steps, or the run ends.
 
     Files: `profile.txt` (operators by CPU time) and `profile.json` (chrome://tracing).

@@ -3,12 +3,12 @@
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from runner.training.callbacks.callback import Observer
+from runner.training.callbacks.callback import Callback
 from runner.training.records import EvalRecord, StepRecord, Steps
-from runner.utils.formatting import number
+from runner.utils.formatting import format_number
 
 
-class ProgressBar(Observer):
+class ProgressBar(Callback):
     """A bar over `total` steps, with a line above it for each evaluation."""
 
     key = "progress"
@@ -16,9 +16,13 @@ class ProgressBar(Observer):
     def __init__(self, console: Console, total: int, label: str) -> None:
         self.console = console
         self._bar = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[now]}"), TimeRemainingColumn(), console=console,
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[now]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
         self._task = self._bar.add_task(label, total=total, now="")
         self._bar.start()
         self._last: StepRecord | None = None
@@ -26,17 +30,17 @@ class ProgressBar(Observer):
     def steps(self, block: Steps) -> None:
         self._last = block[-1]
         self._bar.update(
-            self._task, completed=self._last.step, now=f"loss {number(self._last.loss)}"
+            self._task, completed=self._last.step, now=f"loss {format_number(self._last.loss)}"
         )
 
     def evaluation(self, record: EvalRecord) -> None:
-        self._bar.console.print(line(record, self._last))
+        self._bar.console.print(progress_line(record, self._last))
 
     def close(self) -> None:
         self._bar.stop()
 
 
-class ProgressLines(Observer):
+class ProgressLines(Callback):
     """A line per evaluation, for files and pipes."""
 
     key = "progress"
@@ -49,21 +53,21 @@ class ProgressLines(Observer):
         self._last = block[-1]
 
     def evaluation(self, record: EvalRecord) -> None:
-        self.console.print(line(record, self._last))
+        self.console.print(progress_line(record, self._last))
 
 
-def line(record: EvalRecord, last: StepRecord | None) -> str:
+def progress_line(record: EvalRecord, last: StepRecord | None) -> str:
     """One evaluation in one line."""
     parts = [f"epoch {record.epoch}", f"step {record.step}"]
     if last is not None:
-        parts.append(f"train/loss {number(last.loss)}")
-    parts += [f"{key} {number(value)}" for key, value in record.metrics.items()]
+        parts.append(f"train/loss {format_number(last.loss)}")
+    parts += [f"{key} {format_number(value)}" for key, value in record.metrics.items()]
     if last is not None and last.loss_scale is not None:
         parts.append(f"loss scale {last.loss_scale:g}")
         parts.append(f"skipped {last.skipped_steps}")
     return "  ".join(parts)
 
 
-def progress(console: Console, total: int, label: str) -> Observer:
+def progress(console: Console, total: int, label: str) -> Callback:
     """The observer that fits where the output goes."""
     return ProgressBar(console, total, label) if console.is_terminal else ProgressLines(console)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from runner.training.callbacks.callback import Observer
+from runner.training.callbacks.callback import Callback
 from runner.training.records import (
     EvalRecord,
     StepRecord,
@@ -16,7 +16,7 @@ from runner.training.records import (
 LEAST_MS = 250.0  # what is shorter measures the machine's moods
 
 
-class Tally(Observer):
+class RunSummary(Callback):
     """Totals over all records. The rate leaves the first block out, where kernels warm up, and of
     a run with one block the first step; None where less than LEAST_MS is left."""
 

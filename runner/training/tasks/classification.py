@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import Task, counted, mean, outside, stack, wide
+from runner.training.tasks.task import Task, count_labels, labels_out_of_range, mean, stack, wide
 from runner.utils.errors import ConfigError
 
 
@@ -46,15 +46,15 @@ class Classification(Task):
         _check(output, target)
         losses = F.cross_entropy(output, target, reduction="none").to(wide(output))
         correct = (output.argmax(1) == target).sum()
-        return stack(losses.sum(), correct, counted(target))
+        return stack(losses.sum(), correct, count_labels(target))
 
     def labels(self, target: Tensor) -> Tensor:
         """Return how many labels count."""
-        return counted(target)
+        return count_labels(target)
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor:
         """Return bool [B], which labels are no class."""
-        return outside(target, classes)
+        return labels_out_of_range(target, classes)
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats and val/accuracy in [0, 1]."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import Task, counted, mean, outside, stack, wide
+from runner.training.tasks.task import Task, count_labels, labels_out_of_range, mean, stack, wide
 
 
 class Language(Task):
@@ -31,15 +31,15 @@ class Language(Task):
         """Return [summed cross entropy in nats, tokens that count]."""
         _check(output, target)
         losses = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
-        return stack(losses.to(wide(output)).sum(), counted(target))
+        return stack(losses.to(wide(output)).sum(), count_labels(target))
 
     def labels(self, target: Tensor) -> Tensor:
         """Return how many tokens count."""
-        return counted(target)
+        return count_labels(target)
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor:
         """Return bool [B], which sequences hold a token that is no class."""
-        return outside(target, classes)
+        return labels_out_of_range(target, classes)
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats per token and val/perplexity, its exponential."""

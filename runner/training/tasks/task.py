@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runner.utils.errors import ConfigError
-from runner.utils.tensors import widest
+from runner.utils.tensors import widest_float
 
 
 class Task(ABC):
@@ -61,7 +61,7 @@ IGNORED = -100
 """The label that torch's cross entropy leaves out."""
 
 
-def counted(target: Tensor) -> Tensor:
+def count_labels(target: Tensor) -> Tensor:
     """Return how many of the labels torch's cross entropy averages over: int64 []."""
     return (target != IGNORED).sum()
 
@@ -82,7 +82,7 @@ def labels_of(task: Task, target: Any) -> Tensor | None:
     )
 
 
-def outside(target: Tensor, classes: int) -> Tensor:
+def labels_out_of_range(target: Tensor, classes: int) -> Tensor:
     """Return bool [B], which examples of integers [B, ...] have one that is no class."""
     wrong = ((target < 0) & (target != IGNORED)) | (target >= classes)
     return wrong.reshape(len(target), -1).any(1)
@@ -99,7 +99,7 @@ def stack(*sums: Tensor | int) -> Tensor:
 
 def wide(like: Tensor) -> torch.dtype:
     """Return the dtype to add up in: the widest of the device."""
-    return widest(like.device)
+    return widest_float(like.device)
 
 
 def mean(total: float, count: float) -> float:

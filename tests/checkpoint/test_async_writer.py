@@ -1,0 +1,104 @@
+"""Checkpoints beside the loop, on real disks."""
+
+import time
+from threading import current_thread
+
+import pytest
+import torch
+
+from runner.checkpoint import checkpoint_file
+from runner.checkpoint.async_writer import AsyncCheckpointWriter
+from runner.utils.errors import CheckpointError
+
+
+def content(step, size=1000):
+    tensor = torch.full((size,), float(step))
+    blank = {key: kind() for key, kind in checkpoint_file._KINDS.items()}
+    own = {"format": checkpoint_file.FORMAT, "step": step, "model": {"a": tensor, "tied": tensor}}
+    return {**blank, **own}
+
+
+def test_what_is_written_is_the_state_at_the_call(tmp_path):
+    saver, state = AsyncCheckpointWriter(tmp_path, 9, print), content(1, 3_000_000)
+    saver.save(state)
+    state["model"]["a"].fill_(7.0)  # the loop goes on
+    saver.save({**state, "step": 2})
+    saver.finish()
+    for step, value in ((1, 1.0), (2, 7.0)):
+        found = checkpoint_file.load(checkpoint_file.checkpoint_path(tmp_path, step))["model"]
+        assert bool((found["a"] == value).all())
+        assert bool((found["tied"] == value).all())
+
+
+def test_tensors_that_wait_for_the_update_are_copied_beside_the_loop(tmp_path, monkeypatch):
+    copies, copy = [], torch.Tensor.copy_
+
+    def copied(kept, value, **more):
+        copies.append(current_thread().name)
+        time.sleep(0.2)
+        return copy(kept, value, **more)
+
+    saver, state = AsyncCheckpointWriter(tmp_path, 9, print), content(1)
+    state["model"]["statistics"] = torch.zeros(3)
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    saver.save(state, late=[state["model"]["a"]])
+    assert copies[0] == "MainThread"  # a forward may change the statistics at once
+    saver.settle()
+    assert copies[1:] == ["checkpoint"]
+    state["model"]["a"].fill_(7.0)
+    saver.finish()
+    found = checkpoint_file.load(checkpoint_file.checkpoint_path(tmp_path, 1))["model"]
+    assert bool((found["a"] == 1.0).all())
+
+
+def test_a_full_disk_keeps_the_last_whole_one_and_training_goes_on(small):
+    said = []
+    saver = AsyncCheckpointWriter(small, 1, said.append)
+    saver.save(content(1))
+    saver.save(content(2, 2_000_000))  # 8 MB
+    saver.save(content(3))
+    saver.finish()
+    (warning,) = said
+    assert "could not be written" in warning
+    assert "step-00000001.pt. Training goes on." in warning
+    assert [path.name for path in small.iterdir()] == ["step-00000003.pt"]
+    with pytest.raises(CheckpointError, match=r"last whole one is .*step-00000003\.pt"):
+        saver.finish(content(4, 2_000_000))
+    assert checkpoint_file.load_newest(str(small), None, "checkpoint", []).content["step"] == 3
+
+
+def test_whatever_breaks_in_the_thread_is_told(tmp_path):
+    said = []
+    saver = AsyncCheckpointWriter(tmp_path, 1, said.append)
+    saver.save({**content(1), "odd": lambda: None})
+    saver.finish()
+    assert len(said) == 1
+    assert "there is no earlier one" in said[0]
+
+
+def test_without_memory_for_a_copy_the_loop_waits_for_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("runner.checkpoint.async_writer._bytes", lambda _: 2**60)
+    saver = AsyncCheckpointWriter(tmp_path, 1, print)
+    saver.save(content(1))
+    assert saver._thread is None
+    assert checkpoint_file.checkpoint_path(tmp_path, 1).exists()
+
+
+def test_a_copy_that_breaks_is_told_and_holds_nothing_up(tmp_path, monkeypatch):
+    def breaks(kept, value, **more):
+        raise RuntimeError("no copy")
+
+    said, state = [], content(1)
+    saver = AsyncCheckpointWriter(tmp_path, 9, said.append)
+    monkeypatch.setattr(torch.Tensor, "copy_", breaks)
+    saver.save(state, late=[state["model"]["a"]])
+    saver.settle()
+    saver.finish()
+    assert "no copy" in said[0]
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path):
+    (tmp_path / "step-00000001.partial").write_bytes(b"half")
+    AsyncCheckpointWriter(tmp_path, 1, print)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,157 @@
+import pytest
+import torch
+from torch import nn
+
+from runner.checkpoint import checkpoint_file
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.schema import RunSpec
+from runner.precision.registry import load_precision
+from runner.training.model import load_weights
+from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.state_dict import checkpoint_state_dict
+from runner.training.tasks.classification import Classification
+from runner.utils.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def save(folder, state, spec, keep):
+    return checkpoint_file.save(folder, checkpoint_state_dict(state, spec), keep)
+
+
+@pytest.fixture
+def state():
+    torch.manual_seed(0)
+    model, precision = nn.Linear(3, 2), load_precision("16-mixed")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    driven = ScheduledOptimizer(optimizer, schedule)
+    made = TrainState(model, precision, Classification(), precision.scale(CPU), [driven], CPU)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    made.step, made.epoch, made.skipped = 7, 2, 1
+    return made
+
+
+@pytest.fixture
+def saved(state, tmp_path):
+    return save(tmp_path / "checkpoints", state, RunSpec(seed=5), keep=2)
+
+
+def test_everything_that_changes_is_in_it(state, saved):
+    content = checkpoint_file.load(saved)
+    assert saved.name == "step-00000007.pt"
+    assert (content["step"], content["epoch"], content["skipped_steps"]) == (7, 2, 1)
+    assert content["precision"] == "16-mixed"
+    assert content["spec"]["seed"] == 5
+    assert content["loss_scale"] == {"scale": 65536.0, "applied_in_a_row": 0}
+    assert torch.equal(content["model"]["weight"], state.model.weight)
+    moments = content["optimizers"][0]["state"][0]["exp_avg"]
+    assert torch.equal(moments, next(iter(state.driven[0].optimizer.state.values()))["exp_avg"])
+    assert content["schedulers"][0]["last_epoch"] == 1
+
+
+def test_only_the_newest_are_kept(state, saved):
+    for state.step in (8, 9, 10):
+        save(saved.parent, state, RunSpec(), keep=2)
+    names = sorted(path.name for path in saved.parent.iterdir())
+    assert names == ["step-00000009.pt", "step-00000010.pt"]
+
+
+def test_a_disk_that_fills_up_leaves_the_old_one(state, saved, monkeypatch):
+    def full(content, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    state.step = 8
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        save(saved.parent, state, RunSpec(), keep=1)
+    assert checkpoint_file.find_checkpoint(str(saved.parent)) == saved
+    assert checkpoint_file.load(saved)["step"] == 7
+
+
+def test_a_compiled_model_is_saved_under_its_plain_names(state, tmp_path):
+    state.model = torch.compile(state.model)
+    path = save(tmp_path, state, RunSpec(), keep=1)
+    assert set(checkpoint_file.load(path)["model"]) == {"weight", "bias"}
+
+
+def test_find_takes_a_file_a_run_or_its_folder_of_checkpoints(state, saved, tmp_path):
+    state.step = 12
+    newest = save(saved.parent, state, RunSpec(), keep=2)
+    assert checkpoint_file.find_checkpoint(str(saved)) == saved
+    assert checkpoint_file.find_checkpoint(str(tmp_path)) == newest
+    assert checkpoint_file.find_checkpoint(str(saved.parent)) == newest
+
+
+@pytest.mark.parametrize("where", ["/no/such.pt", "./nothing", "empty"])
+def test_find_says_what_it_takes(tmp_path, monkeypatch, where):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no checkpoint is there. Give a .pt file, the folder"):
+        checkpoint_file.find_checkpoint(where)
+
+
+def test_an_unknown_run_id_does_not_make_a_store(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ConfigError, match="neither a file, a folder nor the id of a run in sqlite"):
+        checkpoint_file.find_checkpoint("0123abcd")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_file_is_told(saved):
+    saved.write_bytes(saved.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=f"checkpoint={saved} is no checkpoint .* cut short"):
+        checkpoint_file.load(saved)
+
+
+def test_a_flipped_bit_is_told(saved):
+    content = bytearray(saved.read_bytes())
+    weights = checkpoint_file.load(saved)["model"]["weight"].numpy().tobytes()
+    content[content.index(weights)] ^= 1
+    saved.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"is damaged: .* has changed on disk"):
+        checkpoint_file.load(saved)
+
+
+@pytest.mark.parametrize("content", [{"weight": torch.ones(1)}, [1, 2], {"format": 99}])
+def test_a_file_of_someone_elses_is_told(tmp_path, content):
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(ConfigError, match="was not written by this runner"):
+        checkpoint_file.load(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("bypassed", [["a"], {"a": 1}, {1: "why"}])
+def test_layers_that_were_left_plain_are_names_with_reasons(saved, bypassed):
+    content = checkpoint_file.load(saved)
+    torch.save({**content, "bypassed": bypassed}, saved)
+    with pytest.raises(ConfigError, match="its bypassed are no names"):
+        checkpoint_file.load(saved)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code that runs",)
+
+
+def test_no_code_of_a_file_is_run(tmp_path, capsys):
+    torch.save({"format": checkpoint_file.FORMAT, "model": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        checkpoint_file.load(tmp_path / "evil.pt")
+    assert capsys.readouterr().out == ""
+
+
+def test_weights_take_the_models_dtype(saved):
+    model = nn.Linear(3, 2).half()
+    load_weights(model, LoadedCheckpoint(saved, checkpoint_file.load(saved)))
+    assert model.weight.dtype is torch.float16
+    assert torch.equal(model.weight, checkpoint_file.load(saved)["model"]["weight"].half())
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 2), nn.Linear(3, 2, bias=False), nn.Identity()])
+def test_weights_of_another_model_are_told(saved, model):
+    with pytest.raises(ConfigError, match=r"does not fit the model: .+ Take the checkpoint's own"):
+        load_weights(model, LoadedCheckpoint(saved, checkpoint_file.load(saved)))

@@ -1,0 +1,313 @@
+"""A model as a program: it computes what the evaluation computes, needs none of our classes, and
+leaves the model as it was."""
+
+import itertools
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from runner.checkpoint.export import ExportError, export
+from runner.config.targets import build_group
+from runner.modes.run_artifacts import save_model
+from runner.precision.mixed import MixedPrecision
+from runner.precision.true import TruePrecision
+from runner.training.model import build_model
+
+CPU = torch.device("cpu")
+IMAGES = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.arange(5 * 16).view(5, 16) % 256
+GPT = ("model=gpt", "data=text", "data.context=16", "model.width=32", "model.layers=1")
+CASES = {
+    "64-true": ("precision=64-true", "model=mlp"),
+    "32-true": ("precision=32-true", "model=mlp"),
+    "bf16-mixed": ("precision=bf16-mixed", "model=vit"),
+    "16-mixed": ("precision=16-mixed", *GPT),
+    "bf16-true": ("precision=bf16-true", *GPT),
+    "16-true": ("precision=16-true", "model=vit"),
+    "resnet": ("precision=16-mixed", "precision.keep_fp32=[fc]", "model=resnet"),
+    "islands": ("precision=16-true", "precision.keep_fp32=[*.norm*]", *GPT),
+    "nf4": ("precision=bnb-nf4", *GPT),
+    "fp4-dq": ("precision=bnb-fp4-dq", *GPT),
+    "nf4-lora": ("precision=bnb-nf4", "adapter=lora", *GPT),
+    "int8": ("precision=bnb-int8", "model=mlp"),
+    "int8-outliers": ("precision=bnb-int8", "precision.threshold=1.5", "model=mlp"),
+    "int8-training": ("precision=bnb-int8-training", "model=mlp"),
+    "float8-rowwise": ("precision=float8-rowwise", "precision.emulate=true", *GPT),
+    "float8-tensorwise": ("precision=float8-tensorwise", "precision.emulate=true", "model=vit"),
+    "transformer-engine": ("precision=transformer-engine", "precision.emulate=true", *GPT),
+    "tf32": ("precision=tf32", "precision.emulate=true", *GPT),
+}
+
+
+def built(compose, *overrides):
+    spec = compose("accelerator=cpu", *overrides)
+    precision = build_group("precision", spec.precision)
+    torch.manual_seed(0)
+    model = build_model(spec, precision, CPU).model
+    with torch.no_grad():
+        for parameter in model.parameters():  # a head that starts at zero would hide all else
+            if not parameter.any():
+                parameter.normal_(std=0.1)
+    return model, precision
+
+
+def evaluated(model, precision, inputs):
+    """What runner.training.loop.evaluate hands to the task."""
+    model.eval()
+    with torch.no_grad(), precision.forward(CPU):
+        return model(precision.cast(inputs)).to(precision.loss_dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_program_computes_what_the_evaluation_computes(compose, tmp_path, case):
+    model, precision = built(compose, *CASES[case])
+    inputs = TOKENS if "model=gpt" in CASES[case] else IMAGES
+    with precision.session(model, CPU):
+        made = export(model, precision, inputs, tmp_path)
+        wanted = evaluated(model, precision, inputs)
+    program = torch.export.load(made.path).module()
+    for rows in (5, 2, 1):  # it was traced with four
+        with torch.no_grad():
+            found = program(inputs[:rows])
+        assert found.dtype is wanted.dtype
+        if "tensorwise" in case:  # one scale for the whole batch
+            wanted = evaluated(model, precision, inputs[:rows])
+        # A last bit that differs may move a value to the next of the few that FP8 has.
+        low = case.startswith(("float8", "int8", "transformer"))
+        eps = 0.125 if low else torch.finfo(precision.compute).eps
+        wanted_rows = wanted[:rows]
+        assert (found - wanted_rows).norm() / wanted_rows.norm() < eps**0.5
+
+
+def test_the_facts_say_what_goes_in_and_out(compose, tmp_path):
+    model, precision = built(compose, "precision=bf16-true", "model=mlp")
+    facts = export(model, precision, IMAGES, tmp_path).facts
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["inputs"] == [{"name": "inputs", "dtype": "float32", "shape": [-1, 1, 8, 8]}]
+    assert facts["outputs"] == [{"name": "output_0", "dtype": "float32", "shape": [-1, 10]}]
+    assert facts["torch"] == torch.__version__
+    assert facts["one_tensor"]
+
+
+def test_packed_weights_stay_small(compose, tmp_path):
+    sizes = {}
+    for name in ("bnb-nf4", "32-true"):
+        model, precision = built(
+            compose, f"precision={name}", "model=mlp", "model.hidden=[512,512]"
+        )
+        sizes[name] = export(model, precision, IMAGES, tmp_path).path.stat().st_size
+    assert sizes["bnb-nf4"] < sizes["32-true"] / 2
+
+
+def test_the_model_and_the_process_stay_as_they_were(compose, tmp_path):
+    model, precision = built(compose, "precision=16-true", *GPT, "model.dropout=0.1")
+    model.train()
+    frozen = next(model.children()).eval()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    identities = [id(p) for p in model.parameters()]
+    random = torch.get_rng_state()
+    export(model, precision, TOKENS, tmp_path)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.training
+    assert not frozen.training
+    assert [id(p) for p in model.parameters()] == identities
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.slow
+def test_programs_load_where_there_is_no_runner(compose, tmp_path):
+    for case in ("bf16-mixed", "nf4-lora", "int8", "float8-rowwise"):
+        model, precision = built(compose, *CASES[case])
+        inputs = TOKENS if "model=gpt" in CASES[case] else IMAGES
+        export(model, precision, inputs, tmp_path / case)
+        kept = {"inputs": inputs, "wanted": evaluated(model, precision, inputs)}
+        torch.save(kept, tmp_path / case / "kept")
+    script = (
+        "import pathlib, sys, torch\n"
+        "for folder in pathlib.Path.cwd().iterdir():\n"
+        "    kept = torch.load(folder / 'kept', weights_only=True)\n"
+        "    with torch.no_grad():\n"
+        "        found = torch.export.load(folder / 'model.pt2').module()(kept['inputs'])\n"
+        "    torch.testing.assert_close(found, kept['wanted'], rtol=2e-2, atol=2e-2)\n"
+        "assert not {'runner', 'models', 'bitsandbytes', 'torchao', 'peft'} & set(sys.modules)\n"
+    )
+    command = [sys.executable, "-P", "-W", "ignore", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tensors_that_a_forward_makes_keep_their_dtype(tmp_path):
+    """In a true precision the default dtype is the policy's, but not where the program runs."""
+
+    class Makes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x + torch.ones(4) + torch.arange(0, 4, 1.0)) + torch.full((4,), 0.5)
+
+    precision = TruePrecision("64-true", "float64")
+    model, _ = precision.convert(Makes())
+    inputs = torch.randn(3, 4)
+    made = export(model, precision, inputs, tmp_path)
+    with torch.no_grad():
+        found = torch.export.load(made.path).module()(inputs)
+    torch.testing.assert_close(found, evaluated(model, precision, inputs), rtol=1e-12, atol=0)
+
+
+class Branches(nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Counts(nn.Module):
+    calls = itertools.count(1)
+
+    def forward(self, x):
+        return x * next(self.calls)  # a constant of the program
+
+
+class Fixed(nn.Module):
+    def forward(self, x):
+        return x.view(4, -1)
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean()
+
+
+class Batched(nn.Module):
+    def forward(self, x):
+        return x.view(64, 3)
+
+
+class Second(nn.Module):
+    """Its second output is NaN in the program alone."""
+
+    calls = itertools.count()
+
+    def forward(self, x):
+        return x + 1, x * (torch.nan if next(self.calls) else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Branches, "data-dependent"),
+        (Counts, "differ"),
+        (Fixed, "rows"),
+        (Mean, "batch dimension"),
+        (Batched, r"RuntimeError: shape '\[64, 3\]'"),
+        (Second, "differ from the model's by nan"),
+    ],
+)
+def test_what_cannot_be_exported_says_why_and_leaves_no_file(tmp_path, kind, why):
+    precision = MixedPrecision("bf16-mixed", "bfloat16")
+    with pytest.raises(ExportError, match=why) as caught:
+        export(kind(), precision, torch.randn(6, 3), tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_inputs_that_are_no_tensor_are_refused(tmp_path):
+    precision = TruePrecision("32-true", "float32")
+    with pytest.raises(ExportError, match="dict"):
+        export(nn.Identity(), precision, {"x": torch.ones(2, 3)}, tmp_path)
+
+
+def test_an_lstm_that_runs_by_our_kernels_alone_is_refused(tmp_path):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 8, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    model, inputs = Recurrent(), torch.randn(4, 6, 4)
+    precision = MixedPrecision("16-mixed", "float16", cpu_float16="float32_accumulate")
+    with precision.session(model, CPU), pytest.raises(ExportError, match="LSTM"):
+        export(model, precision, inputs, tmp_path)
+    assert export(model, TruePrecision("32-true", "float32"), inputs, tmp_path).path.exists()
+
+
+def test_dtypes_that_a_signature_cannot_tell_are_refused(tmp_path):
+    inputs = torch.ones(4, 3, dtype=torch.bfloat16)
+    with pytest.raises(ExportError, match="bfloat16"):
+        export(nn.Linear(3, 2), MixedPrecision("bf16-mixed", "bfloat16"), inputs, tmp_path)
+
+
+def test_one_example_is_enough(tmp_path):
+    precision = TruePrecision("32-true", "float32")
+    made = export(nn.Linear(3, 2), precision, torch.randn(1, 3), tmp_path)
+    with torch.no_grad():
+        assert torch.export.load(made.path).module()(torch.randn(7, 3)).shape == (7, 2)
+
+
+def test_a_diverged_model_is_exported_too(tmp_path):
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight[0] = torch.nan
+    assert export(model, TruePrecision("32-true", "float32"), torch.ones(2, 3), tmp_path).path
+
+
+PICKY = """
+from torch import nn
+
+
+class Picky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x):
+        if len(x) == 4:
+            raise %s("four\\nrows")
+        return self.layer(x.flatten(1))
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
+@pytest.mark.parametrize("error", ["RuntimeError", "KeyboardInterrupt"])
+def test_a_model_that_cannot_be_exported_costs_no_run_its_end(main, tmp_path, error):
+    name = f"picky_{error.lower()}"
+    (tmp_path / f"{name}.py").write_text(PICKY % error)
+    done = main(
+        "model=mlp",
+        f"model._target_={name}.Picky",
+        "~model.input_shape",
+        "~model.classes",
+        "~model.hidden",
+        "train.max_steps=2",
+    )
+    if error == "KeyboardInterrupt":
+        assert done.rc == 130
+        return
+    assert done.rc == 0, done.stderr
+    assert "not in MLflow, its checkpoint has the weights: RuntimeError: four." in done.stdout
+
+
+def test_a_loader_that_breaks_costs_no_run_its_end():
+    told = []
+
+    class Loader:
+        def epoch(self, number):
+            raise OSError("the data are gone")
+
+    tracker = SimpleNamespace(takes_models=True)
+    signals = SimpleNamespace(requested=lambda: False, at_once=nullcontext, check=lambda: None)
+    save_model(SimpleNamespace(tracker=tracker, signals=signals, say=told.append), None, Loader())
+    assert told == [
+        "The model is not in MLflow, its checkpoint has the weights: OSError: the data are gone."
+    ]

@@ -1,0 +1,70 @@
+"""doctor, ui and --help, in this process."""
+
+import sqlite3
+
+import pytest
+import torch
+
+from runner.cli.ui import dashboard_urls
+from runner.precision.registry import precision_names, supported_precisions
+from runner.utils.accelerator import available_kinds
+
+
+def test_doctor_lists_every_precision_for_every_device(main):
+    done = main("doctor")
+    assert done.rc == 0
+    for name in precision_names():
+        assert done.stdout.count(f" {name} ") >= len(available_kinds())
+    for row in supported_precisions(torch.device("cpu")):
+        if not row.runs:
+            assert row.remedy.split()[0] in done.stdout
+
+
+def test_doctor_takes_nothing(main):
+    done = main("doctor", "precision=16-mixed")
+    assert done.rc == 2
+    assert "precision=16-mixed" in done.stdout + done.stderr
+
+
+def test_help_lists_options_of_the_user_too(main, tmp_path):
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "my_net.yaml").write_text("_target_: torch.nn.Identity\n")
+    done = main("--help", "--config-dir", str(tmp_path / "conf"), "train.epochs=77")
+    assert done.rc == 0
+    for word in ("my_net", "16-mixed", "doctor", "epochs: 77"):
+        assert word in done.stdout
+
+
+def test_ui_refuses_what_it_does_not_know(main):
+    for argv in (
+        ["prt=5"],
+        ["port=abc"],
+        ["port=0"],
+        ["port=99999"],
+        ["tracking.uri=nonsense://x"],
+    ):
+        done = main("ui", *argv)
+        assert done.rc == 2
+        assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
+def test_pages_of_a_store_with_a_sweep(main, tmp_path):
+    tiny = ["model=mlp", "model.hidden=[4]", "train.max_steps=1"]
+    assert main("-m", "precision=32-true,16-mixed", *tiny).rc == 0
+    database = tmp_path / "outputs" / "mlflow.db"
+    uri = f"sqlite:///{database}"
+    found = dict(dashboard_urls(uri, "http://h", "precision-runner"))
+    with sqlite3.connect(database) as store:
+        rows = store.execute("select value from tags where key='sweep_id'")
+        (sweep_id,) = rows.fetchone()
+        rows = store.execute("select key from experiment_tags").fetchall()
+    assert list(found) == ["newest sweep", "dashboard", "runs"]
+    assert f"viewStateShareKey=precision-runner-{sweep_id}&" in found["newest sweep"]
+    assert {
+        f"mlflow.sharedViewState.precision-runner-{sweep_id}",
+        "mlflow.sharedViewState.precision-runner",
+    } < {key for (key,) in rows}
+    assert dict(dashboard_urls(uri, "http://h", "another")) == {
+        "no experiment 'another' yet": "http://h"
+    }

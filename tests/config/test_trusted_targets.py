@@ -1,0 +1,97 @@
+"""What of a checkpoint's config is called."""
+
+import sys
+
+import pytest
+
+from runner.config import trusted_targets
+from runner.utils.errors import ConfigError
+
+KNOWN = {
+    "model": (
+        "runner.models.resnet.resnet",
+        "runner.models.mlp.MLP",
+        "torch.nn.Linear",
+        "torchvision.models.resnet18",
+        "mine.Net",
+        "pack.nets.net",
+    ),
+    "data": ("runner.data.datasets.digits.digits", "mine.Net"),
+    "optimizer": ("torch.optim.NAdam", "runner.training.lowbit_optimizers.AdamW8bit"),
+    "scheduler": ("torch.optim.lr_scheduler.StepLR",),
+}
+UNKNOWN = {
+    "model": (
+        "os.system",
+        "runner.config.targets.instantiate",
+        "runner.cli.main.main",
+        "torch.hub.load",
+        "torch.load",
+        "torch.nn.functional.relu",
+        "runner.models.mlp.torch.save",
+        "mine.os.mkdir",
+        "mine.json.loads",
+        "pack.nets.system",
+        "yaml.load",
+        "idlelib.idle.main",
+        "",
+        "x",
+        3,
+        ["a"],
+    ),
+    "data": ("runner.data.datasets.text.Path", "torch.nn.Linear", "builtins.open"),
+    "optimizer": ("torch.optim.lr_scheduler.StepLR", "torch.optim.optimizer.torch.load"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import json\nimport os\nclass Net: pass\n")
+    (tmp_path / "yaml.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "nets.py").write_text("from os import system\ndef net(): pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    yield
+    for name in ("mine", "pack", "pack.nets"):
+        sys.modules.pop(name, None)
+
+
+def refused(group, target, typed=None):
+    try:
+        trusted_targets.check_trusted(
+            {group: {"_target_": target}}, [group], typed or {}, "x.pt", "checkpoint"
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("group", "target"), [(g, t) for g in KNOWN for t in KNOWN[g]])
+def test_what_is_known_is_called(group, target):
+    assert not refused(group, target)
+
+
+@pytest.mark.parametrize(("group", "target"), [(g, t) for g in UNKNOWN for t in UNKNOWN[g]])
+def test_what_is_not_is_refused_before_it_is_imported(group, target):
+    before = set(sys.modules)
+    told = refused(group, target)
+    assert f"checkpoint=x.pt names {group}._target_={target}" in told
+    assert f"type {group}=... yourself" in told
+    assert "idlelib" not in {name.partition(".")[0] for name in set(sys.modules) - before}
+
+
+def test_what_is_typed_is_ones_own():
+    assert not refused("model", "os.mkdir", {"model": {"_target_": "os.mkdir"}})
+
+
+def test_one_of_several_optimizers():
+    spec = {"optimizer": {"a": {"_target_": "torch.optim.SGD"}, "b": {"_target_": "os.mkdir"}}}
+    with pytest.raises(ConfigError, match=r"names optimizer\._target_=os\.mkdir"):
+        trusted_targets.check_trusted(spec, ["optimizer"], {}, "x.pt", "checkpoint")
+
+
+def test_a_secret_that_was_left_out_is_asked_for():
+    spec = {"data": {"_target_": "mine.Net", "api_key": "***", "max_tokens": 3}}
+    with pytest.raises(ConfigError, match=r"secret data\.api_key\. Type data\.api_key=<value>"):
+        trusted_targets.check_trusted(spec, ["data"], {}, "x.pt", "checkpoint.resume")

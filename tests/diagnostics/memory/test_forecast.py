@@ -1,0 +1,176 @@
+"""The predicted peak against the allocator's, and what moves it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.memory_plan import measured
+from runner.config.schema import LARGEST_FORECAST_BATCH
+from runner.config.targets import build_group
+from runner.diagnostics.memory.forecast import (
+    largest_batch,
+    largest_fitting_batch,
+    peak_forecast,
+    predict_peak,
+)
+from runner.training.example_batch import ForecastUnavailable
+
+CPU = torch.device("cpu")
+MIB = 2**20
+NET = ("model=resnet", "data=digits")
+TEXT = ("model=gpt", "data=text", "model.layers=2")
+
+
+@pytest.fixture
+def of(compose):
+    """The spec of overrides, with its precision."""
+
+    def made(*overrides):
+        spec = compose("accelerator=cpu", *overrides)
+        return spec, build_group("precision", spec.precision)
+
+    return made
+
+
+def held(of, *overrides, size=None):
+    return predict_peak(*of(*overrides), CPU, size)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "within"),
+    [
+        (("model=mlp", "data=digits"), 256, 0.01),
+        (NET, 8, 0.01),
+        ((*NET, "precision=bf16-mixed"), 8, 0.01),
+        (("model=mlp", "model.hidden=[1024]", "precision=64-true"), 64, 0.01),
+        ((*TEXT, "precision=bf16-true"), 4, 0.01),
+        ((*TEXT, "precision=16-mixed", "precision.loss_scale.init_scale=64"), 4, 0.01),
+        ((*TEXT, "precision=bnb-int8-training"), 4, 0.01),
+        ((*TEXT, "precision=bnb-nf4", "adapter=lora"), 4, 0.1),
+        ((*TEXT, "optimizer=adamw8bit"), 4, 0.05),
+        ((*TEXT, "train.activation_checkpointing=true"), 4, 0.05),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_the_allocator_holds_what_was_predicted(of, overrides, size, within):
+    spec, precision = of(*overrides, f"train.batch_size={size}")
+    spec = replace(spec, train=replace(spec.train, max_steps=2, eval_every=2))
+    predicted = predict_peak(spec, precision, CPU).total
+    assert predicted == pytest.approx(measured(spec, precision, CPU), rel=within)
+
+
+def test_twice_the_batch_has_twice_the_activations_and_the_same_weights(of):
+    once, twice = (held(of, *TEXT, size=size) for size in (8, 16))
+    assert twice.activations == pytest.approx(2 * once.activations, rel=0.01)
+    assert (twice.weights, twice.optimizer) == (once.weights, once.optimizer)
+
+
+def test_activation_checkpointing_holds_less(of):
+    whole = held(of, *TEXT, size=16)
+    again = held(of, *TEXT, "train.activation_checkpointing=true", size=16)
+    assert again.activations < 0.5 * whole.activations
+    assert again.total < 0.7 * whole.total
+
+
+def test_micro_batches_add_gradients_and_inputs_alone(of):
+    once = held(of, *TEXT, size=8)
+    several = held(of, *TEXT, "train.accumulate=4", size=8)
+    inputs = 3 * 8 * (128 + 1) * 8
+    assert several.gradients >= once.weights - once.gradients
+    assert several.activations == pytest.approx(once.activations + inputs, rel=1e-3)
+
+
+def test_frozen_parameters_have_neither_gradients_nor_state(of):
+    """LoRA on the text model: a few of its parameters train, by more than one at the peak."""
+    whole, few = (held(of, *TEXT, *more, size=1) for more in ((), ("adapter=lora",)))
+    assert few.gradients + few.optimizer < 0.2 * whole.optimizer
+    assert few.weights > whole.weights
+
+
+@pytest.mark.parametrize(("momentum", "states"), [(0.0, 0), (0.9, 1)])
+def test_the_state_is_the_optimizers_own(of, momentum, states):
+    peak = held(of, "model=mlp", "optimizer=sgd", f"optimizer.momentum={momentum}", size=64)
+    assert peak.optimizer == states * peak.weights
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_steps_of_few_examples_tell_of_many(of, monkeypatch, size):
+    """The same as fake tensors of that size: of a step that they do not refuse."""
+    spec, precision = of(*TEXT)
+    exact = predict_peak(spec, precision, CPU, size)
+    monkeypatch.setattr(
+        "runner.diagnostics.memory.forecast._replace", None
+    )  # not callable: fake tensors fail
+    real = peak_forecast(spec, precision, CPU)(size)
+    assert real.total == pytest.approx(exact.total, rel=1e-3)
+    assert real.activations == pytest.approx(exact.activations, rel=0.02)
+
+
+def test_the_largest_batch_fits_and_the_next_does_not(of):
+    spec, precision = of(*TEXT)
+    room = 100 * MIB
+    size = largest_batch(spec, precision, CPU, room)
+    assert predict_peak(spec, precision, CPU, size).total <= room
+    assert predict_peak(spec, precision, CPU, 2 * size).total > room
+
+
+def test_the_users_own_batch_size_is_among_them(of):
+    spec, precision = of(*TEXT, "train.batch_size=24")
+    room = predict_peak(spec, precision, CPU).total
+    assert largest_batch(spec, precision, CPU, room) == 24
+    assert largest_batch(spec, precision, CPU, room - 1) == 16
+
+
+def test_no_batch_fits_no_room(of):
+    assert largest_batch(*of(*TEXT), CPU, MIB) is None
+
+
+def test_there_is_a_largest_size_that_is_tried(of):
+    assert largest_batch(*of("model=mlp", "model.hidden=[4]"), CPU, 1e12) == LARGEST_FORECAST_BATCH
+
+
+def test_a_size_that_the_model_refuses_does_not_fit():
+    """As batch normalisation of a single example."""
+
+    def peak(size):
+        raise ValueError("Expected more than 1 value per channel when training")
+
+    assert largest_fitting_batch(peak, 64, 1e12) is None
+
+
+@pytest.mark.parametrize(
+    ("meta", "said"),
+    [
+        ({}, "data.meta.input and data.meta.classes"),
+        ({"input": [1, 8, 8]}, "without data.meta.classes"),
+        ({"input": [1, 9, 9], "classes": 10}, "does not run on random inputs"),
+    ],
+)
+def test_what_cannot_be_told_is_said(of, meta, said):
+    spec, precision = of("model=mlp")
+    with pytest.raises(ForecastUnavailable, match=said):
+        predict_peak(replace(spec, data={**spec.data, "meta": meta}), precision, CPU)
+
+
+def test_an_optimizer_that_keeps_more_with_every_step_is_not_predicted(of):
+    with pytest.raises(ForecastUnavailable, match="history_size"):
+        held(of, "model=mlp", "optimizer=lbfgs")
+
+
+def test_no_real_step_where_there_is_no_room_for_it(of, monkeypatch):
+    monkeypatch.setattr("runner.diagnostics.memory.forecast.free_memory", lambda device: 200 * MIB)
+    with pytest.raises(ForecastUnavailable, match=r"about 0\.2 of the 0\.2 GiB"):  # 171 of 160 MiB
+        held(of, *NET, "optimizer=adamw8bit")
+    held(of, *NET, "optimizer=adamw")
+
+
+def test_it_draws_no_memory(of):
+    """A model of 1.6 GB in float32, and its batch of 1024, on fake tensors."""
+    spec, precision = of("model=mlp", "model.hidden=[20000,20000]", "train.batch_size=1024")
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
+        peak = predict_peak(spec, precision, CPU)
+    made = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
+    assert peak.weights > 1600 * MIB * 0.9
+    assert made < MIB

@@ -1,0 +1,85 @@
+"""Out of memory, as a message: the step, the table, what to type."""
+
+import pytest
+import torch
+
+from runner.diagnostics.memory.out_of_memory import is_out_of_memory
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_it_is_told_from_other_errors(error, is_one):
+    assert is_out_of_memory(error) is is_one
+
+
+def test_of_pytorchs_own_allocator():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.fixture
+def failing(quick, monkeypatch):
+    """A run whose n-th call of a function of runner.modes.train finds no memory."""
+
+    def made(name, *args, run=quick):
+        def fails(*_, **__):
+            torch.empty(2**60)
+
+        monkeypatch.setattr(name, fails)
+        return run("precision=32-true", *args)
+
+    return made
+
+
+def test_a_step(failing, tmp_path):
+    done = failing("runner.training.step._backward", "train.batch_size=15", "train.accumulate=2")
+    assert done.rc == 1
+    lines = [line.removeprefix("error: ") for line in done.stderr.splitlines()]
+    assert lines[0].startswith("Out of memory in step 1 on ")
+    assert "allocate memory" in lines[0]
+    assert [line.split()[0] for line in lines[1:-1]] == [
+        "weights",
+        "gradients",
+        "optimizer",
+        "peak",
+    ]
+    assert lines[-1] == (
+        "To need less, type train.batch_size=5 train.accumulate=6, or precision=bf16-true, or "
+        "optimizer=adamw8bit."
+    )
+    (kept,) = tmp_path.glob("outputs/runs/*/error.txt")
+    assert "Traceback" in kept.read_text()
+
+
+def test_a_model_of_blocks_may_compute_them_twice(failing, main):
+    typed = ("model=vit", "model.layers=2", "train.batch_size=2", "optimizer=sgd", "tracking=none")
+    done = failing("runner.training.step._backward", *typed, run=main)
+    assert done.stderr.endswith(
+        "To need less, type train.batch_size=1 train.accumulate=2, or "
+        "train.activation_checkpointing=true, or precision=bf16-true.\n"
+    )
+    typed = (*typed, "train.activation_checkpointing=true")
+    done = failing("runner.training.step._backward", *typed, run=main)
+    assert done.rc == 1
+    assert "activation_checkpointing" not in done.stderr
+
+
+def test_an_evaluation(failing):
+    done = failing("runner.modes.failures.loss_of", "train.batch_size=1", "optimizer=sgd")
+    assert done.stderr.startswith("error: Out of memory in the first evaluation on ")
+    assert done.stderr.endswith("To need less, type precision=bf16-true.\n")
+
+
+def test_a_model_that_cannot_be_built(failing):
+    done = failing("runner.modes.train.build_model")
+    assert "Out of memory before the first step on " in done.stderr
+    assert "precision=bf16-true init.low_memory=true, or optimizer=adamw8bit." in done.stderr

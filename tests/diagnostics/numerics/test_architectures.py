@@ -1,0 +1,330 @@
+"""The probe on real architectures: SQNR is that of its definition, computed here in float64, and
+no architecture's verdict is against float16 or bfloat16."""
+
+import copy
+import importlib.util
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from runner.diagnostics.numerics.loss_scales import suitable_range
+from runner.diagnostics.numerics.measure import SAMPLE
+from runner.diagnostics.numerics.numerics_page import format_verdict
+from runner.diagnostics.numerics.probe import CALLS, Probe, modules_holding_tensors
+from runner.diagnostics.numerics.results import KINDS, Numerics
+from runner.precision import registry
+from runner.precision.emulation.formats import FORMATS
+from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.training.tasks.language import Language
+
+CPU = torch.device("cpu")
+VOCABULARY, CLASSES, LR = 61, 5, 1e-3
+TEXT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+class Tokens(nn.Module):
+    """A transformers model of tokens, half of the first row padded: [B, T] to logits [B, T, V]."""
+
+    def __init__(self, net, padded=True):
+        super().__init__()
+        self.net, self.padded = net, padded
+
+    def forward(self, ids):
+        mask = (ids != 0).long() if self.padded else None
+        return self.net(input_ids=ids, attention_mask=mask).logits
+
+
+class Pixels(nn.Module):
+    """A transformers model of images: [B, 3, H, W] to logits [B, C]."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(pixel_values=x).logits
+
+
+def tokens(vocabulary=VOCABULARY, rows=4, length=12):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, vocabulary, (rows, length), generator=generator)
+    ids[0, length // 2 :] = 0
+    return ids, ids
+
+
+def pixels(size=16):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 3, size, size, generator=generator), torch.arange(4)
+
+
+def bert(**more):
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **{**TEXT, **more})
+    return Tokens(BertForMaskedLM(config)), tokens()
+
+
+def eager_bert():
+    return bert(attn_implementation="eager")
+
+
+def narrow_bert():
+    """The gradients of its key biases are 1 of 17 values of their modules."""
+    return bert(hidden_size=16)
+
+
+def roberta():
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    config = RobertaConfig(vocab_size=VOCABULARY, max_position_embeddings=20, **TEXT)
+    return Tokens(RobertaForMaskedLM(config)), tokens()
+
+
+def albert():
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    config = AlbertConfig(
+        vocab_size=VOCABULARY, embedding_size=16, max_position_embeddings=16, **TEXT
+    )
+    return Tokens(AlbertForMaskedLM(config)), tokens()
+
+
+def gpt2(**more):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        bos_token_id=1,
+        eos_token_id=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        **more,
+    )
+    return Tokens(GPT2LMHeadModel(config)), tokens()
+
+
+def eager_gpt2():
+    return gpt2(attn_implementation="eager")
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation="eager",
+    )
+    return Tokens(LlamaForCausalLM(config)), tokens()
+
+
+def vit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(image_size=16, patch_size=4, num_labels=CLASSES, **TEXT)
+    return Pixels(ViTForImageClassification(config)), pixels()
+
+
+def timm_vit():
+    from timm.models.vision_transformer import VisionTransformer
+
+    net = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=CLASSES
+    )
+    return net, pixels()
+
+
+def timm_convnext():
+    from timm.models.convnext import ConvNeXt
+
+    net = ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 16, 24, 32), num_classes=CLASSES)
+    return net, pixels(64)
+
+
+def timm_mixer():
+    from timm.models.mlp_mixer import MlpMixer
+
+    net = MlpMixer(img_size=16, patch_size=4, embed_dim=32, num_blocks=2, num_classes=CLASSES)
+    return net, pixels()
+
+
+def torchvision_resnet():
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    class Narrow(ResNet):
+        def __init__(self):
+            super().__init__(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES)
+
+    return Narrow(), pixels(32)
+
+
+def pretrained_albert():
+    """rxnmapper's, of reactions as SMILES: 735,567 weights."""
+    found = importlib.util.find_spec("rxnmapper")
+    if found is None:
+        pytest.skip("the package rxnmapper, which brings a pretrained ALBERT, is missing")
+    from transformers import AutoModelForMaskedLM
+
+    folder = Path(found.submodule_search_locations[0]) / "models" / "transformers"
+    net = AutoModelForMaskedLM.from_pretrained(
+        folder / "albert_heads_8_uspto_all_1310k", local_files_only=True
+    )
+    return Tokens(net), tokens(net.config.vocab_size)
+
+
+ARCHITECTURES = [
+    bert,
+    eager_bert,
+    narrow_bert,
+    roberta,
+    albert,
+    gpt2,
+    eager_gpt2,
+    llama,
+    vit,
+    timm_vit,
+    timm_convnext,
+    timm_mixer,
+    torchvision_resnet,
+    pretrained_albert,
+]
+NEEDS_SCALE = {"narrow_bert", "albert", "timm_convnext"}
+"""Freshly initialised, float16 loses 5 % or more of some module's gradients without a loss scale.
+ConvNeXt multiplies its branches by 1e-6."""
+
+
+def made(build):
+    torch.manual_seed(0)
+    model, batch = build()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    precision = registry.load_precision("32-true")
+    driven = [ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=LR))]
+    task = Language() if isinstance(model, Tokens) else Classification()
+    return TrainState(model, precision, task, precision.scale(CPU), driven, CPU), batch
+
+
+def look(state, batch):
+    found = []
+    with Probe(state, found.append):
+        train_step(state, [batch])
+    return found[0]
+
+
+def sqnr(tensors, fmt, scaled):
+    """SQNR in dB of all tensors together, by torch's casts and sums in float64."""
+    signal, noise = 0.0, 0.0
+    for x in tensors:
+        largest = x.abs().max()
+        scale = fmt.largest / largest if scaled and largest else torch.ones(())
+        held = (x * scale).clamp(-fmt.largest, fmt.largest).to(fmt.dtype).double() / scale.double()
+        signal += x.double().square().sum().item()
+        noise += (x.double() - held).square().sum().item()
+    return 10 * math.log10(signal / noise) if noise else None
+
+
+def capped(value):
+    """Dividing by a scale rounds in float32, where the probe finds a value exact: about 170 dB."""
+    return 150.0 if value is None else min(value, 150.0)
+
+
+def by_hand(state, batch):
+    """Every module's tensors of a step, by (module, kind): of a twin, with hooks of its own.
+    Activations are those of torch's own modules, whose forward has nothing inside."""
+    twin = copy.deepcopy(state.model)
+    tensors, owner = defaultdict(list), {}
+    for name, module, params in modules_holding_tensors(twin):
+        for p in params:
+            owner[id(p)] = name
+        if type(module).__module__.startswith("torch."):
+
+            def keep(_, args, output, name=name):
+                tensors[name, "activations"].append(output.detach().clone())
+
+            module.register_forward_hook(keep)
+    before = {id(p): p.detach().clone() for p in twin.parameters()}
+    inputs, targets = batch
+    state.task.loss(twin(inputs), targets).backward()
+    torch.optim.SGD(twin.parameters(), lr=LR).step()
+    for p in twin.parameters():
+        name = owner[id(p)]
+        tensors[name, "weights"].append(before[id(p)])
+        if p.grad is not None:
+            tensors[name, "gradients"].append(p.grad)
+            tensors[name, "updates"].append(p.detach() - before[id(p)])
+    for (_, kind), found in tensors.items():
+        if kind == "activations":
+            del found[CALLS:]
+    return tensors
+
+
+@pytest.mark.parametrize("build", ARCHITECTURES, ids=lambda build: build.__name__)
+def test_sqnr_is_that_of_a_module_s_tensors_together(build):
+    state, batch = made(build)
+    wanted = by_hand(state, batch)
+    found = {(m.module, m.kind): m for m in look(state, batch).measured}
+    compared = 0
+    for key, tensors in wanted.items():
+        if max(t.numel() for t in tensors) > SAMPLE:
+            continue  # the probe measures a part of it
+        assert found[key].elements == sum(t.numel() for t in tensors)
+        for name, fmt in FORMATS.items():
+            value = capped(sqnr(tensors, fmt, scaled=name.startswith("float8")))
+            by_probe = capped(found[key].formats[name].sqnr_db)
+            assert by_probe == pytest.approx(value, abs=0.01), (key, name)
+            compared += 1
+    assert compared >= len(FORMATS) * len(wanted) / 2
+    kinds = {kind for _, kind in wanted}
+    assert kinds == set(KINDS)
+
+
+@pytest.mark.parametrize("build", ARCHITECTURES, ids=lambda build: build.__name__)
+def test_no_architecture_is_told_that_float16_or_bfloat16_is_not_enough(build):
+    state, batch = made(build)
+    numerics = Numerics(1, "32-true", "float32", "float32", (look(state, batch),))
+    scaled = " with a loss scale" if build.__name__ in NEEDS_SCALE else ""
+    assert format_verdict(numerics, "float16").startswith(f"would do{scaled}")
+    assert ("with a loss scale" in format_verdict(numerics, "float16")) == bool(scaled)
+    assert format_verdict(numerics, "bfloat16").startswith("would do")
+    assert (suitable_range(numerics) is not None) == bool(scaled)
+
+
+@pytest.mark.parametrize("build", [bert, roberta, albert, vit, pretrained_albert])
+def test_a_key_bias_weighs_nothing_beside_its_weight(build):
+    """Its gradient is zero in exact arithmetic, for the softmax does not see it."""
+    state, batch = made(build)
+    twin = copy.deepcopy(state.model)
+    state.task.loss(twin(batch[0]), batch[1]).backward()
+    numbers = {(m.module, m.kind): m for m in look(state, batch).measured}
+    keys = {n: m for n, m in twin.named_modules() if n.endswith((".key", "k_proj"))}
+    for name, module in keys.items():
+        assert module.bias.grad.abs().max() < 1e-6 * module.weight.grad.abs().max()
+        alone = sqnr([module.weight.grad], FORMATS["float16"], False)
+        both = numbers[name, "gradients"].formats["float16"].sqnr_db
+        assert both == pytest.approx(alone, abs=0.05)
+    assert keys

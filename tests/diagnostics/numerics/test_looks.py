@@ -1,0 +1,115 @@
+"""A run that looks at its numbers, from the command to what is left of it."""
+
+import re
+
+import pytest
+
+from runner.config.schema import NumericsSpec, RunSpec
+from runner.diagnostics.numerics import read
+from runner.diagnostics.numerics.callback import check_numerics
+from runner.distributed.ddp import DDP
+from runner.distributed.fsdp import FSDP
+from runner.distributed.strategy import Single
+from runner.utils.errors import ConfigError
+
+pytestmark = pytest.mark.slow
+
+FILES = ("numerics.json", "numerics.html", "numerics.png")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return lambda: sorted((tmp_path / "outputs" / "runs").iterdir())[-1]
+
+
+def steps(numerics):
+    return [look.step for look in numerics.looks]
+
+
+def losses(text):
+    return re.findall(r"train/loss (\S+)  val/loss (\S+)", text)
+
+
+def test_a_run_leaves_what_it_saw(quick, folder):
+    done = quick("numerics.every=2", "train.max_steps=5")
+    assert done.rc == 0, done.stderr
+    found = read(folder())
+    assert steps(found) == [2, 4]
+    assert (found.every, found.precision, found.compute) == (2, "32-true", "float32")
+    assert {m.module for m in found.looks[0].measured} == {"layers.0", "head", "(model)"}
+    assert all((folder() / name).stat().st_size for name in FILES)
+    assert re.search(r"numerics: float16 .*, bfloat16 .*numerics\.html", done.stdout)
+
+
+def test_a_run_without_leaves_nothing_and_computes_the_same(quick, folder):
+    watched = quick("numerics.every=1", "train.eval_every=1")
+    assert watched.rc == 0
+    plain = quick("train.eval_every=1")
+    assert losses(plain.stdout) == losses(watched.stdout) != []
+    assert not any((folder() / name).exists() for name in FILES)
+    assert "numerics" not in plain.stdout
+
+
+def test_a_run_that_is_too_short_says_so(quick, folder):
+    done = quick("numerics.every=4")
+    assert done.rc == 0
+    assert "numerics.every=4: no step was looked at" in done.stdout
+    assert not (folder() / FILES[0]).exists()
+
+
+def test_a_run_that_goes_on_keeps_what_it_saw(quick, folder):
+    typed = ("numerics.every=2", "checkpoint.every_steps=3", "checkpoint.final=false")
+    assert quick(*typed, "train.max_steps=5").rc == 0
+    begun, first = folder(), read(folder())
+    assert steps(first) == [2, 4]
+    done = quick(*typed, "train.max_steps=8", f"checkpoint.resume={begun}")
+    assert "resumed at step 3" in done.stdout, done.stderr
+    again = read(begun)
+    assert steps(again) == [2, 4, 6, 8]
+    assert again.looks[:2] == first.looks
+
+
+@pytest.mark.parametrize(
+    "precision", ["64-true", "16-mixed", "bf16-true", "bnb-nf4", "bnb-int8", "float8-rowwise"]
+)
+def test_every_kind_of_precision(quick, folder, precision):
+    more = {"bnb": ["adapter=lora"], "flo": ["precision.emulate=true"]}.get(precision[:3], [])
+    pytest.importorskip({"bnb": "bitsandbytes", "flo": "torchao"}.get(precision[:3], "torch"))
+    done = quick("numerics.every=2", f"precision={precision}", "model.hidden=[64,64]", *more)
+    assert done.rc == 0, done.stderr
+    found = read(folder())
+    kinds = {m.kind for m in found.looks[0].measured}
+    assert {"activations", "weights"} <= kinds
+    assert (found.looks[0].loss_scale is not None) == (precision == "16-mixed")
+
+
+def test_a_forward_that_the_backward_repeats(quick, folder):
+    typed = ("train.eval_every=1", "model.hidden=[16,16]")
+    twice = quick("numerics.every=1", "train.activation_checkpointing=[layers]", *typed)
+    assert twice.rc == 0, twice.stderr
+    assert losses(quick(*typed).stdout) == losses(twice.stdout) != []
+
+
+def test_a_closure_optimizer_and_micro_batches(quick, folder):
+    assert quick("numerics.every=2", "optimizer=lbfgs").rc == 0
+    assert steps(read(folder())) == [2]
+    assert quick("numerics.every=1", "train.accumulate=2").rc == 0
+    assert steps(read(folder())) == [1, 2, 3]
+
+
+def test_what_cannot_be_looked_at_is_refused(quick):
+    done = quick("numerics.every=2", "train.compile=true")
+    assert done.rc == 2
+    assert "numerics.every=2 watches modules by hooks" in done.stderr
+    assert "Type train.compile=false." in done.stderr
+    done = quick("numerics.every=0")
+    assert (done.rc, "numerics.every=0 is too small" in done.stderr) == (2, True)
+
+
+def test_parts_of_tensors_are_refused():
+    spec = RunSpec(numerics=NumericsSpec(every=3))
+    with pytest.raises(ConfigError, match=r"numerics\.every=3 .* strategy=fsdp .*Type strategy=dd"):
+        check_numerics(spec, FSDP())
+    check_numerics(spec, DDP())
+    check_numerics(spec, Single())
+    check_numerics(RunSpec(), FSDP())

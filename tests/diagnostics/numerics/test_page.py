@@ -1,0 +1,130 @@
+import re
+from dataclasses import replace
+
+import numpy as np
+from matplotlib.collections import PolyCollection
+
+from runner.diagnostics.numerics.numerics_page import (
+    COLUMNS,
+    ROWS,
+    draw_heat_maps,
+    format_share,
+    heat_maps,
+    numerics_summary,
+    table_cells,
+    write_page,
+)
+from runner.diagnostics.numerics.results import (
+    KINDS,
+    Numerics,
+    NumericsSnapshot,
+    QuantizationLoss,
+    TensorStats,
+)
+from runner.precision.emulation.formats import FORMATS
+
+SPOT = {("m2", 5): 0.25}
+
+
+def made(modules=4, looks=8, spots=SPOT, name="m{}"):
+    """Gradients that vanish at some modules and steps, updates that are all swallowed."""
+
+    def one(module, kind, step):
+        vanished = spots.get((module, step), 0.0) if kind == "gradients" else 0.0
+        swallowed = 1.0 if kind == "updates" else None
+        found = dict.fromkeys(FORMATS, QuantizationLoss(vanished, 0.0, 0.0, 70.0, swallowed))
+        return TensorStats(module, kind, 10, 0.0, 0.0, 1.0, {0: 10}, found)
+
+    names = [name.format(i) for i in range(modules)]
+    every = [
+        NumericsSnapshot(step, 1024.0, tuple(one(n, k, step) for n in names for k in KINDS))
+        for step in range(1, looks + 1)
+    ]
+    return Numerics(1, "16-mixed", "float32", "float16", tuple(every))
+
+
+def panel(figure, kind):
+    return next(a for a in figure.axes if a.get_title() == kind)
+
+
+def coloured(axes):
+    """(column, row) of each square, and its value."""
+    (found,) = [c for c in axes.collections if isinstance(c, PolyCollection)]
+    middles = [tuple(p.vertices[:4].mean(0)) for p in found.get_paths()]
+    return dict(zip(middles, found.get_array().tolist(), strict=True))
+
+
+def test_a_cell_per_module_and_look():
+    names, found = table_cells(made(), "float16", "gradients")
+    assert names == ["m0", "m1", "m2", "m3"]
+    assert np.argwhere(found).tolist() == [[2, 4]]
+    assert found[2, 4] == 0.25
+    assert (table_cells(made(), "float16", "updates")[1] == 1).all()
+
+
+def test_a_heat_map_colours_what_is_lost():
+    figure = heat_maps(made(), "float16")
+    assert coloured(panel(figure, "gradients")) == {(4.0, 2.0): 0.25}
+    assert coloured(panel(figure, "weights")) == {}
+    assert len(coloured(panel(figure, "updates"))) == 4 * 8
+    labels = [t.get_text() for t in panel(figure, "activations").get_yticklabels()]
+    assert labels == ["m0", "m1", "m2", "m3"]
+    steps = [t.get_text() for t in panel(figure, "gradients").get_xticklabels()]
+    assert steps == ["1", "3", "5", "7"]
+
+
+def test_many_modules_and_looks_lose_no_spot():
+    many = made(3 * ROWS, 10 * COLUMNS, {("m77", 333): 0.125, ("m100", 334): 0.5})
+    figure = heat_maps(many, "float16")
+    found = coloured(panel(figure, "gradients"))
+    assert sorted(found.values()) == [0.125, 0.5]
+    assert all(row < ROWS and column < COLUMNS for column, row in found)
+    labels = [t.get_text() for t in panel(figure, "activations").get_yticklabels()]
+    assert {"m77", "m100"} <= set(labels)
+    assert f"{ROWS} of {3 * ROWS} modules" in figure.get_suptitle()
+
+
+def test_a_long_name_keeps_its_end():
+    figure = heat_maps(made(2, name="model.decoder.layers.11.attention.self.{}.query"), "float16")
+    labels = [t.get_text() for t in panel(figure, "activations").get_yticklabels()]
+    assert [label[-8:] for label in labels] == [".0.query", ".1.query"]
+    assert all(len(label) == 34 and label.startswith("…") for label in labels)
+
+
+def test_a_page_names_the_worst_and_needs_nothing_else(tmp_path):
+    page = write_page(made(), "16-mixed <b>", tmp_path / "numerics.html").read_text()
+    assert "Numerics of 16-mixed &lt;b&gt;" in page
+    assert page.count("<svg") >= len(FORMATS)
+    assert "float16 would do, but not to store weights in" in page
+    assert not re.findall(r"<script|<img|https?://(?!www\.w3\.org)|data:", page)
+    order = re.findall(r"<h2>(.*?)</h2>", page)
+    assert order == ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "How to read this"]
+
+
+def test_odd_names_are_shown_as_they_are(tmp_path):
+    odd = made(1, name="a_$x$<script>{}", spots={("a_$x$<script>0", 1): 1.0})
+    page = write_page(odd, "run", tmp_path / "numerics.html").read_text()
+    assert "<script>" not in page
+    assert "a_$x$&lt;script&gt;0" in page
+
+
+def test_a_picture_of_one_look_where_nothing_is_lost(tmp_path):
+    nothing = Numerics(5, "32-true", "float32", "float32", made(1, 1, {}).looks)
+    assert draw_heat_maps(nothing, tmp_path / "numerics.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_the_summary_has_every_format():
+    told = "would do, but not to store weights in"
+    assert numerics_summary(made()) == ", ".join(f"{fmt} {told}" for fmt in FORMATS)
+    assert [format_share(v) for v in (0.0123, 0.5, 1.0)] == ["1.2 %", "50 %", "100 %"]
+
+
+def test_noise_is_more_than_a_matter_of_storage():
+    noisy = made(2)
+    part = noisy.looks[0].measured[0]
+    lost = part.formats["float16"]._replace(sqnr_db=10.0)
+    worse = replace(part, formats={**part.formats, "float16": lost})
+    looks = [replace(look, measured=(worse, *look.measured[1:])) for look in noisy.looks]
+    assert numerics_summary(replace(noisy, looks=looks)).startswith(
+        "float16 lacks precision, bfloat16 would"
+    )

@@ -1,0 +1,308 @@
+"""Hooks of runner/diagnostics/numerics/probe.py, with planted truths."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runner.diagnostics.numerics.probe import Probe
+from runner.diagnostics.numerics.results import KINDS, Numerics
+from runner.precision import registry
+from runner.precision.loss_scale import DynamicLossScale
+from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.regression import Regression
+
+CPU = torch.device("cpu")
+
+
+def made(model, name="32-true", lr=0.1, scale=None, optimizer=torch.optim.SGD):
+    precision = registry.load_precision(name)
+    model, _ = precision.convert(model)
+    scale = scale or precision.scale(CPU)
+    driven = [
+        ScheduledOptimizer(optimizer([p for p in model.parameters() if p.requires_grad], lr=lr))
+    ]
+    return TrainState(model, precision, Regression(), scale, driven, CPU)
+
+
+def batch(rows=8, width=4, out=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, width, generator=generator), torch.randn(
+        rows, out, generator=generator
+    )
+
+
+def look(state, micros=None):
+    found = []
+    with Probe(state, found.append):
+        train_step(state, micros or [batch()])
+    (one,) = found
+    return one
+
+
+def judged(*looks):
+    return Numerics(1, "32-true", "float32", "float32", looks)
+
+
+def by_key(one):
+    return {(m.module, m.kind): m for m in one.measured}
+
+
+class Net(nn.Module):
+    def __init__(self, up=1.0, down=1.0):
+        super().__init__()
+        self.body = nn.Linear(4, 16)
+        self.head = nn.Linear(16, 2)
+        self.up, self.down = up, down
+        nn.init.constant_(self.body.bias, up)
+
+    def forward(self, x):
+        return self.head(self.body(x) / self.up) * self.down
+
+
+def net(**sizes):
+    torch.manual_seed(0)
+    return Net(**sizes)
+
+
+def test_each_module_with_parameters_in_four_kinds():
+    one = look(made(net()))
+    own = [("(model)", "activations")]  # of operations in its forward
+    assert list(by_key(one)) == [*own, *((m, k) for m in ("body", "head") for k in KINDS)]
+    assert (one.step, one.loss_scale) == (1, None)
+    numbers = by_key(one)
+    assert numbers["body", "activations"].elements == 8 * 16
+    assert numbers["body", "weights"].elements == 4 * 16 + 16
+
+
+# Planted truths
+
+
+def test_activations_past_float16_lack_its_range():
+    one = look(made(net(up=1e5), lr=1e-3))
+    numerics = judged(one)
+    assert numerics.worst("float16", 1)[0][:3] == ("body", "activations", "overflow")
+    assert numerics.sensitivity("float16") == "range"
+    assert numerics.sensitivity("bfloat16") != "range"
+
+
+def test_updates_under_bfloat16s_spacing_lack_its_precision():
+    model = net()
+    nn.init.normal_(model.head.weight, mean=100.0)
+    numerics = judged(look(made(model, lr=1e-2, optimizer=torch.optim.Adam)))
+    ((module, kind, what, share),) = numerics.worst("bfloat16", 2)
+    assert (module, kind, what) == ("head", "updates", "swallowed")
+    assert share > 0.9
+    assert numerics.sensitivity("bfloat16") == "precision"
+
+
+class Ratio(nn.Module):
+    """Squares that leave float16's range, between an input and an output of unit order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.wide = nn.Linear(4, 4), Squares()
+
+    def forward(self, x):
+        return self.wide(self.plain(x))
+
+
+class Squares(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+
+    def forward(self, x):
+        energy = (1000 * (super().forward(x) + 2)) ** 2
+        return energy / energy.mean(-1, keepdim=True)
+
+
+def test_what_overflows_inside_a_module_is_seen():
+    found = judged(look(made(Ratio())))
+    assert found.worst("float16", 1)[0][:3] == ("wide", "activations", "overflow")
+    assert found.sensitivity("float16") == "range"
+    assert found.sensitivity("bfloat16", ["activations"]) == "none"
+
+
+def test_gradients_vanish_in_float16_without_a_scale_alone():
+    plain = judged(look(made(net(down=1e-7))))
+    assert plain.sensitivity("float16") == "range"
+    assert ("gradients", "underflow") in {w[1:3] for w in plain.worst("float16", 8)}
+    scaled = judged(look(made(net(down=1e-7), scale=DynamicLossScale(CPU, 2.0**30))))
+    assert scaled.looks[0].loss_scale == 2.0**30
+    assert "gradients" not in {w[1] for w in scaled.worst("float16", 8)}
+
+
+def test_a_scale_of_65536_saves_small_gradients():
+    adam = {"optimizer": torch.optim.Adam}
+    plain = judged(look(made(net(down=1e-5), **adam)))
+    assert plain.worst("float16", 1)[0][1:3] == ("gradients", "underflow")
+    assert plain.sensitivity("float16") == "range"
+    numerics = judged(look(made(net(down=1e-5), scale=DynamicLossScale(CPU), **adam)))
+    assert "gradients" not in {w[1] for w in numerics.worst("float16", 8)}
+    assert numerics.sensitivity("float16") == "none"
+
+
+def test_gradients_are_neither_unscaled_nor_clipped():
+    state = made(net(), scale=DynamicLossScale(CPU, 1024.0))
+    twin = copy.deepcopy(state.model)
+    state.clip_norm = 1e-6
+    x, y = batch()
+    (F.mse_loss(twin(x), y) * 1024).backward()
+    largest = max(twin.head.weight.grad.abs().max(), twin.head.bias.grad.abs().max())
+    numbers = by_key(look(state, [(x, y)]))
+    assert numbers["head", "gradients"].largest == pytest.approx(largest.item())
+
+
+def test_a_step_that_is_skipped_has_no_updates():
+    state = made(net(), scale=DynamicLossScale(CPU, 3e38))
+    one = look(state)
+    kinds = {kind for _, kind in by_key(one)}
+    assert kinds == {"activations", "weights", "gradients"}
+    assert by_key(one)["head", "gradients"].not_finite > 0
+
+
+# Kinds of modules
+
+
+class Odd(nn.Module):
+    """A layer that is called twice, one with two outputs and integers, a parameter of its own, one
+    that is shared, one that is frozen, one in place, one that is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.twice = nn.Linear(4, 4)
+        self.pool = Pool()
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.twice.weight
+        self.frozen = nn.Linear(4, 3).requires_grad_(False)
+        self.head = nn.Linear(3, 2)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.twice(self.twice(x))
+        x, _ = self.pool(self.tied(x))
+        return self.head(F.relu_(self.frozen(x) * self.scale))
+
+
+class Pool(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.gain, {"where": x.argmax(1), "more": [x * 2]}
+
+
+def test_odd_modules():
+    torch.manual_seed(0)
+    numbers = by_key(look(made(Odd())))
+    assert numbers["twice", "activations"].elements == 2 * 8 * 4
+    assert numbers["pool", "activations"].elements == 2 * 8 * 4
+    assert numbers["tied", "activations"].elements == 8 * 4
+    assert ("tied", "weights") not in numbers  # they are those of twice
+    assert numbers["twice", "weights"].elements == 20
+    assert {k for m, k in numbers if m == "frozen"} == {"activations", "weights"}
+    assert {k for m, k in numbers if m == "unused"} == {"weights"}
+    assert numbers["(model)", "weights"].elements == 3
+    assert {k for m, k in numbers if m == "(model)"} == set(KINDS)
+
+
+def test_the_last_of_several_micro_batches():
+    state = made(net())
+    one = look(state, [batch(), (batch()[0] * 1000, batch()[1])])
+    numbers = by_key(one)
+    assert numbers["body", "activations"].elements == 8 * 16
+    assert numbers["body", "activations"].largest > 500
+
+
+def test_complex_numbers_as_their_real_parts():
+    class Wave(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wave = nn.Parameter(torch.full((4, 2), 1 + 2j, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x.to(torch.complex64) @ self.wave).real
+
+    numbers = by_key(look(made(nn.Sequential(Wave()))))
+    assert numbers["0", "weights"].elements == 16
+    assert set(numbers["0", "weights"].exponents) == {0, 1}
+    assert numbers["0", "updates"].elements == 16
+
+
+def test_half_precision_counts_what_it_swallowed_already():
+    model = net()
+    nn.init.constant_(model.head.weight, 100.0)
+    numbers = by_key(look(made(model, "bf16-true", lr=1e-2, optimizer=torch.optim.Adam)))
+    assert numbers["head", "updates"].formats["bfloat16"].swallowed > 0.8
+    assert numbers["body", "weights"].formats["bfloat16"].sqnr_db is None
+
+
+# Nothing is disturbed
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "32-true",
+        "64-true",
+        "16-mixed",
+        "bf16-mixed",
+        "16-true",
+        "bf16-true",
+        "bnb-nf4",
+        "bnb-int8-training",
+    ],
+)
+def test_steps_are_the_same_bit_by_bit(name):
+    if name.startswith("bnb"):
+        pytest.importorskip("bitsandbytes")
+
+    def course(watched):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(64, 64),
+            nn.BatchNorm1d(64),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.5),
+            nn.Linear(64, 2),
+        )
+        state, losses, found = made(model, name, lr=0.01), [], []
+        probe = Probe(state, found.append)
+        for step in range(4):
+            micro = batch(width=64, seed=step)
+            if watched and step % 2:
+                with probe:
+                    losses.append(train_step(state, [micro]).loss)
+            else:
+                losses.append(train_step(state, [micro]).loss)
+        assert len(found) == 2 * watched
+        assert not watched or found[0].measured
+        return losses, [*state.model.state_dict().values()], torch.get_rng_state()
+
+    plain, watched = course(False), course(True)
+    for one, other in zip(plain, watched, strict=True):
+        pairs = [(one, other)] if isinstance(one, torch.Tensor) else zip(one, other, strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def hooks(model):
+    held = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    return sum(held) + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def test_no_hook_is_left_after_an_exception_either():
+    state, found = made(net()), []
+    probe = Probe(state, found.append)
+    with pytest.raises(RuntimeError), probe:  # noqa: PT012
+        assert hooks(state.model) > 4
+        train_step(state, [batch(width=5)])
+    assert hooks(state.model) == 0
+    assert not found
+    with probe:
+        train_step(state, [batch()])
+    assert (hooks(state.model), len(found)) == (0, 1)

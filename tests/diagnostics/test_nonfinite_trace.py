@@ -1,0 +1,75 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from runner.diagnostics.nonfinite_trace import NonfiniteTrace, describe_tensor, first_nonfinite
+
+
+class Times(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def traced(*middle):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), *middle, nn.Linear(4, 2))
+    with NonfiniteTrace(model) as trace:
+        loss = model(torch.ones(5, 3)).sum()
+        trace.rows.append(describe_tensor("forward", "(loss)", "", "loss", loss))
+        loss.backward()
+    return model, trace.rows
+
+
+def test_rows_come_in_the_order_in_which_tensors_are_made():
+    _, rows = traced(nn.ReLU())
+    assert [(r.phase, r.module) for r in rows[:5]] == [
+        ("forward", "0"),
+        ("forward", "1"),
+        ("forward", "2"),
+        ("forward", "(model)"),
+        ("forward", "(loss)"),
+    ]
+    assert {(r.module, r.tensor) for r in rows if r.phase == "backward"} >= {
+        ("2", "gradient of weight"),
+        ("0", "gradient of bias"),
+        ("1", "gradient of the output"),
+    }
+    assert first_nonfinite(rows) is None
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_it_begins_where_it_was_planted(factor):
+    _, rows = traced(Times(1.0), Times(factor))
+    row = rows[first_nonfinite(rows)]
+    assert (row.phase, row.module, row.kind, row.dtype) == ("forward", "2", "Times", "float32")
+    assert row.lost == 1.0
+
+
+def test_a_gradient_that_is_not_finite_is_found_in_the_backward():
+    class Root(nn.Module):
+        def forward(self, x):
+            return (x * 0).sqrt()
+
+    _, rows = traced(Root())
+    row = rows[first_nonfinite(rows)]
+    assert (row.phase, row.module, row.tensor) == ("backward", "0", "gradient of the output")
+
+
+def test_the_share_and_the_largest_are_of_what_is_left():
+    row = describe_tensor(
+        "forward", "m", "K", "output", torch.tensor([1.0, -3.0, math.inf, math.nan])
+    )
+    assert (row.largest, row.lost) == (3.0, 0.5)
+    assert describe_tensor("forward", "m", "K", "output", torch.empty(0)).lost == 0.0
+
+
+def test_nothing_is_left_behind():
+    model, _ = traced(nn.ReLU())
+    assert not any(m._forward_hooks for m in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

@@ -1,0 +1,140 @@
+"""Runs of several processes that were cut go on, also in another number of processes."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import NET, Outcome, close
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+OWN = (*NET[2:], "~model", "train.eval_every=4", "checkpoint.every_steps=3", "optimizer=adamw")
+KINDS = ("ddp", "fsdp")
+
+
+def typed(strategy, model, steps, *more):
+    return [
+        *OWN,
+        f"+model._target_=nets.{model}",
+        f"strategy={strategy}",
+        f"train.max_steps={steps}",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(together, tmp_path_factory):
+    """Runs of twelve steps, and of five that then went on to twelve, in 2, 2 to 4 and 2 to 1."""
+    folder = tmp_path_factory.mktemp("going-on")
+    jobs = {}
+    for kind in KINDS:
+        for model in ("Drops", "Stays"):
+            jobs[f"{kind}-{model}-whole"] = typed(kind, model, 12)
+            jobs[f"{kind}-{model}-cut"] = typed(kind, model, 5)
+    found = together(2, jobs, folder)
+    for kind in KINDS:
+        for processes in (1, 4):
+            shutil.copytree(folder / f"{kind}-Stays-cut", folder / f"{kind}-Stays-{processes}")
+
+    def on(processes, **chosen):
+        rest = {
+            f"rest-{name}": typed(kind, model, 12, f"checkpoint.resume={folder / name}")
+            for name, (kind, model) in chosen.items()
+        }
+        if processes == 2:
+            saved = f"checkpoint.path={folder / 'ddp-Stays-whole'}"
+            rest["evaluated"] = ["strategy=ddp", "mode=evaluate", saved]
+        together(processes, rest, folder)
+        found.update({name: Outcome(folder / name) for name in chosen})
+
+    on(2, **{f"{kind}-Drops-cut": (kind, "Drops") for kind in KINDS})
+    on(4, **{f"{kind}-Stays-4": (kind, "Stays") for kind in KINDS})
+    on(1, **{f"{kind}-Stays-1": ("single", "Stays") for kind in KINDS})
+    found["evaluated"] = Outcome(folder / "evaluated")
+    return found
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_shared(runs):
+    """Its sums are those of all examples, and no example counts twice."""
+    trained, evaluated = runs["ddp-Stays-whole"], runs["evaluated"]
+    for key in ("val/loss", "val/accuracy"):
+        assert evaluated.values(key)[12] == pytest.approx(trained.values(key)[12], rel=1e-6)
+    assert evaluated.values("val/loss", rank=1) == evaluated.values("val/loss")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_goes_on_ends_as_one_that_was_not_cut(runs, kind):
+    """Bit by bit, with what each process draws at random."""
+    whole, cut = runs[f"{kind}-Drops-whole"], runs[f"{kind}-Drops-cut"]
+    close(whole.weights(), cut.weights(), rtol=0, atol=0)
+    assert whole.values("val/loss")[12] == cut.values("val/loss")[12]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_run_goes_on_in_another_number_of_processes(runs, kind, processes):
+    whole, cut = runs[f"{kind}-Stays-whole"], runs[f"{kind}-Stays-{processes}"]
+    close(whole.weights(), cut.weights(), rtol=1e-4, atol=1e-5)
+    assert len(cut.values("train/loss")) == 12
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_parts_holds_what_one_file_does(runs):
+    parted, single = runs["fsdp-Stays-whole"], runs["ddp-Stays-whole"]
+    close(parted.weights(), single.weights(), rtol=1e-5, atol=1e-6)
+    shards = [*parted.folder.glob("checkpoints/*.shards/*.safetensors")]
+    assert len(shards) == 2
+    assert sum(path.stat().st_size for path in shards) > parted.checkpoint().stat().st_size / 4
+    assert [p.suffix for p in sorted(parted.folder.glob("checkpoints/*"))] == [".pt", ".shards"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_process_is_started_anew_and_the_run_ends_the_same(tmp_path, root, runs, kind):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts=1",
+        "--monitor-interval=0.2",
+        "--nproc-per-node=2",
+        "-m",
+        "runner",
+        "tracking=none",
+        *typed(kind, "Dies", 12),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=240,
+        env={**kept, "PYTHONPATH": f"{root}:{HELPERS}", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed at step 6 of 12" in done.stdout
+    (folder,) = (tmp_path / "outputs" / "runs").iterdir()
+    close(Outcome(folder).weights(), runs[f"{kind}-Drops-whole"].weights(), rtol=0, atol=0)
+
+
+def test_a_shard_that_has_changed_is_told(runs, tmp_path):
+    from runner.checkpoint.checkpoint_file import load
+    from runner.utils.errors import ConfigError
+
+    folder = shutil.copytree(runs["fsdp-Stays-whole"].folder / "checkpoints", tmp_path / "copy")
+    (shard, *_) = sorted(folder.glob("*.shards/*"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ConfigError, match="is damaged"):
+        load(next(folder.glob("*.pt")))
+    shard.unlink()
+    with pytest.raises(ConfigError, match="is missing"):
+        load(next(folder.glob("*.pt")))

@@ -1,0 +1,120 @@
+"""A group of one process: what is reduced, how often, and in which dtype."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from runner.distributed.ddp import DDP
+from runner.distributed.fsdp import FSDP
+from runner.distributed.torchrun import ProcessRank, join, process_rank
+from runner.precision.registry import load_precision
+from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.utils.errors import ConfigError, Unavailable
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """torchrun's variables, without torchrun: this process keeps the store."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for key, value in found.items():
+        monkeypatch.setenv(key, str(value))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def state_of(strategy, name="32-true"):
+    torch.manual_seed(0)
+    precision = load_precision(name)
+    net = nn.Sequential(nn.Linear(8, 8), Block(), Block())
+    net, _ = precision.convert(net)
+    model = strategy.wrap(net, CPU)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return TrainState(
+        model,
+        precision,
+        Classification(),
+        precision.scale(CPU),
+        [ScheduledOptimizer(optimizer)],
+        CPU,
+        strategy=strategy,
+    )
+
+
+def micros(count):
+    return [(torch.randn(4, 8), torch.randint(8, (4,))) for _ in range(count)]
+
+
+def test_ddp_reduces_once_per_step_in_float32(alone, monkeypatch):
+    reduced = []
+
+    sums = dist.all_reduce
+
+    def watch(tensor, *how, **named):
+        reduced.append(tensor.dtype)
+        return sums(tensor, *how, **named)
+
+    monkeypatch.setattr(dist, "all_reduce", watch)
+    for name in ("32-true", "bf16-true"):
+        strategy = DDP()
+        with strategy.session():
+            state = state_of(strategy, name)
+            reduced.clear()
+            train_step(state, micros(3))
+            assert reduced == [torch.float32]
+    strategy = DDP()
+    with strategy.session():
+        state = state_of(strategy, "64-true")
+        reduced.clear()
+        train_step(state, micros(1))
+        assert reduced == [torch.float64]
+
+
+def test_units_that_name_no_module_are_refused(alone):
+    strategy = FSDP(units=["block"])
+    with strategy.session(), pytest.raises(ConfigError, match="matches no module"):
+        state_of(strategy)
+
+
+def test_a_part_is_every_processes_and_none_is_left_out():
+    for world in (1, 2, 3, 8):
+        for size in (1, 2, 7, 8, 64):
+            parts = [ProcessRank(rank, world).part(size) for rank in range(world)]
+            taken = [i for part in parts for i in range(size)[part]]
+            assert taken == list(range(size))
+            lengths = [ProcessRank(rank, world).examples(size) for rank in range(world)]
+            assert lengths == [part.stop - part.start for part in parts]
+            assert max(lengths) - min(lengths) <= 1
+            assert lengths[0] > 0
+
+
+def test_packed_weights_are_whole():
+    packed = load_precision("bnb-nf4")
+    packed.require_strategy(DDP())
+    with pytest.raises(Unavailable, match="strategy=ddp"):
+        packed.require_strategy(FSDP())
+
+
+def test_a_sweep_starts_its_own_processes(monkeypatch):
+    for key, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(key, str(value))
+    assert process_rank() == ProcessRank(0, 2)
+    with pytest.raises(ConfigError, match="a sweep starts its own"):
+        join(["-m", "seed=0,1"])
+    assert join(["--help"]) == ["--help"]

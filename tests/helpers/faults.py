@@ -1,0 +1,117 @@
+"""A server that can be killed, trainers beside it, and the count of what arrived."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+from fault_trainer import BEGAN_MS, values
+
+from runner.tracking import history
+from runner.tracking.upload_state import UploadState
+from runner.utils.layout import HISTORY
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # mlflow's imports, not ours
+    from mlflow.tracking import MlflowClient
+
+ROOT = Path(__file__).parents[2]
+GREATEST = 1.7976931348623157e308
+
+
+def clean_env():
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+class Trainer:
+    """A process of fault_trainer.py."""
+
+    def __init__(self, uri, folder, pause=0.005, **options):
+        self.uri, self.folder, self.journal = uri, folder, folder / "journal.jsonl"
+        folder.mkdir(parents=True)
+        more = [f"{key}={value}" for key, value in options.items()]
+        script = Path(__file__).with_name("fault_trainer.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), uri, str(folder), str(pause), *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=clean_env(),
+        )
+
+    def training(self):
+        """Waits until it records."""
+        assert self.process.stdout.readline() == "training\n", self.process.stderr.read()
+        return self
+
+    def stop(self):
+        """Has it end its run."""
+        self.folder.with_suffix(".stop").touch()
+
+    def opened(self, seconds=90):
+        """Waits until its run is in the store; the run's id."""
+        end = time.monotonic() + seconds
+        while not (run_id := progress_of(self.folder).run_id):
+            assert time.monotonic() < end, "the run was not opened"
+            time.sleep(0.1)
+        return run_id
+
+    def result(self, timeout=180):
+        """What it came to, and its stderr."""
+        stdout, stderr = self.process.communicate(timeout=timeout)
+        assert self.process.returncode == 0, stderr
+        return json.loads(stdout), stderr
+
+
+def progress_of(folder):
+    """How far the journal of a run has come."""
+    progress = UploadState(folder / "journal.jsonl")
+    progress.peek()
+    return progress
+
+
+def status_of(uri, run_id):
+    return MlflowClient(uri).get_run(run_id).info.status
+
+
+def counted(uri, run_id, steps, folder):
+    """Points logged, lost, doubled and altered, in the store and in history.npz."""
+    client, found = MlflowClient(uri), Counter()
+    kept = client.download_artifacts(run_id, HISTORY, str(folder))
+    exact = history.read_history(Path(kept))
+    for key in values(1):
+        wanted = {n: (BEGAN_MS + n, values(n)[key]) for n in range(1, steps + 1)}
+        points = client.get_metric_history(run_id, key)
+        found += _compared(wanted, [(p.step, p.timestamp, p.value) for p in points], stored=True)
+        in_history = _compared(wanted, exact[key].T.tolist(), stored=False)
+        del in_history["logged"]
+        found += in_history
+    return {name: found[name] for name in ("logged", "lost", "doubled", "altered")}
+
+
+def _compared(wanted, points, stored):
+    by_step = Counter(step for step, *_ in points)
+    same = {
+        step
+        for step, time_ms, value in points
+        if step in wanted and (time_ms, repr(float(value))) == _as(wanted[step], stored)
+    }
+    return Counter(
+        logged=len(wanted),
+        lost=len(wanted.keys() - by_step.keys()),
+        doubled=sum(number - 1 for number in by_step.values()),
+        altered=len(wanted.keys() & by_step.keys() - same),
+    )
+
+
+def _as(point, stored):
+    """A point as a store keeps it, which has no infinity, or as it was."""
+    time_ms, value = point
+    return time_ms, repr(
+        max(-GREATEST, min(GREATEST, value)) if stored and value == value else value
+    )

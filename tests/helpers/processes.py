@@ -1,0 +1,55 @@
+"""What the tests of several processes share."""
+
+import json
+
+import torch
+
+NET = (
+    "model=mlp",
+    "model.hidden=[16,16]",
+    "train.batch_size=30",
+    "train.max_steps=6",
+    "train.eval_every=3",
+    "train.log_every=2",
+    "optimizer=sgd",
+    "optimizer.lr=0.1",
+)
+
+
+class Outcome:
+    """What a run left in its folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def text(self, name):
+        path = self.folder / name
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def refused(self):
+        return self.text("refused-0.txt")
+
+    def values(self, key, rank=0):
+        """A metric by step."""
+        own = self.folder / "ranks" / str(rank) if rank else self.folder
+        assert not self.text(f"failed-{rank}.txt"), self.text(f"failed-{rank}.txt")
+        assert not self.text(f"refused-{rank}.txt"), self.text(f"refused-{rank}.txt")
+        rows = map(json.loads, (own / "steps.jsonl").read_text().splitlines())
+        return {row["step"]: row[key] for row in rows if key in row}
+
+    def checkpoint(self):
+        found = sorted(self.folder.glob("checkpoints/step-*.pt"))
+        return found[-1]
+
+    def weights(self):
+        from runner.checkpoint.checkpoint_file import load
+
+        return load(self.checkpoint())["model"]
+
+
+def close(one, other, **how):
+    """Whether two mappings of numbers or tensors agree."""
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(other[key]), **how)

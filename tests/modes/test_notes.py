@@ -1,0 +1,53 @@
+"""What MLflow's pages say of a run, whatever its texts hold."""
+
+import shlex
+
+import pytest
+
+from runner.modes import notes
+from runner.modes.result import RunResult
+from runner.precision.precision import ConversionReport, ModuleConversion
+
+COMMAND = ["python", "-m", "runner", "precision=16-mixed", "precision.keep_fp32=[a b]"]
+DONE = RunResult(
+    "16-mixed",
+    "16-mixed mlp digits",
+    "/out",
+    quality="val/accuracy",
+    metrics={"val/loss": 0.5, "val/accuracy": 0.91},
+    best=0.93,
+    steps=40,
+)
+
+
+def test_the_note_begins_with_what_came_out():
+    report = ConversionReport((ModuleConversion("head", "Linear", False, "ignored | <b>"),))
+    note = notes.finished_note(COMMAND, DONE, report)
+    assert note.startswith("**val/loss 0.5, val/accuracy 0.91**\n\n`python -m runner ")
+    assert "| best val/accuracy | 0.93 |" in note
+    assert "- skipped head (Linear): ignored \\| &lt;b&gt;" in note
+
+
+def test_the_command_can_be_copied():
+    line = notes.running_note(COMMAND).splitlines()[-1]
+    assert shlex.split(line.strip("`")) == COMMAND
+
+
+@pytest.mark.parametrize("text", ["a`b", "a``b```c", "`", "x\n# heading", "<script>x</script>"])
+def test_no_text_ends_the_code(text):
+    code = notes.command_note(["echo", text])
+    assert "\n" not in code
+    fence = code[: len(code) - len(code.lstrip("`"))]
+    inside = code.removeprefix(fence).removesuffix(fence)
+    assert fence not in inside.replace(f"`{fence}", "")
+    assert code.endswith(fence)
+
+
+def test_an_error_cannot_add_lines_or_tags():
+    note = notes.failed_note(COMMAND, "FAILED", "a\n# b <img src=x>")
+    assert note.startswith("**FAILED**: a # b &lt;img src=x&gt;\n\n`python")
+
+
+def test_an_error_is_no_markup():
+    note = notes.failed_note(COMMAND, "FAILED", "Net.__init__() takes [x](http://y) `z`, **k")
+    assert note.startswith(r"**FAILED**: Net.\_\_init\_\_() takes [x\](http://y) \`z\`, \*\*k")

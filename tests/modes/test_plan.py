@@ -1,0 +1,158 @@
+import re
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from runner.modes.plan import _state_bytes
+from runner.training.optimizers import (
+    build_optimizer,
+    embedding_parameters,
+    parameters_by_optimizer,
+)
+from runner.utils.tensors import tensor_bytes
+
+STATEFUL = (
+    "adagrad",
+    "adam",
+    "adamw",
+    "nadam",
+    "rmsprop",
+    "sgd",
+    "muon",
+    "adam8bit",
+    "adamw8bit",
+    "lion8bit",
+    "paged_adam8bit",
+    "paged_adamw8bit",
+    "paged_lion8bit",
+    "adamw4bit",
+    "adamwfp8",
+)
+
+
+class Sizes(nn.Module):
+    """Every size class: embeddings, tensors above and below 4096 elements, odd ones."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.words = nn.Embedding(512, 64, dtype=dtype)
+        self.conv = nn.Conv2d(64, 96, 3, dtype=dtype)
+        self.body = nn.Linear(64, 256, dtype=dtype)
+        self.odd = nn.Linear(67, 89)
+        self.norm = nn.LayerNorm(64, dtype=dtype)
+        self.head = nn.Linear(256, 512, dtype=dtype)
+
+
+def plan(main, *args):
+    done = main("mode=plan", *args)
+    assert done.rc == 0, done.stderr
+    return done.stdout
+
+
+def mib(text, row):
+    return float(re.search(rf"{row}\s*│\s*([\d.]+) MiB", text)[1])
+
+
+def test_says_what_a_run_would_hold(main):
+    """MLP of 784 x 256 x 10 (with biases) in float32 with Adam's two states per element."""
+    text = plan(main, "model=mlp", "data=mnist", "model.hidden=[256]")
+    count = 784 * 256 + 256 + 256 * 10 + 10
+    assert f"{count:,}" in text
+    weights = round(count * 4 / 2**20, 1)
+    assert mib(text, "weights and buffers") == weights
+    assert mib(text, "gradients") == weights
+    assert mib(text, "optimizer state") == round(count * 8 / 2**20, 1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "stored", "share"), [("bf16-true", "bfloat16", 0.5), ("64-true", "float64", 2)]
+)
+def test_memory_follows_the_precision(main, precision, stored, share):
+    base = plan(main, "model=mlp", "data=mnist", "model.hidden=[4096]")
+    text = plan(main, "model=mlp", "data=mnist", "model.hidden=[4096]", f"precision={precision}")
+    assert stored in text
+    for row in ("weights and buffers", "gradients", "optimizer state"):
+        assert mib(text, row) == pytest.approx(mib(base, row) * share, abs=0.15)
+
+
+def test_neither_data_nor_tracking_nor_training(main, tmp_path):
+    """MNIST's files are not there, and nothing asks for them."""
+    plan(main, "model=resnet", "model.depth=50", "data=mnist")
+    assert not (tmp_path / "outputs" / "mlflow.db").exists()
+    assert not (tmp_path / "data").exists()
+
+
+def test_says_the_peak_and_the_largest_batch(main):
+    text = plan(main, "accelerator=cpu", "model=resnet", "data=digits", "precision=16-mixed")
+    peak = mib(text, "peak of a step")
+    parts = re.findall(r"(weights|gradients|optimizer|activations|temporaries) ([\d.]+)", text)
+    assert sum(float(size) for _, size in parts) == pytest.approx(peak, abs=0.3)
+    assert dict(parts)["weights"] == "42.7"
+    size, free = re.search(
+        r"largest batch\s*│ (\d+)[^│]* in 0.8 of the ([\d.]+) GiB", text
+    ).groups()
+    assert int(size) & (int(size) - 1) == 0
+    assert float(free) < psutil.virtual_memory().total / 2**30
+
+
+def test_a_shape_that_is_not_known_is_said(main):
+    text = plan(main, "model=mlp", "~data.meta", "model.input_shape=[64]", "model.classes=10")
+    assert "not predicted: the shape of a batch is not known without data.meta.input" in text
+
+
+def test_islands_and_the_loss_scale_are_named(main):
+    text = plan(main, "model=resnet", "precision=16-mixed", "precision.keep_fp32=[fc]")
+    assert "kept in float32: fc" in text
+    assert "from 65536" in text
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", "muon", "lbfgs", "adagrad", "adamw8bit", "paged_lion8bit", "adamw4bit"]
+)
+def test_any_optimizer(main, optimizer):
+    plan(main, "model=mlp", f"optimizer={optimizer}")
+
+
+def test_what_a_run_would_refuse_is_refused(main):
+    for bad in ("precision.keep_fp32=[nothing]", "optimizer=lbfgs"):
+        done = main("mode=plan", "precision=16-mixed", "model=mlp", bad)
+        assert done.rc == 2
+        assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_the_optimizers_state_is_what_it_will_be(compose, name, dtype):
+    model, node = Sizes(dtype), compose(f"optimizer={name}").optimizer
+    split = parameters_by_optimizer(node, model, dict(model.named_parameters()))
+    planned = sum(_state_bytes(*share, model) for share in split)
+    held = 0
+    for key, part, params in split:
+        made = build_optimizer(key, part, params, embedding_parameters(model))
+        for p in params:
+            p.grad = torch.ones_like(p)
+        made.step()
+        states = [v for values in made.state.values() for v in values.values()]
+        held += tensor_bytes(*(v for v in states if isinstance(v, torch.Tensor)))
+    assert planned == pytest.approx(held, rel=1e-3)
+
+
+@pytest.mark.parametrize(("least", "bits"), [(0, 8), (10**6, 32)])
+def test_it_follows_min_8bit_size(least, bits):
+    model = nn.Linear(300, 300, bias=False)
+    node = {"_target_": "runner.training.lowbit_optimizers.AdamW8bit", "min_8bit_size": least}
+    per_element = _state_bytes("optimizer", node, list(model.parameters()), model) / 90_000
+    assert per_element == pytest.approx(2 * bits / 8, rel=0.04)  # scales and tables
+
+
+def test_an_optimizer_that_reads_values_is_estimated_from_a_small_tensor(monkeypatch):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["moment"] = torch.full_like(p, p.grad.sum().item())
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    model = nn.Linear(30, 30)
+    node = {"_target_": "torch.optim.SGD", "lr": 0.1}
+    assert _state_bytes("optimizer", node, list(model.parameters()), model) == 4 * 930

@@ -1,0 +1,173 @@
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from runner.modes.result import RunResult, mlflow_location, print_result, read_results, sweep_table
+from runner.utils.console import plain_console
+from runner.utils.formatting import format_number
+from runner.utils.layout import RESULT
+
+DONE = RunResult(
+    "16-mixed",
+    "16-mixed mlp digits",
+    "/out/1",
+    metrics={"val/accuracy": 0.91, "val/loss": 0.3},
+    quality="val/accuracy",
+    best=0.93,
+    steps=40,
+    examples_per_second=1234.5,
+    skipped_steps=2,
+    loss_scale=32768.0,
+    peak_memory_mib=12.0,
+    device="Some CPU",
+    kernels="float32_accumulate",
+    overrides=("precision=16-mixed",),
+)
+FAILED = RunResult("32-true", "32-true seed=1", "/out/2", "failed", "ValueError: boom\nmore")
+
+
+def text_of(*items):
+    console = Console(file=io.StringIO(), width=200)
+    for item in items:
+        console.print(item)
+    return console.file.getvalue()
+
+
+def shown(result):
+    console = Console(file=io.StringIO(), width=200)
+    print_result(console, result)
+    return console.file.getvalue()
+
+
+def test_it_reads_back(tmp_path):
+    DONE.write(tmp_path / "deep" / "folder")
+    back = RunResult.read(tmp_path / "deep" / "folder")
+    assert replace(back, overrides=tuple(back.overrides)) == DONE
+
+
+def test_what_was_there_before_stays_until_all_is_written(tmp_path, monkeypatch):
+    DONE.write(tmp_path)
+
+    def cut_off(path, text):
+        path.open("w").close()
+        raise OSError
+
+    monkeypatch.setattr("pathlib.Path.write_text", cut_off)
+    with pytest.raises(OSError):
+        FAILED.write(tmp_path)
+    assert RunResult.read(tmp_path).label == DONE.label
+
+
+def test_what_is_not_finite_reads_back(tmp_path):
+    replace(DONE, train_loss=math.inf, metrics={"val/accuracy": math.nan}).write(tmp_path)
+    back = RunResult.read(tmp_path)
+    assert back.train_loss == math.inf
+    assert math.isnan(back.objective)
+
+
+def test_the_objective_is_the_quality():
+    assert DONE.objective == 0.91
+    assert math.isnan(FAILED.objective)
+
+
+def test_brackets_of_an_override_are_not_taken_for_markup(capsys):
+    odd = replace(DONE, label="32-true precision.keep_fp32=[head]", folder="/out/[red]")
+    print_result(plain_console(), odd)
+    plain_console().print(sweep_table([odd]))
+    text = capsys.readouterr().out
+    assert text.count("precision.keep_fp32=[head]") == 2
+    assert "/out/[red]" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (0.123456, "0.1235"),
+        (12.3456, "12.35"),
+        (999.96, "1000"),
+        (65536.0, "65536"),
+        (1e6, "1000000"),
+        (2.0**-15, "3.052e-05"),
+        (1e20, "1e+20"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        (math.nan, "nan"),
+        (-65536.0, "-65536"),
+        (0.0, "0"),
+    ],
+)
+def test_numbers(value, text):
+    assert format_number(value) == text
+
+
+def test_the_summary_shows_what_there_is():
+    text = shown(DONE)
+    for part in (
+        "0.91",
+        "best val/accuracy",
+        "0.93",
+        "40",
+        "1234",
+        "12 MiB",
+        "32768",
+        "float32_accumulate",
+        "Some CPU",
+        "/out/1",
+    ):
+        assert part in text, part
+    assert "MLflow" not in text
+
+
+def test_the_summary_leaves_out_what_there_is_not():
+    text = shown(replace(DONE, loss_scale=None, skipped_steps=None, kernels="", best=0.91))
+    assert "skipped" not in text
+    assert "best" not in text
+    assert "kernels" not in text
+
+
+def test_where_to_look(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = replace(DONE, run_id="r1", experiment_id="4")
+    assert mlflow_location(replace(run, tracking_uri="http://host:5000")) == (
+        "http://host:5000/#/experiments/4/runs/r1"
+    )
+    own = replace(run, tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    assert mlflow_location(own) == "run r1; to see it: python -m runner ui"
+    other = replace(run, tracking_uri="sqlite:////x.db", experiment="night")
+    assert mlflow_location(other) == (
+        "run r1; to see it: python -m runner ui tracking.uri=sqlite:////x.db "
+        "tracking.experiment=night"
+    )
+    assert mlflow_location(DONE) == ""
+
+
+def test_the_sweeps_table_has_a_line_per_job():
+    text = text_of(sweep_table([DONE, FAILED, replace(FAILED, status="unavailable")]))
+    assert "val/accuracy" in text
+    assert all(word in text for word in ("finished", "failed", "unavailable", "32768", "0.91"))
+
+
+def test_the_sweeps_table_without_loss_scales_has_no_columns_for_them():
+    assert "final scale" not in text_of(sweep_table([replace(DONE, loss_scale=None), FAILED]))
+
+
+def test_jobs_with_different_qualities_share_a_column():
+    other = replace(DONE, quality="val/loss")
+    assert "quality" in text_of(sweep_table([DONE, other]))
+
+
+def test_the_results_of_a_sweep_come_in_the_order_of_its_jobs(tmp_path):
+    for job in ("10", "2", "0"):
+        replace(DONE, label=job).write(tmp_path / job)
+    (tmp_path / "3").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "4").write_text("a file")
+    found = read_results(tmp_path)
+    assert [r.label for r in found] == ["0", "2", "job 3", "10"]
+    assert (found[2].status, found[2].error) == ("failed", "died without a result")
+    assert RESULT == "result.json"

@@ -1,0 +1,228 @@
+"""What is said to be converted is what runs: layers that a model passes by, and readers of packed
+weights, in whole runs."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from nets_that_pass_by import Casts, Leaves
+
+from runner.modes.trial_forward import BYPASSED, CODES, IDLE, TRAINS, build_proven_model
+from runner.precision import registry
+from runner.training.model import BuiltModel
+
+CPU = torch.device("cpu")
+PACKED = ("bnb-nf4", "bnb-int8")
+EMULATED = ("float8-tensorwise", "transformer-engine-current")
+ALL = (*PACKED, "bnb-int8-training", *EMULATED)
+
+
+@pytest.fixture
+def net(main, tmp_path):
+    """A tiny run of one of the nets in a precision; gives its output and its result."""
+    for group, target in (("model", "Reads"), ("data", "rows")):
+        folder = tmp_path / "conf" / group
+        folder.mkdir(parents=True)
+        text = f"# Mine\n_target_: nets_that_pass_by.{target}\n"
+        (folder / f"{'net' if group == 'model' else 'mine'}.yaml").write_text(text)
+
+    def run(name, precision, *args):
+        emulate = ["precision.emulate=true"] if precision in EMULATED else []
+        done = main(
+            "--config-dir",
+            "conf",
+            "model=net",
+            f"model._target_=nets_that_pass_by.{name}",
+            "data=mine",
+            f"precision={precision}",
+            *emulate,
+            "tracking=none",
+            "train.max_steps=4",
+            "train.batch_size=16",
+            f"hydra.run.dir={run.folder}",
+            *args,
+        )
+        file = tmp_path / run.folder / "result.json"
+        return done, json.loads(file.read_text()) if done.rc == 0 else {}
+
+    run.folder = "out"
+    return run
+
+
+def conversion(tmp_path, folder="out"):
+    rows = json.loads((tmp_path / folder / "conversion.json").read_text())
+    return {row["module"]: (row["done"], row["why"]) for row in rows}
+
+
+@pytest.mark.parametrize("precision", ALL)
+def test_layers_that_are_never_called_are_left_as_they_were(net, tmp_path, precision):
+    done, found = net("Reads", precision)
+    assert done.rc == 0, done.stderr
+    assert f"skipped a, b (Linear, 2,048 weights): {BYPASSED}" in done.stdout
+    assert found["converted"] == "1/3"
+    fates = conversion(tmp_path)
+    assert fates["a"] == fates["b"] == (False, BYPASSED)
+    assert fates["head"][0]
+    net.folder = "named"
+    _, named = net("Reads", precision, "precision.ignore_modules=[a,b]")
+    assert found["metrics"] == named["metrics"]
+    assert found["train_loss"] == named["train_loss"]
+    net.folder = "plain"
+    _, plain = net("Reads", "32-true")
+    assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ALL)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ReadsAll", f"1,536 matrix weights: a, b (Linear, 1,536 weights): {BYPASSED}"),
+        ("NeverCalled", "none of the layers that it converts runs in the model's forward"),
+    ],
+)
+def test_a_run_stops_before_training_when_no_converted_layer_runs(net, precision, name, message):
+    done, _ = net(name, precision)
+    assert done.rc == 2
+    assert message in done.stderr
+    assert "Type a precision without conversion, for example precision=bf16-mixed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "train/loss" not in done.stdout
+
+
+def test_activations_are_not_cast_to_the_dtype_of_a_packed_weight(net, tmp_path):
+    _, trained = net("Casts", "32-true", "train.max_steps=300", "optimizer.lr=0.01")
+    accuracy = trained["metrics"]["val/accuracy"]
+    assert accuracy > 0.9
+    for precision in PACKED:
+        net.folder = precision
+        done, found = net("Casts", precision, "mode=evaluate", "checkpoint=out")
+        assert done.rc == 0, done.stderr
+        assert conversion(tmp_path, precision) == {"a": (True, ""), "b": (False, CODES)}
+        assert found["metrics"]["val/accuracy"] == pytest.approx(accuracy, abs=0.1)
+
+
+@pytest.mark.parametrize("precision", PACKED)
+@pytest.mark.parametrize("name", ["Asks"])
+def test_questions_that_do_no_harm_leave_a_layer_converted(net, precision, name):
+    done, found = net(name, precision)
+    assert done.rc == 0, done.stderr
+    assert found["converted"] == "2/2"
+
+
+@pytest.mark.parametrize("precision", PACKED)
+def test_a_model_that_takes_the_limits_of_a_weights_dtype_runs(net, tmp_path, precision):
+    done, _ = net("Limits", precision)
+    assert done.rc == 0, done.stderr
+    assert conversion(tmp_path) == {"a": (False, CODES), "b": (True, "")}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bnb-nf4", "float8-tensorwise"])
+def test_an_adapter_adds_nothing_to_layers_that_are_never_called(net, main, precision):
+    done, _ = net("Reads", precision, "adapter=lora")
+    assert done.rc == 0, done.stderr
+    assert f"the adapter leaves a, b out: {BYPASSED}" in done.stdout
+    assert "384 of" in done.stdout  # rank 8 on the head, 32 -> 16
+    again = main("mode=evaluate", "checkpoint=out", "--config-dir", "conf", "tracking=none")
+    assert again.rc == 0, again.stderr
+    resumed = main("checkpoint.resume=out", "--config-dir", "conf", "train.max_steps=6")
+    assert resumed.rc == 0, resumed.stderr
+
+
+@pytest.mark.parametrize("precision", ["bnb-nf4", "float8-tensorwise"])
+def test_a_layer_counts_once_it_has_run(net, tmp_path, precision):
+    done, found = net("Experts", precision)
+    assert done.rc == 0, done.stderr
+    assert (
+        "converted 2 of 4 layers, 1,536 of 3,072 matrix weights (50 %): experts.0, head"
+        in done.stdout
+    )
+    assert "converted 3 of 4 layers: auxiliary ran in the first step" in done.stdout
+    assert found["converted"] == "3/4"
+    assert conversion(tmp_path) == {
+        "experts.0": (True, ""),
+        "experts.1": (False, IDLE),
+        "auxiliary": (True, TRAINS),
+        "head": (True, ""),
+    }
+
+
+@pytest.mark.parametrize("precision", ["bnb-int8", "float8-tensorwise"])
+def test_a_weight_that_is_read_in_training_alone_stops_the_first_step(net, precision):
+    done, _ = net("TrainsByReading", precision)
+    assert done.rc == 2
+    assert "Type precision.ignore_modules=[a]." in done.stderr
+    done, found = net("TrainsByReading", precision, "precision.ignore_modules=[a]")
+    assert done.rc == 0, done.stderr
+    assert found["converted"] == "1/2"
+
+
+def test_a_checkpoint_keeps_what_was_left_plain(net, tmp_path):
+    """Its plain weights are not packed by a resumed run, an evaluation or low_memory."""
+    _, whole = net("Reads", "bnb-nf4")
+    net.folder = "cut"
+    assert net("Reads", "bnb-nf4", "train.max_steps=2")[0].rc == 0
+    done, resumed = net("Reads", "bnb-nf4", "checkpoint.resume=cut")
+    assert done.rc == 0, done.stderr
+    assert resumed["metrics"] == whole["metrics"]
+    net.folder = "again"
+    done, evaluated = net("Reads", "bnb-nf4", "mode=evaluate", "checkpoint=out")
+    assert done.rc == 0, done.stderr
+    assert evaluated["metrics"]["val/loss"] == whole["metrics"]["val/loss"]
+    assert evaluated["converted"] == "1/3"
+    saved = torch.load(next((tmp_path / "out/checkpoints").glob("step-*.pt")), weights_only=True)
+    assert saved["bypassed"] == {"a": BYPASSED, "b": BYPASSED}
+    net.folder = "low"
+    _, low = net("Reads", "bnb-nf4", "init.low_memory=true")
+    assert low["metrics"] == whole["metrics"]
+
+
+def test_an_adapter_around_a_layer_that_is_passed_by(net, tmp_path):
+    done, found = net("Reads", "bnb-nf4", "adapter=lora")
+    assert done.rc == 0, done.stderr
+    assert found["converted"] == "1/3"
+    net.folder = "asks"
+    done, found = net("Asks", "bnb-nf4", "adapter=lora")
+    assert done.rc == 0, done.stderr
+    assert found["converted"] == "2/2"
+
+
+def test_a_plan_says_that_nothing_is_proven(net):
+    done, _ = net("Reads", "float8-tensorwise", "mode=plan")
+    assert "not proven: no batch was run" in done.stdout
+
+
+def built(precision, model):
+    """A model that is proven on a fixed batch."""
+
+    def make():
+        torch.manual_seed(0)
+        return BuiltModel(*precision.convert(model(), CPU), 0)
+
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    return build_proven_model(make, precision, CPU, 0, lambda: x)
+
+
+@pytest.mark.parametrize("name", ["bnb-nf4", "transformer-engine"])
+def test_the_trial_leaves_no_trace(name):
+    precision = registry.load_precision(name, **({"emulate": True} if "engine" in name else {}))
+    torch.manual_seed(0)
+    plain, _ = precision.convert(Leaves(), CPU)
+    drawn = torch.rand(3), random.getstate(), np.random.get_state()[1].tolist()
+    model = built(precision, Leaves).model
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == drawn[1:]
+    assert model.training
+    assert model.calls == 0
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert [*model._forward_hooks, *model._forward_pre_hooks] == []
+    assert precision.state_dict(model) == {}  # scales and amaxes
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_a_second_build_begins_at_the_same_seed():
+    precision = registry.load_precision("bnb-nf4")
+    model = built(precision, Casts).model
+    torch.manual_seed(0)
+    assert torch.equal(model.b.weight, Casts().b.weight)

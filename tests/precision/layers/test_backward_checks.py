@@ -1,0 +1,361 @@
+"""Backwards that are more than one pass over what the forward kept: a model's own activation
+checkpointing, and gradients of gradients."""
+
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from runner.config.schema import RunSpec, TrainSpec
+from runner.precision import registry
+from runner.training.compile import prepare_model
+from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.utils.errors import ConfigError, Unavailable
+
+CPU = torch.device("cpu")
+DELAYED = ["transformer-engine", "transformer-engine-float16"]
+
+
+def load(name, **changes):
+    emulated = name.startswith(("tf32", "float8", "transformer-engine"))
+    return registry.load_precision(name, **({"emulate": True} if emulated else {}), **changes)
+
+
+def _runs(name):
+    try:
+        load(name).require(CPU)
+    except Unavailable:
+        return False
+    return True
+
+
+HERE = [name for name in registry.precision_names() if _runs(name)]
+REPEATABLE = [name for name in HERE if name not in DELAYED]
+FIRST_ORDER = [
+    name
+    for name in HERE
+    if name.startswith(("transformer-engine", "float8")) or name == "bnb-int8-training"
+]
+TWICE = [name for name in HERE if name not in FIRST_ORDER and not load(name).freezes]
+
+
+class Block(nn.Module):
+    """A residual block that makes tensors of no given dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.into = nn.LayerNorm(32), nn.Linear(32, 64)
+        self.out = nn.Linear(64, 32)
+
+    def forward(self, x):
+        shift = torch.linspace(0, 0.1, 64)
+        return x + self.out(torch.tanh(self.into(self.norm(x)) + shift * torch.ones(64)))
+
+
+class Net(nn.Module):
+    """Blocks under torch.utils.checkpoint, or not: use_reentrant True, False or None."""
+
+    def __init__(self, reentrant=None, blocks=3):
+        super().__init__()
+        self.inlet, self.head = nn.Linear(32, 32), nn.Linear(32, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for block in self.blocks:
+            if self.reentrant is None or not torch.is_grad_enabled():
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def batches(count=1, width=32):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, width, generator=generator), torch.randint(4, (8,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+class Gradients(torch.optim.SGD):
+    """Keeps the gradients of its last step."""
+
+    def step(self, closure=None):
+        self.kept = [
+            p.grad.clone()
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        return super().step(closure)
+
+
+def gradients(precision, model, micros, prepare=lambda model: None):
+    """Of one training step, by parameter."""
+    model, _ = precision.convert(model)
+    prepare(model)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = Gradients(params, lr=0.0)
+    state = TrainState(
+        model,
+        precision,
+        Classification(),
+        precision.scale(CPU),
+        [ScheduledOptimizer(optimizer)],
+        CPU,
+    )
+    model.train()
+    with precision.session(model, CPU):
+        train_step(state, micros)
+    return optimizer.kept
+
+
+def made(kind, *args):
+    torch.manual_seed(0)
+    return kind(*args)
+
+
+def same(found, wanted):
+    return len(found) == len(wanted) > 0 and all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", REPEATABLE)
+def test_a_model_that_computes_blocks_twice_has_the_same_gradients(name, reentrant):
+    plain = gradients(load(name), made(Net), batches(2))
+    again = gradients(load(name), made(Net, reentrant), batches(2))
+    assert same(again, plain)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["bf16-true", "bf16-mixed", "transformer-engine-current"])
+@pytest.mark.parametrize("island", ["blocks.1", "blocks.1.norm"])
+def test_an_island_inside_a_checkpointed_block(name, reentrant, island):
+    keep = {"keep_fp32": [island]}
+    plain = gradients(load(name, **keep), made(Net), batches())
+    again = gradients(load(name, **keep), made(Net, reentrant), batches())
+    assert same(again, plain)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    "name", ["64-true", "bf16-true", "bf16-mixed", "transformer-engine-current"]
+)
+def test_a_checkpointed_block_inside_an_island(name, reentrant):
+    keep = {"keep_fp32": ["body"]}
+
+    def whole(reentrant):
+        model = made(Net, reentrant)
+        return nn.Sequential(OrderedDict(first=nn.Linear(32, 32), body=model))
+
+    plain = gradients(load(name, **keep), whole(None), batches())
+    assert same(gradients(load(name, **keep), whole(reentrant), batches()), plain)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", DELAYED)
+def test_scales_of_past_steps_refuse_a_second_forward(name, reentrant):
+    with pytest.raises(ConfigError, match="Type precision=transformer-engine-current"):
+        gradients(load(name), made(Net, reentrant), batches())
+    ignored = load(name, ignore_modules=["*blocks.*"])
+    plain = gradients(ignored, made(Net), batches())
+    assert same(gradients(ignored, made(Net, reentrant), batches()), plain)
+
+
+@pytest.mark.parametrize("name", ["32-true", "bf16-true", "transformer-engine-current"])
+def test_the_runs_own_checkpointing_around_the_models(name):
+    """Both at once: a recompute inside a recompute."""
+
+    def whole(model):
+        prepare_model(
+            replace(RunSpec(), train=TrainSpec(activation_checkpointing=["*"])),
+            precision,
+            CPU,
+            model,
+        )
+
+    precision = load(name)
+    plain = gradients(precision, made(Net), batches())
+    assert same(gradients(precision, made(Net, False), batches(), whole), plain)
+
+
+class Gpt(nn.Module):
+    """transformers' GPT-2 on token ids that the inputs stand for."""
+
+    def __init__(self, checkpointing=None):
+        super().__init__()
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 32}
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+        self.body = GPT2LMHeadModel(GPT2Config(**sizes, **drops, tie_word_embeddings=False))
+        _enable(self.body, checkpointing)
+
+    def forward(self, x):
+        tokens = (x[:, :16] > 0).long() + 2 * (x[:, 16:] > 0).long()
+        return self.body(tokens).logits[:, -1, :4]
+
+
+class Bert(nn.Module):
+    """transformers' BERT as a classifier of the same."""
+
+    def __init__(self, checkpointing=None):
+        super().__init__()
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        more = {"intermediate_size": 64, "vocab_size": 32, "max_position_embeddings": 16}
+        self.body = BertForSequenceClassification(BertConfig(**sizes, **more, num_labels=4))
+        _enable(self.body, checkpointing)
+
+    def forward(self, x):
+        tokens = (x[:, :16] > 0).long() + 2 * (x[:, 16:] > 0).long()
+        return self.body(tokens).logits
+
+
+def _enable(body, reentrant):
+    if reentrant is not None:
+        body.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("kind", [Gpt, Bert])
+@pytest.mark.parametrize("name", REPEATABLE)
+def test_gradient_checkpointing_of_transformers(name, kind):
+    """Within rounding: PyTorch's attention takes another kernel in a forward without gradients."""
+    plain, eps = _drawn(load(name), made(kind)), torch.finfo(load(name).compute).eps
+    for reentrant in (True, False):
+        again = _drawn(load(name), made(kind, reentrant))
+        assert len(again) == len(plain) > 0
+        errors = norms(a.double() - b.double() for a, b in zip(again, plain, strict=True))
+        assert errors.norm() <= 4 * eps * norms(plain).norm()
+
+
+def _drawn(precision, model):
+    """Gradients, with the same dropout each time."""
+
+    def prepare(model):
+        torch.manual_seed(3)
+
+    return gradients(precision, model, batches(2), prepare)
+
+
+class Field(nn.Module):
+    """The derivative of a small network by its input, as in physics-informed networks."""
+
+    def __init__(self, create_graph=True):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32)
+        )
+        self.head, self.create_graph = nn.Linear(32, 32), create_graph
+
+    def forward(self, x):
+        with torch.enable_grad():  # an evaluation runs without
+            x = x.detach().requires_grad_()
+            y = self.body(x)
+            total, graph = y.sum(), {"create_graph": self.create_graph}
+            slope = torch.autograd.grad(total, x, retain_graph=True, **graph)[0]
+        return self.head(y + 10 * slope)
+
+
+def norms(grads):
+    return torch.stack([g.double().norm() for g in grads])
+
+
+def unscaled(name):
+    """Without a loss scale whose first step may overflow."""
+    return load(name, **({"loss_scale": {"fixed": 64.0}} if name == "16-mixed" else {}))
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_gradients_of_gradients_are_those_of_float64(name):
+    exact = norms(gradients(load("64-true"), made(Field), batches()))
+    found = norms(gradients(unscaled(name), made(Field), batches()))
+    assert found.allclose(exact, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_first_derivatives_in_a_forward_are_for_all(name):
+    assert gradients(load(name), made(Field, False), batches())
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_layers_with_first_derivatives_refuse_gradients_of_gradients(name):
+    with pytest.raises(ConfigError, match=r"Type precision.ignore_modules=\["):
+        gradients(load(name), made(Field), batches())
+    ignored = load(name, ignore_modules=["*body*"])
+    exact = norms(gradients(load("64-true"), made(Field), batches()))
+    assert norms(gradients(ignored, made(Field), batches())).allclose(exact, rtol=0.1)
+
+
+OWN = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Net(nn.Module):
+    def __init__(self, twice, **sizes):
+        super().__init__()
+        self.into, self.twice = nn.Linear(64, 32), twice
+        self.body, self.head = nn.Sequential(nn.Linear(32, 32), nn.Tanh()), nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.into(x.flatten(1))
+        if not self.twice:
+            return self.head(checkpoint(self.body, x, use_reentrant=False))
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.requires_grad_()
+            y = self.body(x)
+            return self.head(y + torch.autograd.grad(y.sum(), x, create_graph=True)[0])
+"""
+
+
+@pytest.fixture
+def run(main, tmp_path):
+    """Two steps of a model of the user's own."""
+    (tmp_path / "own.py").write_text(OWN)
+
+    def run(precision, twice):
+        emulated = precision.startswith(("float8", "transformer-engine"))
+        return main(
+            "model._target_=own.Net",
+            f"+model.twice={twice}",
+            "data=synthetic_images",
+            "data.shape=[1,8,8]",
+            "data.count=64",
+            "tracking=none",
+            "train.max_steps=2",
+            f"precision={precision}",
+            *(["precision.emulate=true"] if emulated else []),
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("precision", "twice", "typed"),
+    [
+        ("transformer-engine", "false", "Type precision=transformer-engine-current, or"),
+        ("transformer-engine-current", "true", "Type precision.ignore_modules=[<its layers>]"),
+        ("float8-tensorwise", "true", "Type precision.ignore_modules=[<its layers>]"),
+        ("bnb-int8-training", "true", "Type precision.ignore_modules=[<its layers>]"),
+    ],
+)
+def test_a_run_stops_with_one_message(run, precision, twice, typed):
+    done = run(precision, twice)
+    assert done.rc == 2, done
+    assert typed in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_a_run_with_gradients_of_gradients_trains_and_evaluates(run, precision):
+    done = run(precision, "true")
+    assert done.rc == 0, done.stderr

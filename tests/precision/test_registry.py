@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from runner.precision import registry
+from runner.precision.true import TruePrecision
+from runner.utils.errors import ConfigError, Unavailable
+
+CONF = Path(__file__).parents[2] / "conf" / "precision"
+CPU = torch.device("cpu")
+
+
+def test_every_yaml_is_listed_by_width():
+    assert set(registry.precision_names()) == {path.stem for path in CONF.glob("*.yaml")}
+    assert len(registry.precision_names()) == len(set(registry.precision_names()))
+    assert registry.precision_names()[:7] == [
+        "64-true",
+        "32-true",
+        "tf32",
+        "bf16-mixed",
+        "16-mixed",
+        "bf16-true",
+        "16-true",
+    ]
+
+
+def test_a_new_yaml_is_picked_up_after_the_known_ones(tmp_path, monkeypatch):
+    for name in ("b-new", "a-new", "16-true"):
+        (tmp_path / f"{name}.yaml").write_text(f"# what {name} is\n# Why: because\nname: x\n")
+    monkeypatch.setattr(registry, "CONF", tmp_path)
+    assert registry.precision_names() == ["16-true", "a-new", "b-new"]
+    assert registry.yaml_header("a-new") == ("what a-new is", "because")
+
+
+@pytest.mark.parametrize("name", registry.precision_names())
+def test_a_header_says_what_and_why(name):
+    lines = (CONF / f"{name}.yaml").read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert lines[1].startswith("# Why: ")
+    assert registry.yaml_header(name) == (lines[0][2:], lines[1][7:])
+
+
+def test_keywords_change_what_the_yaml_says():
+    precision = registry.load_precision("bf16-true", autocast_loss=True)
+    assert isinstance(precision, TruePrecision)
+    assert (precision.name, precision.autocast_loss) == ("bf16-true", True)
+    assert not registry.load_precision("bf16-true").autocast_loss
+
+
+def test_unknown_keywords_and_targets_fail():
+    with pytest.raises(TypeError):
+        registry.load_precision("32-true", loss_scale={})
+    with pytest.raises(ConfigError, match="does not import"):
+        registry.load_precision("32-true", _target_="runner.precision.none.None")
+
+
+def test_a_row_for_every_precision():
+    rows = registry.supported_precisions(CPU)
+    assert [row.name for row in rows] == registry.precision_names()
+    assert {row.device for row in rows} == {"cpu"}
+    by_name = {row.name: row for row in rows}
+    assert by_name["32-true"].runs
+    assert (by_name["32-true"].why, by_name["32-true"].remedy) == ("", "")
+    assert not by_name["tf32"].runs
+    assert "needs an NVIDIA GPU" in by_name["tf32"].why
+    assert "precision=32-true" in by_name["tf32"].remedy
+
+
+def test_rows_follow_require(monkeypatch):
+    def refuse(self, device):
+        if self.name == "bf16-true":
+            raise Unavailable(f"not on {device}", "type another")
+
+    monkeypatch.setattr(TruePrecision, "require", refuse)
+    plain = ("64-true", "32-true", "tf32", "16-true", "bf16-true")
+    refused = [
+        row for row in registry.supported_precisions(CPU) if not row.runs and row.name in plain
+    ]
+    assert refused == [registry.PrecisionSupport("bf16-true", "cpu", "not on cpu", "type another")]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("bnb-nf4", {"mode": "fp4"}, "Type precision=bnb-fp4."),
+        ("float8-rowwise", {"recipe": "tensorwise"}, "Type precision=float8-tensorwise."),
+        (
+            "transformer-engine",
+            {"recipe": {"kind": "current"}},
+            "Type precision=transformer-engine-current.",
+        ),
+        (
+            "transformer-engine-block",
+            {"recipe": {"kind": "delayed"}},
+            "Type precision=transformer-engine.",
+        ),
+    ],
+)
+def test_a_name_says_what_runs(name, change, told):
+    with pytest.raises(ConfigError, match=f"is not what {name} is") as error:
+        registry.load_precision(name, **change)
+    (problem,) = error.value.problems
+    assert problem.endswith(told)
+
+
+def test_a_preset_sweeps_over_all_of_them():
+    node = OmegaConf.load(CONF.parent / "sweep" / "every_precision.yaml")
+    assert node.hydra.sweeper.params.precision.split(",") == registry.precision_names()

@@ -1,0 +1,124 @@
+"""The planted cases are what they say: which precision harms them, and which module heals it.
+
+Losses are val/loss over SEEDS. A precision shares initial weights and batches with float32, so it
+is judged by the mean of the differences, in units of float32's own deviation between seeds."""
+
+import io
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+from rich.console import Console
+
+from runner.modes.run import run
+from runner.utils.errors import Diverged
+
+# 16-true warns that the cases' eps is small for their learning rate; it is large enough here.
+pytestmark = pytest.mark.filterwarnings("ignore:optimizer.eps")
+
+CONF = Path(__file__).parents[2] / "helpers" / "planted" / "conf"
+SEEDS = range(3)
+HARMED, SOUND = 5.0, 2.0  # deviations between seeds: more harms, less in either direction does not
+FP8 = ("precision=float8-tensorwise", "precision.emulate=true")
+
+
+@pytest.fixture(scope="session")
+def losses(compose, tmp_path_factory):
+    """One loss for each seed; infinity where a guard stopped the run."""
+
+    @cache
+    def trained(case, *typed):
+        spec = compose(
+            f"hydra.searchpath=[file://{CONF}]",
+            f"experiment={case}",
+            "accelerator=cpu",
+            "tracking=none",
+            "checkpoint.final=false",
+            *typed,
+        )
+        return [loss(replace(spec, seed=seed)) for seed in SEEDS]
+
+    def loss(spec):
+        try:
+            result = run(spec, tmp_path_factory.mktemp("run"), console=Console(file=io.StringIO()))
+        except Diverged:
+            return math.inf
+        return result.metrics["val/loss"]
+
+    return trained
+
+
+@pytest.fixture
+def gap(losses):
+    """How much worse a precision is than float32, in float32's deviations between seeds."""
+
+    def of(case, *typed):
+        plain = losses(case, "precision=32-true")
+        worse = fmean(losses(case, *typed)) - fmean(plain)
+        return worse / stdev(plain)
+
+    return of
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_float16_ends_what_its_range_breaks(losses, precision):
+    assert losses("broken_by_range", f"precision={precision}") == [math.inf] * len(SEEDS)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bfloat16_does_not_harm_what_float16_breaks(gap, precision):
+    assert abs(gap("broken_by_range", f"precision={precision}")) < SOUND
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_one_module_in_float32_heals_the_range(gap, precision):
+    healed = gap("broken_by_range", f"precision={precision}", "precision.keep_fp32=[wide]")
+    assert abs(healed) < SOUND
+
+
+def test_no_other_module_heals_the_range(losses):
+    others = losses("broken_by_range", "precision=16-mixed", "precision.keep_fp32=[stem,body,head]")
+    assert others == [math.inf] * len(SEEDS)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bfloat16_harms_what_needs_its_missing_bits(gap, precision):
+    assert gap("harmed_by_precision", f"precision={precision}") > HARMED
+
+
+def test_float16_has_the_bits_that_bfloat16_lacks(gap):
+    assert abs(gap("harmed_by_precision", "precision=16-mixed")) < SOUND
+
+
+def test_one_module_in_float32_heals_the_precision(gap):
+    healed = gap("harmed_by_precision", "precision=bf16-mixed", "precision.keep_fp32=[clock]")
+    assert abs(healed) < SOUND
+
+
+def test_no_other_module_heals_the_precision(gap):
+    others = "precision.keep_fp32=[stem,body,head]"
+    assert gap("harmed_by_precision", "precision=bf16-mixed", others) > HARMED
+
+
+def test_fp8_harms_the_head(gap):
+    assert gap("harmed_in_the_head", *FP8) > HARMED
+    assert gap("harmed_in_the_head", *FP8, "precision.ignore_modules=[stem,body]") > HARMED
+
+
+def test_fp8_outside_the_head_does_no_harm(gap):
+    assert abs(gap("harmed_in_the_head", *FP8, "precision.ignore_modules=[head]")) < SOUND
+    assert abs(gap("harmed_in_the_head", "precision=bf16-mixed")) < SOUND
+
+
+def test_float32_weights_heal_the_head_in_bf16_true(gap):
+    assert gap("harmed_in_the_head", "precision=bf16-true") > HARMED
+    healed = gap("harmed_in_the_head", "precision=bf16-true", "precision.keep_fp32=[head]")
+    assert abs(healed) < SOUND
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "16-true"])
+def test_no_native_precision_harms_it(gap, precision):
+    assert abs(gap("harmed_by_nothing", f"precision={precision}")) < SOUND

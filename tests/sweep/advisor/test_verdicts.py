@@ -1,0 +1,145 @@
+"""mode=advise on the planted cases and on models that come with the runner: the right verdict, the
+right module, and the same again."""
+
+import os
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+
+from runner.sweep.report.load import load_from_folder
+from runner.sweep.report.ranking import Advice, PrecisionVerdict
+
+pytestmark = pytest.mark.slow
+
+HELPERS = Path(__file__).parents[2] / "helpers"
+QUICK = ("mode=advise", "tracking=none", "advise.seeds=3", "accelerator=cpu", "advise.budget=10m")
+
+
+@pytest.fixture(scope="module")
+def advised(tmp_path_factory, inside):
+    """The advice on a config, and what was printed."""
+
+    def of(*words: str) -> tuple[Advice, str]:
+        folder = tmp_path_factory.mktemp("advise")
+        with inside(folder) as main:
+            done = main(*QUICK, *words)
+        assert done.rc == 0, done.stdout[-2000:] + done.stderr
+        (out,) = folder.glob("outputs/sweeps/*")
+        advice = load_from_folder(out).advice
+        assert advice is not None
+        return advice, done.stdout
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def planted(advised):
+    """The advice on a planted case."""
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HELPERS), before])
+    yield lambda case, *words: advised(
+        "--config-dir",
+        str(HELPERS / "planted" / "conf"),
+        f"experiment={case}",
+        "advise.steps=200",
+        *words,
+    )
+    os.environ["PYTHONPATH"] = before
+
+
+def line(advice: Advice, name: str) -> PrecisionVerdict:
+    (found,) = (one for one in advice.lines if one.name == name)
+    return found
+
+
+def outcomes(advice: Advice) -> dict[str, str]:
+    return {one.name: one.outcome for one in advice.lines}
+
+
+def good(one: PrecisionVerdict) -> bool:
+    return one.outcome in ("fit", "recommended")
+
+
+def test_what_float16_breaks_is_healed_by_its_one_wide_module(planted):
+    advice, _ = planted("broken_by_range", "precision=16-mixed", "advise.seeds=5")
+    broken = line(advice, "16-mixed")
+    assert (broken.outcome, broken.step) == ("diverged", 30)  # overflows in a row
+    assert "short of float16's range: in wide" in broken.found
+    healed = line(advice, "16-mixed precision.keep_fp32=[wide]")
+    assert not healed.failing
+    assert healed.judged is not None
+    assert healed.judged.n == 5  # not the seed that chose the set
+    assert abs(healed.judged.gap) < healed.judged.margin
+
+
+def test_what_bfloat16_harms_is_healed_by_its_clock(planted):
+    advice, _ = planted("harmed_by_precision", "precision=bf16-mixed,16-mixed")
+    harmed = line(advice, "bf16-mixed")
+    assert harmed.outcome == "worse"
+    assert harmed.judged is not None
+    assert harmed.judged.gap == pytest.approx(0.0033, rel=0.2)
+    assert good(line(advice, "16-mixed"))
+    assert good(line(advice, "bf16-mixed precision.keep_fp32=[clock]"))
+
+
+def test_what_fp8_harms_is_healed_by_its_head_and_its_speed_stays_unknown(planted):
+    advice, told = planted(
+        "harmed_in_the_head", "precision=float8-tensorwise", "precision.emulate=true"
+    )
+    assert line(advice, "float8-tensorwise").outcome == "worse"
+    healed = line(advice, "float8-tensorwise precision.ignore_modules=[head]")
+    assert good(healed)
+    assert healed.emulated
+    assert advice.pick is not None
+    assert advice.pick.name == "32-true"
+    assert "unknown" in told
+
+
+def test_what_nothing_harms_has_no_worse_precision_and_is_ranked_alike_twice(planted):
+    words = ("harmed_by_nothing", "precision=bf16-mixed,bf16-true", "advise.objective=memory")
+    first, second = planted(*words)[0], planted(*words)[0]
+    assert set(outcomes(first).values()) <= {"fit", "recommended", "baseline"}
+    assert first.pick is not None
+    assert first.pick.name == "bf16-true"
+    assert outcomes(first) == outcomes(second)
+    assert [one.name for one in first.lines] == [one.name for one in second.lines]
+    for one, again in zip(first.lines, second.lines, strict=True):
+        assert one.judged == again.judged  # to the last bit
+
+
+RESNET = ("model=resnet", "data=digits", "train.batch_size=16", "advise.steps=20")
+GPT = (
+    "model=gpt",
+    "data=text",
+    "model.layers=1",
+    "model.width=32",
+    "model.heads=2",
+    "data.context=32",
+    "train.batch_size=16",
+    "advise.steps=40",
+)
+COMPLEX = ("model=complex_mlp", "data=signals", "advise.steps=100")
+
+
+@pytest.fixture
+def prose(tmp_path: Path) -> str:
+    """A text of 20 kB."""
+    path = tmp_path / "prose.txt"
+    path.write_text(topics["assignment"] * 3)
+    return f"data.path={path}"
+
+
+@pytest.mark.parametrize("words", [RESNET, GPT, COMPLEX], ids=["resnet", "gpt", "complex_mlp"])
+def test_models_of_the_runner_are_judged(advised, words, prose):
+    more = [prose] if words is GPT else []
+    advice, told = advised(*words, *more, "precision=bf16-mixed", "advise.islands=false")
+    judged = line(advice, "bf16-mixed").judged
+    assert judged is not None
+    assert judged.n == 3
+    assert advice.pick is not None
+    assert advice.pick.name in ("32-true", "bf16-mixed")
+    assert f" {words[0]} {words[1]} " in told.partition("type next: python -m runner ")[2]
+    if words is COMPLEX:  # autocast leaves complex numbers alone
+        assert judged.gap == 0
+        assert line(advice, "bf16-mixed").outcome in ("fit", "recommended")

@@ -1,0 +1,118 @@
+"""The reports of stored sweeps are the same, in each number and each verdict, as when the sweeps
+were stored.
+
+A folder under golden/ holds what `runner report <sweep folder>` reads of a sweep that has run:
+sweep.json, advise.json of mode=advise, and result.json and history.npz of each job. report.md is
+the report that the command made from exactly these files. Write all of them anew, after a change
+that is meant to change a report, with
+
+    python tests/sweep/report/test_golden_reports.py --write
+
+and read the difference before it is committed. The test reaches the report by the command line
+alone, so that the modules behind it can be moved.
+"""
+
+import html
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+SWEEPS = {
+    "loss_scale": "32-true, bf16-mixed, 16-mixed with skipped steps and 16-true, three seeds each",
+    "advise": "mode=advise: worse precisions, healed ones and one that is not on this machine",
+    "failures": "a job with exit status 1, an interrupted one, jobs that never began, bnb-nf4 with "
+    "LoRA and an emulated transformer-engine",
+    "evaluate": "mode=evaluate of one checkpoint, with the change from its own precision",
+    "worse_and_diverged": "a precision that is measurably worse, and one that diverged",
+}
+RULE = re.compile(r"\|( -+:? \|)+")
+SVG = re.compile(r"<svg.*?</svg>", re.DOTALL)
+TAG = re.compile(r"<[^>]+>")
+CELL = re.compile(r"<t[dh]\b[^>]*>(.*?)</t[dh]>", re.DOTALL)
+
+
+def copy_of(name, folder):
+    """Copy a stored sweep without its golden report; return the folder of the copy."""
+    return shutil.copytree(GOLDEN / name, folder / name, ignore=shutil.ignore_patterns("report.*"))
+
+
+def table_cells(markdown):
+    """Return the text of each table cell of a Markdown report, in order, without markup."""
+    rows = [line for line in markdown.splitlines() if line.startswith("| ")]
+    cells = [cell for row in rows if not RULE.fullmatch(row) for cell in row[2:-2].split(" | ")]
+    return [plain_text(cell) for cell in cells]
+
+
+def plain_text(markdown):
+    """Return a Markdown text without bold, code and backslashes, each space single."""
+    unmarked = re.sub(r"\\(.)", r"\1", markdown.strip().removeprefix("**").removesuffix("**"))
+    return " ".join(html.unescape(unmarked).replace("`", "").split())
+
+
+def html_cells(page):
+    """Return the text of each table cell of an HTML report, in order; notes in parentheses."""
+    found = []
+    for inside in CELL.findall(SVG.sub("", page)):
+        noted = re.sub(r"<small>(.*?)</small>", r" (\1)", inside)
+        found.append(" ".join(html.unescape(TAG.sub("", noted)).replace("`", "").split()))
+    return found
+
+
+@pytest.fixture(scope="module", params=SWEEPS)
+def rebuilt(request, inside, tmp_path_factory):
+    """The golden report.md of a stored sweep, and the folder where it was rebuilt."""
+    home = tmp_path_factory.mktemp("golden")
+    folder = copy_of(request.param, home)
+    with inside(home) as main:
+        done = main("report", folder)
+    assert done.rc == 0, done.stderr
+    return (GOLDEN / request.param / "report.md").read_text(), folder
+
+
+def test_each_stored_sweep_has_a_description():
+    assert {path.name for path in GOLDEN.iterdir()} == set(SWEEPS)
+
+
+def test_the_markdown_report_is_the_golden_one(rebuilt):
+    golden, folder = rebuilt
+    made = (folder / "report.md").read_text()
+    assert table_cells(made) == table_cells(golden)
+    assert made == golden
+
+
+def test_the_html_report_has_the_cells_of_the_golden_one(rebuilt):
+    golden, folder = rebuilt
+    page = (folder / "report.html").read_text()
+    assert html_cells(page) == table_cells(golden)
+
+
+def test_a_changed_number_of_a_job_changes_the_report(main, tmp_path):
+    folder = copy_of("loss_scale", tmp_path)
+    path = folder / "6" / "result.json"
+    text = path.read_text()
+    assert text.count('"skipped_steps": 26') == 1
+    path.write_text(text.replace('"skipped_steps": 26', '"skipped_steps": 27'))
+    assert main("report", folder).rc == 0
+    assert (folder / "report.md").read_text() != (GOLDEN / "loss_scale" / "report.md").read_text()
+
+
+def write_golden_reports():
+    """Rebuild the golden report.md of each stored sweep by the command."""
+    for name in SWEEPS:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = copy_of(name, Path(temporary))
+            command = [sys.executable, "-m", "runner", "report", str(folder)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            shutil.copy(folder / "report.md", GOLDEN / name / "report.md")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("Type: python tests/sweep/report/test_golden_reports.py --write")
+    write_golden_reports()

@@ -1,0 +1,275 @@
+"""runner.sweep.report.ranking and advised: the ranking, the pick, and how both are told."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.modes.result import RunResult
+from runner.sweep.advisor.settings import AdviseSettings
+from runner.sweep.report.advice_page import (
+    advice_blocks,
+    advice_sentence,
+    advice_table,
+    next_lines,
+    other_sentences,
+)
+from runner.sweep.report.jobs import Job, SweepData
+from runner.sweep.report.pages import write_report
+from runner.sweep.report.ranking import Advice, rank_precisions
+from runner.sweep.report.statistics import Ratio
+from runner.sweep.report.verdict import health_words, reason_sentence
+from runner.tracking.metric_names import VAL_LOSS
+from runner.utils.markup import to_markdown
+
+ASKED = AdviseSettings("time", 1.0, 100, 60, 5, "5m", ["python", "-m", "runner", "model=mlp"])
+NOISE = (0.0, 0.01, -0.01, 0.02, -0.02)
+
+
+def trials(
+    precision: str,
+    gap: float = 0.0,
+    rate: float = 100.0,
+    mib: float = 10.0,
+    seeds: int = 5,
+    settings: str = "",
+    wobble: float = 0.0005,
+    **more: object,
+) -> list[RunResult]:
+    group = f"{precision} {settings}".strip()
+    return [
+        RunResult(
+            precision,
+            group,
+            f"{precision}-{seed}",
+            group=group,
+            seed=seed,
+            device="CPU (1 threads)",
+            quality=VAL_LOSS,
+            direction="min",
+            steps=100,
+            examples_per_second=rate,
+            weights_mib=mib,
+            optimizer_mib=0.0,
+            metrics={VAL_LOSS: 1.0 + NOISE[seed] + (gap and gap + wobble * (seed % 2))},
+        )
+        for seed in range(seeds)
+    ]
+
+
+def changed(jobs: list[RunResult], **values: object) -> list[RunResult]:
+    return [replace(job, **values) for job in jobs]
+
+
+def asked(*groups: list[RunResult], question: AdviseSettings = ASKED) -> Advice:
+    return rank_precisions([job for group in groups for job in group], question)
+
+
+BASE = trials("32-true")
+
+
+def outcomes(advice: Advice) -> dict[str, str]:
+    return {line.name: line.outcome for line in advice.lines}
+
+
+def test_the_fastest_that_is_not_worse_is_recommended() -> None:
+    found = asked(
+        BASE,
+        trials("bf16-mixed", 0.001, 150.0),
+        trials("16-mixed", 0.002, 130.0),
+        trials("bf16-true", 0.5, 200.0),
+    )
+    assert [line.name for line in found.lines] == ["bf16-mixed", "16-mixed", "32-true", "bf16-true"]
+    assert outcomes(found) == {
+        "bf16-mixed": "recommended",
+        "16-mixed": "fit",
+        "32-true": "baseline",
+        "bf16-true": "worse",
+    }
+    assert next_lines(found) == ["python -m runner model=mlp precision=bf16-mixed"]
+    assert advice_sentence(found).startswith(
+        "Use bf16-mixed: 1.50 × as fast as 32-true, and its loss is"
+    )
+
+
+def test_nothing_faster_means_float32() -> None:
+    found = asked(BASE, trials("bf16-mixed", 0.001, 101.0), trials("16-mixed", 0.0, 50.0))
+    assert found.pick is not None
+    assert found.pick.name == "32-true"
+    assert advice_sentence(found).startswith("Stay with 32-true")
+
+
+@pytest.mark.parametrize(
+    ("objective", "best"), [("time", "bf16-mixed"), ("memory", "bf16-true"), ("quality", "64-true")]
+)
+def test_the_objective_decides_among_the_good(objective: str, best: str) -> None:
+    found = asked(
+        BASE,
+        trials("bf16-mixed", 0.001, 150.0),
+        trials("bf16-true", 0.001, 120.0, 5.0),
+        trials("64-true", -0.5, 50.0, 20.0),
+        question=replace(ASKED, objective=objective),
+    )
+    assert found.pick is not None
+    assert found.pick.name == best
+
+
+def test_what_diverged_says_when() -> None:
+    bad = changed(
+        trials("16-mixed", seeds=1),
+        status="failed",
+        diverged=True,
+        metrics={},
+        steps=60,
+        error="guard.non_finite: the loss is nan at step 42.",
+    )
+    line = asked(BASE, bad).lines[-1]
+    assert (line.outcome, line.step, line.failing) == ("diverged", 42, True)
+    assert "diverged at step 42" in to_markdown("", [advice_table(asked(BASE, bad))])
+
+
+def test_few_seeds_are_not_enough_evidence() -> None:
+    found = asked(trials("32-true", seeds=2), trials("bf16-mixed", 0.5, 200.0, seeds=2))
+    assert outcomes(found)["bf16-mixed"] == "unclear"
+    assert "of 3 seeds" in reason_sentence(found.lines[-1])
+    assert "Not enough evidence in this budget about bf16-mixed" in other_sentences(found)
+
+
+def test_a_trial_that_was_cut_is_slow_and_not_judged() -> None:
+    found = asked(BASE, changed(trials("16-true", 0.0), steps=30))
+    assert outcomes(found)["16-true"] == "slow"
+    assert "step 30" in reason_sentence(found.lines[-1])
+
+
+def test_emulation_tells_of_quality_alone() -> None:
+    question = replace(
+        ASKED, emulated=["float8-tensorwise"], own=["float8-tensorwise precision.emulate=true"]
+    )
+    found = asked(BASE, trials("float8-tensorwise", 0.001, 900.0, 1.0), question=question)
+    assert found.pick is not None
+    assert found.pick.name == "32-true"
+    line = next(line for line in found.lines if line.emulated)
+    assert line.command[-2:] == ["precision=float8-tensorwise", "precision.emulate=true"]
+    assert "unknown" in to_markdown("", [advice_table(found)])
+
+
+def test_islands_that_heal_are_lines_of_their_own_and_tries_are_none() -> None:
+    kept = "precision.keep_fp32=[head]"
+    found = asked(
+        BASE,
+        trials("16-mixed", 0.5, 150.0),
+        trials("16-mixed", 0.001, 140.0, settings=kept),
+        trials("16-mixed", 0.4, 140.0, seeds=1, settings="precision.keep_fp32=[stem]"),
+    )
+    assert outcomes(found) == {
+        f"16-mixed {kept}": "recommended",
+        "32-true": "baseline",
+        "16-mixed": "worse",
+    }
+    assert next_lines(found) == [f"python -m runner model=mlp precision=16-mixed '{kept}'"]
+
+
+def test_what_was_tried_is_told_where_nothing_mends() -> None:
+    stem, head = "precision.keep_fp32=[stem]", "precision.keep_fp32=[stem,head]"
+    bad = [
+        trials("16-mixed", 0.5),
+        *(trials("16-mixed", 0.4, seeds=1, settings=s) for s in (stem, head)),
+    ]
+    page = to_markdown("", [advice_table(asked(BASE, *bad))])
+    told = f"tried on one seed: {stem} loss +0.4, {head} loss +0.4"
+    assert told in page.replace("\\", "")
+    mended = trials("16-mixed", 0.001, settings="precision.keep_fp32=[head]")
+    assert "tried on" not in to_markdown("", [advice_table(asked(BASE, *bad, mended))])
+
+
+def test_a_stop_is_named_where_it_left_no_verdict() -> None:
+    cut = changed(trials("bf16-mixed", seeds=1), status="stopped")
+    assert other_sentences(asked(BASE, cut)) == "It was stopped before it could judge bf16-mixed."
+
+
+def test_a_busy_machine_is_named() -> None:
+    jobs = trials("bf16-mixed", 0.001, 150.0)
+    assert other_sentences(asked(BASE, jobs, question=replace(ASKED, busy=0.05))) == ""
+    loaded = asked(BASE, jobs, question=replace(ASKED, busy=0.6))
+    assert "60% of the processors busy" in other_sentences(loaded)
+
+
+def test_float32_that_diverges_leaves_no_advice() -> None:
+    found = asked(changed(BASE, diverged=True, status="failed"), trials("bf16-mixed"))
+    assert found.pick is None
+    assert advice_sentence(found).startswith("No advice")
+
+
+def test_health_tells_of_overflows_the_scale_and_weights_that_stand_still() -> None:
+    jobs = changed(trials("16-mixed"), skipped_steps=3, loss_scale=1024.0, stagnant_share=0.25)
+    line = next(line for line in asked(BASE, jobs).lines if line.name == "16-mixed")
+    assert health_words(line) == (
+        "3.0% of steps overflowed; loss scale 1024 at the end; 25% of the weights did not move"
+    )
+
+
+def test_the_page_says_what_to_type_and_how_it_was_judged(tmp_path: Path) -> None:
+    jobs = [Job(job) for job in [*BASE, *trials("bf16-mixed", 0.001, 150.0)]]
+    paths = write_report(SweepData(jobs, ["mode=advise"], question=ASKED), tmp_path)
+    text = paths[0].read_text()
+    assert text.startswith("# Which precision for this model?")
+    assert "python -m runner model=mlp precision=bf16-mixed" in text
+    assert "Student 1908" in text
+    assert "not a whole training" in paths[1].read_text()
+    assert len(list(advice_blocks(rank_precisions([j.result for j in jobs], ASKED)))) > 4
+
+
+def test_the_question_survives_its_file_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    question = replace(ASKED, command=("python",), own=("a b",), emulated=("a",))
+    question.write(tmp_path)
+    assert AdviseSettings.read(tmp_path) == question
+    (tmp_path / "advise.json").write_text("{]")
+    assert AdviseSettings.read(tmp_path) is None
+    assert AdviseSettings.read(tmp_path / "none") is None
+    assert AdviseSettings.of({"objective": 3}) is None
+
+
+def test_speeds_that_some_jobs_lack_are_compared_seed_by_seed() -> None:
+    slow = [replace(job, examples_per_second=10.0 * (job.seed or 1)) for job in BASE]
+    half = [replace(j, examples_per_second=5.0 * (j.seed or 1)) for j in trials("bf16-mixed")]
+
+    def speed(*without: int) -> Ratio | None:
+        some = [replace(j, examples_per_second=None) if j.seed in without else j for j in slow]
+        line = next(n for n in asked(some, half).lines if n.name == "bf16-mixed")
+        assert line.beside is not None
+        return line.beside.speed
+
+    assert speed(0, 1) == Ratio(0.5, 3, 0.5, 0.5)
+    assert speed(0, 1, 2) is None  # two seeds are chance
+    none = [replace(j, examples_per_second=None) for j in BASE]
+    found = asked(none, trials("bf16-mixed"))
+    assert advice_sentence(found).startswith(
+        "Stay with 32-true for now: too few trials were long enough"
+    )
+
+
+def test_equal_speeds_rank_by_what_is_known() -> None:
+    """Ranges that overlap are no order: the lighter one is the better."""
+    fast = changed(trials("bf16-mixed"), examples_per_second=200.0)
+    noisy = [
+        replace(j, examples_per_second=195.0 + 5 * (j.seed or 0))
+        for j in trials("bf16-true", mib=5.0)
+    ]
+    assert asked(BASE, fast, noisy).lines[0].name == "bf16-true"
+    distinct = changed(trials("bf16-true", mib=5.0), examples_per_second=150.0)
+    assert asked(BASE, fast, distinct).lines[0].name == "bf16-mixed"
+
+
+def test_more_seeds_are_named_where_the_budget_was_enough() -> None:
+    unclear = [
+        replace(j, metrics={VAL_LOSS: 1.0 + 0.05 * (-1) ** (j.seed or 0)})
+        for j in trials("bf16-mixed")
+    ]
+    assert "more advise.seeds may tell" in other_sentences(asked(BASE, unclear))
+    assert "a larger advise.budget may tell" in other_sentences(asked(BASE, unclear[:2]))
+
+
+def test_a_scale_that_begins_too_high_is_named() -> None:
+    jobs = changed(trials("16-mixed", 0.5), skipped_steps=7, loss_scale=512.0)
+    made = advice_table(asked(BASE, jobs))
+    assert "try precision.loss_scale.init_scale=512" in str(made.rows)

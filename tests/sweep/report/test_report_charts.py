@@ -1,0 +1,240 @@
+import math
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from matplotlib.collections import PathCollection
+
+from runner.modes.result import RunResult
+from runner.sweep.report.charts import legend, overview, panels, styles
+from runner.sweep.report.downsample import BUCKETS, MEANS, downsample, envelope, means
+from runner.sweep.report.jobs import Job, SweepData
+from runner.utils.plots import plain_label, svg_element
+
+
+def curve(values, steps=None):
+    steps = np.arange(1, len(values) + 1) if steps is None else steps
+    return np.array([steps, steps, values], dtype=float)
+
+
+def job(precision="32-true", seed=0, values=(3.0, 2.0, 1.0), **more):
+    curves = more.pop("curves", {})
+    result = RunResult(
+        precision,
+        f"{precision} seed={seed}",
+        "/x",
+        group=precision,
+        seed=seed,
+        steps=3,
+        quality="val/accuracy",
+        metrics={"val/accuracy": 0.9, "val/loss": 1.0},
+        device="GPU",
+        examples_per_second=100.0 + seed,
+        peak_memory_mib=10.0,
+    )
+    shown = {"train/loss": curve(values), "val/accuracy": curve([0.5, 0.9])}
+    return Job(replace(result, **more), shown | curves)
+
+
+def scaled(values, flags, **more):
+    return job(
+        "16-mixed",
+        curves={"loss_scale/value": curve(values), "loss_scale/overflow": curve(flags)},
+        **more,
+    )
+
+
+def axes_named(figure, start):
+    return next(a for a in figure.axes if a.get_title(loc="left").startswith(start))
+
+
+def test_an_envelope_keeps_every_dip_and_peak():
+    values = np.full(100_000, 65536.0)
+    dips = np.arange(77, 100_000, 997)
+    values[dips] = 2.0 ** -(np.arange(len(dips)) % 7)
+    values[[500, 501]] = 2.0**20, 2.0**-20
+    steps, kept = envelope(np.arange(100_000.0), values)
+    assert len(steps) <= 2 * BUCKETS
+    assert {500, 501} <= set(steps.tolist())
+    assert set(dips.tolist()) <= set(steps.tolist())
+    assert (np.diff(steps) > 0).all()
+    assert sorted(kept[kept < 65536]) == sorted([*values[dips], 2.0**-20])
+
+
+def test_what_is_not_finite_is_a_gap():
+    values = np.ones(10_000)
+    values[2000:4000], values[7] = np.nan, np.inf
+    for thin, most in ((envelope, 2 * BUCKETS), (means, MEANS)):
+        steps, kept = thin(np.arange(10_000.0), values)
+        assert len(steps) == len(kept) <= most
+        assert np.isnan(kept).any()
+        assert set(kept[np.isfinite(kept)]) == {1.0}
+        assert np.isnan(kept[(steps > 2010) & (steps < 3990)]).all()
+    assert np.isnan(envelope(np.arange(3.0), np.array([1, np.inf, 2]))[1][1])
+
+
+def test_means_are_means():
+    steps, kept = means(np.arange(2000.0), np.arange(2000.0))
+    assert (len(kept), kept[0], steps[0]) == (MEANS, 4.5, 4.5)
+
+
+def test_of_a_repeated_step_the_last_counts():
+    steps, values = downsample(curve([1.0, 2.0, 3.0, 20.0, 30.0], np.array([1, 2, 3, 2, 3])))
+    assert (steps.tolist(), values.tolist()) == ([1, 2, 3], [1, 20, 30])
+
+
+def test_twenty_two_groups_look_different():
+    look = styles([f"p{i}" for i in range(21)] + ["32-true"])
+    assert look["32-true"] == ("black", "solid")
+    assert len({str(style) for style in look.values()}) == 22
+
+
+def test_seeds_share_a_look_and_a_line_in_the_legend():
+    data = SweepData([job(), job("b"), job("b", 1)])
+    assert [entry.name for entry in legend(data)] == ["32-true", "b"]
+    lines = axes_named(overview(data), "training loss").lines
+    assert lines[1].get_color() == lines[2].get_color() != lines[0].get_color()
+
+
+def test_the_picture_has_what_there_is():
+    assert len(panels(SweepData([job()]))) == 2
+    assert len(panels(SweepData([job(), job("b")]))) == 3
+    assert len(panels(SweepData([job(), scaled([4, 2], [0, 1])]))) == 4
+    assert len(overview(SweepData([job(), scaled([4, 2], [0, 1])])).axes) == 4
+
+
+def test_no_picture_where_nothing_was_trained():
+    evaluated = job(trained_in="32-true")
+    failed = Job(RunResult("b", "b", "/x", "failed"))
+    for jobs in ([], [evaluated], [failed], [Job(job().result)]):
+        assert overview(SweepData(jobs)) is None
+        assert panels(SweepData(jobs)) == []
+
+
+def test_log_axis_where_all_is_positive():
+    def scale(values):
+        return axes_named(overview(SweepData([job(values=values)])), "training loss").get_yscale()
+
+    assert scale([3.0, math.nan, 1.0]) == "log"
+    assert scale([3.0, 0.0, 1.0]) == "linear"
+    assert scale([3.0, -1.0]) == "linear"
+
+
+def test_the_first_loss_that_is_not_finite_is_marked():
+    figure = overview(SweepData([job(values=[3.0, 2.0, math.nan, math.inf])]))
+    axes = axes_named(figure, "training loss (✖")
+    (mark,) = [line for line in axes.lines if line.get_marker() == "X"]
+    assert mark.get_xdata()[0] == 3
+    figure.draw_without_rendering()
+    whole = axes_named(overview(SweepData([job()])), "training loss")
+    assert not [line for line in whole.lines if line.get_marker() == "X"]
+
+
+def test_a_run_that_never_had_a_number_is_drawn():
+    figure = overview(SweepData([job(values=[math.nan] * 3), scaled([0.0, math.nan], [0, 1])]))
+    figure.draw_without_rendering()
+
+
+def test_overflows_are_marked_where_they_were():
+    figure = overview(SweepData([scaled([8.0, 8.0, 4.0, 4.0], [0, 1, 0, 1])]))
+    axes = axes_named(figure, "loss scale")
+    (marks,) = [line for line in axes.lines if line.get_marker() == "x"]
+    assert (marks.get_xdata().tolist(), marks.get_ydata().tolist()) == ([2, 4], [8, 4])
+    assert axes.get_yscale() == "log"
+
+
+def test_changes_of_the_scale_where_nothing_else_is_known():
+    changes = curve([8.0, 8.0, 4.0, 4.0], np.array([1, 99, 100, 200]))
+    flags = curve([1, 1], np.array([100, 150]))
+    curves = {"loss_scale/changes": changes, "loss_scale/overflow": flags}
+    axes = axes_named(overview(SweepData([job("16-mixed", curves=curves)])), "loss scale")
+    line, marks = axes.lines
+    assert line.get_xydata().tolist() == [[1, 8], [99, 8], [100, 4], [200, 4]]
+    assert marks.get_xydata().tolist() == [[100, 4], [150, 4]]
+
+
+def test_validation_loss_where_the_quality_has_no_curve():
+    jobs = [job(curves={"val/accuracy": curve([]), "val/loss": curve([2.0, 1.0])})]
+    assert axes_named(overview(SweepData(jobs)), "val/loss").get_yscale() == "log"
+
+
+def test_speed_against_quality():
+    jobs = [job(seed=s, metrics={"val/accuracy": 0.9 + s / 10}) for s in (0, 1)]
+    figure = overview(SweepData([*jobs, job("b", examples_per_second=200.0)]))
+    axes = axes_named(figure, "val/accuracy against speed")
+    spots = [c.get_offsets()[0].tolist() for c in axes.collections if isinstance(c, PathCollection)]
+    assert spots[0] == pytest.approx([1.0, 0.95])
+    assert spots[1][1] == pytest.approx(0.9)
+    assert axes.get_xlabel() == "speed × 32-true"
+    assert {t.get_text() for t in axes.texts} == {"32-true", "b"}
+
+
+def test_examples_per_second_where_there_is_no_baseline():
+    figure = overview(SweepData([job("a"), job("b", examples_per_second=200.0)]))
+    assert figure.axes[-1].get_xlabel() == "examples/s"
+
+
+def test_labels_do_not_cover_each_other():
+    jobs = [job(f"precision-{i}", examples_per_second=100.0 + i / 10) for i in range(12)]
+    figure = overview(SweepData(jobs))
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.axes[-1].texts]
+    assert len(boxes) >= 4
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:i])
+
+
+HOSTILE = '<script>x</script> --> $a_b$ \\frac{ ]]> _日 url(#a) id="b"'
+
+
+def test_an_svg_stands_alone():
+    name = f"_{HOSTILE}"
+    data = SweepData([job(name), job("b"), scaled([4, 2], [0, 1], label=name)])
+    texts = [svg_element(figure) for figure in (*panels(data), overview(data))]
+    every = []
+    for text in texts:
+        root = ElementTree.fromstring(text)
+        assert root.tag.endswith("svg")
+        assert not re.search(r"<script|<style|<image|<!|<\?", text)
+        ids = re.findall(r'\bid="([^"]+)"', text)
+        every += ids
+        links = re.findall(r'href="([^"]+)"', text) + re.findall(r"url\(([^)]+)\)", text)
+        assert links
+        assert {link.lstrip("#") for link in links} <= set(ids)
+        rest = re.sub(r'xmlns(:\w+)?="[^"]+"', "", text)
+        assert "http" not in rest
+    assert len(every) == len(set(every))
+
+
+def test_an_svg_is_the_same_every_time():
+    data = SweepData([job(), scaled([4, 2], [0, 1])])
+    assert [svg_element(f) for f in panels(data)] == [svg_element(f) for f in panels(data)]
+
+
+def test_labels_are_what_the_font_has():
+    assert plain_label("32-true ± é β") == "32-true ± é β"
+    assert plain_label("a\n日") == "a??"
+    assert plain_label("_hidden") == " _hidden"
+    assert plain_label("x" * 99) == "x" * 33 + "…"
+
+
+def test_many_long_jobs_are_few_points():
+    rng = np.random.default_rng(0)
+    jobs = [
+        job(
+            f"p{i % 5}",
+            i,
+            rng.random(10_000) + 0.1,
+            curves={
+                "loss_scale/value": curve(2.0 ** rng.integers(1, 16, 10_000)),
+                "loss_scale/overflow": curve(rng.integers(0, 2, 10_000)),
+            },
+        )
+        for i in range(20)
+    ]
+    figure = overview(SweepData(jobs))
+    for axes in figure.axes:
+        assert all(len(line.get_xdata()) <= 2 * BUCKETS for line in axes.lines)
+    assert sum(len(a.lines) for a in figure.axes) <= 20 * 6

@@ -1,0 +1,268 @@
+"""What a report is made of: from a sweep's folder, and from a real store alone."""
+
+import json
+import math
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from runner.modes.result import RunResult
+from runner.sweep.report.compare import compare
+from runner.sweep.report.load import (
+    load_from_folder,
+    load_from_store,
+    with_unique_names,
+    write_job_facts,
+)
+from runner.sweep.report.rebuild import rebuild_report, store_report
+from runner.tracking import history
+from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.reader import Reader
+from runner.tracking.tracker import RunInfo
+from runner.utils.errors import ConfigError, TrackingError
+from runner.utils.layout import HISTORY
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from mlflow import MlflowClient
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
+DONE = RunResult(
+    "16-mixed",
+    "16-mixed seed=0",
+    "",
+    quality="val/accuracy",
+    metrics={"val/accuracy": 0.9375},
+    best=0.95,
+    examples_per_second=1234.5,
+    skipped_steps=2,
+    loss_scale=16384.0,
+    group="16-mixed",
+    seed=0,
+)
+LOSSES = [1.0, math.nan, math.inf, -math.inf, 0.25]
+
+
+def journal(folder, losses=LOSSES):
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [{"kind": "start"}]
+    for step, loss in enumerate(losses, 1):
+        values = {"train/loss": loss, "loss_scale/value": 2.0**step}
+        lines.append({"kind": "metrics", "step": step, "time": 1000 + step, "values": values})
+    (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A sweep's folder: one job that finished, one that failed, one that died."""
+    folder = tmp_path / "sweep"
+    journal(folder / "0")
+    command = ["python", "-m", "runner", "-m", "precision.keep_fp32=[a b]"]
+    (folder / "sweep.json").write_text(json.dumps({"id": "s", "overrides": [], "command": command}))
+    replace(DONE, folder=str(folder / "0")).write(folder / "0")
+    RunResult("64-true", "64-true", str(folder / "1"), "failed", "a | b").write(folder / "1")
+    (folder / "2").mkdir()
+    return folder
+
+
+def same(curve, values):
+    return [repr(value) for value in curve[2].tolist()] == [repr(value) for value in values]
+
+
+def test_a_folders_jobs_with_their_curves(sweep):
+    data = load_from_folder(sweep)
+    assert [job.result.status for job in data.jobs] == ["finished", "failed", "failed"]
+    assert data.jobs[2].result.error == "died without a result"
+    loss = data.jobs[0].curves["train/loss"]
+    assert loss[:2].tolist() == [[1, 2, 3, 4, 5], [1001, 1002, 1003, 1004, 1005]]
+    assert same(loss, LOSSES)
+    assert data.jobs[1].curves == {}
+    assert data.commands == ["python -m runner -m 'precision.keep_fp32=[a b]'"]
+    assert (data.sweep_id, data.stopped) == ("s", False)
+
+
+def test_a_journal_that_breaks_off_is_read_up_to_there(sweep):
+    with (sweep / "0" / "journal.jsonl").open("a") as file:
+        file.write('no record\n{"kind": "metr')
+    assert len(load_from_folder(sweep).jobs[0].curves["train/loss"][0]) == 5
+
+
+def test_what_the_writer_left_is_preferred_to_the_journal(sweep):
+    curves = {"train/loss": np.array([[1.0], [2.0], [3.0]])}
+    history.write_history(sweep / "0" / HISTORY, curves)
+    assert load_from_folder(sweep).jobs[0].curves["train/loss"].tolist() == [[1.0], [2.0], [3.0]]
+
+
+def test_a_damaged_history_is_read_from_the_journal(sweep):
+    (sweep / "0" / HISTORY).write_bytes(b"PK\x03\x04 cut off")
+    assert same(load_from_folder(sweep).jobs[0].curves["train/loss"], LOSSES)
+
+
+def test_a_sweep_that_was_moved_has_its_curves(sweep, tmp_path):
+    moved = sweep.rename(tmp_path / "moved")
+    journal(sweep / "0", [7.0])  # another sweep in its old place
+    assert same(load_from_folder(moved).jobs[0].curves["train/loss"], LOSSES)
+
+
+def test_a_history_executes_nothing(tmp_path):
+    np.savez(tmp_path / "history.npz", loss=np.array([print], dtype=object))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        history.read_history(tmp_path / "history.npz")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A store with a parent run and three jobs: one with all that a job leaves, one killed before
+    it could, one that another machine runs still; (uri, parent's id)."""
+    folder = tmp_path_factory.mktemp("stored")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    parent = MlflowTracker(uri=uri)
+    tags = {"sweep_id": "night", "command": "python -m runner -m"}
+    parent.open(RunInfo(folder / "p", {}, tags, name="sweep", sweep="night", role="sweep"))
+    for name in ("whole", "killed"):
+        tracker = MlflowTracker(uri=uri, sweep="night")
+        tags = {"precision": "16-mixed", "device_name": "cpu", "model": "mlp"}
+        params = {"seed": str(len(name))}
+        tracker.open(RunInfo(folder / name, params, tags, name=f"16-mixed seed={len(name)}"))
+        for step, loss in enumerate(LOSSES, 1):
+            tracker.metrics(step, 1000 + step, {"train/loss": loss, "val/accuracy": step / 10})
+        if name == "whole":
+            tracker.artifact(replace(DONE, label="whole").write(folder / name))
+            tracker.close("FINISHED")
+        else:
+            tracker.close("KILLED", "Stopped by SIGTERM.")
+    parent.close("FINISHED")
+    client = MlflowClient(uri)
+    tags = {"sweep_id": "night", "role": "run", "precision": "32-true"}
+    open_run = client.create_run(parent.experiment_id, tags=tags, run_name="32-true seed=1")
+    client.log_metric(open_run.info.run_id, "train/loss", math.inf, 1, 1)
+    return uri, parent.run_id
+
+
+def test_a_store_tells_of_jobs_that_left_no_list(stored):
+    uri, parent = stored
+    reader = Reader(uri)
+    whole, killed, running = load_from_store(reader, reader.run(parent)).jobs
+    assert (whole.result.label, whole.result.best) == ("whole", 0.95)
+    assert whole.result.run_id
+    assert same(whole.curves["train/loss"], LOSSES)
+    assert (killed.result.status, killed.result.error) == ("stopped", "Stopped by SIGTERM.")
+    assert (killed.result.group, killed.result.device) == ("16-mixed", "cpu")
+    assert (killed.result.seed, running.result.seed) == (6, None)
+    assert killed.result.metrics == {"val/accuracy": 0.5}
+    assert same(killed.curves["train/loss"], LOSSES), (
+        "the writer leaves the history, however it ends"
+    )
+    assert running.result.status == "stopped"
+    assert "still runs" in running.result.error
+    assert same(running.curves["train/loss"], [math.inf])
+
+
+def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatch):
+    monkeypatch.setattr(Reader, "artifact", lambda *_: b"PK\x03\x04 cut off")
+    monkeypatch.setattr("runner.sweep.report.load._told", lambda *_: ([DONE], [], False, 1, None))
+    monkeypatch.setattr(
+        "runner.sweep.report.load._result", lambda _, run: replace(DONE, run_id=run.run_id)
+    )
+    reader = Reader(stored[0])
+    jobs = load_from_store(reader, reader.run(stored[1])).jobs
+    assert [len(job.curves.get("train/loss", [()])[0]) for job in jobs] == [0, 5, 5, 1]
+
+
+def test_a_sweep_is_found_by_its_id_its_parent_and_its_jobs(stored, tmp_path):
+    uri, parent = stored
+    (job,) = [r for r in Reader(uri).jobs(Reader(uri).run(parent)) if r.name == "32-true seed=1"]
+    pages = [
+        store_report(uri, name, tmp_path)[0][0].read_text()
+        for name in ("night", parent, job.run_id)
+    ]
+    assert pages[0] == pages[1] == pages[2]
+    kept = Reader(uri).artifact(parent, "report.html")
+    assert kept == (tmp_path / "report.html").read_bytes()
+    assert "16-mixed" in Reader(uri).run(parent).tags["mlflow.note.content"]
+
+
+def test_jobs_of_two_machines_come_together(stored, sweep, tmp_path):
+    uri, parent = stored
+    jobs = write_job_facts(tmp_path, load_from_folder(sweep), 1)
+    store_report(uri, "night", tmp_path, jobs)
+    reader = Reader(uri)
+    data = load_from_store(reader, reader.run(parent))
+    labels = [job.result.label for job in data.jobs]
+    assert labels[:3] == ["16-mixed seed=0", "64-true", "job 2"]
+    assert len(labels) == 6
+    assert data.commands == ["python -m runner -m 'precision.keep_fp32=[a b]'"]
+
+
+@pytest.mark.parametrize("name", ["nosuch", "no/such", "a' or tags.role = 'sweep"])
+def test_what_is_no_sweep_of_the_store_is_told(stored, tmp_path, name):
+    with pytest.raises(ConfigError, match="is no sweep"):
+        store_report(stored[0], name, tmp_path)
+
+
+def test_a_store_that_does_not_answer_is_told(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(TrackingError, match="cannot be read"):
+        Reader("http://127.0.0.1:9").newest_sweep("precision-runner")
+
+
+def test_rebuild_by_folder_and_the_newest(sweep, tmp_path, monkeypatch, capsys, stored):
+    assert rebuild_report([str(sweep)]) == 0
+    assert "16-mixed seed=0" in capsys.readouterr().out
+    home = tmp_path / "home"
+    (home / "outputs" / "sweeps").mkdir(parents=True)
+    monkeypatch.chdir(home)
+    assert rebuild_report([f"tracking.uri={stored[0]}", "tracking.experiment=none"]) == 2
+    assert "no sweep in the experiment 'none'" in capsys.readouterr().err
+    (home / "outputs" / "sweeps" / "2026").symlink_to(sweep)
+    assert rebuild_report([f"tracking.uri={stored[0]}"]) == 0
+    assert "32-true seed=1" in capsys.readouterr().out, "the store that was asked for comes first"
+    assert rebuild_report([]) == 0
+    assert "64-true" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["a", "b"], ["."], ["port=5"]])
+def test_what_is_no_sweep_is_told(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert rebuild_report(argv) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def job(precision, group, *overrides, seed=0, **values):
+    label = f"{group} seed={seed}"
+    typed = (f"precision={precision}", f"seed={seed}", *overrides)
+    return RunResult(precision, label, "", overrides=typed, group=group, seed=seed, **values)
+
+
+def test_one_sweeps_own_names_stay():
+    jobs = [
+        job(p, f"{p} +x={x}", "model=mlp", f"+x={x}", seed=s)
+        for p in ("32-true", "16-mixed")
+        for x in (1, 2)
+        for s in (0, 1)
+    ]
+    assert with_unique_names(jobs) == jobs
+
+
+def test_joined_jobs_are_named_by_what_differs():
+    """A two-step ResNet is not compared with the MLP that it was joined to; an MLP is."""
+    mlp = ("model=mlp", "train.max_steps=60", "tracking.sweep=s")
+    jobs = [
+        *(job("32-true", "32-true", *mlp[:2], seed=s) for s in (0, 1)),
+        job("16-mixed", "16-mixed mlp digits", *reversed(mlp)),
+        job("16-mixed", "16-mixed", "train.max_steps=2", "model=resnet", "data.root=/b", seed=1),
+        RunResult("", "job 3", "", "failed", "died without a result"),
+    ]
+    named = [(r.group, r.label) for r in with_unique_names(jobs)]
+    words = "model=mlp train.max_steps=60"
+    assert named[1:3] == [
+        (f"32-true {words}", f"32-true {words} seed=1"),
+        (f"16-mixed {words}", f"16-mixed {words} seed=0"),
+    ]
+    assert named[3][0] == "16-mixed model=resnet train.max_steps=2"
+    assert named[4] == ("", "job 3")
+    beside = {c.group.name: c.base and c.base.name for c in compare(with_unique_names(jobs))}
+    assert beside[f"16-mixed {words}"] == f"32-true {words}"
+    assert beside["16-mixed model=resnet train.max_steps=2"] is None

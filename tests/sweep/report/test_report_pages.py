@@ -1,0 +1,319 @@
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from runner.modes.result import RunResult
+from runner.sweep.report.jobs import Job, SweepData
+from runner.sweep.report.pages import summary_markdown, write_report
+from runner.utils.markup import (
+    Cell,
+    Commands,
+    Items,
+    Table,
+    Text,
+    element,
+    markdown,
+    markdown_code,
+    markdown_text,
+)
+
+CPU = "Some CPU (2 of 2 threads)"
+HOSTILE = (
+    "<script>alert(1)</script> | `x` <img src=x onerror=y> [a](javascript:1) ![b](http://h/p.png)"
+    "\" '\n# head &amp; <b>"
+)
+
+
+def job(precision, seed=0, quality=0.9, speed=100.0, **more):
+    values = {
+        "overrides": (f"precision={precision}", f"seed={seed}"),
+        "group": precision,
+        "seed": seed,
+        "model": "resnet",
+        "data": "digits",
+        "device": CPU,
+        "quality": "val/accuracy",
+        "metrics": {"val/loss": 1.0, "val/accuracy": quality},
+        "best": quality,
+        "steps": 10,
+        "examples_per_second": speed,
+        "step_ms": 12.5,
+        "peak_memory_mib": 1234.0,
+        "weights_mib": 40.0,
+        "optimizer_mib": 80.0,
+    }
+    steps = np.arange(1, 6)
+    loss = np.where(steps > 3, quality * math.inf if not math.isfinite(quality) else 1.0, 2.0)
+    curves = {"train/loss": np.array([steps, steps, loss], dtype=float)}
+    result = RunResult(precision, f"{precision} seed={seed}", "/x", **(values | more))
+    return Job(result, curves)
+
+
+def lost(precision, status, error):
+    return Job(RunResult(precision, precision, "/x", status, error, group=precision))
+
+
+@pytest.fixture
+def sweep():
+    base = [job("32-true", s, q) for s, q in enumerate((0.90, 0.91, 0.92))]
+    fast = [job("bf16-mixed", s, q, 150.0) for s, q in enumerate((0.905, 0.908, 0.921))]
+    scaled = job("16-mixed", 0, 0.9, loss_scale=16384.0, skipped_steps=2, converted="53/54")
+    gone = job("16-true", 0, math.nan)
+    lacking = lost("tf32", "unavailable", "tf32 needs a GPU. Type precision=32-true.")
+    return SweepData(
+        [*base, *fast, scaled, gone, lacking, lost("64-true", "failed", "a | b\nsecond")],
+        ["python -m runner -m precision=32-true,bf16-mixed"],
+        "abc123",
+    )
+
+
+class Page(HTMLParser):
+    """Tags, attributes and what a reader sees."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.shown, self.open = set(), [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.shown.append(data)
+
+
+def pages(data, folder):
+    found = {path.suffix: path for path in write_report(data, folder)}
+    return found[".md"].read_text(), found[".html"].read_text(), found
+
+
+def test_both_say_the_same(sweep, tmp_path):
+    text, html, found = pages(sweep, tmp_path)
+    shown = " ".join(" ".join(Page(html).shown).split())
+    assert found[".png"].read_bytes().startswith(b"\x89PNG")
+    for cell in (
+        "Sweep over precision × seed: resnet on digits",
+        "8 of 10 jobs finished",
+        CPU,
+        "abc123",
+        "bf16-mixed trains 1.50 × as fast as 32-true, with the same weights and optimizer state",
+        "0.910 ± 0.010",
+        "3 seeds",
+        "no measurable difference",
+        "+0.0013 ± 0.0087",
+        "1.50",
+        "120 MiB",
+        "16384",
+        "53/54",
+        "Unavailable here",
+        "tf32 needs a GPU. Type precision=32-true.",
+        "Failed",
+        "val/loss 1, val/accuracy nan",
+        "training loss first not finite at step 4",
+        "Every job",
+        "12.5",
+        "1234",
+        "python -m runner -m precision=32-true,bf16-mixed",
+        "paired t, Student 1908",
+        "Seeds: 0, 1, 2",
+        "resident set is not compared",
+    ):
+        assert cell in shown, cell
+        assert cell in text, cell
+    assert "a \\| b second" in text
+    assert "a | b second" in shown
+
+
+def test_the_markdown_is_tables(sweep, tmp_path):
+    text, _, _ = pages(sweep, tmp_path)
+    assert "| **bf16-mixed** | 3/3 finished |" in text
+    tables = [block for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 2
+    for table in tables:
+        lines = table.splitlines()
+        assert re.fullmatch(r"\|( -+:? \|)+", lines[1])
+        assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {lines[1].count("|")}
+
+
+def test_the_page_needs_nothing_and_runs_nothing(sweep, tmp_path):
+    _, html, _ = pages(sweep, tmp_path)
+    page = Page(html)
+    assert not page.tags & {"script", "img", "link", "iframe", "image", "base", "form", "object"}
+    names = {name for _, name, _ in page.attributes}
+    assert not {name for name in names if name.startswith("on")} | {"src"} & names
+    for _, name, value in page.attributes:
+        if name in ("href", "xlink:href"):
+            assert value.startswith("#")
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids)) > 0
+    assert "default-src 'none'" in html
+    assert ("meta", "name", "viewport") in page.attributes
+    assert not re.search(r"@import|url\((?!#)", html)
+
+
+def hostile():
+    odd = {
+        "group": HOSTILE,
+        "model": HOSTILE,
+        "data": HOSTILE,
+        "device": HOSTILE,
+        "converted": HOSTILE,
+        "overrides": (f"precision={HOSTILE}", HOSTILE),
+        "metrics": {HOSTILE: 0.5},
+    }
+    first = job(HOSTILE, **odd)
+    curves = {HOSTILE: np.array([[1.0, 2.0], [1.0, 2.0], [0.1, 0.5]])}
+    first = Job(replace(first.result, quality=HOSTILE), {**first.curves, **curves})
+    jobs = [
+        first,
+        job("32-true", device=HOSTILE),
+        lost(HOSTILE, "unavailable", HOSTILE),
+        lost(f"{HOSTILE}2", "failed", HOSTILE),
+    ]
+    return SweepData(jobs, [HOSTILE], HOSTILE)
+
+
+def test_nothing_gets_into_the_page(tmp_path):
+    _, html, _ = pages(hostile(), tmp_path)
+    page = Page(html)
+    assert not page.tags & {"script", "img", "a"}
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert "".join(page.shown).count("<script>alert(1)</script>") > 10
+
+
+def test_nothing_gets_into_the_markdown(tmp_path):
+    text, _, _ = pages(hostile(), tmp_path)
+    for whole in (text, summary_markdown(hostile())):
+        outside = re.sub(r"(?m)^- (`+) .*? \1$", "", whole)
+        assert whole != outside
+        assert "<" not in outside
+        assert not re.search(r"(?<!\\)\]\(", outside)
+        assert not re.search(r"(?<!\\)`", outside)
+        assert not re.search(r"(?m)^# head", whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a|b\nc", "a\\|b c"),
+        ("<i>&", "&lt;i&gt;&amp;"),
+        ("*a* ~b~", "\\*a\\* \\~b\\~"),
+        ("loss_scale __x__", "loss_scale \\_\\_x\\_\\_"),
+        ("keep_fp32=[fc]", "keep_fp32=[fc]"),
+        ("[a](b)", "[a\\](b)"),
+        ("[a]: b", "[a\\]: b"),
+        ("a\\|", "a\\\\\\|"),
+        ("-0.5", "-0.5"),
+    ],
+)
+def test_markdown_is_escaped(text, expected):
+    assert markdown_text(text) == expected
+
+
+@pytest.mark.parametrize("text", ["# a", "- a", "+ a", "1. a", "1) a", "=== a", "---"])
+def test_no_text_begins_a_block(text):
+    assert re.search(r"^\d*\\", markdown(Text(text)))
+    assert re.search(r"^- \d*\\", markdown(Items([(text, "x")])))
+
+
+def test_code_is_fenced_by_more_than_it_holds():
+    assert markdown_code("a b") == "`a b`"
+    assert markdown_code("a `` b\n`") == "``` a `` b ` ```"
+    assert markdown(Commands(["x"])) == "- `x`"
+
+
+def test_a_cell():
+    table = element(Table(["a"], [[Cell("<b>", "bad", "<i>", 2.0)], [Cell("")]]))
+    assert "&lt;b&gt;" in table
+    assert "<small>&lt;i&gt;</small>" in table
+    assert "width:100%" in table
+    assert '<td class="word"></td>' in table
+
+
+def test_evaluations_have_their_change_and_no_picture(tmp_path):
+    def of(precision, quality, weights):
+        found = job(
+            precision,
+            0,
+            quality,
+            weights_mib=weights,
+            optimizer_mib=None,
+            plain_weights_mib=100.0,
+            trained_in="32-true",
+            as_trained={"val/accuracy": 0.9, "val/loss": 1.5},
+        )
+        return Job(found.result)
+
+    text, html, found = pages(
+        SweepData([of("32-true", 0.9, 100.0), of("nf4", 0.85, 13.0)]), tmp_path
+    )
+    assert ".png" not in found
+    assert "<figure>" not in html
+    head, _, *rows = next(b for b in text.split("\n\n") if b.startswith("|")).splitlines()
+    assert "| change |" in head
+    assert "| best |" not in head
+    assert "| -0.05 |" in rows[1]
+    assert "(100 MiB)" in rows[0]
+
+
+def test_without_a_baseline_no_ratio_is_made_up(tmp_path):
+    text, _, _ = pages(SweepData([job("a"), job("b")]), tmp_path)
+    assert "No 32-true job to compare with; add precision=32-true." in text
+    assert "× 32-true" not in text
+    assert "baseline" not in text
+
+
+def test_what_has_no_baseline_of_its_own_is_told(tmp_path):
+    jobs = [
+        job("32-true", group="32-true lr=1"),
+        job("a", group="a lr=1"),
+        job("a", group="a lr=2"),
+    ]
+    text, _, _ = pages(SweepData(jobs), tmp_path)
+    assert "Not compared: a lr=2: no 32-true job to compare with" in text
+
+
+@pytest.mark.parametrize("jobs", [[], [lost("a", "failed", "x")], [lost("a", "unavailable", "y")]])
+def test_nothing_finished(jobs, tmp_path):
+    text, _, found = pages(SweepData(jobs, stopped=True), tmp_path)
+    assert set(found) == {".md", ".html"}
+    assert "The sweep was stopped before its last job" in text
+    assert "How this was compared" not in text
+
+
+def test_infinite_numbers_are_shown(tmp_path):
+    text, html, _ = pages(SweepData([job("a", quality=math.inf), job("b")]), tmp_path)
+    assert "| a seed=0 | diverged | inf |" in text
+    assert ">inf<" in html
+
+
+def test_the_summary_is_cut_by_whole_rows(sweep):
+    whole = summary_markdown(sweep)
+    assert "More rows" not in whole
+    assert "| 64-true | failed (a \\| b second) |" in whole
+    assert "`python -m runner -m precision=32-true,bf16-mixed`" in whole
+    for limit in range(30, len(whole), 60):
+        cut = summary_markdown(sweep, limit)
+        assert len(cut) <= limit
+        for line in cut.splitlines():
+            if line.startswith("|"):
+                assert line in whole.splitlines()
+    cut = summary_markdown(sweep, len(whole) - 1)
+    assert "More rows: see report.html" in cut
+    assert "| 64-true" not in cut
+    assert "python -m runner" in cut
+
+
+def test_the_summary_tells_who_failed(sweep):
+    assert "Diverged: 16-true; failed: 64-true; unavailable here: tf32." in summary_markdown(sweep)

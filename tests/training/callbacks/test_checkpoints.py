@@ -1,0 +1,52 @@
+import pytest
+
+from runner.training.callbacks.checkpointing import Checkpointing
+from runner.training.records import EvalRecord
+
+
+def evaluation(step, quality):
+    return EvalRecord(step, 0, 1, {"val/accuracy": quality})
+
+
+@pytest.mark.parametrize(
+    ("every", "ends", "saves"), [(2, [2, 3, 4, 6], 3), (5, [1, 2, 3, 4], 0), (1, [1, 2, 3], 3)]
+)
+def test_a_block_that_ends_on_the_interval_is_saved(step, every, ends, saves):
+    made = []
+    observer = Checkpointing(made.append, every, lambda _: False)
+    for end in ends:
+        observer.steps((step(end),))
+    assert made == [False] * saves
+
+
+def test_a_checkpoint_comes_after_the_evaluation_of_its_step(step):
+    made = []
+    observer = Checkpointing(made.append, 2, lambda number: number == 4)
+    observer.steps((step(2),))
+    observer.steps((step(4),))
+    assert made == [False]
+    observer.evaluation(evaluation(4, 0.5))
+    assert made == [False, False]
+
+
+@pytest.mark.parametrize(("direction", "best"), [("max", [5, 15]), ("min", [5, 10])])
+def test_the_best_is_kept_also_after_a_cut(direction, best):
+    made = []
+
+    def observer():
+        return Checkpointing(made.append, None, lambda _: True, "val/accuracy", direction)
+
+    first, second = observer(), observer()
+    saved = []
+    for watcher, record in (
+        (first, evaluation(5, 0.5)),
+        (first, evaluation(10, 0.4)),
+        (second, evaluation(15, 0.6)),
+    ):
+        if watcher is second:
+            second.load_state_dict(first.state_dict())
+        before = len(made)
+        watcher.evaluation(record)
+        saved += [record.step] * (len(made) - before)
+    assert saved == best
+    assert all(made)

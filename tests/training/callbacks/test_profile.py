@@ -1,0 +1,36 @@
+import json
+
+import pytest
+import torch
+
+from runner.training.callbacks.profiler import Profiler
+
+
+def call(path, write):
+    write(path)
+
+
+@pytest.fixture
+def work():
+    return lambda: torch.ones(8, 8) @ torch.ones(8, 8)
+
+
+def test_the_first_steps_are_profiled(tmp_path, step, work):
+    observer = Profiler(tmp_path, until=3, write=call)
+    work()
+    observer.steps((step(1), step(2)))
+    assert list(tmp_path.iterdir()) == []
+    observer.steps((step(3),))
+    assert "aten::mm" in (tmp_path / "profile.txt").read_text()
+    assert json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
+    (tmp_path / "profile.txt").unlink()
+    observer.steps((step(4),))
+    observer.close()
+    assert not (tmp_path / "profile.txt").exists()
+
+
+def test_a_run_that_ends_early_leaves_what_there_is(tmp_path, work):
+    observer = Profiler(tmp_path, until=100, write=call)
+    work()
+    observer.close()
+    assert "aten::mm" in (tmp_path / "profile.txt").read_text()

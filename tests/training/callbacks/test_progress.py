@@ -1,0 +1,54 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from runner.training.callbacks.progress import ProgressBar, ProgressLines, progress, progress_line
+
+
+def console(terminal):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
+
+
+@pytest.fixture
+def watched(step, evaluation):
+    """What a run of three steps and an evaluation leaves on a console."""
+
+    def shown(terminal):
+        out = console(terminal)
+        observer = progress(out, 3, "16-mixed keep_fp32=[head]")
+        observer.steps((step(1, 8.0), step(2, 4.0, skipped=1)))
+        observer.evaluation(evaluation(2, loss=1.25, accuracy=0.5))
+        observer.steps((step(3, 4.0, skipped=1),))
+        observer.close()
+        return out.file.getvalue()
+
+    return shown
+
+
+def test_a_terminal_gets_a_bar_and_a_file_gets_lines():
+    bar = progress(console(True), 3, "run")
+    bar.close()
+    assert isinstance(bar, ProgressBar)
+    assert isinstance(progress(console(False), 3, "run"), ProgressLines)
+
+
+def test_the_bar(watched):
+    text = watched(True)
+    assert "16-mixed keep_fp32=[head]" in text
+    assert "3/3" in text
+    assert "loss 0.5" in text
+    assert "val/accuracy 0.5" in text
+    assert text.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_lines_hold_no_control_characters(watched):
+    text = watched(False)
+    assert text.splitlines() == [
+        "epoch 1  step 2  train/loss 0.5  val/loss 1.25  val/accuracy 0.5  loss scale 4  skipped 1"
+    ]
+
+
+def test_a_line_without_a_loss_scale_or_steps(step, evaluation):
+    assert progress_line(evaluation(4, loss=2.0), step(4)).endswith("train/loss 0.5  val/loss 2")
+    assert progress_line(evaluation(4, loss=2.0), None) == "epoch 1  step 4  val/loss 2"

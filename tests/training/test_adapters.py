@@ -1,0 +1,414 @@
+"""Low-rank additions: where they go, what trains, and what is left after they are merged."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runner.config.schema import RunSpec
+from runner.precision import registry
+from runner.precision.layers.te_layers import NormFirst
+from runner.training import adapters
+from runner.training.adapters import Lora
+from runner.training.model import build_model
+from runner.training.optimizers import build_driven
+from runner.utils.errors import ConfigError, Unavailable
+
+CPU = torch.device("cpu")
+ADDITIONS = ("lora_A.default.weight", "lora_B.default.weight")
+LORA = {"_target_": "runner.training.adapters.Lora", "rank": 2, "alpha": 8.0}
+PRECISIONS = ("32-true", "bf16-true", "16-mixed", "bnb-nf4", "bnb-int8")
+
+
+class Net(nn.Module):
+    """Two layers, a norm and a head; 64 wide, as a block of 4-bit codes is."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 3, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return self.head(self.norm(x))
+
+
+class Tied(nn.Module):
+    """A head that shares its weight with the embedding, and an attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(6, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 6, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        return self.head(self.body(self.attention(x, x, x)[0]))
+
+
+class Names(nn.Module):
+    """Layers whose names are like others' when read as a regular expression."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(12))
+        self.layersx1 = nn.Linear(2, 2)
+        self.outer = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
+        for name in ("a+b", "aab", "(c|d)", "c"):
+            self.add_module(name, nn.Linear(2, 2))
+
+
+def adapted(model):
+    """Names of the layers that hold an addition."""
+    ends = f".{ADDITIONS[0]}"
+    return [name.removesuffix(ends) for name, _ in model.named_parameters() if name.endswith(ends)]
+
+
+def trainable(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def additions(*names):
+    return {f"{name}.{part}" for name in names for part in ADDITIONS}
+
+
+def is_addition(key):
+    return key.endswith(ADDITIONS)
+
+
+def shake(model, seed=1):
+    """Move everything that trains, as a training would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator) / 8
+                parameter.add_(noise.to(parameter.dtype))
+
+
+def built(name, node, seed=0):
+    """(the model in a precision, the precision, its spec)."""
+    torch.manual_seed(seed)
+    spec = RunSpec(
+        model={"_target_": f"{__name__}.Net"},
+        adapter=node,
+        scheduler={"_target_": None},
+        optimizer={"_target_": "torch.optim.SGD", "lr": 0.1},
+    )
+    precision = registry.load_precision(name)
+    return build_model(spec, precision, CPU).model, precision, spec
+
+
+def outputs(model, precision, seed=2):
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(seed))
+    with precision.session(model, CPU), precision.forward(CPU):
+        return model(precision.cast(x))
+
+
+# Where the additions go
+
+
+def test_every_linear_layer_gets_one_and_nothing_else_trains():
+    model = Net()
+    Lora(rank=3).add(model, torch.float32)
+    assert adapted(model) == ["layers.0", "layers.1", "head"]
+    assert trainable(model) == additions("layers.0", "layers.1", "head")
+    shapes = {n: list(p.shape) for n, p in model.named_parameters() if n.startswith("head.lora")}
+    assert shapes == {f"head.{ADDITIONS[0]}": [3, 64], f"head.{ADDITIONS[1]}": [3, 3]}
+
+
+def test_a_tied_head_and_the_projection_of_an_attention_get_none():
+    model = Tied()
+    Lora().add(model, torch.float32)
+    assert adapted(model) == ["body"]
+    assert trainable(model) == additions("body")
+    assert model.head.weight is model.words.weight
+    assert model(torch.arange(6)[None]).shape == (1, 6, 6)
+
+
+def test_layers_that_share_a_bias_only_get_none():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].bias = model[0].bias
+    Lora().add(model, torch.float32)
+    assert adapted(model) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        (["layers.1"], ["layers.1"]),
+        (["layers.1*"], ["layers.1", "layers.10", "layers.11"]),
+        (["a+b"], ["a+b"]),
+        (["(c|d)"], ["(c|d)"]),
+        (["outer", "aab"], ["outer.layers.0", "outer.layers.1", "aab"]),
+        (["*.layers.1"], ["layers.1", "outer.layers.1"]),
+    ],
+    ids=str,
+)
+def test_patterns_choose_by_the_segments_of_a_name(patterns, names):
+    model = Names()
+    Lora(modules=patterns).add(model, torch.float32)
+    assert adapted(model) == names
+
+
+def test_the_rest_of_a_chosen_models_layers_is_frozen_too():
+    model = Net()
+    Lora(modules=["layers.1"]).add(model, torch.float32)
+    assert trainable(model) == additions("layers.1")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "more"),
+    [
+        (["norm"], {"norm.weight", "norm.bias"}),
+        (["head"], {"head.weight"}),
+        (
+            ["*.0", "norm"],
+            {"layers.0.base_layer.weight", "layers.0.base_layer.bias", "norm.weight", "norm.bias"},
+        ),
+    ],
+    ids=["norm", "head", "both"],
+)
+def test_named_modules_train_in_full_besides(patterns, more):
+    model = Net()
+    Lora(modules=["layers"], train=patterns).add(model, torch.float32)
+    assert trainable(model) == additions("layers.0", "layers.1") | more
+
+
+@pytest.mark.parametrize("name", ["bnb-nf4", "bnb-int8"])
+def test_packed_weights_that_are_named_to_train_are_refused(name):
+    model, _ = registry.load_precision(name).convert(
+        nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    )
+    with pytest.raises(ConfigError, match=r"names 0, whose weight is quantised .*modules=\[0\]"):
+        Lora(train=["0"]).add(model, torch.float32)
+    assert type(model[1]) is nn.LayerNorm
+
+
+def test_a_norm_inside_a_linear_layer_is_refused():
+    class Fused(NormFirst, nn.Linear):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Type precision\.fuse=false"):
+        Lora().add(nn.Sequential(Fused(8, 8)), torch.float32)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rank", 0), ("rank", -1), ("alpha", 0), ("alpha", -2.0), ("dropout", 1), ("dropout", -0.1)],
+)
+def test_a_value_out_of_range_is_refused_with_its_key(key, value):
+    with pytest.raises(ConfigError) as caught:
+        Lora(**{key: value})
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"adapter.{key}={value} is out of range. Allowed: ")
+
+
+def test_every_bad_value_has_a_message_of_its_own():
+    with pytest.raises(ConfigError) as caught:
+        Lora(rank=0, alpha=0, dropout=1)
+    keys = [problem.partition("=")[0] for problem in caught.value.problems]
+    assert keys == ["adapter.rank", "adapter.alpha", "adapter.dropout"]
+
+
+def test_values_on_the_edge_are_allowed():
+    Lora(rank=1, alpha=1e-6, dropout=0).add(Net(), torch.float32)
+    Lora(dropout=0.999).add(Net(), torch.float32)
+
+
+@pytest.mark.parametrize("key", ["modules", "train"])
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(key):
+    model = Net()
+    with pytest.raises(ConfigError, match=rf"adapter\.{key}: layer\.1 matches no .*layers\.1"):
+        Lora(**{key: ["layer.1"]}).add(model, torch.float32)
+    assert not adapted(model)
+    assert len(trainable(model)) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("model", "patterns", "what"),
+    [
+        (nn.Sequential(nn.Conv1d(1, 1, 1)), None, "the model"),
+        (nn.Linear(2, 2), None, "the model"),
+        (Net(), ["norm"], r"adapter\.modules=\['norm'\]"),
+        (Net(), [], r"adapter\.modules=\[\]"),
+        (Tied(), ["attention"], r"adapter\.modules=\['attention'\]"),
+    ],
+    ids=["convolution", "root", "norm", "empty", "attention"],
+)
+def test_a_model_with_nothing_to_adapt_is_refused(model, patterns, what):
+    before = trainable(model)
+    with pytest.raises(ConfigError, match=f"no linear layer of its own in {what}.*adapter=none"):
+        Lora(modules=patterns).add(model, torch.float32)
+    assert trainable(model) == before
+
+
+def test_without_peft_it_says_what_to_install(monkeypatch):
+    asked = []
+    monkeypatch.setattr(adapters, "find_spec", asked.append)  # returns None
+    with pytest.raises(Unavailable) as caught:
+        Lora()
+    assert asked == ["peft"]
+    assert "adapter=lora needs peft" in caught.value.what
+    assert 'pip install "precision-runner[lora]"' in caught.value.remedy
+    assert caught.value.exit_status == 2
+
+
+def test_a_config_without_a_target_makes_no_adapter(compose):
+    assert adapters.build_adapter({}) is None
+    assert adapters.build_adapter({"_target_": None}) is None
+    assert adapters.build_adapter(compose("model=mlp").adapter) is None
+
+
+def test_the_config_makes_one_with_its_values(compose):
+    spec = compose("model=mlp", "adapter=lora", "adapter.rank=3", "adapter.train=[head]")
+    made = adapters.build_adapter(spec.adapter)
+    assert isinstance(made, Lora)
+    assert (made.rank, made.alpha, made.dropout, made.modules) == (3, 16.0, 0.0, None)
+    assert list(made.train) == ["head"]
+
+
+# In every precision
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_function_is_the_same_at_the_start(name):
+    plain, precision, _ = built(name, {})
+    model, _, _ = built(name, LORA)
+    assert adapted(model) == ["layers.0", "layers.1", "head"]
+    assert torch.equal(outputs(model, precision), outputs(plain, precision))
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_training_changes_the_additions_only(name):
+    model, precision, spec = built(name, LORA)
+    (driven,) = build_driven(spec, model, precision, steps=2)
+    assert len(driven.params) == 6
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    first = outputs(model, precision).detach().clone()
+    for _ in range(2):
+        driven.optimizer.zero_grad()
+        outputs(model, precision).float().square().mean().backward()
+        driven.optimizer.step()
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    changed = {key for key in after if not torch.equal(after[key], before[key])}
+    assert changed == additions("layers.0", "layers.1", "head")
+    assert not torch.equal(outputs(model, precision), first)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_trained_weights_load_back(name):
+    model, precision, _ = built(name, {**LORA, "train": ["norm"]})
+    shake(model)
+    other, _, _ = built(name, {**LORA, "train": ["norm"]}, seed=9)
+    assert not torch.equal(outputs(other, precision), outputs(model, precision))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(outputs(other, precision), outputs(model, precision))
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_addition_is_scaled_by_alpha_over_rank(name):
+    model, precision, _ = built(name, LORA)
+    shake(model)
+    layer, base = model.head, built(name, {})[0].head
+    x = precision.cast(torch.randn(5, 64, generator=torch.Generator().manual_seed(3)))
+    down, up = (dict(layer.named_parameters())[part].double() for part in ADDITIONS)
+    with torch.no_grad(), precision.session(model, CPU), precision.forward(CPU):
+        addition = layer(x).double() - base(x).double()
+    wanted = 4 * x.double() @ down.T @ up.T  # alpha / rank = 8 / 2
+    error = (addition - wanted).norm() / wanted.norm()
+    assert error < (1e-5 if name == "32-true" else 0.03)
+
+
+def test_dropout_acts_in_training_only():
+    model = Net()
+    Lora(dropout=0.5).add(model, torch.float32)
+    shake(model)
+    x = torch.randn(4, 64)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+# Merging
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"alpha": 1.0, "rank": 5},
+        {"modules": ["layers.1"]},
+        {"train": ["head", "norm"]},
+        {"dropout": 0.3},
+    ],
+    ids=str,
+)
+def test_a_merged_model_is_plain_and_computes_the_same(keywords):
+    model, lora = Net().eval(), Lora(**keywords)
+    kinds = [(name, type(module)) for name, module in model.named_modules()]
+    keys = list(model.state_dict())
+    start = outputs(model, registry.load_precision("32-true"))
+    lora.add(model, torch.float32)
+    shake(model)
+    wanted = outputs(model.eval(), registry.load_precision("32-true"))
+    assert (wanted - start).abs().max() > 0.1
+    lora.merge(model)
+    assert [(name, type(module)) for name, module in model.named_modules()] == kinds
+    assert list(model.state_dict()) == keys
+    torch.testing.assert_close(outputs(model, registry.load_precision("32-true")), wanted)
+
+
+def test_merging_keeps_ties():
+    model, lora = Tied().eval(), Lora()
+    lora.add(model, torch.float32)
+    shake(model)
+    tokens = torch.arange(6)[None]
+    wanted = model(tokens)
+    lora.merge(model)
+    assert model.head.weight is model.words.weight
+    torch.testing.assert_close(model(tokens), wanted)
+
+
+def test_additions_are_in_the_dtype_that_is_asked_for():
+    """peft would take the compute dtype of a layer of bitsandbytes, in which Adam's eps is 0."""
+    precision = registry.load_precision("bnb-nf4", compute_dtype="float16")
+    model, _ = precision.convert(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)))
+    Lora().add(model, precision.storage)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {torch.float32}
+
+
+def test_a_tied_layer_that_is_named_is_refused():
+    model = nn.Module()
+    model.table, model.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    model.head.weight = model.table.weight
+    with pytest.raises(ConfigError, match="names head, which shares its weight with table: "):
+        Lora(modules=["head"]).add(model, torch.float32)
+
+
+def test_a_layer_of_two_names_gets_none():
+    model = nn.Module()
+    model.a = model.b = nn.Linear(8, 8)
+    model.c = nn.Linear(8, 8)
+    Lora().add(model, torch.float32)
+    assert type(model.a) is type(model.b) is nn.Linear
+    assert type(model.c) is not nn.Linear
+
+
+def test_what_was_merged_can_be_adapted_again():
+    model = nn.Sequential(nn.Linear(8, 8))
+    for _ in range(2):
+        lora = Lora()
+        lora.add(model, torch.float32)
+        lora.merge(model)
+        assert type(model[0]) is nn.Linear

@@ -1,0 +1,317 @@
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn import functional as F
+
+from runner.config.schema import RunSpec, TrainSpec
+from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.models.gpt import GPT
+from runner.models.mlp import MLP
+from runner.models.resnet import resnet
+from runner.precision import registry
+from runner.training import compile as shaping
+from runner.training.compile import check_compile_options, modules_to_compile, prepare_model
+from runner.utils.errors import ConfigError
+from runner.utils.modules import repeated_blocks
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+PLAIN = registry.load_precision("32-true")
+TOKENS = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(0))
+
+
+def gpt(**sizes):
+    torch.manual_seed(0)
+    return GPT(16, 8, **{"layers": 3, "heads": 2, "width": 16, **sizes})
+
+
+def spec(**train):
+    return replace(RunSpec(), train=TrainSpec(**train))
+
+
+def shaped(model, precision=PLAIN, device=CPU, **train):
+    check_compile_options(spec(**train), precision, device, model)
+    prepare_model(spec(**train), precision, device, model)
+    return model
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides its own
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """Graphs that torch.compile makes, which run as they are; the modes that were asked for."""
+    count, whole = CompileCounter(), nn.Module.compile
+    count.modes = []
+
+    def compile_(self, mode=None, **options):
+        count.modes.append(mode)
+        whole(self, backend=count, **options)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_)
+    yield count
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (gpt(), ["blocks.0", "blocks.1", "blocks.2"]),
+        (resnet(18, 10, [1, 8, 8]), [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)]),
+        (MLP([8], 2, [4, 4]), []),
+        (nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())), []),
+        (nn.ModuleDict({"a": gpt(layers=1), "b": gpt(layers=2)}), ["a", "b"]),
+    ],
+    ids=["gpt", "resnet", "mlp", "containers", "dict"],
+)
+def test_the_repeated_blocks(model, expected):
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[block] for block in repeated_blocks(model)] == expected
+
+
+def test_a_block_that_is_used_twice_is_one():
+    block = gpt().blocks[0]
+    assert repeated_blocks(nn.ModuleList([block, block])) == [block]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["blocks"], ["blocks.0", "blocks.1", "blocks.2"]),
+        (["blocks.1", "head"], ["blocks.1", "head"]),
+        (["blocks.*.expand"], ["blocks.0.expand", "blocks.1.expand", "blocks.2.expand"]),
+        (["blocks.0", "blocks.0.expand"], ["blocks.0"]),
+        (["*"], [""]),
+    ],
+)
+def test_patterns_choose_the_outermost(patterns, expected):
+    model = gpt()
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[module] for module in modules_to_compile(model, patterns)] == expected
+
+
+@pytest.mark.parametrize(
+    ("train", "precision", "device", "parts"),
+    [
+        (
+            {"compile": "reduce-overhead"},
+            "32-true",
+            CPU,
+            [
+                "train.compile=reduce-overhead replays CUDA graphs",
+                "on cpu",
+                "Type train.compile=de",
+            ],
+        ),
+        (
+            {"compile": "max-autotune", "accumulate": 2},
+            "32-true",
+            CUDA,
+            ["train.compile=max-autotune", "do not add up", "train.accumulate=1"],
+        ),
+        (
+            {"compile": True},
+            "transformer-engine",
+            CPU,
+            [
+                "train.compile=true",
+                "precision=transformer-engine scales by past steps",
+                "Type precision=transformer-engine-current",
+            ],
+        ),
+        (
+            {"activation_checkpointing": True},
+            "transformer-engine-float16",
+            CPU,
+            ["train.activation_checkpointing=true computes forwards twice", "scales by past steps"],
+        ),
+        (
+            {"activation_checkpointing": ["blokcs"]},
+            "32-true",
+            CPU,
+            ["train.activation_checkpointing: blokcs matches no module", "blocks"],
+        ),
+    ],
+)
+def test_what_cannot_work_is_told(train, precision, device, parts):
+    with pytest.raises(ConfigError) as error:
+        check_compile_options(spec(**train), registry.load_precision(precision), device, gpt())
+    (problem,) = error.value.problems
+    assert [part for part in parts if part not in problem] == []
+
+
+@pytest.mark.parametrize("train", [{"compile": "regional"}, {"activation_checkpointing": True}])
+def test_a_model_without_repeated_blocks_is_told(train):
+    with pytest.raises(ConfigError, match="repeated blocks of a model, and this one has none"):
+        check_compile_options(spec(**train), PLAIN, CPU, MLP([8], 2, [4, 4]))
+
+
+def test_a_machine_without_a_compiler_is_told(monkeypatch):
+    monkeypatch.setattr(shaping.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler.*apt install g\+\+"):
+        check_compile_options(spec(compile=True), PLAIN, CPU, gpt())
+    check_compile_options(spec(), PLAIN, CPU, gpt())
+
+
+def test_scales_that_do_not_remember_may_be_compiled():
+    precision = registry.load_precision("transformer-engine-current")
+    check_compile_options(spec(compile=True, activation_checkpointing=True), precision, CPU, gpt())
+
+
+# What is compiled.
+def test_a_kind_of_block_is_compiled_once(counter):
+    model = shaped(gpt(), compile="regional")
+    assert torch.equal(model(TOKENS), gpt()(TOKENS))
+    assert (counter.frame_count, counter.modes) == (1, [None] * 3)
+
+
+def test_blocks_of_many_kinds_are_all_compiled(counter):
+    model, x = shaped(resnet(18, 10, [1, 8, 8]), compile="regional"), torch.ones(4, 1, 8, 8)
+    model(x)
+    first = counter.frame_count
+    model(x[:3])
+    model.eval()(x)
+    assert (first, counter.frame_count) == (7, 21)  # torch's own limit is 8, then it stays eager
+
+
+def test_what_is_computed_does_not_depend_on_the_shapes_before(counter):
+    model = shaped(gpt(), compile=True)
+    for rows in (4, 3, 4, 2, 4):
+        model(TOKENS[:rows])
+    assert counter.frame_count == 3  # one of them for every number of rows would be another kernel
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"), [(True, None), ("default", "default"), ("max-autotune", "max-autotune")]
+)
+def test_a_mode_reaches_torch(counter, value, mode):
+    shaped(gpt(), compile=value)
+    assert counter.modes == [mode]
+
+
+def test_names_stay(counter):
+    model = shaped(gpt(), compile=True, activation_checkpointing=True)
+    plain = gpt()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    kinds = [(name, type(module).__name__) for name, module in plain.named_modules()]
+    assert [(name, type(module).__name__) for name, module in model.named_modules()] == kinds
+
+
+def test_a_probe_leaves_what_is_compiled_alone(counter):
+    model = shaped(gpt(), compile="regional")
+    with DtypeProbe(model) as probe:
+        model(TOKENS)
+    assert probe.table() == []
+    assert counter.frame_count == 1
+
+
+# What is computed twice.
+class Kept:
+    """Context that counts the bytes that autograd keeps for the backward, parameters left out."""
+
+    def __init__(self, model):
+        self.params = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.bytes = 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor):
+        if tensor.untyped_storage().data_ptr() not in self.params:
+            self.bytes += tensor.nbytes
+        return tensor
+
+
+def trained(model, precision, kept=None):
+    """Loss and gradients of a step with dropout."""
+    model, _ = precision.convert(model)
+    model.train()
+    torch.manual_seed(1)
+    with kept or nullcontext():
+        with precision.forward(CPU):
+            output = model(TOKENS)
+        loss = F.cross_entropy(output.float().flatten(0, 1), TOKENS.flatten())
+    loss.backward()
+    return loss, [p.grad for p in model.parameters()], torch.rand(1)
+
+
+@pytest.mark.parametrize("what", [True, ["blocks.0", "head"]], ids=["blocks", "patterns"])
+@pytest.mark.parametrize("name", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"])
+def test_it_computes_the_same_bit_by_bit(name, what):
+    precision = registry.load_precision(name)
+    wanted = trained(gpt(dropout=0.3), precision)
+    found = trained(shaped(gpt(dropout=0.3), precision, activation_checkpointing=what), precision)
+    assert torch.equal(wanted[0], found[0])
+    assert torch.equal(wanted[2], found[2])
+    assert all(map(torch.equal, wanted[1], found[1]))
+
+
+class Own(nn.Module):
+    """A block that makes tensors in the default dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        ramp = torch.linspace(0, 1, 4)
+        assert ramp.dtype is x.dtype
+        return self.inner(x).tanh() * ramp
+
+
+def test_the_second_forward_has_the_precisions_context_too():
+    precision = registry.load_precision("bf16-true")
+    model, _ = precision.convert(nn.Sequential(Own(), Own()))
+    shaped(model, precision, activation_checkpointing=True)
+    with precision.forward(CPU):
+        output = model(torch.ones(2, 4, dtype=torch.bfloat16))
+    output.sum().backward()
+    assert model[0].inner.weight.grad.dtype is torch.bfloat16
+
+
+def test_less_is_kept_for_the_backward():
+    found = []
+    for what in (False, True):
+        model = shaped(gpt(layers=4), activation_checkpointing=what)
+        kept = Kept(model)
+        trained(model, PLAIN, kept.hooks)
+        found.append(kept.bytes)
+    assert found[1] < found[0] / 4
+
+
+def test_a_copy_computes_with_its_own_weights():
+    model = shaped(gpt(), activation_checkpointing=True)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.blocks[0].expand.weight.zero_()
+    assert not torch.equal(model(TOKENS), twin(TOKENS))
+
+
+def test_an_evaluation_computes_once():
+    model = shaped(gpt(), activation_checkpointing=True)
+    calls = []
+    model.blocks[0].expand.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        model(TOKENS)
+    assert calls == [1]
+    model(TOKENS).sum().backward()
+    assert calls == [1, 1, 1]
+
+
+def test_compiled_and_computed_twice(counter):
+    model = shaped(gpt(), compile="regional", activation_checkpointing=True)
+    loss, plain = model(TOKENS).square().sum(), gpt()
+    wanted = plain(TOKENS).square().sum()
+    assert torch.equal(loss, wanted)
+    loss.backward()
+    wanted.backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    assert counter.frame_count == 1
+
+
+def test_channels_last():
+    model = shaped(resnet(18, 10, [1, 8, 8]), channels_last=True)
+    assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last)

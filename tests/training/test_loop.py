@@ -1,0 +1,487 @@
+import signal
+from itertools import islice
+from time import perf_counter, sleep
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+
+from runner.config.schema import TrainSpec
+from runner.data.loader import Loader
+from runner.precision import registry
+from runner.precision.loss_scale import DynamicLossScale
+from runner.training.evaluation import Stagnation, evaluate
+from runner.training.loop import accumulation_batches, fit, total_steps
+from runner.training.record_buffer import HostTransfer
+from runner.training.records import EvalRecord
+from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.utils.stop_signals import Stopped
+
+CPU = torch.device("cpu")
+
+
+def data(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(count, 4, generator=generator),
+        torch.randint(3, (count,), generator=generator),
+    )
+
+
+def loader(count=10, size=4, *, shuffle=True, seed=0):
+    return Loader(data(count), size, shuffle=shuffle, seed=seed, device=CPU)
+
+
+def made(name="32-true", lr=0.1, optimizer=torch.optim.SGD, **changes):
+    torch.manual_seed(0)
+    precision = registry.load_precision(name, **changes)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model, _ = precision.convert(model)
+    chosen = optimizer(model.parameters(), lr=lr)
+    scheduler = LambdaLR(chosen, lambda step: 0.9**step)
+    driven = [ScheduledOptimizer(chosen, scheduler)]
+    return TrainState(model, precision, Classification(), precision.scale(CPU), driven, CPU)
+
+
+def run(state=None, batches=None, stopped=lambda: False, flush_every=None, **train):
+    """All records of a fit, and the shape of its course: lengths of blocks, E for evaluations."""
+    records = list(
+        fit(
+            state or made(),
+            batches or loader(),
+            loader(5),
+            TrainSpec(**train),
+            flush_every=flush_every,
+            stopped=stopped,
+        )
+    )
+    course = ["E" if isinstance(r, EvalRecord) else len(r) for r in records]
+    return records, course
+
+
+def steps(records):
+    return [s for r in records if not isinstance(r, EvalRecord) for s in r]
+
+
+def evaluations(records):
+    return [r for r in records if isinstance(r, EvalRecord)]
+
+
+# Lengths and boundaries
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "accumulate", "per_epoch"),
+    [(10, 4, 1, 3), (10, 4, 2, 2), (8, 4, 2, 1), (10, 4, 5, 1), (4, 8, 1, 1)],
+)
+def test_lengths(count, size, accumulate, per_epoch):
+    batches = loader(count, size)
+    epochs = TrainSpec(epochs=3, accumulate=accumulate)
+    assert total_steps(epochs, batches) == 3 * per_epoch
+    assert total_steps(TrainSpec(epochs=3, max_steps=7, accumulate=accumulate), batches) == 7
+    records, _ = run(batches=batches, epochs=3, accumulate=accumulate)
+    assert len(steps(records)) == 3 * per_epoch
+    sizes = [s.examples for s in steps(records)]
+    assert sum(sizes) == 3 * count
+
+
+@pytest.mark.parametrize("log_every", [1, 2, 4, 100])
+def test_every_step_comes_once_in_order_with_true_numbers(log_every):
+    records, _ = run(epochs=3, log_every=log_every)
+    found = steps(records)
+    assert [s.step for s in found] == list(range(1, 10))
+    assert [s.epoch for s in found] == [1] * 3 + [2] * 3 + [3] * 3
+    assert [s.examples for s in found] == [4, 4, 2] * 3
+    assert [s.lr for s in found] == pytest.approx([0.1 * 0.9**i for i in range(9)])
+    assert all(s.step_ms > 0 for s in found)
+    assert [(e.step, e.epoch) for e in evaluations(records)] == [(3, 1), (6, 2), (9, 3)]
+
+
+def test_the_numbers_do_not_depend_on_the_flushing():
+    wanted = [(s.step, s.loss, s.grad_norm) for s in steps(run(epochs=2, log_every=1)[0])]
+    for log_every in (2, 100):
+        made_here = steps(run(epochs=2, log_every=log_every)[0])
+        assert [(s.step, s.loss, s.grad_norm) for s in made_here] == wanted
+
+
+@pytest.mark.parametrize(
+    ("train", "course"),
+    [
+        ({"epochs": 2}, [3, "E", 3, "E"]),
+        ({"epochs": 2, "log_every": 2}, [2, 1, "E", 1, 2, "E"]),
+        ({"max_steps": 5}, [3, "E", 2, "E"]),
+        ({"max_steps": 5, "eval_every": 2}, [2, "E", 2, "E", 1, "E"]),
+        ({"max_steps": 4, "eval_every": 2}, [2, "E", 2, "E"]),
+        ({"max_steps": 2, "eval_every": 100}, [2, "E"]),
+        ({"max_steps": 7, "eval_every": 100, "log_every": 3}, [3, 3, 1, "E"]),
+        ({"epochs": 2, "accumulate": 2}, [2, "E", 2, "E"]),
+        ({"max_steps": 1}, [1, "E"]),
+    ],
+)
+def test_blocks_end_and_evaluations_fall_where_the_spec_says(train, course):
+    assert run(**train)[1] == course
+
+
+def test_blocks_end_for_checkpoints_as_well():
+    _, course = run(max_steps=7, eval_every=100, flush_every=3)
+    assert course == [3, 3, 1, "E"]
+    _, course = run(max_steps=7, eval_every=100, log_every=2, flush_every=3)
+    assert course == [2, 1, 1, 2, 1, "E"]
+
+
+def test_a_block_ends_at_the_states_step():
+    state = made()
+    for record in fit(state, loader(), loader(5), TrainSpec(epochs=2, log_every=2)):
+        last = record.step if isinstance(record, EvalRecord) else record[-1].step
+        assert last == state.step
+
+
+def test_a_stop_ends_after_a_last_block():
+    state = made()
+    records, course = run(state, epochs=5, log_every=100, stopped=lambda: state.step == 5)
+    assert course == [3, "E", 2]
+    assert steps(records)[-1].step == 5
+
+
+def test_a_stop_ends_an_evaluation_as_if_it_had_not_begun(monkeypatch):
+    """Between its batches; what it has drawn at random is put back for the resumed run."""
+    state, batches = made(), loader(5)
+
+    def drawing(epoch):
+        for batch in Loader.epoch(batches, epoch):
+            torch.rand(1)
+            yield batch
+
+    monkeypatch.setattr(batches, "epoch", drawing)
+    asked = []
+
+    def stopped():
+        asked.append(torch.get_rng_state())
+        return len(asked) > 4  # three steps, and the first batch of the evaluation
+
+    records = list(fit(state, loader(), batches, TrainSpec(epochs=5, log_every=2), stopped=stopped))
+    assert [len(block) for block in records] == [2, 1]
+    assert (state.step, state.evaluated) == (3, 0)
+    assert torch.equal(torch.get_rng_state(), asked[2])
+
+
+def test_a_wait_for_a_batch_that_is_cut_ends_after_a_last_block():
+    """The state is that of the step before."""
+    state, batches = made(), loader()
+
+    def cut(epoch, start=0):
+        yield from islice(Loader.epoch(batches, epoch, start), 2)
+        raise Stopped(signal.SIGTERM)
+
+    batches.epoch = cut
+    _, course = run(state, batches, epochs=5, log_every=100)
+    assert course == [2]
+    assert (state.step, state.position) == (2, 2)
+
+
+def test_breaking_off_leaves_a_usable_state():
+    state = made()
+    for _ in fit(state, loader(), loader(5), TrainSpec(epochs=5, log_every=2)):
+        break
+    assert state.step == 2
+    train_step(state, [next(loader().epoch(1))])
+
+
+def test_each_step_runs_in_the_context_of_its_number():
+    class Context:
+        def __init__(self, step):
+            self.step = step
+
+        def __enter__(self):
+            seen.append((self.step, state.step))
+
+        def __exit__(self, *_):
+            seen.append(state.step)
+
+    seen, state = [], made()
+    list(fit(state, loader(), loader(5), TrainSpec(max_steps=2), around=Context))
+    assert seen == [(1, 0), 1, (2, 1), 2]
+    seen.clear()
+    list(fit(state, loader(), loader(5), TrainSpec(max_steps=3), around=Context))
+    assert seen == [(3, 2), 3]  # true numbers: a run may have been resumed
+
+
+def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
+    from runner.training import loop, record_buffer
+    from runner.training import step as step_module
+
+    now = [0.0]
+
+    def clock():
+        now[0] += 0.001
+        return now[0]
+
+    def slow(state, validation, stopped):
+        now[0] += 100.0
+        return {}
+
+    monkeypatch.setattr(loop, "perf_counter", clock)
+    monkeypatch.setattr(record_buffer, "perf_counter", clock)
+    monkeypatch.setattr(step_module, "perf_counter", clock)
+    monkeypatch.setattr(loop, "evaluate", slow)
+    assert all(s.step_ms < 100 for s in steps(run(epochs=3)[0]))
+
+
+def test_skipped_steps_are_counted_through_the_run():
+    state = made("16-mixed", loss_scale={"init_scale": 2.0**24, "growth_interval": 3})
+    records, _ = run(state, max_steps=24, log_every=5)
+    found = steps(records)
+    assert (found[0].loss_scale, found[0].overflow) == (2.0**24, 1.0)
+    total = 0
+    for s in found:
+        total += s.overflow
+        assert s.skipped_steps == total
+    assert 1 < total < 24
+    assert state.skipped == total
+    assert state.driven[0].scheduler.last_epoch == 24 - total
+
+
+def test_a_precision_without_a_scale_has_no_such_numbers():
+    assert {(s.loss_scale, s.overflow, s.skipped_steps) for s in steps(run(epochs=1)[0])} == {
+        (None, None, None)
+    }
+
+
+# Order of the data
+
+
+class Noted(Loader):
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        self.epochs = []
+
+    def epoch(self, epoch, start=0):
+        self.epochs.append(epoch)
+        return super().epoch(epoch, start)
+
+
+def orders(seed, state=None, epochs=3):
+    """First inputs of each micro-batch of a run."""
+    batches = Loader(data(10), 4, shuffle=True, seed=seed, device=CPU)
+    stream = accumulation_batches(state or made(), batches, 2)
+    return [[x.sum().item() for x, _ in next(stream)[0]] for _ in range(2 * epochs)]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    torch.manual_seed(1)
+    first = orders(0)
+    torch.manual_seed(2)
+    torch.randn(100)
+    assert orders(0) == first
+    assert orders(1) != first
+    by_epoch = [first[0], first[2], first[4]]
+    assert len({tuple(x) for x in by_epoch}) == 3
+    resumed = made()
+    resumed.epoch = 1
+    assert orders(0, resumed, epochs=2) == first[2:]
+
+
+def test_epochs_are_asked_for_in_order_and_counted():
+    batches = Noted(data(10), 4, shuffle=True, seed=0, device=CPU)
+    state = made()
+    list(fit(state, batches, loader(5), TrainSpec(epochs=3)))
+    assert (batches.epochs, state.epoch) == ([1, 2, 3], 3)
+
+
+def test_groups_end_with_an_epoch():
+    found = [*islice(accumulation_batches(made(), loader(), 2), 4)]
+    assert [sizes for _, sizes in found] == [[4, 4], [2], [4, 4], [2]]
+    assert [[len(x) for x, _ in group] for group, _ in found] == [[4, 4], [2], [4, 4], [2]]
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+def test_a_partial_batch_weighs_what_it_should(size):
+    state = made()
+    dataset = data(7, seed=3)
+    metrics = evaluate(state, Loader(dataset, size, shuffle=False, seed=0, device=CPU))
+    inputs, target = dataset.tensors
+    with torch.no_grad():
+        output = state.model.eval()(inputs)
+    assert metrics["val/loss"] == pytest.approx(
+        nn.functional.cross_entropy(output, target).item(), rel=1e-6
+    )
+    assert metrics["val/accuracy"] == (output.argmax(1) == target).double().mean().item()
+
+
+@pytest.mark.parametrize("name", [r.name for r in registry.supported_precisions(CPU) if r.runs])
+def test_an_evaluation_changes_nothing(name):
+    state = made(name)
+    state.model.train()
+    before = {k: v.clone() for k, v in state.model.state_dict().items()}
+    stream = torch.get_rng_state()
+    first, second = (evaluate(state, loader(7, shuffle=False)) for _ in range(2))
+    assert first == second
+    after = state.model.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert all(m.training for m in state.model.modules())
+    assert all(p.grad is None for p in state.model.parameters())
+    assert torch.equal(stream, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+
+
+def test_an_evaluation_is_in_the_runs_precision():
+    seen = []
+    for name in ("16-mixed", "bf16-true", "64-true"):
+        state = made(name)
+        state.model[3].register_forward_hook(
+            lambda m, a, out: seen.append((out.dtype, out.requires_grad))
+        )
+        evaluate(state, loader(3))
+    halves = [(torch.float16, False), (torch.bfloat16, False)]
+    assert seen == [*halves, (torch.float64, False)]
+
+
+def test_an_evaluation_settles_the_schedule():
+    state = made("16-mixed", loss_scale={"init_scale": 8.0})
+    train_step(state, [next(loader().epoch(1))])
+    assert state.driven[0].scheduler.last_epoch == 0
+    evaluate(state, loader(3))
+    assert state.driven[0].scheduler.last_epoch == 1
+    state.driven[0].settle()
+    assert state.driven[0].scheduler.last_epoch == 1
+
+
+def test_training_goes_on_as_without_evaluations():
+    often, never = made(), made()
+    run(often, max_steps=6, eval_every=1)
+    run(never, max_steps=6, eval_every=100)
+    for p, q in zip(
+        often.model.state_dict().values(), never.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(p, q)
+
+
+# Stagnation
+
+
+@pytest.mark.parametrize(("lr", "low", "high"), [(1e-9, 0.99, 1.0), (0.1, 0.0, 0.05)])
+@pytest.mark.parametrize("name", ["bf16-true", "16-true"])
+def test_the_share_of_elements_that_did_not_move(name, lr, low, high):
+    state = made(name)
+    weights = [p for n, p in state.model.named_parameters() if n.startswith(("0.w", "3."))]
+    state.driven = [ScheduledOptimizer(torch.optim.Adam(weights, lr=lr, eps=1e-4))]
+    records, _ = run(state, epochs=2)
+    for record in evaluations(records):
+        assert record.stagnant is not None
+        assert low <= record.stagnant <= high
+
+
+@pytest.mark.parametrize("name", ["64-true", "32-true", "16-mixed", "bf16-mixed"])
+def test_it_is_counted_in_half_precision_only(name):
+    assert {r.stagnant for r in evaluations(run(made(name), epochs=1)[0])} == {None}
+
+
+def test_only_elements_with_a_gradient_count():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    state = made("bf16-true")
+    state.driven = [ScheduledOptimizer(optimizer)]
+    watch = Stagnation(state)
+    # 1 - 1e-4 rounds to 1 in bfloat16; the last element has no gradient at all.
+    (weight * torch.tensor([1e-4, 1e-4, 0.5, 0.0], dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert watch.share() == pytest.approx(2 / 3)
+    assert not weight._post_accumulate_grad_hooks
+
+
+def test_float32_islands_do_not_count():
+    state = made("bf16-true", lr=1e-9, keep_fp32=["0", "1", "3"])
+    assert evaluations(run(state, epochs=1)[0])[0].stagnant == 0.0
+
+
+def test_a_stop_leaves_no_hook():
+    state = made("bf16-true")
+    run(state, max_steps=5, eval_every=1, stopped=lambda: True)
+    assert not any(p._post_accumulate_grad_hooks for p in state.trainable)
+
+
+def test_an_overflow_in_a_run_is_recorded(monkeypatch):
+    state = made("16-mixed", loss_scale={"init_scale": 2.0**30, "growth_interval": 50})
+    assert isinstance(state.scale, DynamicLossScale)
+    records, _ = run(state, max_steps=3)
+    assert [(s.overflow, s.loss_scale) for s in steps(records)] == [
+        (1.0, 2.0**30),
+        (1.0, 2.0**29),
+        (1.0, 2.0**28),
+    ]
+
+
+def test_a_block_under_way_is_yielded_when_the_next_has_set_out(monkeypatch):
+    """As on a device that computes beside the host; an evaluation and the end wait for all."""
+    _, wanted = run(max_steps=9, log_every=2, eval_every=5)
+    exact = steps(run(max_steps=9, log_every=2, eval_every=5)[0])
+    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.here", False)
+    seen = []
+    state = made("16-mixed")
+    spec = TrainSpec(max_steps=9, log_every=2, eval_every=5)
+    for record in fit(state, loader(), loader(5), spec, flush_every=8):
+        last = "E" if isinstance(record, EvalRecord) else record[-1].step
+        seen.append((last, state.step))
+    assert seen == [(2, 4), (4, 5), (5, 5), ("E", 5), (6, 8), (8, 8), (9, 9), ("E", 9)]
+    records, course = run(max_steps=9, log_every=2, eval_every=5)
+    assert course == wanted
+    assert [s.loss for s in steps(records)] == [s.loss for s in exact]
+
+
+def test_skipped_steps_are_counted_across_blocks_under_way(monkeypatch):
+    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.here", False)
+    state = made("16-mixed", loss_scale={"init_scale": 2.0**40})
+    records, _ = run(state, max_steps=8, log_every=2)
+    counts = [s.skipped_steps for s in steps(records)]
+    overflows = [s.overflow for s in steps(records)]
+    assert counts == [int(sum(overflows[: i + 1])) for i in range(8)]
+    assert counts[-1] > 0
+
+
+class Late(HostTransfer):
+    """Of a device that is done long after the host has asked it for everything."""
+
+    here, SECONDS = False, 0.05
+
+    def wait(self):
+        sleep(self.SECONDS)
+        return super().wait()
+
+
+def test_waiting_for_the_device_is_a_part_of_the_steps(monkeypatch):
+    monkeypatch.setattr("runner.training.record_buffer.HostTransfer", Late)
+    started = perf_counter()
+    records, _ = run(max_steps=4, log_every=2, eval_every=2)
+    seconds = perf_counter() - started
+    counted = sum(s.step_ms for s in steps(records)) / 1e3
+    assert 2 * Late.SECONDS < counted < seconds
+
+
+class BreaksAt(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.left = call
+
+    def forward(self, x):
+        self.left -= self.training
+        if self.left == 0:
+            raise ValueError("broken")
+        return x
+
+
+@pytest.mark.parametrize("call", [2, 5, 6])
+def test_what_was_computed_before_an_exception_is_recorded(call, monkeypatch):
+    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.here", False)
+    state, seen = made(), []
+    state.model = nn.Sequential(state.model, BreaksAt(call))
+    records = fit(state, loader(40), loader(5), TrainSpec(max_steps=9, log_every=2))
+    with pytest.raises(ValueError, match="broken"):
+        seen.extend(record for block in records for record in block)
+    assert [record.step for record in seen] == [*range(1, call)]

@@ -1,0 +1,457 @@
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from runner.config.schema import RunSpec
+from runner.config.targets import check_targets
+from runner.precision import registry
+from runner.precision.loss_scale import DynamicLossScale
+from runner.training import lowbit_optimizers
+from runner.training.optimizers import build_driven, build_optimizer, embedding_parameters
+from runner.training.state import ScheduledOptimizer
+from runner.utils.errors import ConfigError
+from runner.utils.tensors import stored_bytes, tensor_bytes
+
+CPU = torch.device("cpu")
+BLOCKWISE = (
+    "adam8bit",
+    "adamw8bit",
+    "lion8bit",
+    "paged_adam8bit",
+    "paged_adamw8bit",
+    "paged_lion8bit",
+)
+WRAPPED = ("adamw4bit", "adamwfp8")
+OPTIONS = (*BLOCKWISE, *WRAPPED)
+ADAMW8 = {"_target_": "runner.training.lowbit_optimizers.AdamW8bit", "lr": 0.01}
+ADAMW4 = {"_target_": "runner.training.lowbit_optimizers.AdamW4bit", "lr": 0.01}
+
+
+class Net(nn.Module):
+    """An embedding and matrices of 8192 elements and more, biases of 128 and fewer."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.words = nn.Embedding(64, 128)
+        self.body = nn.Linear(128, 128)
+        self.head = nn.Linear(128, 64)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        return self.head(torch.relu(self.body(self.words(tokens))))
+
+
+def driven(optimizer, precision="32-true", scheduler=None, steps=20, **keywords):
+    spec = RunSpec(optimizer=optimizer, scheduler=scheduler or {"_target_": None})
+    chosen = registry.load_precision(precision)
+    torch.manual_seed(0)
+    model, _ = chosen.convert(Net(**keywords), CPU)
+    return model, build_driven(spec, model, chosen, steps)
+
+
+def train(model, parts, steps, batch=16):
+    """Next-token-like fits of batches that the step's number seeds; the last loss."""
+    loss = torch.zeros(())
+    for step in steps:
+        generator = torch.Generator().manual_seed(step % 3)
+        tokens = torch.randint(0, 64, (batch,), generator=generator)
+        loss = nn.functional.cross_entropy(model(tokens).float(), tokens)
+        for d in parts:
+            d.optimizer.zero_grad()
+        loss.backward()
+        for d in parts:
+            d.optimizer.step()
+            if d.scheduler:
+                d.scheduler.step()
+    return loss.item()
+
+
+def states(model, optimizer):
+    """Each parameter's name and its state tensors but for counters and tables."""
+    named = {p: n for n, p in model.named_parameters()}
+    keys = ("state1", "state2", "exp_avg", "exp_avg_sq")
+    return {named[p]: [v for k, v in s.items() if k in keys] for p, s in optimizer.state.items()}
+
+
+def low(state):
+    """Whether a state tensor is held in few bits."""
+    return tensor_bytes(state) < 1.1 * state.numel()
+
+
+def all_tensors(values):
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, dict | list | tuple):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from all_tensors(value)
+
+
+# What keeps how many bits
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_matrices_have_few_bits_embeddings_and_small_tensors_32(compose, name):
+    model, (d,) = driven(compose(f"optimizer={name}").optimizer)
+    train(model, [d], range(1))
+    for parameter, kept in states(model, d.optimizer).items():
+        wanted = parameter in ("body.weight", "head.weight")
+        assert [low(state) for state in kept] == [wanted] * len(kept), parameter
+        if not wanted:
+            assert {state.dtype for state in kept} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit"])
+def test_a_tied_head_counts_as_the_embedding(compose, name):
+    model, (d,) = driven(compose(f"optimizer={name}").optimizer, tied=True)
+    assert [g.get("optim_bits") for g in d.optimizer.param_groups] == [None, 32]
+    train(model, [d], range(1))
+    assert [low(s) for s in states(model, d.optimizer)["words.weight"]] == [False, False]
+    assert [low(s) for s in states(model, d.optimizer)["body.weight"]] == [True, True]
+
+
+@pytest.mark.parametrize("node", [ADAMW8, ADAMW4])
+def test_several_optimizers(node):
+    muon = {"_target_": "torch.optim.Muon", "match": "matrices", "lr": 0.02}
+    model, both = driven({"matrices": muon, "rest": {**node, "match": None}})
+    assert [type(d.optimizer).__name__ for d in both] == ["Muon", node["_target_"].split(".")[-1]]
+    train(model, both, range(2))
+    rest = states(model, both[1].optimizer)
+    assert [low(s) for s in rest["words.weight"]] == [False, False]
+    assert [low(s) for s in rest["head.weight"]] == [True, True]
+
+
+def test_a_model_without_embeddings_and_one_of_embeddings_only_have_one_group():
+    linear, table = nn.Linear(64, 64), nn.Embedding(64, 64)
+    for module, bits in ((linear, None), (table, 32)):
+        made = build_optimizer(
+            "optimizer", ADAMW8, list(module.parameters()), embedding_parameters(module)
+        )
+        assert [g.get("optim_bits") for g in made.param_groups] == [bits]
+
+
+def test_other_optimizers_get_plain_parameters():
+    _, (d,) = driven({"_target_": "torch.optim.AdamW", "lr": 0.1})
+    assert len(d.optimizer.param_groups) == 1
+    assert "optim_bits" not in d.optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("adamw8bit", 0.27), ("adamw4bit", 0.15), ("adamwfp8", 0.27), ("lion8bit", 0.14)],
+)
+def test_the_share_of_32_bit_adam(compose, name, share):
+    sizes = {}
+    for option in ("adamw", name):
+        model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+        made = build_optimizer(
+            "optimizer", compose(f"optimizer={option}").optimizer, list(model.parameters())
+        )
+        model(torch.randn(4, 256)).square().mean().backward()
+        made.step()
+        sizes[option] = tensor_bytes(*all_tensors(list(made.state.values())))
+    assert sizes[name] / sizes["adamw"] <= share
+
+
+# The process-wide overrides of bitsandbytes
+
+
+def test_overrides_of_other_code_do_not_reach_a_run():
+    """By index, by id and by module, stale and new."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    manager = GlobalOptimManager.get_instance()
+    try:
+        model, (d,) = driven(ADAMW8)
+        for key in ((0, 0), (1, 0)):
+            manager.index2config[key] = {"optim_bits": 32, "lr": 7.0}
+        manager.override_config(model.body.weight, "optim_bits", 32)
+        manager.override_config(model.words.weight, "optim_bits", 8)
+        manager.register_module_override(model.head, "weight", {"optim_bits": 32})
+        twin, (other,) = driven(ADAMW8)
+        train(model, [d], range(3))
+    finally:
+        manager.initialize()
+    train(twin, [other], range(3))
+    for made, part in ((model, d), (twin, other)):
+        kept = states(made, part.optimizer)
+        assert [low(kept[f"{n}.weight"][0]) for n in ("words", "body", "head")] == [
+            False,
+            True,
+            True,
+        ]
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+
+
+def test_a_library_that_ignores_the_group_is_noticed(monkeypatch):
+    def config(self, gindex, pindex, group):
+        narrow = {"optim_bits": 8, "min_8bit_size": 1, "max_unorm": 0.0, "skip_zeros": False}
+        return {**group, **narrow}
+
+    monkeypatch.setattr(lowbit_optimizers.Blockwise, "get_config", config)
+    model, (d,) = driven(ADAMW8)
+    message = (
+        r"AdamW8bit made the state of a \[64, 128\] parameter in torch\.uint8, "
+        r"and its group 1 asks for optim_bits=32"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        train(model, [d], range(1))
+
+
+# The arithmetic
+
+
+@pytest.mark.parametrize("name", ["adam8bit", "adamw8bit", "adamw4bit", "adamwfp8"])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_in_32_bits_it_is_adamw(compose, name, decay):
+    """Decoupled decay, in Adam8bit too."""
+    pair = []
+    for option in (name, "adamw"):
+        node = {**compose(f"optimizer={option}").optimizer, "lr": 0.01, "weight_decay": decay}
+        torch.manual_seed(0)
+        model = Net()
+        made = build_optimizer(
+            "optimizer", node, list(model.parameters()), list(model.parameters())
+        )
+        train(model, [ScheduledOptimizer(made)], range(5))
+        pair.append([p.detach() for p in model.parameters()])
+    for mine, theirs in zip(*pair, strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_it_trains(compose, name, precision):
+    node = {**compose(f"optimizer={name}").optimizer, "lr": 1e-3 if "lion" in name else 5e-3}
+    model, (d,) = driven(node, precision)
+    assert train(model, [d], range(40)) < (1.0 if "lion" in name else 0.02)  # from 4.3
+
+
+def test_torchaos_step_is_not_compiled_on_the_cpu():
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    model, (d,) = driven(ADAMW4)
+    train(model, [d], range(2))
+    assert counters["stats"]["unique_graphs"] == before
+    twice = torch.compile(lambda x: 2 * x, backend="eager")
+    twice(torch.ones(2))
+    assert counters["stats"]["unique_graphs"] == before + 1  # the stance is back
+
+
+# Schedules, loss scale, checkpoints
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "lion8bit", "adamw4bit"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "onecycle"])
+def test_schedules_move_both_groups(compose, name, schedule):
+    composed = compose(f"optimizer={name}", f"scheduler={schedule}")
+    model, (d,) = driven(composed.optimizer, scheduler=composed.scheduler, steps=6)
+    rates = []
+    for step in range(6):
+        rates.append(d.lr)
+        train(model, [d], [step])
+    assert all(type(rate) is float for rate in rates)
+    assert len(set(rates)) > 3
+    assert len({g["lr"] for g in d.optimizer.param_groups}) == 1
+
+
+@pytest.mark.parametrize("node", [ADAMW8, ADAMW4])
+def test_a_rate_of_zero_moves_nothing(node):
+    model, (d,) = driven(node)
+    d.optimizer.param_groups[0]["lr"] = 0.0
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model, [d], range(2))
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {"words.weight"}
+
+
+@pytest.mark.parametrize("node", [ADAMW8, ADAMW4])
+def test_an_overflow_is_skipped(node):
+    model, (d,) = driven(node)
+    scale = DynamicLossScale(CPU, init_scale=4.0)
+    for fill, applied in ((float("inf"), False), (4.0, True)):
+        before = model.body.weight.detach().clone()
+        for p in d.params:
+            p.grad = torch.full_like(p, fill)
+        flag = scale.unscale([p.grad for p in d.params])
+        scale.step(d.optimizer, flag)
+        scale.update([flag])
+        assert torch.equal(model.body.weight, before) != applied
+        assert bool(d.optimizer.state) == applied
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_resumed_run_is_bit_exact(compose, name, precision):
+    composed = compose(f"optimizer={name}", "scheduler=cosine")
+    make = {"optimizer": composed.optimizer, "scheduler": composed.scheduler}
+    model, (d,) = driven(precision=precision, **make)
+    train(model, [d], range(4))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), d.optimizer.state_dict(), d.scheduler.state_dict()], file)
+    file.seek(0)
+    content = torch.load(file, weights_only=True)
+    assert {type(t) for t in all_tensors(content[1])} == {torch.Tensor}  # no library is needed
+    twin, (other,) = driven(precision=precision, **make)
+    for part, saved in zip((twin, other.optimizer, other.scheduler), content, strict=True):
+        part.load_state_dict(saved)
+    assert [g.get("optim_bits") for g in other.optimizer.param_groups] == [None, 32]
+    train(model, [d], range(4, 8))
+    train(twin, [other], range(4, 8))
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    kept, its = states(model, d.optimizer), states(twin, other.optimizer)
+    for key, values in kept.items():
+        assert [(type(v), v.dtype, tensor_bytes(v)) for v in values] == [
+            (type(v), v.dtype, tensor_bytes(v)) for v in its[key]
+        ]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "lion8bit", "adamw4bit"])
+def test_float64_and_complex_parameters_are_refused(compose, name):
+    node = compose(f"optimizer={name}").optimizer
+    with pytest.raises(
+        ConfigError,
+        match=r"computes in float32 and the model holds float64 par.*"
+        r"Allowed: bfloat16, float16, float32\. Type optimizer=adamw",
+    ):
+        driven(node, "64-true")
+    with pytest.raises(ConfigError, match="complex64"):
+        build_optimizer("optimizer", node, [nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"min_8bit_size": -1}, "min_8bit_size=-1 is not a whole number of elements, 0 and up"),
+        ({"min_8bit_size": 0.5}, "min_8bit_size=0.5 is not"),
+        ({"betas": [0.9]}, r"betas=\[0.9\] is not two numbers from 0 to below 1, as in"),
+        ({"betas": [0.9, 0.9, 0.9]}, "betas="),
+        ({"betas": [0.9, 1.0]}, "betas="),
+        ({"betas": 0.9}, "betas=0.9 is not"),
+        ({"lr": -0.1}, "lr=-0.1 is not a number, 0 and up"),
+        ({"lr": None}, "lr=None is not"),
+        ({"eps": float("nan")}, "eps=nan is not"),
+        ({"weight_decay": True, "lr": -1}, "lr=-1 is not a number, 0 and up; weight_decay=True"),
+    ],
+)
+def test_bad_keywords_are_told_in_one_message(node, message):
+    with pytest.raises(ConfigError, match=rf"^optimizer: runner.*AdamW8bit refuses.*{message}"):
+        driven({**ADAMW8, **node})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("block_size", 100),
+        ("block_size", 128.0),
+        ("amsgrad", 1),
+        ("lr", -1.0),
+        ("betas", [0.9]),
+        ("bf16_stochastic_round", None),
+    ],
+)
+def test_bad_keywords_of_torchaos(key, value):
+    with pytest.raises(ConfigError, match=rf"AdamW4bit refuses its arguments: {key}="):
+        driven({**ADAMW4, key: value})
+
+
+def test_text_and_unknown_keywords_are_told_before_anything_is_built(compose):
+    spec = compose("optimizer=adamw8bit", "optimizer.lr=high", "+optimizer.amsgrad=true")
+    problems = check_targets(spec)
+    assert [p.partition(":")[0].partition(" ")[0] for p in problems] == [
+        "optimizer.amsgrad=True",
+        "optimizer.lr=high",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("adamw8bit", "bitsandbytes"), ("adamw4bit", "torchao")]
+)
+def test_a_machine_without_the_library_is_told_what_to_install(compose, monkeypatch, name, library):
+    lowbit_optimizers._made.cache_clear()
+    monkeypatch.setitem(sys.modules, f"{library}.optim", None)
+    try:
+        (problem,) = check_targets(compose(f"optimizer={name}"))
+    finally:
+        lowbit_optimizers._made.cache_clear()
+    assert re.search(
+        rf"needs {library}, which does not import here: .*Type pip install {library} "
+        r".* or optimizer=adamw\.$",
+        problem,
+    )
+
+
+def test_the_libraries_are_imported_by_who_asks_for_them_only():
+    code = (
+        "import sys, runner.training.optimizers, runner.training.lowbit_optimizers\n"
+        "assert not {'bitsandbytes', 'torchao'} & set(sys.modules)\n"
+        "assert runner.training.lowbit_optimizers.AdamW4bit.__name__ == 'AdamW4bit'\n"
+        "assert 'torchao' in sys.modules and 'bitsandbytes' not in sys.modules\n"
+        "runner.training.lowbit_optimizers.Lion8bit\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="has no attribute 'AdamW3bit'"):
+        _ = lowbit_optimizers.AdamW3bit
+
+
+# Bytes
+
+
+def test_a_storage_counts_once():
+    whole = torch.zeros(8, 4)
+    assert tensor_bytes(whole) == 128
+    assert tensor_bytes(whole, whole, whole[0], whole.t()) == 128
+    assert tensor_bytes(whole, whole.clone()) == 256
+    assert tensor_bytes() == 0
+    assert tensor_bytes(torch.empty(8, 4, device="meta"), torch.empty(2, device="meta")) == 136
+
+
+def test_a_wrapper_counts_as_its_parts():
+    from torchao.optim.subclass_4bit import OptimState4bit
+
+    state = OptimState4bit.zeros((64, 128), True, 128, CPU, dtype=torch.float32)
+    assert state.numel() * state.element_size() == 4 * 8192
+    assert tensor_bytes(state) == 8192 // 2 + 4 * 8192 // 128 + 4 * 16
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_4_bit_weight_counts_with_its_scales(nested):
+    from bitsandbytes.nn import Params4bit
+
+    weight = Params4bit(
+        torch.randn(256, 256),
+        requires_grad=False,
+        quant_type="nf4",
+        blocksize=64,
+        compress_statistics=nested,
+    ).to("cpu")
+    assert weight.dtype is torch.uint8
+    blocks = 256 * 256 // 64
+    scales = blocks + 4 * (blocks // 256) + 4 * 256 + 4 if nested else 4 * blocks
+    assert tensor_bytes(weight) == 256 * 256 // 2 + scales + 4 * 16
+
+
+def test_a_model_stores_ties_once_and_buffers():
+    model = nn.Sequential(Net(tied=True), nn.BatchNorm1d(64))
+    count = 64 * 128 + 128 * 128 + 128 + 64 + 4 * 64
+    assert stored_bytes(model) == 4 * count + 8
+    with torch.device("meta"):
+        assert stored_bytes(Net(tied=True)) == 4 * (count - 4 * 64)

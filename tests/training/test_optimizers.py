@@ -1,0 +1,487 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from runner.config.schema import RunSpec
+from runner.config.targets import build_group
+from runner.data.build import build_loaders, build_splits
+from runner.data.splits import Splits
+from runner.precision import registry
+from runner.training import optimizers
+from runner.training.model import build_model
+from runner.training.optimizers import (
+    build_driven,
+    build_optimizer,
+    build_scheduler,
+    parameters_by_optimizer,
+)
+from runner.utils.errors import ConfigError
+
+CPU = torch.device("cpu")
+ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1}
+MUON = {
+    "matrices": {"_target_": "torch.optim.Muon", "match": "matrices", "lr": 0.02},
+    "rest": {"_target_": "torch.optim.AdamW", "match": None, "lr": 0.001},
+}
+OPTIMIZERS = ("adagrad", "adam", "adamw", "nadam", "rmsprop", "sgd")
+
+
+def here(name, **keywords):
+    """A node whose target is in this file."""
+    return {"_target_": f"{__name__}.{name}", **keywords}
+
+
+class Net(nn.Module):
+    made_as: torch.dtype
+
+    def __init__(self, width=4):
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"width={width} is below 1")
+        self.words = nn.Embedding(5, width)
+        self.body = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 3)
+        type(self).made_as = self.body.weight.dtype
+        type(self).made_on = self.body.weight.device
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.body(self.words(tokens))))
+
+
+class HalfNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.body.half()
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class Wave(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wave = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+
+class Raw(nn.Module):
+    """A matrix of its own and no linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+
+
+def text():
+    return "no module"
+
+
+def spec(**parts):
+    return replace(
+        RunSpec(model=here("Net"), optimizer=ADAMW, scheduler={"_target_": None}), **parts
+    )
+
+
+def driven(name="32-true", steps=10, **parts):
+    chosen = spec(**parts)
+    precision = registry.load_precision(name)
+    model = build_model(chosen, precision, CPU).model
+    return build_driven(chosen, model, precision, steps)
+
+
+# The model
+
+
+def test_a_model_is_made_in_float32_and_cast():
+    for name in ("64-true", "bf16-true", "16-mixed"):
+        precision = registry.load_precision(name)
+        model = build_model(spec(), precision, CPU).model
+        assert Net.made_as is torch.float32
+        assert model.body.weight.dtype is precision.storage
+
+
+@pytest.mark.parametrize("name", ["64-true", "bf16-true", "16-true", "32-true", "bf16-mixed"])
+def test_low_memory_makes_it_in_the_dtype_and_on_the_device(name):
+    low = replace(spec().init, low_memory=True)
+    precision = registry.load_precision(name)
+    model = build_model(spec(init=low), precision, torch.device("meta")).model
+    assert (Net.made_as, Net.made_on.type) == (precision.storage, "meta")
+    assert {p.dtype for p in model.parameters()} == {precision.storage}
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_model_can_be_made_elsewhere():
+    model = build_model(
+        spec(), registry.load_precision("32-true"), torch.device("meta"), made_on=CPU
+    ).model
+    assert (Net.made_on, model.body.weight.device.type) == (CPU, "meta")
+
+
+def test_what_a_target_refuses_is_told_with_its_group():
+    with pytest.raises(ConfigError, match=r"model: .*\.Net refuses its arguments: width=0 is"):
+        build_model(spec(model=here("Net", width=0)), registry.load_precision("32-true"), CPU)
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'depth'"):
+        build_group("model", here("Net", depth=3))
+    with pytest.raises(ConfigError, match=r"text made a str, not a torch\.nn\.Module"):
+        build_model(spec(model=here("text")), registry.load_precision("32-true"), CPU)
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
+def test_half_parameters_under_a_mixed_precision_are_refused(name):
+    with pytest.raises(ConfigError, match=r"the model holds half ones: body\.weight, body\.bias\."):
+        build_model(spec(model=here("HalfNet")), registry.load_precision(name), CPU)
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
+def test_fused_where_torch_has_it(compose, name, precision):
+    node = compose(f"optimizer={name}").optimizer
+    (d,) = driven(precision, optimizer=node)
+    fused = name in ("adagrad", "adam", "adamw", "sgd")
+    assert bool(d.optimizer.defaults.get("fused")) == fused
+    for p in d.params:
+        p.grad = torch.ones_like(p)
+    d.optimizer.step()
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_what_the_config_says_of_fused_holds(said):
+    (d,) = driven(optimizer={**ADAMW, "fused": said})
+    assert d.optimizer.defaults["fused"] is said
+
+
+def test_foreach_rules_fused_out():
+    (d,) = driven(optimizer={**ADAMW, "foreach": True})
+    assert not d.optimizer.defaults["fused"]
+    assert d.optimizer.defaults["foreach"] is True
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_complex_parameters_are_not_fused(compose, name):
+    """torch refuses them in the first step only."""
+    node = compose(f"optimizer={name}").optimizer
+    (d,) = driven(model=here("Wave"), optimizer=node)
+    d.params[0].grad = torch.ones(2, dtype=torch.complex64)
+    d.optimizer.step()
+    assert (d.params[0] != 1).all()
+
+
+def test_a_bad_keyword_of_an_optimizer_is_told():
+    with pytest.raises(ConfigError, match=r"optimizer: torch\.optim\.AdamW refuses.*learning rate"):
+        driven(optimizer={**ADAMW, "lr": -1.0})
+
+
+def test_nothing_trainable_is_told():
+    with pytest.raises(ConfigError, match="no trainable parameter: every one is frozen"):
+        driven(model=here("Frozen"))
+
+
+def test_frozen_parameters_are_left_out():
+    chosen, precision = spec(), registry.load_precision("32-true")
+    model = build_model(chosen, precision, CPU).model
+    model.words.requires_grad_(False)
+    (d,) = build_driven(chosen, model, precision, 10)
+    assert [id(p) for p in d.params] == [id(p) for p in model.parameters()][1:]
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "rmsprop", "adagrad"])
+def test_an_eps_that_underflows_is_refused_under_16_true(compose, name):
+    node = compose(f"optimizer={name}").optimizer
+    with pytest.raises(ConfigError, match=r"optimizer\.eps=1e-\d+: .*Type optimizer\.eps=1e-4"):
+        driven("16-true", optimizer=node)
+    driven("16-true", optimizer={**node, "eps": 1e-4})
+    driven("bf16-true", optimizer=node)
+
+
+def test_lbfgs(compose):
+    node = compose("optimizer=lbfgs").optimizer
+    with pytest.raises(ConfigError, match="lbfgs evaluates the loss several times"):
+        driven("16-mixed", optimizer=node)
+    clipped = replace(spec().train, clip_norm=1.0)
+    for bad in (
+        {"optimizer": node, "train": clipped},
+        {"optimizer": {"a": {**node, "match": ["body"]}, "b": {**ADAMW, "match": None}}},
+    ):
+        with pytest.raises(ConfigError, match=r"works alone and without train\.clip_norm"):
+            driven(**bad)
+    (d,) = driven("64-true", optimizer=node)
+    assert isinstance(d.optimizer, torch.optim.LBFGS)
+
+
+def split(model, node):
+    named = dict(model.named_parameters())
+    by_id = {id(p): n for n, p in named.items()}
+    return {
+        key: [by_id[id(p)] for p in params]
+        for key, _, params in parameters_by_optimizer(node, model, named)
+    }
+
+
+def test_muon_takes_the_hidden_matrices():
+    assert split(Net(), MUON) == {
+        "optimizer.matrices": ["body.weight"],
+        "optimizer.rest": [
+            "words.weight",
+            "body.bias",
+            "norm.weight",
+            "norm.bias",
+            "head.weight",
+            "head.bias",
+        ],
+    }
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt", "vit"])
+def test_muon_and_the_rest_cover_every_parameter_once(compose, model):
+    data = "synthetic_tokens" if model == "gpt" else "digits"
+    composed = compose(f"model={model}", "optimizer=muon", f"data={data}")
+    precision = registry.load_precision("32-true")
+    made = build_model(
+        composed, precision, torch.device("meta"), made_on=torch.device("meta")
+    ).model
+    named = {n: p for n, p in made.named_parameters() if p.requires_grad}
+    split_up = parameters_by_optimizer(composed.optimizer, made, named)
+    taken = [id(p) for _, _, params in split_up for p in params]
+    assert sorted(taken) == sorted(id(p) for p in named.values())
+    matrices = next(params for key, _, params in split_up if key == "optimizer.matrices")
+    assert {p.ndim for p in matrices} == {2}
+    linears = [m for m in made.modules() if isinstance(m, nn.Linear)]
+    tables = [m for m in made.modules() if isinstance(m, nn.Embedding)]
+    assert not {id(p) for p in matrices} & {id(m.weight) for m in (linears[-1], *tables)}
+
+
+def test_muon_is_refused_where_there_is_no_matrix(compose):
+    node = compose("optimizer=muon").optimizer
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.matrices\.match=matrices takes no parameter"
+    ):
+        split(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Linear(4, 2)), node)
+
+
+def test_muon_trains(compose):
+    both = driven(optimizer=compose("optimizer=muon").optimizer)
+    assert [type(d.optimizer).__name__ for d in both] == ["Muon", "AdamW"]
+    assert [d.optimizer.defaults.get("fused") for d in both] == [None, True]
+    for d in both:
+        before = [p.detach().clone() for p in d.params]
+        for p in d.params:
+            p.grad = torch.ones_like(p)
+        d.optimizer.step()
+        assert not any(torch.equal(p, b) for p, b in zip(d.params, before, strict=True))
+
+
+def test_matrices_of_a_model_without_linear_layers():
+    assert split(Raw(), MUON) == {"optimizer.matrices": ["matrix"], "optimizer.rest": ["bias"]}
+
+
+def test_optimizers_choose_by_patterns_and_the_first_wins():
+    node = {
+        "rest": {**ADAMW, "match": None},
+        "words": {**ADAMW, "match": "words"},
+        "outer": {**ADAMW, "match": ["words", "head", "*.bias"]},
+    }
+    assert split(Net(), node) == {
+        "optimizer.words": ["words.weight"],
+        "optimizer.outer": ["body.bias", "norm.bias", "head.weight", "head.bias"],
+        "optimizer.rest": ["body.weight", "norm.weight"],
+    }
+
+
+def test_an_optimizer_without_parameters_and_parameters_without_one_are_told():
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.a\.match=\['tail'\] takes no parameter.*wor"
+    ):
+        split(Net(), {"a": {**ADAMW, "match": ["tail"]}})
+    with pytest.raises(ConfigError, match=r"No optimizer takes: words\.weight, .*match: null"):
+        split(Net(), {"a": {**ADAMW, "match": ["body", "head"]}})
+    with pytest.raises(ConfigError, match="Left for it: none"):
+        split(Net(), {"a": {**ADAMW, "match": None}, "b": {**ADAMW, "match": None}})
+
+
+def test_an_optimizer_of_ones_own_takes_no_fused():
+    class Own(torch.optim.SGD):
+        def __init__(self, params, lr):
+            super().__init__(params, lr=lr)
+
+    optimizers.Own = Own
+    try:
+        weights = [nn.Parameter(torch.ones(1))]
+        made = build_optimizer(
+            "optimizer", {"_target_": "runner.training.optimizers.Own", "lr": 0.1}, weights
+        )
+    finally:
+        del optimizers.Own
+    assert made.defaults["fused"] is None
+
+
+def test_a_key_beside_several_optimizers_is_told():
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.eps belongs to one of matrices, rest\. Type "
+    ):
+        split(Net(), {**MUON, "eps": 1e-4})
+    with pytest.raises(ConfigError, match=r"Type optimizer\.<name>\.eps=1e-4"):
+        driven("16-true", optimizer=MUON)
+
+
+# Schedules
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute"),
+    [("cosine", "T_max"), ("linear", "total_iters"), ("onecycle", "total_steps")],
+)
+def test_lengths_are_filled_in(compose, name, attribute):
+    node = compose(f"scheduler={name}", "optimizer=sgd").scheduler
+    for given, wanted in ((None, 7), (3, 3)):
+        (d,) = driven(scheduler={**node, attribute: given}, steps=7)
+        assert getattr(d.scheduler, attribute) == wanted
+    (d,) = driven(scheduler=node, steps=7)
+    rates = []
+    for _ in range(7):
+        rates.append(d.lr)
+        d.optimizer.step()
+        d.scheduler.step()
+    assert rates[-1] < max(rates) / 2
+
+
+def test_a_constant_rate_has_no_schedule(compose):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert build_scheduler(compose("scheduler=constant").scheduler, optimizer, 5) is None
+    assert build_scheduler({}, optimizer, 5) is None
+
+
+def test_every_optimizer_has_a_schedule_of_its_own(compose):
+    node = compose("scheduler=cosine").scheduler
+    first, second = driven(optimizer=MUON, scheduler=node)
+    assert first.scheduler.optimizer is first.optimizer
+    assert second.scheduler.optimizer is second.optimizer
+    assert first.scheduler is not second.scheduler
+
+
+# Data
+
+
+class Images(Dataset):
+    classes = ("a", "b", "c")
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.zeros(1, 2, 2), index % 3
+
+
+class Empty(Images):
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, index):
+        raise IndexError(index)
+
+
+class Records(Images):
+    def __getitem__(self, index):
+        return {"x": 1}
+
+
+class Triples(Images):
+    def __getitem__(self, index):
+        return 1, 2, 3
+
+
+def tensors(classes=3):
+    labels = torch.arange(6) % classes
+    return Splits(
+        TensorDataset(torch.zeros(6, 1, 2, 2), labels), TensorDataset(torch.zeros(1), labels[:1])
+    )
+
+
+def images(kind="Images"):
+    return Splits(globals()[kind](), globals()[kind]())
+
+
+def unsized():
+    return iter([]), [1]
+
+
+def lonely():
+    return [1, 2, 3]
+
+
+def numbers():
+    both = TensorDataset(torch.zeros(6, 1, 2, 2), torch.rand(6) * 100)
+    return both, both
+
+
+@pytest.mark.parametrize("target", ["tensors", "images"])
+def test_true_descriptions_pass(target):
+    for meta in ({"input": [1, 2, 2], "classes": 3}, {"classes": 4}, {"classes": None}, {}, None):
+        build_splits(spec(data=here(target, meta=meta)))
+
+
+@pytest.mark.parametrize(
+    ("target", "named"), [("tensors", ": sample 2 has the label 2"), ("images", "")]
+)
+def test_every_wrong_description_is_told(target, named):
+    with pytest.raises(ConfigError) as error:
+        build_splits(spec(data=here(target, meta={"input": [3, 2, 2], "classes": 2})))
+    assert error.value.problems == (
+        "data.meta.input=[3, 2, 2], but an example has the shape [1, 2, 2]. "
+        "Type data.meta.input=[1,2,2].",
+        f"data.meta.classes=2, but the data have 3 classes{named}. Type data.meta.classes=3.",
+    )
+
+
+def test_real_targets_have_no_classes():
+    build_splits(spec(data=here("numbers", meta={"classes": 1})))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("lonely", r"must return \(train, val\), two map-style data sets; it returned a list"),
+        ("unsized", r"the train set is a list_iterator; it needs __len__ and __getitem__"),
+    ],
+)
+def test_what_is_no_pair_of_data_sets_is_told(target, message):
+    with pytest.raises(ConfigError, match=message):
+        build_splits(spec(data=here(target)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("Records", "yields a dict;"), ("Triples", "a tuple of 3")]
+)
+def test_examples_that_are_no_pairs_are_told(kind, message):
+    with pytest.raises(ConfigError, match=message):
+        build_splits(spec(data=here("images", kind=kind)))
+
+
+def test_an_empty_set_is_told():
+    chosen = spec(data=here("images", kind="Empty"))
+    with pytest.raises(ConfigError, match="data: the train set is empty"):
+        build_loaders(chosen, build_splits(chosen), CPU)
+
+
+def test_overfit_takes_the_same_few_examples():
+    for few, count in ((2, 2), (100, 6)):
+        chosen = spec(data=here("tensors"), debug=replace(spec().debug, overfit=few))
+        train, val = build_splits(chosen)
+        assert train is val
+        assert len(train) == count
+
+
+def test_loaders_follow_the_spec():
+    chosen = spec(data=here("tensors"), seed=5, train=replace(spec().train, batch_size=4))
+    train, val = build_loaders(chosen, build_splits(chosen), CPU)
+    assert (train.shuffle, train.seed, train.batch_size, val.shuffle) == (True, 5, 4, False)
+    chosen = replace(chosen, data=here("tensors", shuffle=False))
+    assert not build_loaders(chosen, build_splits(chosen), CPU)[0].shuffle

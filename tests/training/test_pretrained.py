@@ -1,0 +1,91 @@
+"""What is known of where a model's weights come from: nothing is claimed that is not known."""
+
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from runner.config.schema import InitSpec, RunSpec
+from runner.config.targets import instantiate
+from runner.modes.model_summary import print_trainable
+from runner.precision import registry
+from runner.training.pretrained import starts_random
+
+SMALL = {
+    "n_layer": 1,
+    "n_embd": 8,
+    "n_head": 2,
+    "vocab_size": 16,
+    "n_positions": 8,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def test_a_model_that_from_pretrained_loaded_is_not_called_random(tmp_path):
+    saved = GPT2LMHeadModel(GPT2Config(**SMALL))
+    saved.save_pretrained(tmp_path)
+    target = "transformers.GPT2LMHeadModel.from_pretrained"
+    node = {"_target_": target, "pretrained_model_name_or_path": str(tmp_path)}
+    assert torch.equal(instantiate(node).lm_head.weight, saved.lm_head.weight)
+    assert not starts_random(node)
+
+
+def test_timms_checkpoint_is_not_called_random(tmp_path):
+    name, path = "test_resnet", tmp_path / "weights.pt"
+    saved = timm.create_model(name)
+    torch.save(saved.state_dict(), path)
+    node = {"_target_": "timm.create_model", "model_name": name}
+    assert starts_random(node)
+    assert starts_random({**node, "pretrained": False, "checkpoint_path": ""})
+    loading = {**node, "checkpoint_path": str(path)}
+    assert torch.equal(instantiate(loading).conv1[0].weight, saved.conv1[0].weight)
+    assert not starts_random(loading)
+    assert not starts_random({**node, "pretrained": True})
+
+
+def test_torchvisions_weights_are_not_called_random():
+    resnet = {"_target_": "torchvision.models.resnet18"}
+    assert starts_random({**resnet, "weights": None})
+    assert not starts_random({**resnet, "weights": "DEFAULT"})
+    found = {"_target_": "torchvision.models.detection.fasterrcnn_resnet50_fpn"}
+    assert not starts_random(found)  # it loads its backbone by default
+    assert starts_random({**found, "weights_backbone": None})
+
+
+def own_network():
+    return torch.nn.Linear(4, 4)
+
+
+def test_models_of_the_runner_are_random_and_of_ones_own_nothing_is_claimed():
+    assert starts_random({"_target_": "runner.models.mlp.MLP"})
+    assert not starts_random({"_target_": f"{__name__}.own_network"})
+
+
+CASES = {
+    "a model of the runner": ("runner.models.mlp.MLP", None, True),
+    "it starts from a checkpoint": ("runner.models.mlp.MLP", "outputs/runs/1", False),
+    "a pretrained one": ("transformers.GPT2LMHeadModel.from_pretrained", None, False),
+    "one's own": (f"{__name__}.own_network", None, False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "adapter", [{}, {"_target_": "runner.training.adapters.Lora"}], ids=["bare", "lora"]
+)
+def test_the_run_says_that_weights_are_random_only_where_they_are(case, adapter):
+    target, weights, random = CASES[case]
+    lines: list[str] = []
+    spec = RunSpec(model={"_target_": target}, adapter=adapter, init=InitSpec(weights=weights))
+    this = SimpleNamespace(
+        spec=spec, precision=registry.load_precision("bnb-nf4"), say=lines.append
+    )
+    print_trainable(this, 1, 2)  # type: ignore
+    if adapter:
+        assert ("the frozen weights are random ones" in lines[-1]) == random
+    else:
+        assert ("adapter=lora init.weights=<checkpoint> to" in lines[-1]) == random
+        assert "Type adapter=lora" in lines[-1]

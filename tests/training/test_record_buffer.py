@@ -1,0 +1,105 @@
+"""Bringing records from the device to the host."""
+
+from time import perf_counter
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from runner.precision import registry
+from runner.training.record_buffer import HostTransfer, RecordBuffer
+from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.regression import Regression
+
+CPU = torch.device("cpu")
+
+
+def data(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, generator=generator), torch.randn(count, 2, generator=generator)
+
+
+def made(name, lr=0.1, **changes):
+    torch.manual_seed(0)
+    precision = registry.load_precision(name, **changes)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    model, _ = precision.convert(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    driven = [ScheduledOptimizer(optimizer, LambdaLR(optimizer, lambda step: 0.9**step))]
+    return TrainState(model, precision, Regression(), precision.scale(CPU), driven, CPU)
+
+
+def test_records_are_exact_and_in_order():
+    state = made("32-true")
+    started = perf_counter()
+    pending = [train_step(state, [data(4, seed)]) for seed in range(5)]
+    records = HostTransfer(pending, started).records(0)
+    assert [r.step for r in records] == [1, 2, 3, 4, 5]
+    for p, r in zip(pending, records, strict=True):
+        assert r.loss == p.loss.item()
+        assert r.grad_norm == torch.linalg.vector_norm(p.norms).item()
+        assert (r.lr, r.epoch, r.examples, r.time_ms) == (p.lr, p.epoch, 4, p.time_ms)
+        assert (r.loss_scale, r.overflow, r.skipped_steps) == (None, None, None)
+    total = (pending[-1].ended - started) * 1e3
+    assert sum(r.step_ms for r in records) == pytest.approx(total)
+    assert all(r.step_ms > 0 for r in records)
+
+
+def test_float64_comes_over_whole():
+    state = made("64-true")
+    pending = [train_step(state, [data(4)])]
+    (record,) = HostTransfer(pending, 0.0).records(0)
+    assert record.loss == pending[0].loss.item()
+    assert record.loss != float(torch.tensor(record.loss, dtype=torch.float32))
+
+
+def test_skipped_steps_are_counted_across_blocks():
+    state = made("16-mixed", lr=0.0, loss_scale={"init_scale": 2.0**30, "growth_interval": 50})
+    skipped, overflows = 0, []
+    for _ in range(5):
+        pending = [train_step(state, [data(4)]) for _ in range(5)]
+        block = HostTransfer(pending, 0.0).records(skipped)
+        for p, r in zip(pending, block, strict=True):
+            overflows.append(r.overflow)
+            assert r.overflow in (0.0, 1.0)
+            assert r.loss_scale == p.scale.item()
+            assert (r.skipped_steps, type(r.skipped_steps)) == (int(sum(overflows)), int)
+        skipped = block[-1].skipped_steps
+    assert overflows[0] == 1.0
+    assert 5 < sum(overflows) < 25
+    scales = 2.0**30 * 0.5 ** sum(overflows)
+    assert state.scale.value.item() == scales
+
+
+def test_steps_may_differ_in_their_numbers_of_gradients():
+    state = made("32-true")
+    pending = [train_step(state, [data(4)])]
+    state.model[2].requires_grad_(False)
+    pending.append(train_step(state, [data(4)]))
+    assert [len(p.norms) for p in pending] == [4, 2]
+    records = HostTransfer(pending, 0.0).records(0)
+    for p, r in zip(pending, records, strict=True):
+        assert r.grad_norm == pytest.approx(torch.linalg.vector_norm(p.norms).item())
+
+
+def test_gauges_are_those_of_the_blocks_last_step(monkeypatch):
+    """Also where the block arrives later."""
+    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.here", False)
+    state = made("32-true")
+    monkeypatch.setattr(
+        type(state.precision),
+        "gauges",
+        lambda self, model: {"fp8/amax/0": torch.tensor(state.step)},
+    )
+    blocks, seen = RecordBuffer(state), []
+    for seed in range(6):
+        blocks.add(train_step(state, [data(4, seed)]))
+        if state.step % 2 == 0:
+            blocks.send()
+            seen += blocks.arrived()
+    seen += blocks.drained()
+    assert [[record.gauges for record in block] for block in seen] == [
+        [None, {"fp8/amax/0": float(step)}] for step in (2, 4, 6)
+    ]

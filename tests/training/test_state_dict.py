@@ -1,0 +1,206 @@
+"""What comes back when a run is resumed with something else than it was trained with."""
+
+import copy
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.targets import build_group
+from runner.training import state_dict
+from runner.training.model import build_model
+from runner.training.optimizers import build_driven
+from runner.training.state import TrainState
+from runner.training.state_dict import checkpoint_state_dict
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.utils.errors import ConfigError
+
+CPU = torch.device("cpu")
+PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+OPTIMIZERS = {
+    "sgd": ("optimizer=sgd",),
+    "adam": ("optimizer=adamw", "optimizer._target_=torch.optim.Adam", "optimizer.eps=1e-4"),
+    "adamw": ("optimizer=adamw", "optimizer.eps=1e-4"),
+    "rmsprop": (
+        "optimizer=sgd",
+        "optimizer._target_=torch.optim.RMSprop",
+        "~optimizer.dampening",
+        "~optimizer.nesterov",
+        "+optimizer.eps=1e-3",
+    ),
+    "muon": ("optimizer=muon", "optimizer.rest.eps=1e-4"),
+    "adam8bit": ("optimizer=adam8bit",),
+    "adamw4bit": ("optimizer=adamw4bit",),
+    "lbfgs": ("optimizer=lbfgs",),
+}
+EVERYWHERE = ("sgd", "adam", "adamw", "rmsprop", "muon")
+MLP = ("model=mlp", "model.hidden=[72,4]", "tracking=none")
+
+
+def begun(spec, start=None):
+    """The state of a run before its first step."""
+    torch.manual_seed(0)
+    precision = build_group("precision", spec.precision)
+    model = build_model(spec, precision, CPU, start=start, whole=start is not None).model
+    driven = build_driven(spec, model, precision, 20)
+    return TrainState(model, precision, Classification(), precision.scale(CPU), driven, CPU)
+
+
+def trained(state, steps=1):
+    for seed in range(steps):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(8, 1, 8, 8, generator=generator)
+        with state.precision.session(state.model, CPU):
+            train_step(state, [(inputs, torch.arange(8) % 10)])
+    return state
+
+
+def saved(state, spec):
+    course = state_dict.state_dict(state, ())
+    return LoadedCheckpoint(
+        Path("x.pt"), copy.deepcopy(checkpoint_state_dict(state, spec, course=course))
+    )
+
+
+def kept(value):
+    """Dtypes of a state, in nested containers."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype)
+    if isinstance(value, dict):
+        return {key: kept(item) for key, item in value.items()}
+    return [kept(item) for item in value] if isinstance(value, list) else None
+
+
+def dtypes(state):
+    return [kept(d.optimizer.state_dict()["state"]) for d in state.driven]
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_another_precision_takes_the_state_as_a_fresh_optimizer_would_keep_it(name, compose):
+    specs = {p: compose(*MLP, *OPTIMIZERS[name], f"precision={p}") for p in PRECISIONS}
+    states = {p: trained(begun(spec), 2) for p, spec in specs.items()}
+    for before, after in permutations(PRECISIONS, 2):
+        source, spec = saved(states[before], specs[before]), specs[after]
+        state = begun(spec, source)
+        told = state_dict.restore(state, source, spec, ())
+        assert dtypes(state) == dtypes(states[after]), (before, after)
+        stored = [states[p].precision.stores for p in (before, after)]
+        cast = "the optimizer's state is cast from {} to {}".format(*stored)
+        assert (cast in told) == (stored[0] != stored[1]), (before, after, told)
+        assert any("loss scale" in text for text in told) == ("16-mixed" in (before, after))
+        trained(state)
+        assert dtypes(state) == dtypes(states[after])
+
+
+@pytest.mark.parametrize("name", ["adam8bit", "adamw4bit"])
+def test_state_that_is_wide_or_packed_on_purpose_stays_so(name, compose):
+    names = ("32-true", "bf16-true")
+    specs = {p: compose(*MLP, *OPTIMIZERS[name], f"precision={p}") for p in names}
+    states = {p: trained(begun(spec)) for p, spec in specs.items()}
+    for before, after in permutations(names, 2):
+        source = saved(states[before], specs[before])
+        state = begun(specs[after], source)
+        state_dict.restore(state, source, specs[after], ())
+        assert dtypes(state) == dtypes(states[after]), (before, after)
+        trained(state)
+
+
+def test_lists_of_state_are_cast_too(compose):
+    """Those of LBFGS; torch casts them, and its own tensors beside them follow."""
+    state, told = resumed(compose, ("optimizer=lbfgs",), ("precision=64-true",))
+    assert told == ["the optimizer's state is cast from float32 to float64"]
+    found = {d for d in tree_leaves(dtypes(state)) if d}
+    assert found == {"torch.float64"}
+    trained(state)
+
+
+def test_values_survive_the_cast(compose):
+    specs = [compose(*MLP, *OPTIMIZERS["adamw"], f"precision={p}") for p in ("32-true", "64-true")]
+    source = saved(trained(begun(specs[0])), specs[0])
+    state = begun(specs[1], source)
+    state_dict.restore(state, source, specs[1], ())
+    theirs = source.content["optimizers"][0]["state"]
+    ours = state.driven[0].optimizer.state_dict()["state"]
+    for index, values in theirs.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(ours[index][key], values[key].double())
+
+
+def resumed(compose, before, after, typed=()):
+    """(state, what was told) of a run of two steps that goes on with other overrides."""
+    spec = compose(*MLP, *before)
+    source = saved(trained(begun(spec), 2), spec)
+    spec = compose(*MLP, *before, *after)
+    state = begun(spec, source)
+    return state, state_dict.restore(state, source, spec, (), typed)
+
+
+SCALED = ("precision=16-mixed",)
+INIT = "precision.loss_scale.init_scale"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "typed", "scale", "told"),
+    [
+        (SCALED, (f"{INIT}=1024",), [INIT], 1024, "begins at 1024, as typed; it was 65536"),
+        (
+            (*SCALED, f"{INIT}=1e30"),
+            (),
+            [INIT],
+            2.5e29,
+            f"2.5e+29: {INIT}=1e+30 is where the run beg",
+        ),
+        ((*SCALED, f"{INIT}=1e30"), (), [], 2.5e29, ""),
+        (SCALED, ("precision.loss_scale.fixed=8",), [], 8, "is fixed at 8; it was 65536"),
+        (("precision=32-true",), SCALED, [], 65536, "begins at 65536: the checkpoint holds none"),
+        (
+            SCALED,
+            ("precision=bf16-mixed",),
+            [],
+            None,
+            "65536.0 is dropped: precision=bf16-mixed has",
+        ),
+    ],
+)
+def test_the_loss_scale_says_where_it_goes_on(before, after, typed, scale, told, compose):
+    state, lines = resumed(compose, before, after, typed)
+    assert (state.scale.state_dict() or {"scale": None})["scale"] == pytest.approx(scale)
+    assert told in " ".join(lines)
+    assert bool(lines) == bool(told)
+
+
+def rates(state):
+    return [group["lr"] for d in state.driven for group in d.optimizer.param_groups]
+
+
+def test_another_schedule_is_taken_up_at_the_step_of_the_run(compose):
+    pairs = [("constant", "cosine"), ("onecycle", "linear"), ("linear", "onecycle")]
+    for before, after in pairs:
+        spec = compose(*MLP, f"scheduler={after}")
+        wanted = trained(begun(spec), 3)
+        state, told = resumed(compose, (f"scheduler={before}",), (f"scheduler={after}",))
+        trained(state)
+        assert rates(state) == pytest.approx(rates(wanted)), (before, after)
+        assert len(told) == 1
+
+
+def test_a_typed_rate_is_taken_by_schedules_and_by_each_of_several_optimizers(compose):
+    state, _ = resumed(compose, ("optimizer=muon",), ("optimizer.matrices.lr=0.002",))
+    assert rates(state) == [0.002, 0.001]
+    state, _ = resumed(compose, ("optimizer.lr=1",), ("optimizer.lr=0.5",))
+    assert rates(state) == [0.5]
+    state, _ = resumed(compose, ("scheduler=linear",), ("scheduler.end_factor=0.5",))
+    trained(state, 30)
+    assert rates(state) == [pytest.approx(0.0005, rel=0.2)]
+
+
+def test_state_of_another_model_is_told_in_one_message(compose):
+    spec = compose(*MLP)
+    source = saved(trained(begun(spec)), spec)
+    other = compose(*MLP, "model.hidden=[4]")
+    with pytest.raises(ConfigError, match=r"its optimizer state does not fit.*init\.weights"):
+        state_dict.restore(begun(other), source, other, ())

@@ -1,0 +1,503 @@
+import math
+from time import perf_counter, time
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runner.precision import registry
+from runner.precision.loss_scale import DynamicLossScale
+from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.step import examples_in, grad_norms, loss_of, train_step
+from runner.training.tasks.regression import Regression
+from runner.training.tasks.task import Task
+
+CPU = torch.device("cpu")
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def data(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, generator=generator), torch.randn(count, 2, generator=generator)
+
+
+def made(name, model=None, kinds=("adamw",), clip=None, schedule=True, task=None, **changes):
+    """A state; with several kinds of optimizers each has one of the model's parts."""
+    precision = registry.load_precision(name, **changes)
+    model, _ = precision.convert(model or net())
+    parts = [model] if len(kinds) == 1 else [model[0], model[2]]
+    driven = []
+    for kind, part in zip(kinds, parts, strict=True):
+        optimizer = OPTIMIZERS[kind](part.parameters())
+        halved = LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None
+        driven.append(ScheduledOptimizer(optimizer, halved))
+    return TrainState(
+        model, precision, task or Regression(), precision.scale(CPU), driven, CPU, clip
+    )
+
+
+def snapshot(state):
+    tensors = [p.detach().clone() for p in state.model.parameters()]
+    tensors += [t.clone() for t in state.state_tensors()]
+    return tensors, [d.scheduler.state_dict() for d in state.driven if d.scheduler]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def gradients(state, micros):
+    """What the optimizers would be given, and the record, of a step that ends before them."""
+    seen = []
+    state.scale.step = lambda optimizer, _: seen.extend(
+        p.grad.clone() for group in optimizer.param_groups for p in group["params"]
+    )
+    for d in state.driven:
+        d.scheduler = None
+    return seen, train_step(state, micros)
+
+
+# The step's result
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["32-true", "16-mixed"])
+def test_equals_a_plain_training_loop(name, kind):
+    """For 16-mixed the documented AMP recipe with GradScaler."""
+    state = made(name, kinds=[kind], clip=0.05, schedule=False)
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    mixed = name == "16-mixed"
+    scaler = torch.amp.GradScaler("cpu", enabled=mixed)
+    for seed in range(6):
+        inputs, target = data(4, seed)
+        train_step(state, [(inputs, target)])
+        with torch.autocast("cpu", torch.float16, enabled=mixed):
+            output = model(inputs)
+        scaler.scale(Regression().loss(output.float(), target)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert same(list(state.model.parameters()), list(model.parameters()))
+    assert all(p.grad is None for p in state.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["32-true", "64-true", "16-mixed", "bf16-true"])
+def test_uneven_micro_batches_equal_one_large_batch(name):
+    inputs, target = data(10)
+    micros = [*zip(inputs.split(4), target.split(4), strict=True)]
+    assert [len(x) for x, _ in micros] == [4, 4, 2]
+    keywords = {"loss_scale": {"init_scale": 8.0}} if name == "16-mixed" else {}
+    whole, one = gradients(made(name, **keywords), [(inputs, target)])
+    parts, many = gradients(made(name, **keywords), micros)
+    close = {"64-true": 1e-14, "32-true": 1e-6}.get(name, 1e-2)
+    for a, b in zip(whole, parts, strict=True):
+        assert torch.allclose(a, b, rtol=close, atol=close)
+    assert torch.allclose(one.loss, many.loss, rtol=close)
+    assert (one.examples, many.examples) == (10, 10)
+
+
+def test_a_micro_batch_alone_is_not_reweighted():
+    state = made("32-true")
+    inputs, target = data(3)
+    wanted = loss_of(state, inputs, target).item()
+    assert train_step(state, [(inputs, target)]).loss.item() == wanted
+
+
+def test_the_scale_moves_once_per_boundary(monkeypatch):
+    updates = []
+    real = DynamicLossScale.update
+    monkeypatch.setattr(
+        DynamicLossScale, "update", lambda self, found: (updates.append(1), real(self, found))
+    )
+    state = made("16-mixed", loss_scale={"init_scale": 4.0, "growth_interval": 1})
+    train_step(state, [data(4), data(4, 2), data(2, 3)])
+    assert updates == [1]
+    assert state.scale.value.item() == 8.0
+
+
+def test_gradients_of_the_step_before_are_gone():
+    state, twin = made("32-true"), made("32-true")
+    train_step(state, [data(4)])
+    train_step(twin, [data(4)])
+    for p in twin.trainable:
+        assert p.grad is None
+    train_step(state, [data(4, 2)])
+    twin.model.zero_grad()
+    train_step(twin, [data(4, 2)])
+    assert same(list(state.model.parameters()), list(twin.model.parameters()))
+
+
+def test_steps_are_counted_and_stamped():
+    state = made("32-true")
+    state.epoch = 3
+    first, second = (train_step(state, [data(4)]) for _ in range(2))
+    assert (first.step, second.step, state.step) == (1, 2, 2)
+    assert first.epoch == 3
+    assert first.ended < second.ended <= perf_counter()
+    assert abs(second.time_ms - 1000 * time()) < 10_000
+
+
+# Overflows
+
+
+def overflowing(**keywords):
+    """A scale at which float16 gradients overflow for a few steps."""
+    return made(
+        "16-mixed", loss_scale={"init_scale": 2.0**30, **keywords.pop("scale", {})}, **keywords
+    )
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_skipped_step_changes_nothing_but_the_scale(kind, clip):
+    state = made("16-mixed", kinds=[kind], clip=clip)
+    for _ in range(3):
+        train_step(state, [data(4)])
+    state.scale._scale.fill_(2.0**40)
+    for d in state.driven:
+        d.settle()
+    before, schedules = snapshot(state)
+    pending = train_step(state, [data(4)])
+    for d in state.driven:
+        d.settle()
+    after, schedules_after = snapshot(state)
+    assert same(before, after)
+    assert schedules == schedules_after
+    assert (pending.scale.item(), state.scale.value.item()) == (2.0**40, 2.0**39)
+    assert pending.found_inf.item() == 1.0
+    assert not math.isfinite(torch.linalg.vector_norm(pending.norms).item())
+    assert math.isfinite(pending.loss.item())
+    assert all(p.grad is None for p in state.trainable)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_schedule_counts_applied_steps_and_the_rate_is_the_one_in_force(kind):
+    state = made("16-mixed", kinds=[kind], loss_scale={"init_scale": 2.0**26, "growth_interval": 3})
+    rates, applied = [], 0
+    for _ in range(30):
+        before = [p.detach().clone() for p in state.trainable]
+        wanted = 0.1 * 0.5**applied
+        pending = train_step(state, [data(4)])
+        assert pending.lr == pytest.approx(wanted)
+        skipped = pending.found_inf.item() == 1.0
+        assert same(before, state.trainable) == skipped
+        applied += not skipped
+        rates.append(skipped)
+    assert rates[0]
+    assert 1 < sum(rates) < 30
+    state.driven[0].settle()
+    assert state.driven[0].scheduler.last_epoch == applied
+
+
+@pytest.mark.parametrize("name", ["32-true", "bf16-mixed", "64-true"])
+def test_without_a_scale_each_step_moves_the_schedule(name):
+    state = made(name)
+    assert [train_step(state, [data(4)]).lr for _ in range(3)] == [0.1, 0.05, 0.025]
+    assert state.driven[0].scheduler.last_epoch == 3
+
+
+@pytest.mark.parametrize("clip", [None, 1e6])
+def test_an_overflow_of_one_optimizer_leaves_the_other_alone(clip):
+    """The last layer's gradients overflow by a hook; the first layer's step is the usual one."""
+    keywords = {"kinds": ("adamw", "sgd"), "clip": clip, "loss_scale": {"init_scale": 8.0}}
+    state, twin = made("16-mixed", **keywords), made("16-mixed", **keywords)
+    state.model[2].bias.register_hook(lambda g: g * torch.inf)
+    frozen = [p.detach().clone() for p in state.model[2].parameters()]
+    pending = train_step(state, [data(4)])
+    train_step(twin, [data(4)])
+    assert same(list(state.model[0].parameters()), list(twin.model[0].parameters()))
+    assert same(list(state.model[2].parameters()), frozen)
+    assert not state.driven[1].optimizer.state
+    assert (pending.found_inf.item(), pending.scale.item()) == (1.0, 8.0)
+    assert (state.scale.value.item(), twin.scale.value.item()) == (4.0, 8.0)
+    for d in state.driven:
+        d.settle()
+    assert [d.scheduler.last_epoch for d in state.driven] == [1, 0]
+
+
+def test_several_optimizers_move_the_scale_once():
+    scale = {"init_scale": 4.0, "growth_interval": 1}
+    state = made("16-mixed", kinds=("adamw", "sgd"), loss_scale=scale)
+    train_step(state, [data(4)])
+    assert state.scale.value.item() == 8.0
+
+
+def test_an_overflow_in_any_micro_batch_skips_the_step():
+    state = overflowing()
+    before = [p.detach().clone() for p in state.trainable]
+    pending = train_step(state, [data(4), data(4, 2)])
+    assert pending.found_inf.item() == 1.0
+    assert same(before, state.trainable)
+    assert state.scale.value.item() == 2.0**29
+
+
+# Norms and clipping
+
+
+@pytest.mark.parametrize("name", ["64-true", "32-true", "16-mixed", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("clip", [None, 0.01, 1e6])
+def test_the_norm_is_unscaled_and_from_before_clipping(name, clip):
+    keywords = {"loss_scale": {"init_scale": 1024.0}} if name == "16-mixed" else {}
+    state = made(name, clip=clip, **keywords)
+    reference = net().double()
+    inputs, target = data(8)
+    Regression().loss(reference(inputs.double()), target.double()).backward()
+    exact = math.sqrt(sum(p.grad.square().sum().item() for p in reference.parameters()))
+    given, pending = gradients(state, [(inputs, target)])
+    close = {"64-true": 1e-12, "32-true": 1e-6}.get(name, 2e-2)
+    assert torch.linalg.vector_norm(pending.norms).item() == pytest.approx(exact, rel=close)
+    clipped = math.sqrt(sum(g.double().square().sum().item() for g in given))
+    wanted = min(exact, clip or exact)
+    assert clipped == pytest.approx(wanted, rel=max(close, 1e-4))
+    direction = torch.cat([g.double().flatten() for g in given])
+    exact_direction = torch.cat([p.grad.flatten() for p in reference.parameters()])
+    assert torch.cosine_similarity(direction, exact_direction, 0) > 1 - close
+
+
+def test_one_norm_over_all_optimizers():
+    together, apart = made("32-true", clip=0.01), made("32-true", kinds=("adamw", "sgd"), clip=0.01)
+    (a, _), (b, _) = (gradients(s, [data(4)]) for s in (together, apart))
+    assert same(a, b)
+    total = math.sqrt(sum(g.square().sum().item() for g in a))
+    assert total == pytest.approx(0.01, rel=1e-3)
+
+
+KINDS = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_norms_of_mixed_dtypes(wide):
+    kinds = KINDS if wide else [k for k in KINDS if k not in (torch.float64, torch.complex128)]
+    grads = [torch.full((3, 2), 2.0).to(kind) for kind in kinds]
+    for g in grads:
+        if g.is_complex():
+            g += 1j
+    norms = grad_norms(grads)
+    assert norms.dtype is (torch.float64 if wide else torch.float32)
+    exact = [math.sqrt(6 * 5) if k.is_complex else math.sqrt(24) for k in kinds]
+    assert norms.tolist() == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_float16_norm_is_added_up_wide():
+    grads = [
+        torch.full((1000,), 5e4, dtype=torch.float16),
+        torch.full((4,), 1e-5, dtype=torch.float16),
+    ]
+    big, small = grad_norms(grads).tolist()
+    assert big == pytest.approx(5e4 * math.sqrt(1000), rel=1e-3)
+    assert small == pytest.approx(2e-5, rel=1e-2)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_clipping_mixed_dtypes_in_one_step(clip):
+    state = made("bf16-true", clip=clip, keep_fp32=["2"])
+    given, _ = gradients(state, [data(4)])
+    assert [g.dtype for g in given] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    total = math.sqrt(sum(g.double().square().sum().item() for g in given))
+    assert clip is None or total == pytest.approx(clip, rel=2e-2)
+    train_step(made("bf16-true", clip=clip, keep_fp32=["2"], kinds=["adamw-fused"]), [data(4)])
+
+
+def test_a_loss_that_reaches_no_parameter_is_told():
+    state = made("32-true")
+    state.model[2].register_forward_hook(lambda m, a, out: out.detach().requires_grad_())
+    with pytest.raises(RuntimeError, match="no parameter received a gradient"):
+        train_step(state, [data(4)])
+
+
+def test_parameters_without_a_gradient_are_passed_over():
+    model = nn.Sequential(*net(), nn.Linear(2, 2))
+    state = made("16-mixed", model=model, loss_scale={"init_scale": 8.0}, clip=0.1)
+    state.model[3].forward = lambda x: x
+    kept = model[3].weight.detach().clone()
+    pending = train_step(state, [data(4)])
+    assert (len(pending.norms), pending.found_inf.item()) == (4, 0.0)
+    assert torch.equal(model[3].weight, kept)
+
+
+# Complex parameters
+
+
+class Wave(nn.Module):
+    """Its gradient comes from autograd as a lazy conjugate, which view_as_real refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.wave = nn.Parameter(torch.tensor([1 + 2j, 0.5 - 1j]))
+
+    def forward(self, x):
+        return (self.wave.conj() * x).real
+
+
+@pytest.mark.parametrize("name", ["32-true", "64-true", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("micros", [1, 2])
+def test_complex_parameters_are_trained(name, kind, micros):
+    keywords = {"loss_scale": {"init_scale": 4.0}} if name == "16-mixed" else {}
+    state = made(name, model=Wave(), kinds=[kind], clip=0.1, schedule=False, **keywords)
+    reference = Wave()
+    optimizer = OPTIMIZERS[kind](reference.parameters())
+    inputs, target = torch.ones(4, 2), torch.zeros(4, 2)
+    if name == "bf16-true":
+        state.precision.cast = lambda x: x  # the complex kernels take no bfloat16
+    for _ in range(2):
+        pending = train_step(state, [(inputs, target)] * micros)
+        Regression().loss(reference(inputs), target).backward()
+        reference.wave.grad = reference.wave.grad.resolve_conj()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.linalg.vector_norm(pending.norms).item() == pytest.approx(norm.item())
+        assert torch.allclose(state.model.wave.to(torch.complex64), reference.wave, atol=1e-6)
+
+
+# LBFGS
+
+
+def lbfgs(name, schedule=True):
+    precision = registry.load_precision(name)
+    model, _ = precision.convert(net())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=4)
+    halved = LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None
+    return TrainState(
+        model,
+        precision,
+        Regression(),
+        precision.scale(CPU),
+        [ScheduledOptimizer(optimizer, halved)],
+        CPU,
+    )
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+def test_lbfgs_takes_a_closure(micros):
+    state, reference = lbfgs("64-true", schedule=False), net().double()
+    optimizer = torch.optim.LBFGS(reference.parameters(), lr=1.0, max_iter=4)
+    inputs, target = (t.double() for t in data(9))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = Regression().loss(reference(inputs), target)
+        loss.backward()
+        return loss
+
+    parts = [*zip(inputs.chunk(micros), target.chunk(micros), strict=True)]
+    for _ in range(3):
+        before = closure()
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p in reference.parameters()))
+        optimizer.step(closure)
+        pending = train_step(state, parts)
+        assert pending.loss.item() == pytest.approx(before.item(), rel=1e-9)
+        assert torch.linalg.vector_norm(pending.norms).item() == pytest.approx(norm, rel=1e-9)
+        for p, q in zip(state.model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(p, q, rtol=1e-7)
+        assert (pending.scale, pending.found_inf, pending.examples) == (None, None, 9)
+    assert all(p.grad is None for p in state.trainable)
+
+
+def test_the_rate_of_a_closure_step_is_the_one_in_force():
+    state = lbfgs("32-true")
+    assert [train_step(state, [data(9)]).lr for _ in range(3)] == [1.0, 0.5, 0.25]
+
+
+# Nothing is read from the device
+
+
+class Reads(TorchDispatchMode):
+    """Fails at a read that would stall an accelerator. The step counters of optimizers that are
+    not fused lie on the host always."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.driven = state.driven
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"):
+            held = (s for d in self.driven for s in d.optimizer.state.values())
+            assert any(args[0] is s.get("step") for s in held), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["32-true", "16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_no_step_reads_the_device(name, kind, clip, monkeypatch):
+    def refuse(self):
+        raise AssertionError("tolist() in a step")
+
+    state = made(name, kinds=[kind], clip=clip)
+    monkeypatch.setattr(torch.Tensor, "tolist", refuse)
+    with Reads(state):
+        for seed in range(3):
+            train_step(state, [data(4, seed), data(2, seed)])
+    assert state.step == 3
+
+
+def test_a_read_would_be_seen():
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), Reads(made("32-true")):
+        torch.ones(1).item()
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        ((torch.zeros(5, 2), torch.zeros(4)), 4),
+        (({"x": torch.zeros(5)}, torch.zeros(3)), 3),
+        ((torch.zeros(5, 2), {"boxes": torch.zeros(4)}), 5),
+        (({"x": 1}, {"y": 2}), 1),
+    ],
+)
+def test_examples_in_a_batch(batch, count):
+    assert examples_in(batch) == count
+
+
+class Nested(Task):
+    quality, direction = "val/loss", "min"
+
+    def loss(self, output, target):
+        self.saw = output["y"].dtype, target["y"].dtype, target["n"].dtype
+        return (output["y"] - target["y"]).square().mean()
+
+    def totals(self, output, target): ...
+
+    def summarise(self, totals): ...
+
+
+@pytest.mark.parametrize(
+    ("name", "wide"), [("bf16-true", torch.float32), ("64-true", torch.float64)]
+)
+def test_nested_batches_are_cast_at_both_ends(name, wide):
+    class Dict(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = net()
+
+        def forward(self, batch):
+            return {"y": self.body(batch["x"])}
+
+    state = made(name, model=Dict(), task=Nested())
+    inputs, target = data(4)
+    train_step(state, [({"x": inputs}, {"y": target, "n": torch.arange(4)})])
+    assert state.task.saw == (wide, wide, torch.int64)

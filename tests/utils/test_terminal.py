@@ -1,0 +1,80 @@
+"""What reaches a terminal, and what is pasted back into a shell."""
+
+import logging
+import subprocess
+
+import pytest
+from rich.table import Table
+
+from runner.utils.console import PlainConsole
+from runner.utils.terminal import PlainFormatter, one_line, print_error, quote_command, sanitize
+
+STEERS = "\x1b[31m\x07\x08\r\x7f\x9b1m\u202e\u2066\u2028"
+WORDS = (
+    "a b",
+    "a  b",
+    " x",
+    "x ",
+    "a\nb",
+    "t\tt",
+    "it's \x1b[31m",
+    "\\n\x07'\\",
+    "$(touch pwned)`id`",
+    "\u202eabc 😀 \u2028",
+    "",
+    "*",
+    "~",
+    "\x80",
+    "a;b&c|d>e",
+    "$'x'",
+    '"',
+    "!!",
+    "#",
+    "-n",
+    "\x01'",
+)
+
+
+def test_nothing_steers_the_terminal(capsys):
+    shown = sanitize(f"a{STEERS}b\tc\nd 😀")
+    assert not set(shown) & set(STEERS) - set("[31m")
+    assert shown.startswith("a\\x1b[31m\\x07\\x08\\r\\x7f\\x9b1m\\u202e\\u2066\\u2028b\tc\nd 😀")
+    assert one_line("a\n\tb") == "a b"
+    print_error(f"x{STEERS}\ny")
+    assert capsys.readouterr().err == f"error: {sanitize('x' + STEERS)}\nerror: y\n"
+
+
+def test_nor_in_tables_and_warnings(capsys):
+    table = Table(title=f"t{STEERS}")
+    table.add_column(f"h{STEERS}")
+    table.add_row(f"c{STEERS} [red]x[/red] :smile:")
+    PlainConsole(width=200, markup=False, emoji=False).print(table)
+    shown = capsys.readouterr().out
+    assert not set(shown) & set("\x1b\x07\r\u202e")
+    assert "[red]x[/red] :smile:" in shown
+    record = logging.LogRecord("x", 30, "", 1, "w %s", (STEERS,), None)
+    assert PlainFormatter().format(record) == sanitize(f"w {STEERS}")
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_what_is_pasted_is_what_was_run(word, tmp_path):
+    line = quote_command(["printf", "%s|", word, "end"])
+    assert "\n" not in line
+    assert sanitize(line) == line
+    assert " ".join(line.split()) == line, "a page shows it as it is"
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+        env={"LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.stdout.decode() == f"{word}|end|"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_secret_is_in_a_command():
+    assert (
+        quote_command(["run", "+data.api_key=a b", "u=http://ann:pw@h"])
+        == "run '+data.api_key=***' u=http://h"
+    )
