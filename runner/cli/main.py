@@ -153,7 +153,7 @@ def _sweeping() -> bool:
 
 def _finish_sweep(status: int) -> int:
     sweep = sys.modules.get("runner.sweep.sweep")
-    return sweep.finish(status) if sweep else status
+    return sweep.finish_sweep(status) if sweep else status
 
 
 def job(config: DictConfig) -> float | None:
