@@ -171,7 +171,7 @@ def job(config: DictConfig) -> float | None:
         return None if math.isnan(objective) else objective
     except RunnerError as error:
         if sweeping and _is_trial():
-            name = " ".join(job_origin(True).swept).removeprefix("precision=")
+            name = " ".join(job_origin(True).swept_overrides).removeprefix("precision=")
             if (folder.parent / "advise.json").is_file():  # else the command says so, and ends
                 print(sanitize(f"{name}: {str(error).splitlines()[0]}"), flush=True)
         else:

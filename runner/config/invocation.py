@@ -1,4 +1,4 @@
-"""Where a spec came from, and what runs are called after it."""
+"""Describe the command that a run's spec was composed from, and derive the run's labels from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,59 +10,65 @@ from runner.utils.formatting import shorten_override
 
 @dataclass(frozen=True)
 class Invocation:
-    """Where a spec came from.
+    """A command as one run sees it: options, overrides and, in a sweep, what differs between jobs.
 
     Attributes:
         choices: option chosen in each config group, for labels.
         overrides: what the user typed (or a sweep set) for this run.
-        swept: those of them that differ between the jobs of the sweep.
+        swept_overrides: those of `overrides` that differ between the jobs of the sweep.
         sweep: id of the sweep, None for a single run.
         config_dir: folder of the user's own configs.
-        left_out: keys that the sweep sets and that this job's precision does not take.
-        composed: the config with its interpolations, which a checkpoint's values may have yet to
-            be put under; None where there is only the spec.
-        own: this user's commands composed all of the spec; False where a part comes from a
-            checkpoint that this user's key has not signed.
+        keys_left_out: keys that the sweep sets and that this job's precision does not take.
+        composed: the composed config with its interpolations unresolved, so that values of a
+            checkpoint can still be merged into it; None where there is only the spec.
+        own: True if this user's commands composed all of the spec; False if a part comes from a
+            checkpoint that is not signed with this user's key.
     """
 
     choices: dict[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
-    swept: tuple[str, ...] = ()
+    swept_overrides: tuple[str, ...] = ()
     sweep: str | None = None
     config_dir: str | None = None
-    left_out: tuple[str, ...] = ()
+    keys_left_out: tuple[str, ...] = ()
     composed: Mapping[str, Any] | None = field(default=None, repr=False)
     own: bool = True
 
     @property
     def command(self) -> list[str]:
-        """Words of the command that does this one run again."""
-        own = ["--config-dir", self.config_dir] if self.config_dir else []
-        return ["python", "-m", "runner", *own, *self.overrides]
+        """Return the words of the command that repeats this one run."""
+        return [*self._program, *self.overrides]
 
-    def resuming(self, folder: object) -> list[str]:
-        """Words of the command that goes on with the run in a folder."""
-        own = ["--config-dir", self.config_dir] if self.config_dir else []
-        return ["python", "-m", "runner", *own, f"checkpoint.resume={folder}"]
+    def resume_command(self, folder: object) -> list[str]:
+        """Return the words of the command that resumes the run in a folder."""
+        return [*self._program, f"checkpoint.resume={folder}"]
 
-    def chosen(self, group: str, node: dict[str, Any]) -> str:
-        """What a group is called: its option, or the last part of its target."""
+    @property
+    def _program(self) -> list[str]:
+        config_dir = ["--config-dir", self.config_dir] if self.config_dir else []
+        return ["python", "-m", "runner", *config_dir]
+
+    def option_name(self, group: str, node: Mapping[str, Any]) -> str:
+        """Return the chosen option of a config group, or the last part of its node's target."""
         return self.choices.get(group) or str(node.get("_target_", "")).rpartition(".")[2]
 
-    def touches(self, key: str) -> bool:
-        """Whether an override sets this top-level key or anything under it."""
+    def overrides_key(self, key: str) -> bool:
+        """Return whether an override sets this top-level key or a key under it."""
         heads = (text.lstrip("+~").partition("=")[0] for text in self.overrides)
         return any(head == key or head.startswith(f"{key}.") for head in heads)
 
     def label(self, spec: RunSpec) -> str:
-        """What a run is called: in a sweep what was swept, else precision, model and data."""
-        name = str(spec.precision.get("name", self.chosen("precision", spec.precision)))
+        """Return a run's label: precision and swept overrides in a sweep, else precision, model
+        and data."""
+        precision = str(spec.precision.get("name", self.option_name("precision", spec.precision)))
         if self.sweep:
-            others = (shorten_override(t) for t in self.swept if not t.startswith("precision="))
-            return " ".join([name, *others])
-        return f"{name} {self.chosen('model', spec.model)} {self.chosen('data', spec.data)}"
+            others = [text for text in self.swept_overrides if not text.startswith("precision=")]
+            return " ".join([precision, *map(shorten_override, others)])
+        model = self.option_name("model", spec.model)
+        data = self.option_name("data", spec.data)
+        return f"{precision} {model} {data}"
 
-    def group(self, spec: RunSpec) -> str:
-        """The label without the seed: what runs share that differ in their seeds alone."""
-        unseeded = tuple(text for text in self.swept if not text.startswith("seed="))
-        return replace(self, swept=unseeded).label(spec)
+    def group_label(self, spec: RunSpec) -> str:
+        """Return the label without the seed, which runs that differ only in their seed share."""
+        unseeded = tuple(text for text in self.swept_overrides if not text.startswith("seed="))
+        return replace(self, swept_overrides=unseeded).label(spec)

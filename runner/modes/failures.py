@@ -105,7 +105,8 @@ def try_batch(this: "RunContext", state: TrainState, loader: Loader) -> None:
     not fit its data or task is told from a run that fails."""
     inputs, target = next(loader.epoch(0))
     names = {
-        key: this.origin.chosen(key, getattr(this.spec, key)) for key in ("model", "data", "task")
+        key: this.origin.option_name(key, getattr(this.spec, key))
+        for key in ("model", "data", "task")
     }
     names["precision"] = this.precision.name
     state.model.eval()
@@ -187,7 +188,7 @@ def explain_data_errors(
 
 def _failing_step(this: "RunContext", state: TrainState, error: Exception) -> str:
     """What failed when, and the error's own text."""
-    model = this.origin.chosen("model", this.spec.model)
+    model = this.origin.option_name("model", this.spec.model)
     when = "step" if state.model.training else "the evaluation after step"
     text = str(error).strip().rstrip(".")
     return (

@@ -101,7 +101,7 @@ def replay(
 def _batches(
     spec: RunSpec, saved: SavedBatch, device: torch.device, console: Console, origin: Invocation
 ) -> list[Batch]:
-    data = origin.chosen("data", spec.data)
+    data = origin.option_name("data", spec.data)
     if (data, spec.seed) != (saved.data, saved.seed):
         console.print(
             f"warning: the batch is of data={saved.data} seed={saved.seed}, this is data={data} "

@@ -59,7 +59,7 @@ def with_run_config(
     """The spec of a replay with its run's own values where none was typed."""
     if (own := saved_run_spec(Path(spec.batch or ""))) is None:
         return spec, origin
-    untyped = [key for key in OWN if not origin.touches(key)]
+    untyped = [key for key in OWN if not origin.overrides_key(key)]
     folder = Path(spec.batch or "").absolute().parent.parent
     signed = artifacts.signed_config(folder) is not None
     trusted_targets.check_trusted(to_dict(own), untyped, to_dict(spec), spec.batch, "batch", signed)

@@ -246,7 +246,7 @@ def _close(this: RunContext, status: Status, error: str) -> None:
 
 def _info(this: RunContext) -> RunInfo:
     spec, origin = this.spec, this.origin
-    model, data = origin.chosen("model", spec.model), origin.chosen("data", spec.data)
+    model, data = origin.option_name("model", spec.model), origin.option_name("data", spec.data)
     tags = {
         "precision": this.precision.name,
         "model": model,
@@ -281,13 +281,13 @@ def _with_checkpoint(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invoca
     assert spec.checkpoint.path is not None
     path = checkpoint_file.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = checkpoint_file.load(path)
-    if origin.touches("adapter"):
+    if origin.overrides_key("adapter"):
         raise ConfigError(
             "mode=evaluate takes the adapter from the checkpoint, and merges it where the "
             "precision packs weights otherwise. Leave adapter= out."
         )
     groups = ("model", "adapter", "data", "task", "precision")
-    own = [key for key in groups if not origin.touches(key)]
+    own = [key for key in groups if not origin.overrides_key(key)]
     choices = {**origin.choices, **{key: saved["choices"].get(key, "") for key in own}}
     signed = checkpoint_file.is_own(saved)
     trusted_targets.check_trusted(saved["spec"], own, to_dict(spec), path, "checkpoint", signed)

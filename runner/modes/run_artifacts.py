@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 def log_data_sets(this: "RunContext", splits: Splits) -> None:
     """The data sets that the run reads."""
     if this.tracker.takes_runs:
-        name = this.origin.chosen("data", this.spec.data)
+        name = this.origin.option_name("data", this.spec.data)
         this.tracker.inputs(fingerprint.describe_data(name, redact_values(this.spec.data), splits))
 
 
 def log_workers(this: "RunContext", loader: Loader) -> None:
     """Say that loading processes which were asked for have nothing to do."""
     if loader.workers and not loader.uses_workers:
-        name = this.origin.chosen("data", this.spec.data)
+        name = this.origin.option_name("data", this.spec.data)
         this.say(
             f"train.num_workers={loader.workers} starts no process: data={name} is in memory, and "
             "its batches are slices of it."

@@ -152,7 +152,7 @@ def _loop(
         if this.signals.requested() and path:
             this.say(f"checkpoint: {path}")
             if this.origin.sweep is None:  # a sweep goes on as a whole
-                this.say(f"to go on: {quote_command(this.origin.resuming(this.out))}")
+                this.say(f"to go on: {quote_command(this.origin.resume_command(this.out))}")
     if spec.checkpoint.safetensors and course.sound():
         save_weights(this, state)
     this.trouble = course.trouble

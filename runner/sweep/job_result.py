@@ -61,7 +61,7 @@ def record_result(config: DictConfig, folder: Path, status: "Status", message: s
     """The result of a job that came to none. HydraConfig is that job's."""
     from runner.modes.result import RunResult
 
-    swept = job_origin(True).swept
+    swept = job_origin(True).swept_overrides
     precision = str(HydraConfig.get().runtime.choices.get("precision"))
     others = [text for text in swept if not text.startswith("precision=")]
     unseeded = [text for text in others if not text.startswith("seed=")]

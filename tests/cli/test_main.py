@@ -12,7 +12,7 @@ from runner.utils.errors import ConfigError, TrackingError, Unavailable
 
 @pytest.fixture
 def running(monkeypatch, main):
-    """A command whose run is this function of (spec, folder, origin)."""
+    """A command whose run is this function of (spec, folder, invocation)."""
 
     def use(body):
         monkeypatch.setattr("runner.modes.run.run", body)
@@ -31,18 +31,18 @@ def raising(error):
 def test_a_run_that_ends_well_is_nought(running):
     seen = []
 
-    def body(spec, folder, origin):
-        seen.append((spec, folder, origin))
+    def body(spec, folder, invocation):
+        seen.append((spec, folder, invocation))
         return RunResult("32-true", "x", str(folder), metrics={"a": 0.5}, quality="a")
 
     assert running(body)("model=mlp", "precision=16", "seed=3").rc == 0
-    ((spec, folder, origin),) = seen
+    ((spec, folder, invocation),) = seen
     assert spec.seed == 3
     assert spec.precision["name"] == "16-mixed"
     assert folder.parent == Path.cwd() / "outputs" / "runs"
-    assert origin.overrides == ("model=mlp", "precision=16-mixed", "seed=3")
-    assert origin.choices["precision"] == "16-mixed"
-    assert origin.sweep is None
+    assert invocation.overrides == ("model=mlp", "precision=16-mixed", "seed=3")
+    assert invocation.choices["precision"] == "16-mixed"
+    assert invocation.sweep is None
 
 
 @pytest.mark.parametrize(
