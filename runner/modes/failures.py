@@ -27,7 +27,7 @@ from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, Diverged, ModelError, RunnerError
 from runner.utils.formatting import relative_path
 from runner.utils.layout import RESULT
-from runner.utils.reproducibility import random_streams, set_random_streams
+from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 
 if TYPE_CHECKING:
     from runner.modes.context import RunContext
@@ -46,13 +46,13 @@ def make_guard(this: "RunContext", loader: Loader) -> Guard:
 
     def cause(record: StepRecord) -> str | None:
         samples = samples_of_step(loader, _accumulate(this), record.step).flat
-        drawn = random_streams()
+        drawn = host_rng_state()
         try:
             return explain_uncounted_labels(loader, samples, this.task)
         except Exception:  # what explains an error must not hide it
             return None
         finally:
-            set_random_streams(drawn)  # a data set may draw random numbers for its samples
+            set_host_rng_state(drawn)  # a data set may draw random numbers for its samples
 
     return Guard(this.spec, this.precision.name, this.say, kept, cause)
 

@@ -13,7 +13,7 @@ from runner.training.record_buffer import RecordBuffer
 from runner.training.records import EvalRecord, Record
 from runner.training.state import TrainState
 from runner.training.step import train_step
-from runner.utils.reproducibility import random_streams, set_random_streams
+from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 from runner.utils.stop_signals import until_interrupted
 
 _UNWATCHED = nullcontext()
@@ -132,10 +132,10 @@ def _evaluation(
     state: TrainState, validation: Loader, stopped: Callable[[], bool]
 ) -> Iterator[EvalRecord]:
     """One record; none where it is stopped, as if it had not begun: the resumed run evaluates."""
-    drawn = random_streams()
+    drawn = host_rng_state()
     metrics = evaluate(state, validation, stopped)
     if metrics is None:
-        set_random_streams(drawn)
+        set_host_rng_state(drawn)
         return
     state.evaluated = state.step
     yield EvalRecord(state.step, int(time() * 1000), state.epoch, metrics, state.stagnant)

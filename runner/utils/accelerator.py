@@ -1,4 +1,8 @@
-"""The device of a run, what it is called, and how much memory the run took on it."""
+"""Choose the device of a run, name it, and measure the memory that a run takes on it.
+
+`accelerator=` takes a kind (KINDS), which is not always torch's device type: kind `tpu` is device
+type `tpu` or `xla`, by the package that is installed (see tpu.py).
+"""
 
 import ctypes
 import gc
@@ -17,11 +21,13 @@ from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tensors import MIB
 
 KINDS = ("auto", "cpu", "cuda", "mps", "tpu")
-_COUNTED = ("cuda", "tpu")  # whose allocator keeps a peak
+# Device types whose allocator records a peak that torch.accelerator can read and reset.
+_TYPES_WITH_PEAK = ("cuda", "tpu")
+_peak_resets = count()
 
 
 def available_kinds() -> list[str]:
-    """Kinds of accelerators that this machine has, best first."""
+    """Return the kinds of accelerators that this machine has, best first; the last one is `cpu`."""
     kinds = []
     if torch.cuda.is_available():
         kinds.append("cuda")
@@ -32,23 +38,20 @@ def available_kinds() -> list[str]:
     return [*kinds, "cpu"]
 
 
-_runs = count()
-
-
 @dataclass(frozen=True)
 class Accelerator:
-    """A device and its questions."""
+    """A device, with its kind, its name and its memory peak."""
 
     device: torch.device
 
     @property
     def kind(self) -> str:
-        """What `accelerator=` calls it."""
+        """Return the kind that `accelerator=` takes for this device."""
         return tpu.accelerator_kind(self.device)
 
     @property
     def name(self) -> str:
-        """The device's own name, for example `NVIDIA H200` or the processor's model."""
+        """Return the name of the hardware, for example `NVIDIA H200` or the processor's model."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         if tpu.is_tpu(self.device):
@@ -56,39 +59,45 @@ class Accelerator:
         return cpu_name() if self.device.type == "cpu" else "Apple GPU"
 
     def synchronize(self) -> None:
-        """Wait for the device's queue; at a run's borders, never in a step."""
+        """Wait for the device's queue. Call it where a run begins or ends, never in a step."""
         if self.device.type == "xla":
             tpu.launch_operations(self.device, wait=True)
         elif self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def reset_peak_memory(self) -> None:
-        """Forget what earlier runs of the process took, so that each run reports its own."""
-        if next(_runs):  # the first has nothing to forget, and a collection takes 0.2 s
+        """Release cached memory and restart the peak, so that each run reports its own peak."""
+        # The first run of a process leaves nothing to collect, and a collection takes 0.2 s.
+        if next(_peak_resets):
             gc.collect()
-        if self.device.type in _COUNTED:
+        if self.device.type in _TYPES_WITH_PEAK:
             torch.accelerator.empty_cache()
             torch.accelerator.reset_peak_memory_stats(self.device)
         elif self.device.type == "cpu" and sys.platform == "linux":
+            # Freed memory that malloc keeps would count as resident. 5 resets VmHWM (proc(5)).
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak_memory_mib(self) -> float:
-        """Peak since the reset, in MiB: allocated device memory, or on a CPU the resident set of
-        the whole process, libraries included. torch_xla's is that since the process began."""
-        if self.device.type in _COUNTED:
+        """Return the peak in MiB since reset_peak_memory: allocated memory of the device, or on a
+        CPU the resident set of the whole process, libraries included. torch_xla cannot reset its
+        peak: it counts from the start of the process. MPS has no peak: its present allocation."""
+        if self.device.type in _TYPES_WITH_PEAK:
             return torch.accelerator.max_memory_allocated(self.device) / MIB
-        if self.device.type == "xla" and (peak := tpu.peak_bytes(self.device)) is not None:
-            return peak / MIB
+        if self.device.type == "xla":
+            peak = tpu.peak_bytes(self.device)
+            if peak is not None:
+                return peak / MIB
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory() / MIB
         return resident_peak_mib()
 
 
 def resident_peak_mib() -> float:
-    """The process's peak resident set in MiB."""
+    """Return the process's peak resident set in MiB."""
     if sys.platform == "linux":
-        with open("/proc/self/status") as status:  # noqa: PTH123 - a third of Path's cost
+        # open() has a third of the cost of Path.open().
+        with open("/proc/self/status") as status:  # noqa: PTH123
             for line in status:
                 if line.startswith("VmHWM"):
                     return int(line.split()[1]) / 1024
@@ -101,49 +110,56 @@ def choose_accelerator(name: str = "auto", index: int = 0) -> Accelerator:
     """Return the accelerator of a kind.
 
     Args:
-        name: one of KINDS; auto takes the best one of this machine.
-        index: which device of that kind, from 0.
+        name: one of KINDS; auto takes the best kind of this machine.
+        index: number of the device among those of its kind, from 0.
 
     Raises:
         ConfigError: the kind is not known.
-        Unavailable: this machine lacks it.
+        Unavailable: this machine has no such device.
     """
     if name not in KINDS:
         raise ConfigError(f"accelerator.name={name} is not known. Allowed: {', '.join(KINDS)}.")
-    here = available_kinds()
-    kind = here[0] if name == "auto" else name
+    available = available_kinds()
+    kind = available[0] if name == "auto" else name
     if kind == "tpu":
         tpu.import_package()
-    elif kind not in here:
+    elif kind not in available:
         raise Unavailable(
             f"accelerator={kind} is not on this machine (torch {torch.__version__} finds: "
-            f"{', '.join(here)}).",
-            f"Type accelerator={here[0]}.",
+            f"{', '.join(available)}).",
+            f"Type accelerator={available[0]}.",
         )
-    count = {"cuda": torch.cuda.device_count, "tpu": tpu.device_count}.get(kind, lambda: 1)()
-    if not 0 <= index < count:
+    device_count = _device_count(kind)
+    if not 0 <= index < device_count:
         raise Unavailable(
-            f"accelerator.index={index}: this machine has {count} {kind} device(s).",
+            f"accelerator.index={index}: this machine has {device_count} {kind} device(s).",
             "Count from 0.",
         )
     if kind == "tpu":
         return Accelerator(tpu.use_device(index))
+    # PyTorch has one MPS device and one CPU; an index would make `cpu:0`, which differs from `cpu`.
     return Accelerator(torch.device(kind, index) if kind == "cuda" else torch.device(kind))
 
 
-def rng_state(device: torch.device) -> Tensor | None:
-    """The state of the device's own generator; None for a CPU, whose generator is torch's."""
+def _device_count(kind: str) -> int:
+    if kind == "cuda":
+        return torch.cuda.device_count()
+    return tpu.device_count() if kind == "tpu" else 1
+
+
+def device_rng_state(device: torch.device) -> Tensor | None:
+    """Return the state (uint8) of the device's own generator; None for a CPU, which has torch's."""
     if tpu.is_tpu(device):
-        return tpu.rng_state(device)
+        return tpu.tpu_rng_state(device)
     if device.type == "mps":
         return torch.mps.get_rng_state()
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-def set_rng_state(state: Tensor, device: torch.device) -> None:
-    """Take back what rng_state gave of a device of the same kind."""
+def set_device_rng_state(state: Tensor, device: torch.device) -> None:
+    """Set the generator of a device to a state that device_rng_state returned for its kind."""
     if tpu.is_tpu(device):
-        tpu.set_rng_state(state, device)
+        tpu.set_tpu_rng_state(state, device)
     elif device.type == "mps":
         torch.mps.set_rng_state(state)
     elif device.type == "cuda":
@@ -151,7 +167,7 @@ def set_rng_state(state: Tensor, device: torch.device) -> None:
 
 
 def cpu_name() -> str:
-    """The processor's model and the number of threads that PyTorch uses."""
+    """Return the processor's model and the number of threads that PyTorch uses."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -1,4 +1,7 @@
-"""Where a run speaks."""
+"""Print tables and lines with rich, without secrets and control characters.
+
+Apart from terminal.py, which --help and tab completion import: rich takes too long to import there.
+"""
 
 import sys
 from typing import Any
@@ -10,14 +13,15 @@ from runner.utils.terminal import sanitize
 
 
 class PlainConsole(Console):
-    """Shows no secret and no character that would steer the terminal, in no table either."""
+    """A rich console that shows no secret and no control character, not in a table either."""
 
-    def render_str(self, text: str, **how: Any) -> Text:  # type: ignore[override]
-        return super().render_str(sanitize(text), **how)
+    # rich renders every string here, cells and titles of tables included.
+    def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+        return super().render_str(sanitize(text), **options)
 
 
 def plain_console() -> Console:
-    """As wide as the terminal, 160 columns elsewhere. No markup: rich would swallow the `[head]` of
-    precision.keep_fp32=[head]."""
+    """Return a console on stdout, as wide as the terminal; 160 columns wide in a file or pipe."""
+    # Without markup, which would swallow the `[head]` of precision.keep_fp32=[head].
     width = None if sys.stdout.isatty() else 160
     return PlainConsole(highlight=False, markup=False, emoji=False, width=width)

@@ -1,12 +1,15 @@
-"""What the command line shows without a traceback. Each message says what was given, what is
-allowed here, and what to type."""
+"""Errors that the command line shows without a traceback, each with its exit status.
+
+Each message says what was given, what is allowed here, and what to type.
+"""
 
 
 class RunnerError(Exception):
-    """A problem that the user can mend. Exit status 2 unless a subclass says otherwise.
+    """A problem that the user can fix.
 
     Attributes:
-        finished: it came after a run's work was done; the run's result stands.
+        exit_status: of the command; 2 for what was typed and for hardware, 1 for a failed run.
+        finished: True if the run wrote its result before the error was raised: the result stands.
     """
 
     exit_status = 2
@@ -14,7 +17,7 @@ class RunnerError(Exception):
 
 
 class ConfigError(RunnerError):
-    """The composed config cannot run. Holds every problem found, one per line."""
+    """A composed config that cannot run, with every problem found; one line of message each."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -22,7 +25,7 @@ class ConfigError(RunnerError):
 
 
 class Unavailable(RunnerError):
-    """This machine lacks what the precision or accelerator needs.
+    """Hardware or a package that the precision or accelerator needs is missing on this machine.
 
     Args:
         what: what was asked for and why it cannot run here.
@@ -35,31 +38,31 @@ class Unavailable(RunnerError):
 
 
 class CheckpointError(RunnerError):
-    """A checkpoint, or the result, cannot be written. Exit status 1."""
+    """A checkpoint, or the result, that cannot be written."""
 
     exit_status = 1
 
 
 class TrackingError(RunnerError):
-    """The tracking store refused the run or cannot be reached."""
+    """A tracking store that rejected the run or cannot be reached."""
 
     exit_status = 1
 
 
 class DataError(RunnerError):
-    """The data cannot be trained on: a sample, a label or the process that loads them."""
+    """Data that cannot be trained on: a sample, a label or the process that loads them failed."""
 
     exit_status = 1
 
 
 class ModelError(RunnerError):
-    """The model or the loss fails after the run has trained. Exit status 1."""
+    """A model or loss that fails after the run has trained."""
 
     exit_status = 1
 
 
 class Diverged(RunnerError):
-    """A guard stopped the run for its numbers. The run has left its result."""
+    """A run that a guard stopped for its numbers, after it wrote its result."""
 
     exit_status = 1
     finished = True

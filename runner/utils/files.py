@@ -1,4 +1,4 @@
-"""Writing files where the disk may be full."""
+"""Write files without leaving half of one after an interruption; read files of strangers."""
 
 import io
 import json
@@ -13,41 +13,42 @@ from runner.utils.secrets import redact_values
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Writes aside and renames, so that what was there stays whole, in a folder that is made if
-    need be; returns the path.
+    """Replace a file's text in one step and return its path; make its folder if it is missing.
 
     Raises:
-        OSError: it cannot be written; nothing of it is left.
+        OSError: it cannot be written; the old file is unchanged, and no part of the new one stays.
     """
-    aside = path.with_suffix(".partial")
+    # Readers see the old or the new text: a rename within a folder is atomic.
+    draft = path.with_suffix(".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        aside.write_text(text)
+        draft.write_text(text)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
-    return aside.replace(path)
+    return draft.replace(path)
 
 
-def read_text(path: Path, most: int = 2**24) -> str:
-    """Return what a file holds that anybody may have made.
+def read_text(path: Path, max_bytes: int = 2**24) -> str:
+    """Return the text of a file that may come from a stranger.
 
     Raises:
-        OSError: it cannot be read, or is no plain file (a pipe would never end).
-        ValueError: it is larger than `most` bytes, or is not UTF-8.
+        OSError: it cannot be read, or is no regular file (reading a pipe would never end).
+        ValueError: it is larger than `max_bytes`, or is not UTF-8.
     """
+    # O_NONBLOCK: opening a pipe without a writer would wait for one.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is no plain file")
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"{path} is larger than {most} bytes")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"{path} is larger than {max_bytes} bytes")
     return data.decode()
 
 
-class _Taking(io.RawIOBase):
-    """Takes everything and keeps the first error of the file behind it."""
+class _ErrorBuffer(io.RawIOBase):
+    """A stream that reports success and stores the first error of the file that it writes to."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -68,40 +69,42 @@ class _Taking(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        return offset  # torch.export rewinds what it has written
+        # torch.export seeks back to 0 after it has written, and writes nothing more.
+        return offset
 
 
 @contextmanager
 def write_with_torch(path: Path) -> Iterator[IO[bytes]]:
-    """A new file, synced at the end. An error that is raised under torch's zip writer can abort
-    the process, when the writer is freed; here it is raised once torch is done.
+    """Open a new file for torch.save, as a context that flushes it to the disk at its end.
 
     Raises:
         OSError: it cannot be written.
     """
     with path.open("wb") as file:
-        taking = _Taking(file)
-        yield cast("IO[bytes]", taking)
-        if taking.error is not None:
-            raise taking.error
+        # An exception inside torch's zip writer can abort the process when the writer is freed;
+        # the buffer defers it until torch is done.
+        buffer = _ErrorBuffer(file)
+        yield cast("IO[bytes]", buffer)
+        if buffer.error is not None:
+            raise buffer.error
         file.flush()
         os.fsync(file.fileno())
 
 
 def os_error_reason(error: BaseException) -> str:
-    """In one line, of the operating system in its own words."""
+    """Return an error's reason in one line: for an OSError the operating system's own words."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def write_json(path: Path, content: Any) -> Path:
-    """Indented, for people too; returns the path."""
+    """Write a value as indented JSON without its secrets (see secrets.py); return the path."""
     return write_text(path, json.dumps(redact_values(content), indent=2) + "\n")
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, str]]) -> Path:
-    """Rows with the same keys, in the form that MLflow shows as a table (see tables_tag)."""
+    """Write rows with the same keys as JSON that MLflow shows as a table; return the path."""
     columns = list(rows[0]) if rows else []
     data = [[row[column] for column in columns] for row in rows]
     return write_json(path, {"columns": columns, "data": data})

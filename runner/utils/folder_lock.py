@@ -1,4 +1,7 @@
-"""One command at a time in a folder: two would write the same files."""
+"""Lock a folder for one command: two would write the same files.
+
+The lock is the kernel's (flock), so it ends with the process that holds it, however that ends.
+"""
 
 import fcntl
 import os
@@ -8,41 +11,41 @@ from pathlib import Path
 
 from runner.utils.errors import ConfigError
 
-_held: set[int] = set()
+_open_descriptors: set[int] = set()
 
 
-def _forget() -> None:
-    """In a forked process, which would hold on to the folder after its parent's death."""
-    while _held:
-        os.close(_held.pop())
+def _close_in_child() -> None:
+    """Close the descriptors that a forked process inherits: it would keep its parent's lock."""
+    while _open_descriptors:
+        os.close(_open_descriptors.pop())
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Context in which no other command works in a folder, by a lock that ends with the process.
+    """Hold the lock of a folder within a context.
 
     Raises:
-        ConfigError: one is at work there.
+        ConfigError: another command holds it.
     """
     file = os.open(folder, os.O_RDONLY)
-    _held.add(file)
+    _open_descriptors.add(file)
     try:
         if not _lock(file):
             raise ConfigError(
-                f"{folder}: another command is at work in this folder. Wait for it, stop it, or "
-                "leave the folder out for one of its own."
+                f"{folder}: another command is running in this folder. Wait for it, stop it, or "
+                "leave out the folder, so that a new one is made."
             )
         yield
     finally:
-        _held.discard(file)
+        _open_descriptors.discard(file)
         os.close(file)
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a command works in a folder."""
+    """Return whether a command, of this process or another, holds the lock of a folder."""
     file = os.open(folder, os.O_RDONLY)
     try:
         return not _lock(file)
@@ -55,6 +58,7 @@ def _lock(file: int) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
+    except OSError:
+        # A file system without locks: work without one.
         return True
     return True

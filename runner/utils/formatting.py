@@ -1,4 +1,4 @@
-"""Write numbers, paths and times as text."""
+"""Format numbers, paths and overrides as text for labels, tables and messages."""
 
 import os
 import time
@@ -6,36 +6,39 @@ from pathlib import Path
 
 
 def relative_path(path: Path) -> str:
-    """As it is typed in the working directory."""
+    """Return the path relative to the working directory if it is inside it, else absolute."""
     absolute = path.absolute()
-    inside = absolute.is_relative_to(Path.cwd())
-    return os.path.relpath(absolute) if inside else str(absolute)
+    is_inside = absolute.is_relative_to(Path.cwd())
+    return os.path.relpath(absolute) if is_inside else str(absolute)
 
 
 def format_number(value: float | None) -> str:
-    """Four significant digits at least, every digit before the point."""
+    """Return a number with four significant digits, or every digit before the point if more.
+
+    From 1e15 on, where float64's digits end, it is written with an exponent. None is empty text.
+    """
     if value is None:
         return ""
-    return f"{value:.0f}" if abs(value) >= 1000 and abs(value) < 1e15 else f"{value:.4g}"
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def format_percent(share: float) -> str:
-    """A share that is neither none nor all never reads as one of them."""
+    """Return a share, 0 to 1, in percent; a small remainder never reads as 0% or 100%."""
     if 0 < share < 0.001:
         return "<0.1%"
     return ">99.9%" if 0.999 < share < 1 else f"{share:.1%}"
 
 
 def now_ms() -> int:
-    """Milliseconds since the epoch."""
+    """Return the milliseconds since the epoch, MLflow's unit of time."""
     return time.time_ns() // 1_000_000
 
 
 def shorten_override(override: str) -> str:
-    """An override as labels show it: a number that a search drew with four significant digits."""
-    key, mark, value = override.partition("=")
+    """Return an override for a label: a number of many digits, as searches draw them, gets four."""
+    key, equals, value = override.partition("=")
     try:
         rounded = f"{float(value):.4g}"
     except ValueError:
         return override
-    return f"{key}{mark}{rounded}" if len(value) > len(rounded) + 2 else override
+    return f"{key}{equals}{rounded}" if len(value) > len(rounded) + 2 else override

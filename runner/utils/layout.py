@@ -1,16 +1,19 @@
-"""Name the files and folders of a run and of a sweep."""
+"""Name the files and folders in the output folders of runs and sweeps.
+
+Users' scripts and earlier runs know these names: they are part of the interface.
+"""
 
 RESULT = "result.json"
 CONFIG = "config.yaml"
 SIGNATURE = "signature.json"
-"""The signature of CONFIG, beside it."""
+"""Signature of CONFIG, made with the user's key (see config/signature.py)."""
 HISTORY = "history.npz"
 NUMERICS = "numerics.json"
 EXPORTED_MODEL = "model.pt2"
 RANK_RECORD = "steps.jsonl"
-"""What a process other than the first one records, in its folder under ranks/."""
+"""Step records of a process other than rank 0, in that process's folder under ranks/."""
 GUARD_FOLDER = "guard"
-"""Batches that a guard saved."""
+"""Folder of the batches that a guard saved."""
 
 MANIFEST = "sweep.json"
 ADVICE = "advise.json"

@@ -1,5 +1,8 @@
-"""TPUs: the device `tpu` of the package torch_tpu, or `xla` of the older torch_xla, which notes
-operations down and computes them when a value is read or `launch` is called."""
+"""Use TPUs through torch_tpu, whose device type is `tpu`, or the older torch_xla, with type `xla`.
+
+torch_tpu computes eagerly. torch_xla records operations and computes them when a value is read or
+launch_operations is called; every difference between the two is hidden in this module.
+"""
 
 import os
 import sys
@@ -16,30 +19,33 @@ from runner.utils.quiet_import import quiet_imports
 
 
 def accelerator_kind(device: torch.device) -> str:
-    """What `accelerator=` calls a device."""
+    """Return the kind that `accelerator=` takes for a device: its type, or `tpu` for type `xla`."""
     return "tpu" if device.type == "xla" else device.type
 
 
 def is_tpu(device: torch.device) -> bool:
-    """Whether it is a TPU, or what torch_xla has in its place."""
+    """Return whether a device is a TPU, or the device that torch_xla uses in place of one."""
     return accelerator_kind(device) == "tpu"
 
 
 def import_package() -> str:
-    """`torch_tpu`, or `torch_xla` where that alone finds a TPU. Where PJRT_DEVICE is set, torch_xla
-    computes on what it names: PJRT_DEVICE=CPU tries the way without a TPU.
+    """Import a package that finds a TPU and return its name: `torch_tpu`, else `torch_xla`.
+
+    torch_xla computes on the device that the variable PJRT_DEVICE names, if it is set: with
+    PJRT_DEVICE=CPU the code for torch_xla can be tried without a TPU.
 
     Raises:
-        Unavailable: neither is installed, or none finds a device.
+        Unavailable: neither package is installed, or neither finds a device.
     """
-    here = torch.accelerator.current_accelerator(check_available=True)
-    if here is not None and here.type == "tpu":
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is not None and current.type == "tpu":
         return "torch_tpu"
     problems = []
     if find_spec("torch_tpu"):
         problems.append(f"torch_tpu {version('torch_tpu')} finds no TPU")
     if find_spec("torch_xla"):
-        if not (problem := _xla_problem()):
+        problem = _xla_problem()
+        if not problem:
             return "torch_xla"
         problems.append(f"torch_xla {version('torch_xla')} {problem}")
     if not problems:
@@ -58,21 +64,22 @@ def _xla(module: str = "") -> Any:
 
 
 def _xla_problem() -> str:
-    """Why torch_xla has no device; empty where it has one."""
-    typed = "PJRT_DEVICE" in os.environ
+    """Return why torch_xla has no device; empty if it has one."""
+    is_chosen = "PJRT_DEVICE" in os.environ
     try:
-        if _xla(".runtime").device_type() == "TPU" or typed:
+        if _xla(".runtime").device_type() == "TPU" or is_chosen:
             _xla().device()
             return ""
     except (ImportError, OSError, RuntimeError) as error:
         return f"does not start: {str(error).strip().partition(chr(10))[0]}"
-    if not typed:
-        os.environ.pop("PJRT_DEVICE", None)  # its own guess, which is not the user's word
+    if not is_chosen:
+        # torch_xla has set its own guess, which must not be read as the user's choice later.
+        os.environ.pop("PJRT_DEVICE", None)
     return "finds no TPU"
 
 
 def is_available() -> bool:
-    """Whether there is a TPU."""
+    """Return whether this machine has a TPU and a package that finds it."""
     try:
         import_package()
     except Unavailable:
@@ -81,26 +88,27 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    """TPUs that this process can use. Raises Unavailable for none."""
-    return (
-        torch.accelerator.device_count()
-        if import_package() == "torch_tpu"
-        else _xla().device_count()
-    )
+    """Return the number of TPUs that this process can use. Raises Unavailable if there is none."""
+    if import_package() == "torch_tpu":
+        return torch.accelerator.device_count()
+    return _xla().device_count()
 
 
 def use_device(index: int) -> torch.device:
-    """The TPU of that number. All float32 products of torch_xla are in float32, and not in
-    bfloat16, which is its default on a TPU; torch_tpu follows PyTorch's own switch."""
+    """Return the TPU of a number, and have torch_xla compute float32 products in float32.
+
+    torch_xla's default on a TPU is bfloat16 products; torch_tpu follows PyTorch's own setting.
+    """
     if import_package() == "torch_tpu":
         return torch.device("tpu", index)
-    with quiet_imports():  # it warns of a second setting, and counts its own default as the first
+    # torch_xla warns about a second setting, and its own default counts as the first.
+    with quiet_imports():
         _xla(".backends").set_mat_mul_precision("highest")
     return _xla().device(index)
 
 
 def device_name(device: torch.device) -> str:
-    """The generation and the package, for example `TPU v6e (torch_tpu 0.2.0)`."""
+    """Return a TPU's generation and its package, for example `TPU v6e (torch_tpu 0.2.0)`."""
     if device.type == "tpu":
         chip = torch.get_device_module(device).get_device_name(device)
         return f"{chip} (torch_tpu {version('torch_tpu')})"
@@ -110,13 +118,13 @@ def device_name(device: torch.device) -> str:
 
 
 def launch_operations(device: torch.device, wait: bool = False) -> None:
-    """Have torch_xla compute what it has noted down; nothing on any other device."""
+    """Have torch_xla compute the operations that it has recorded; do nothing on other devices."""
     if device.type == "xla":
         _xla().sync(wait=wait)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """torch_xla's peak since the process began; None where the device does not tell."""
+    """Return torch_xla's memory peak since the process began; None if the device has no count."""
     try:
         return _xla(".core.xla_model").get_memory_info(device)["peak_bytes_used"]
     except (KeyError, RuntimeError):  # PJRT's CPU: "GetAllocatorStats is not supported"
@@ -124,23 +132,23 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def seed(value: int) -> None:
-    """Seed torch_xla's generator, which torch.manual_seed does not reach, where it is in use."""
+    """Seed torch_xla's generator if torch_xla is in use; torch.manual_seed does not reach it."""
     if "torch_xla" in sys.modules and "PJRT_DEVICE" in os.environ:
         _xla().manual_seed(value)
 
 
-def rng_state(device: torch.device) -> Tensor:
-    """The state of the device's generator, uint8. Every launch moves torch_xla's on from where the
-    last one left it, whatever was drawn between: hence one before it is read."""
+def tpu_rng_state(device: torch.device) -> Tensor:
+    """Return the state (uint8) of a TPU's generator."""
     if device.type == "tpu":
         return _generator(device).get_state()
+    # torch_xla's state changes with every launch, even if nothing was drawn: launch before reading.
     launch_operations(device)
     state: int = _xla(".core.xla_model").get_rng_state(str(device))
     return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8)
 
 
-def set_rng_state(state: Tensor, device: torch.device) -> None:
-    """Take back what rng_state gave."""
+def set_tpu_rng_state(state: Tensor, device: torch.device) -> None:
+    """Set the generator of a TPU to a state that tpu_rng_state returned."""
     if device.type == "tpu":
         _generator(device).set_state(state)
         return
@@ -149,5 +157,6 @@ def set_rng_state(state: Tensor, device: torch.device) -> None:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """torch_tpu keeps get_rng_state() to PyTorch itself from torch 2.13 on."""
+    """Return torch_tpu's generator of a device."""
+    # From torch 2.13 on, torch_tpu's get_rng_state() is private to PyTorch.
     return torch.get_device_module(device).default_generators[device.index or 0]

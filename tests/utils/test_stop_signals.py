@@ -195,9 +195,9 @@ def test_an_interrupt_passes_what_catches_exceptions():
 
 SERVANT = """
 import time
-from runner.utils.stop_signals import ignore
+from runner.utils.stop_signals import ignore_signals
 time.sleep(0.3)
-ignore()
+ignore_signals()
 print("lives", flush=True)
 time.sleep(60)
 """

@@ -29,7 +29,7 @@ OUGHT = {  # what is typed in place of a precision that a TPU lacks
 }
 ROWS = """
 import torch
-from runner.utils.accelerator import Accelerator, rng_state
+from runner.utils.accelerator import Accelerator
 from runner.precision import registry
 torch.utils.rename_privateuse1_backend("tpu")
 device = torch.device("tpu", 0)
