@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from runner.config.schema import RunSpec, TrainSpec
-from runner.data.loader import Loader
+from runner.data.loader import Loader, LoaderOptions
 from runner.models.gpt import GPT
 from runner.models.resnet import resnet
 from runner.precision import registry
@@ -155,7 +155,10 @@ class Short(Dataset):
 
 def loading() -> Rows:
     """Epochs of 8 batches from two processes, wall time."""
-    loaders = [Loader(Short(), 8, shuffle=True, seed=0, device=CPU, workers=2) for _ in range(2)]
+    options = LoaderOptions(workers=2)
+    loaders = [
+        Loader(Short(), 8, shuffle=True, seed=0, device=CPU, options=options) for _ in range(2)
+    ]
 
     def epoch(loader: Loader, close: bool) -> None:
         assert sum(len(y) for _, y in loader.epoch(1)) == 64

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from models.gpt import GPT
 from runner.config.schema import TrainSpec
-from runner.data.loader import Loader
+from runner.data.loader import Loader, LoaderOptions
 from runner.distributed.ddp import DDP
 from runner.distributed.fsdp import FSDP
 from runner.distributed.strategy import Single, Strategy
@@ -106,7 +106,9 @@ class Contender:
         place = strategy.place
         tokens = torch.randint(VOCABULARY, (64 * place.world, CONTEXT + 1))
         data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        loader = Loader(data, EXAMPLES * place.world, shuffle=True, seed=0, device=CPU, place=place)
+        options = LoaderOptions(place=place)
+        size = EXAMPLES * place.world
+        loader = Loader(data, size, shuffle=True, seed=0, device=CPU, options=options)
         self.batch = next(loader.epoch(1))
         train = TrainSpec(max_steps=10**9, eval_every=10**9, log_every=LOG_EVERY)
         stopped = (lambda: control.agree(0) > 0) if place.world > 1 else lambda: False

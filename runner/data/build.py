@@ -1,4 +1,8 @@
-"""Build the data sets and the loaders of a run."""
+"""Build the data sets and the loaders of a run from its config, and check them against `data.meta`.
+
+`data.meta` states the input's shape and the number of classes. Models take their sizes from it
+before any data are read, so a wrong value is refused here.
+"""
 
 from typing import Any
 
@@ -8,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
-from runner.data.loader import Loader
+from runner.data.loader import Loader, LoaderOptions
 from runner.data.split_checks import first_samples, splits_problems
 from runner.data.splits import Splits
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
@@ -16,76 +20,118 @@ from runner.utils.errors import ConfigError
 
 
 def build_splits(spec: RunSpec) -> Splits:
-    """The data sets; with debug.overfit both are the same few examples."""
-    made = build_group("data", spec.data)
-    if problems := [*splits_problems(made, spec.data["_target_"])]:
+    """Return the data sets of a run; with debug.overfit both are the same few examples.
+
+    Raises:
+        ConfigError: the target does not return two map-style data sets, its examples are not
+            (input, target), or data.meta contradicts them.
+    """
+    returned = build_group("data", spec.data)
+    problems = list(splits_problems(returned, spec.data["_target_"]))
+    if problems:
         raise ConfigError(*problems)
-    _check_meta(spec, made[0])
+    splits = Splits(*returned)
+    _check_meta(spec, splits.train)
     if spec.debug.overfit:
-        few = first_samples(made[0], spec.debug.overfit)
+        few = first_samples(splits.train, spec.debug.overfit)
         return Splits(few, few)
-    return Splits(*made)
+    return splits
 
 
 def _check_meta(spec: RunSpec, dataset: Any) -> None:
-    """What data.meta says of the data, from which models take their sizes, must be true."""
+    """Raise ConfigError where data.meta states another input shape or fewer classes than the data.
+
+    Args:
+        spec: of the run.
+        dataset: the training set.
+    """
     if not len(dataset):
-        return  # build_loaders says so
-    meta, example = spec.data.get("meta") or {}, _first_input(dataset)
-    shape = list(getattr(example, "shape", []))
-    problems = []
-    if "input" in meta and isinstance(example, Tensor) and shape != list(meta["input"]):
-        problems.append(
-            f"data.meta.input={meta['input']}, but an example has the shape {shape}. "
-            f"Type data.meta.input={str(shape).replace(' ', '')}."
-        )
-    named = getattr(dataset, "classes", None)
-    found, sample = len(named) if named else None, ""
-    if isinstance(dataset, TensorDataset) and not dataset.tensors[1].is_floating_point():
-        label, first = (int(value) for value in dataset.tensors[1].flatten().max(0))
-        found, sample = label + 1, f": sample {first} has the label {label}"
-    if found is not None and found > (meta.get("classes") or found):
-        problems.append(
-            f"data.meta.classes={meta['classes']}, but the data have {found} classes{sample}. "
-            f"Type data.meta.classes={found}."
-        )
+        return  # build_loaders refuses it
+    meta = spec.data.get("meta") or {}
+    answers = (_shape_problem(meta, _first_input(dataset)), _classes_problem(meta, dataset))
+    problems = [answer for answer in answers if answer]
     if problems:
         raise ConfigError(*problems)
 
 
+def _shape_problem(meta: dict[str, Any], example: Any) -> str:
+    """Return why data.meta.input is wrong; empty where it is right or not stated."""
+    shape = list(getattr(example, "shape", []))
+    if "input" not in meta or not isinstance(example, Tensor) or shape == list(meta["input"]):
+        return ""
+    return (
+        f"data.meta.input={meta['input']}, but an example has the shape {shape}. "
+        f"Type data.meta.input={str(shape).replace(' ', '')}."
+    )
+
+
+def _classes_problem(meta: dict[str, Any], dataset: Any) -> str:
+    """Return why data.meta.classes is too small; empty where it is right or not stated."""
+    if isinstance(dataset, TensorDataset) and not dataset.tensors[1].is_floating_point():
+        largest_label, index = dataset.tensors[1].flatten().max(0)
+        classes = int(largest_label) + 1
+        sample = f": sample {int(index)} has the label {int(largest_label)}"
+    else:
+        # torchvision's data sets list their class names.
+        names = getattr(dataset, "classes", None)
+        classes = len(names) if names else 0
+        sample = ""
+    stated = meta.get("classes")
+    if not stated or classes <= stated:
+        return ""
+    return (
+        f"data.meta.classes={stated}, but the data have {classes} classes{sample}. "
+        f"Type data.meta.classes={classes}."
+    )
+
+
 def _first_input(dataset: Any) -> Any:
+    """Return the input of a data set's first example.
+
+    Raises:
+        ConfigError: the example is not a pair (input, target).
+    """
     first = dataset[0]
-    if not (isinstance(first, tuple | list) and len(first) == 2):
-        size = f" of {len(first)}" if isinstance(first, tuple | list) else ""
-        raise ConfigError(
-            f"data: the train set yields a {type(first).__name__}{size}; it needs a __getitem__ "
-            "that yields (input, target)."
-        )
-    return first[0]
+    if not isinstance(first, tuple | list):
+        received = type(first).__name__
+    elif len(first) != 2:
+        received = f"{type(first).__name__} of {len(first)}"
+    else:
+        return first[0]
+    raise ConfigError(
+        f"data: the train set yields a {received}; it needs a __getitem__ "
+        "that yields (input, target)."
+    )
 
 
 def build_loaders(
     spec: RunSpec, splits: Splits, device: torch.device, place: ProcessRank = SINGLE_PROCESS
 ) -> tuple[Loader, Loader]:
-    """Training batches in an order of their own per epoch, validation batches in the set's; of each
-    the part of one process.
+    """Return the training and the validation loader of a run.
+
+    Training batches are shuffled anew in each epoch unless data.shuffle=false; validation batches
+    keep the data set's order. Each loader yields one process's part of every batch.
+
+    Args:
+        spec: of the run.
+        splits: from build_splits.
+        device: where the batches go.
+        place: this process.
 
     Raises:
         ConfigError: a set is empty.
     """
-    if empty := [name for name, made in splits._asdict().items() if not len(made)]:
+    empty = [name for name, dataset in splits._asdict().items() if not len(dataset)]
+    if empty:
         raise ConfigError(
             *(f"data: the {name} set is empty: it yields no example to work on." for name in empty)
         )
-    size, workers = spec.train.batch_size, spec.train.num_workers
-    common = {
-        "batch_size": size,
+    shared = {
+        "batch_size": spec.train.batch_size,
         "seed": spec.seed,
         "device": device,
-        "workers": workers,
-        "place": place,
-        "on_device": spec.train.data_on_device,
+        "options": LoaderOptions(spec.train.num_workers, place, spec.train.data_on_device),
     }
     shuffle = bool(spec.data.get("shuffle", True))
-    train = Loader(splits.train, shuffle=shuffle, **common)
-    return train, Loader(splits.val, shuffle=False, **common)
+    train = Loader(splits.train, shuffle=shuffle, **shared)
+    return train, Loader(splits.val, shuffle=False, **shared)

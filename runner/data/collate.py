@@ -1,4 +1,8 @@
-"""Examples to batches, and what is wrong with examples that make no batch."""
+"""Stack examples into batches, and explain why examples cannot be stacked.
+
+Loading processes return a CollateFailure instead of raising: an exception that crosses a process
+boundary loses its type, and the explanation with it.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,26 +14,27 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import default_collate
 
 _PARTS = ("input", "target")
+_STACKABLE = Tensor | np.ndarray | np.number | int | float | complex | str
 
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """A batch that a data set's `batch(indices)` has made."""
+    """A batch that a data set's `batch(indices)` has made, which needs no stacking."""
 
     batch: Any
 
 
 @dataclass(frozen=True)
 class CollateFailure:
-    """What a loading process returns in place of a batch: an exception would lose its type."""
+    """The message of a batch that could not be stacked, in place of the batch."""
 
     problem: str
 
 
 def collate(examples: Any) -> Any:
-    """Return the batch of a list of (input, target), or an Uncollated that says why there is none.
+    """Return the batch of a list of examples (input, target), or a CollateFailure that explains.
 
-    A Whole is returned as its batch.
+    A WholeBatch is returned as its batch.
     """
     if isinstance(examples, WholeBatch):
         return examples.batch
@@ -40,56 +45,73 @@ def collate(examples: Any) -> Any:
 
 
 def collate_problem(examples: Sequence[Any], error: Exception) -> str:
-    """Return why examples do not make a batch, and what to change."""
-    pairs = [e if isinstance(e, tuple | list) and len(e) == 2 else (e, None) for e in examples]
-    told = next(filter(None, (_differing(pairs, i) for i in range(2))), None)
-    if told:
-        return (
-            f"data: the examples of a batch do not go together: {told}. Pad or crop them to one "
-            "size in __getitem__, or give the data set a method batch(indices) that returns "
-            "(inputs, targets) of a whole batch, padded (docs/own-code.md)."
-        )
-    if told := next(filter(None, (_foreign(pairs, i) for i in range(2))), None):
-        return (
-            f"data: the examples of a batch are no tensors: {told}. Return tensors from "
-            "__getitem__ (torch.as_tensor(...)), or give the data set a method batch(indices) "
-            "(docs/own-code.md)."
-        )
-    reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else ""
+    """Return why examples cannot be stacked into a batch, and what to change.
+
+    Args:
+        examples: of one batch.
+        error: that torch's default_collate raised for them.
+    """
+    pairs = [_pair(example) for example in examples]
+    for part in range(2):
+        mismatch = _shape_mismatch(pairs, part)
+        if mismatch:
+            return (
+                f"data: the examples of a batch cannot be stacked: {mismatch}. Pad or crop them to "
+                "one size in __getitem__, or give the data set a method batch(indices) that "
+                "returns (inputs, targets) of a whole batch, padded (docs/own-code.md)."
+            )
+    for part in range(2):
+        value = _unstackable_value(pairs[0][part], _PARTS[part])
+        if value:
+            return (
+                f"data: the examples of a batch are not tensors: {value}. Return tensors from "
+                "__getitem__ (torch.as_tensor(...)), or give the data set a method batch(indices) "
+                "(docs/own-code.md)."
+            )
+    text = str(error).strip()
+    reason = text.splitlines()[0].rstrip(".") if text else ""
     return (
-        f"data: the examples of a batch do not go together: {type(error).__name__}: {reason}. "
+        f"data: the examples of a batch cannot be stacked: {type(error).__name__}: {reason}. "
         "Return (input, target) with the same structure for every index, or give the data set a "
         "method batch(indices) that returns a whole batch (docs/own-code.md)."
     )
 
 
-def _differing(pairs: Sequence[Any], part: int) -> str | None:
-    """Return two different shapes or lengths at one place of the examples; None for none."""
-    first = dict(_sizes(pairs[0][part]))
+def _pair(example: Any) -> Any:
+    """Return an example as (input, target); target is None where it is no pair."""
+    if isinstance(example, tuple | list) and len(example) == 2:
+        return example
+    return example, None
+
+
+def _shape_mismatch(pairs: Sequence[Any], part: int) -> str | None:
+    """Return two different shapes or structures of the examples' inputs (0) or targets (1)."""
+    first = dict(_leaf_shapes(pairs[0][part]))
     for pair in pairs[1:]:
-        sizes = dict(_sizes(pair[part]))
-        if sizes.keys() != first.keys():
-            return f"{_PARTS[part]}s of different structure ({_names(first)} and {_names(sizes)})"
-        for place, size in sizes.items():
-            if size != first[place]:
-                return f"{_PARTS[part]}s{place} of the shapes {first[place]} and {size}"
+        shapes = dict(_leaf_shapes(pair[part]))
+        if shapes.keys() != first.keys():
+            structures = f"{_leaf_names(first)} and {_leaf_names(shapes)}"
+            return f"{_PARTS[part]}s of different structure ({structures})"
+        for path, shape in shapes.items():
+            if shape != first[path]:
+                return f"{_PARTS[part]}s{path} of the shapes {first[path]} and {shape}"
     return None
 
 
-def _names(sizes: dict[str, list[int]]) -> str:
-    return ", ".join(place or "one value" for place in sizes) or "nothing"
+def _leaf_names(shapes: dict[str, list[int]]) -> str:
+    return ", ".join(path or "one value" for path in shapes) or "nothing"
 
 
-def _sizes(nest: Any) -> Iterator[tuple[str, list[int]]]:
-    """Yield the place and the shape of each value of an example's part."""
+def _leaf_shapes(nest: Any) -> Iterator[tuple[str, list[int]]]:
+    """Yield the path and the shape of each value of a nested input or target."""
     for path, leaf in tree_flatten_with_path(nest)[0]:
         yield keystr(path), list(getattr(leaf, "shape", []))
 
 
-def _foreign(pairs: Sequence[Any], part: int) -> str | None:
-    """Return the first value that makes no tensor; None where all do."""
-    for path, leaf in tree_flatten_with_path(pairs[0][part])[0]:
-        if not isinstance(leaf, Tensor | np.ndarray | np.number | int | float | complex | str):
+def _unstackable_value(nest: Any, name: str) -> str | None:
+    """Return the path and the type of the first value that cannot become a tensor."""
+    for path, leaf in tree_flatten_with_path(nest)[0]:
+        if not isinstance(leaf, _STACKABLE):
             kind = type(leaf)
-            return f"{_PARTS[part]}{keystr(path)} is a {kind.__module__}.{kind.__qualname__}"
+            return f"{name}{keystr(path)} is a {kind.__module__}.{kind.__qualname__}"
     return None

@@ -1,4 +1,8 @@
-"""How batches come to the run's device: held there from the start, or one by one beside it."""
+"""Bring batches to the run's device: hold a whole data set there, or copy batch by batch.
+
+Data that fit are held on the device, so that an epoch copies indices only. Other batches are copied
+on a stream of their own while the previous batch is computed.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,61 +16,82 @@ from runner.config.schema import AUTO
 from runner.utils.errors import ConfigError
 from runner.utils.tpu import launch_operations
 
-SHARE = 0.1  # of a device's free memory that a data set may take unasked
+MAX_MEMORY_SHARE = 0.1  # of a GPU's free memory that train.data_on_device=auto takes
 
 
 def hold_on_device(dataset: Any, device: torch.device, wanted: bool | str) -> Any:
-    """A data set in memory, its tensors on the device; None where it stays on the host.
+    """Return a copy of an in-memory data set on the device, or None where it stays on the host.
 
     Args:
         dataset: a TensorDataset, or one with `batch(indices)`, `nbytes` and `to(device)`.
         device: of the run.
-        wanted: true, false, or auto, which takes a GPU's free memory up to SHARE.
+        wanted: train.data_on_device: true, false, or auto, which holds data on a GPU where they
+            take less than MAX_MEMORY_SHARE of its free memory.
 
     Raises:
-        ConfigError: wanted, and not in memory.
+        ConfigError: wanted is true, and the data are not in memory.
     """
-    in_memory = type(dataset) is TensorDataset
-    size = sum(t.nbytes for t in dataset.tensors) if in_memory else getattr(dataset, "nbytes", None)
+    size = _bytes_in_memory(dataset)
     if wanted is True and size is None:
         raise ConfigError(
-            "train.data_on_device=true holds data that are in memory, a TensorDataset; this is a "
+            "train.data_on_device=true needs data that are in memory, a TensorDataset; this is a "
             f"{type(dataset).__name__}. Type train.data_on_device=auto."
         )
     if wanted == AUTO:
-        wanted = size is not None and device.type == "cuda" and size < _room(device)
+        # On a CPU there is nothing to gain, and other accelerators do not report free memory.
+        wanted = size is not None and device.type == "cuda" and size < _memory_limit(device)
     if not wanted:
         return None
-    if in_memory:
-        return TensorDataset(*(t.to(device) for t in dataset.tensors))
+    if type(dataset) is TensorDataset:
+        return TensorDataset(*(tensor.to(device) for tensor in dataset.tensors))
     return dataset.to(device)
 
 
-def _room(device: torch.device) -> float:
-    return SHARE * torch.cuda.mem_get_info(device)[0]
+def _bytes_in_memory(dataset: Any) -> int | None:
+    """Return the bytes of a data set's tensors; None where it is not in memory.
+
+    A subclass of TensorDataset may override __getitem__, so only the class itself is sliced.
+    """
+    if type(dataset) is TensorDataset:
+        return sum(tensor.nbytes for tensor in dataset.tensors)
+    return getattr(dataset, "nbytes", None)
+
+
+def _memory_limit(device: torch.device) -> float:
+    """Return how many bytes of a GPU a data set may take with train.data_on_device=auto."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return MAX_MEMORY_SHARE * free_bytes
 
 
 def move_batches(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """The batches on the device. A GPU copies each beside what it computes meanwhile: from pinned
-    memory, in a stream of its own, which the computing one waits for."""
-    if device.type != "cuda":
-        for batch in batches:
-            launch_operations(device)  # what was asked of the batch before this one
-            yield tree_map(lambda value: _to(value, device), batch)
+    """Yield batches, nested or not, with their tensors on the device."""
+    if device.type == "cuda":
+        yield from _copy_to_gpu(batches, device)
         return
-    stream = torch.cuda.Stream(device)
     for batch in batches:
-        with torch.cuda.stream(stream):
-            there = tree_map(lambda value: _to(value, device, pinned=True), batch)
-        computing = torch.cuda.current_stream(device)
-        computing.wait_stream(stream)
-        for value in tree_leaves(there):
+        # A TPU collects operations: those on the previous batch start here.
+        launch_operations(device)
+        yield tree_map(lambda value: _to_device(value, device), batch)
+
+
+def _copy_to_gpu(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Yield batches that are copied from pinned memory while the GPU computes the previous one."""
+    copy_stream = torch.cuda.Stream(device)
+    for batch in batches:
+        with torch.cuda.stream(copy_stream):
+            copied = tree_map(lambda value: _to_device(value, device, pin=True), batch)
+        compute_stream = torch.cuda.current_stream(device)
+        compute_stream.wait_stream(copy_stream)
+        for value in tree_leaves(copied):
             if isinstance(value, Tensor):
-                value.record_stream(computing)  # its memory is used again only after that
-        yield there
+                # The allocator must not reuse the memory before the computation has read it.
+                value.record_stream(compute_stream)
+        yield copied
 
 
-def _to(value: Any, device: torch.device, pinned: bool = False) -> Any:
+def _to_device(value: Any, device: torch.device, pin: bool = False) -> Any:
+    """Return a tensor on the device, copied without waiting; any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
-    return (value.pin_memory() if pinned else value).to(device, non_blocking=True)
+    source = value.pin_memory() if pin else value
+    return source.to(device, non_blocking=True)

@@ -1,4 +1,8 @@
-"""What a run's data sets are, told in a way that other runs' can be compared with."""
+"""Describe a run's data sets by a digest and a schema, so that runs on the same data can be found.
+
+The descriptions become MLflow's dataset inputs of a run. They must be the same in every process and
+cheap for large data sets, so the digest covers a sample of the examples.
+"""
 
 import json
 import random
@@ -17,19 +21,19 @@ from torch.utils.data import Subset
 from runner.config.targets import target_arguments
 from runner.data.splits import Splits
 
-SAMPLES = 64
-BYTES = 8
+SAMPLE_COUNT = 64  # examples that a digest covers at most
+DIGEST_BYTES = 8
 CONTEXTS = {"train": "training", "val": "validation"}
 
 
 def describe_data(name: str, node: Mapping[str, Any], splits: Splits) -> list[dict[str, Any]]:
-    """The training and the validation set, as MLflow's inputs of a run.
+    """Return the descriptions of the training and the validation set, as MLflow's inputs of a run.
 
     The digest is over the number of examples and up to 64 of them, evenly spaced, so it is the
     same in every process; on another machine where the data set computes the same bits there.
-    Of a folder of images it is over the files, and an augmentation does not move it; of another
+    For a folder of images it is over the files, and an augmentation does not change it; for another
     data set that draws its samples at random it is over what it draws from one seed. The global
-    random states are left as they were. Nothing here raises: what cannot be read is left out.
+    random states are restored. Nothing here raises: what cannot be read is left out.
 
     Args:
         name: of the data config.
@@ -48,34 +52,36 @@ def describe_data(name: str, node: Mapping[str, Any], splits: Splits) -> list[di
             "context": CONTEXTS[split],
             "source_type": kind,
             "source": json.dumps(source, default=str),
-            **_facts(getattr(splits, split), node),
+            **_dataset_facts(getattr(splits, split), node),
         }
         for split in CONTEXTS
     ]
 
 
 def _source(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The files that the data were read from, or else the call that made them."""
+    """Return ("local", the folder or file that the data are read from) or ("code", the call)."""
     for key in ("path", "root"):
-        where = node.get(key)
-        if isinstance(where, str) and Path(where).exists():
-            return "local", {"uri": str(Path(where).absolute())}
-    given = {"target": node.get("_target_"), **target_arguments(node)}
-    return "code", {"tags": {key: str(value) for key, value in given.items()}}
+        location = node.get(key)
+        if isinstance(location, str) and Path(location).exists():
+            return "local", {"uri": str(Path(location).absolute())}
+    call = {"target": node.get("_target_"), **target_arguments(node)}
+    return "code", {"tags": {key: str(value) for key, value in call.items()}}
 
 
-def _facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
-    with _same_random():
+def _dataset_facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the digest, schema and profile of one data set."""
+    with _fixed_seed():
         try:
             digest = _digest(dataset)
-        except Exception:  # a data set of the user's, of which one sample is broken, say
-            digest = blake2b(_text(node), digest_size=BYTES).hexdigest()
+        except Exception:  # a user's data set with one sample that cannot be read, for example
+            digest = blake2b(_config_bytes(node), digest_size=DIGEST_BYTES).hexdigest()
         try:
             first = dataset[0]
             schema = _schema(first)
         except Exception:
-            first = schema = None
-    profile = {"num_rows": len(dataset), "classes": _classes(dataset, first, node)}
+            first = None
+            schema = None
+    profile = {"num_rows": len(dataset), "classes": _class_count(dataset, first, node)}
     return {
         "digest": digest,
         "schema": schema,
@@ -83,15 +89,16 @@ def _facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _text(node: Mapping[str, Any]) -> bytes:
+def _config_bytes(node: Mapping[str, Any]) -> bytes:
     return repr(sorted((str(key), str(value)) for key, value in node.items())).encode()
 
 
 @contextmanager
-def _same_random() -> Iterator[None]:
-    """A fixed seed inside, the random states from before after it; the CPU's, where data are
-    made."""
-    python, numpy = random.getstate(), np.random.get_state()
+def _fixed_seed() -> Iterator[None]:
+    """Seed all random generators of the CPU with 0, and restore their states on exit."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    # Data sets compute on the CPU: GPUs' generators are neither seeded nor restored.
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(0)
         random.seed(0)
@@ -99,43 +106,49 @@ def _same_random() -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def _digest(dataset: Any) -> str:
+    """Return the hash of a data set's size and of SAMPLE_COUNT evenly spaced examples."""
     count = len(dataset)
-    content = blake2b(str(count).encode(), digest_size=BYTES)
-    chosen = min(count, SAMPLES)
-    for i in range(chosen):
-        index = i * (count - 1) // max(chosen - 1, 1)
-        whole, inner = _inner(dataset, index)
-        files = getattr(whole, "samples", None)
-        if isinstance(files, list) and _is_file(files[inner], whole):
-            path, target = files[inner]
-            content.update(f"{Path(path).relative_to(whole.root)} {target} ".encode())
+    content = blake2b(str(count).encode(), digest_size=DIGEST_BYTES)
+    sampled = min(count, SAMPLE_COUNT)
+    for i in range(sampled):
+        index = i * (count - 1) // max(sampled - 1, 1)
+        base, base_index = _unwrap_subset(dataset, index)
+        files = getattr(base, "samples", None)
+        # Files are hashed as they are stored: decoding and augmenting them may differ by run.
+        if isinstance(files, list) and _is_file_sample(files[base_index], base):
+            path, target = files[base_index]
+            content.update(f"{Path(path).relative_to(base.root)} {target} ".encode())
             content.update(Path(path).read_bytes())
         else:
-            _feed(content, dataset[index])
+            _hash_value(content, dataset[index])
     return content.hexdigest()
 
 
-def _inner(dataset: Any, index: int) -> tuple[Any, int]:
-    """What a Subset takes its example from, and which."""
+def _unwrap_subset(dataset: Any, index: int) -> tuple[Any, int]:
+    """Return the data set under any number of Subsets, and the index of an example in it."""
     while type(dataset) is Subset:
-        dataset, index = dataset.dataset, int(dataset.indices[index])
+        index = int(dataset.indices[index])
+        dataset = dataset.dataset
     return dataset, index
 
 
-def _is_file(sample: Any, dataset: Any) -> bool:
-    """Whether it is one of torchvision's pairs of a file below the data set's root and a class."""
+def _is_file_sample(sample: Any, dataset: Any) -> bool:
+    """Return whether a sample is torchvision's pair of a file below the data set's root and a
+    class."""
     pair = isinstance(sample, tuple) and len(sample) == 2 and isinstance(sample[0], str)
     return pair and hasattr(dataset, "root") and Path(sample[0]).is_file()
 
 
-def _feed(content: Any, value: Any) -> None:
-    """Add a sample: tensors and arrays by dtype, shape and bytes, nests by their parts, and of an
-    object that has no bytes its type."""
+def _hash_value(content: Any, value: Any) -> None:
+    """Add a sample to a hash: tensors and arrays by dtype, shape and bytes, nests by their parts.
+
+    An object without bytes is added by the name of its type.
+    """
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous()
         content.update(f"{value.dtype} {list(value.shape)} ".encode())
@@ -143,53 +156,67 @@ def _feed(content: Any, value: Any) -> None:
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             content.update(f"{key}: ".encode())
-            _feed(content, value[key])
+            _hash_value(content, value[key])
     elif isinstance(value, list | tuple):
         content.update(f"{len(value)} ".encode())
         for part in value:
-            _feed(content, part)
+            _hash_value(content, part)
     elif isinstance(value, str | bytes | int | float | complex | None):
         content.update(f"{value!r} ".encode())
-    elif hasattr(value, "tobytes"):  # numpy's, Pillow's
-        about = [str(getattr(value, key, "")) for key in ("dtype", "shape", "mode", "size")]
-        content.update(" ".join([type(value).__name__, *about]).encode())
+    elif hasattr(value, "tobytes"):  # arrays of numpy, images of Pillow
+        facts = [str(getattr(value, key, "")) for key in ("dtype", "shape", "mode", "size")]
+        content.update(" ".join([type(value).__name__, *facts]).encode())
         content.update(value.tobytes())
     else:
+        # repr() would hold an address, which differs in each process.
         content.update(type(value).__name__.encode())
 
 
 def _schema(sample: Any) -> str | None:
-    """MLflow's tensor schema of samples (input, target), -1 for the rows."""
-    features, targets = (_specs(part) for part in sample)
+    """Return MLflow's tensor schema of samples (input, target) as JSON, -1 for the rows."""
+    features, targets = (_tensor_specs(part) for part in sample)
     if features is None or targets is None:
         return None
     parts = {"features": json.dumps(features), "targets": json.dumps(targets)}
     return json.dumps({"mlflow_tensorspec": parts})
 
 
-def _specs(value: Any) -> list[dict[str, Any]] | None:
-    """One tensor's specification, or those of a flat nest by name."""
-    leaves = tree_flatten_with_path(value)[0]
-    found = []
-    for path, leaf in leaves:
+def _tensor_specs(value: Any) -> list[dict[str, Any]] | None:
+    """Return the specification of a tensor, or those of a flat nest by name; None for others."""
+    specs = []
+    for path, leaf in tree_flatten_with_path(value)[0]:
         array = leaf if isinstance(leaf, Tensor | np.ndarray | np.generic) else np.asarray(leaf)
         dtype = str(array.dtype).removeprefix("torch.")
+        # MLflow's schema has neither nested names nor dtypes that numpy lacks (bfloat16).
         if len(path) > 1 or not hasattr(np, dtype):
             return None
         spec: dict[str, Any] = {"type": "tensor"}
         if path:
             spec["name"] = str(getattr(path[0], "key", getattr(path[0], "idx", path[0])))
         spec["tensor-spec"] = {"dtype": dtype, "shape": [-1, *array.shape]}
-        found.append(spec)
-    return found or None
+        specs.append(spec)
+    return specs or None
 
 
-def _classes(dataset: Any, first: Any, node: Mapping[str, Any]) -> int | None:
-    """How many classes there are, where the targets are class numbers."""
-    if named := getattr(_inner(dataset, 0)[0], "classes", None):
-        return len(named)
+def _class_count(dataset: Any, first: Any, node: Mapping[str, Any]) -> int | None:
+    """Return the number of classes; None where the targets are not class numbers.
+
+    Args:
+        dataset: whose `classes`, as torchvision lists them, are counted.
+        first: example, or None where it cannot be read.
+        node: of the data config, whose meta.classes is taken for integer targets.
+    """
+    base, _ = _unwrap_subset(dataset, 0)
+    names = getattr(base, "classes", None)
+    if names:
+        return len(names)
     target = first[1] if isinstance(first, tuple | list) and len(first) == 2 else None
-    whole = isinstance(target, int) or (
-        isinstance(target, Tensor) and not target.is_floating_point() and not target.is_complex()
-    )
-    return (node.get("meta") or {}).get("classes") if whole else None
+    if not _is_integer(target):
+        return None
+    return (node.get("meta") or {}).get("classes")
+
+
+def _is_integer(target: Any) -> bool:
+    if isinstance(target, Tensor):
+        return not target.is_floating_point() and not target.is_complex()
+    return isinstance(target, int)

@@ -1,8 +1,14 @@
-"""Batches of a map-style dataset, in an order that the seed and the epoch alone decide."""
+"""Iterate over a map-style data set in batches, in an order that the seed and the epoch determine.
+
+Any batch of any epoch can be loaded alone, with the same examples and the same random augmentation:
+resume and replay rely on it. So the order never depends on the global random state, and a loading
+process draws its random numbers from a seed of the batch.
+"""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,36 +18,57 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from runner.data.collate import CollateFailure, WholeBatch, collate
 from runner.data.device_transfer import hold_on_device, move_batches
-from runner.data.workers import keep_alive, wait_for_batch
+from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError
 
 Batch = tuple[Any, Any]
 
+# A prime above the number of epochs and of an epoch's batches: no two of them share a seed.
+_SEED_STRIDE = 1_000_003
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """Where a loader's batches are loaded; none of it changes their content.
+
+    Attributes:
+        workers: loading processes, which stay until Loader.close(); see Loader.uses_workers.
+        place: this process, which loads its part of each batch. A process without a part, where a
+            batch has fewer examples than there are processes, gets the batch's first example.
+        on_device: true, false or auto: hold data that are in memory on the device; see
+            device_transfer.hold_on_device.
+    """
+
+    workers: int = 0
+    place: ProcessRank = SINGLE_PROCESS
+    on_device: bool | str = False
+
+
+DEFAULT_OPTIONS = LoaderOptions()
+
 
 class Loader:
-    """Micro-batches of a dataset on the run's device; the last of an epoch may be smaller.
+    """Micro-batches of a data set on the run's device; the last of an epoch may be smaller.
 
-    A TensorDataset, data held on the device and, without loading processes, a dataset with
+    A TensorDataset, data held on the device and, without loading processes, a data set with
     `batch(indices)` are gathered in whole batches here; anything else goes through torch's
-    DataLoader, whose processes call `batch(indices)` where the dataset has it.
+    DataLoader, whose processes call `batch(indices)` where the data set has it.
 
     Args:
         dataset: yields (input, target).
         batch_size: examples in a micro-batch.
         shuffle: a new order in each epoch.
-        seed: decides the orders, together with the epoch's number.
+        seed: determines the orders, together with the epoch's number.
         device: where batches go.
-        workers: loading processes, which stay until close(); see uses_workers.
-        place: this process, which loads its part of each batch; of one with fewer examples than
-            processes those that get none are lent the first.
-        on_device: hold data that is in memory on the device; see transfer.hold.
+        options: how many processes load, which part, and what is held on the device.
 
     Raises:
-        ConfigError: the dataset is empty, or cannot be held.
+        ConfigError: the data set is empty, or cannot be held.
 
     Attributes:
-        waiting: context around each wait for a loading process, which a signal may cut.
+        wait_context: makes the context around each wait for a loading process, which a signal may
+            interrupt.
     """
 
     def __init__(
@@ -52,91 +79,115 @@ class Loader:
         shuffle: bool,
         seed: int,
         device: torch.device,
-        workers: int = 0,
-        place: ProcessRank = SINGLE_PROCESS,
-        on_device: bool | str = False,
+        options: LoaderOptions = DEFAULT_OPTIONS,
     ) -> None:
-        self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
-        self.device, self.workers, self.place = device, workers, place
-        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.device = device
+        self.workers = options.workers
+        self.place = options.place
+        self.wait_context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.examples = len(dataset)  # type: ignore[arg-type]
         if not self.examples:
             raise ConfigError(
                 "The data set is empty: it yields no example to train or evaluate on."
             )
-        self.held = hold_on_device(dataset, device, on_device)
-        self._loaded: list[list[int]] = []  # what the processes load in this epoch
-        self._processes: DataLoader[Any] | None = None
+        self.device_dataset = hold_on_device(dataset, device, options.on_device)
+        self._worker_batches: list[list[int]] = []  # of the epoch that the processes load
+        self._worker_loader: DataLoader[Any] | None = None
 
     def __len__(self) -> int:
+        """Return the number of micro-batches in an epoch."""
         return -(-self.examples // self.batch_size)
 
     @property
     def uses_workers(self) -> bool:
-        """Whether processes load the data: not where tensors in memory or held are sliced."""
-        in_memory = self.held is not None or type(self.dataset) is TensorDataset
+        """Whether processes load the data: not where tensors in memory or on the device are
+        sliced."""
+        in_memory = self.device_dataset is not None or type(self.dataset) is TensorDataset
         return self.workers > 0 and not in_memory
 
     def order(self, epoch: int) -> Tensor:
-        """Indices of an epoch's examples, int64, shape [examples]."""
+        """Return the indices of an epoch's examples, int64 [examples]."""
         if not self.shuffle:
             return torch.arange(self.examples)
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed(self.seed * _SEED_STRIDE + epoch)
         return torch.randperm(self.examples, generator=generator)
 
     def examples_in(self, number: int) -> int:
-        """Examples of an epoch's batch in all processes."""
+        """Return how many examples an epoch's batch of this number (from 0) has in all
+        processes."""
         return min(self.batch_size, self.examples - number * self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch, from a batch's number on: this process's part of each."""
-        whole = self.order(epoch).split(self.batch_size)[start:]
+        """Return this process's part of each batch of an epoch, from batch `start` (from 0) on."""
+        batches = self.order(epoch).split(self.batch_size)[start:]
         if self.place.world > 1:
-            whole = [
-                indices[self.place.part(len(indices))]
-                if self.place.examples(len(indices))
-                else indices[:1]
-                for indices in whole
-            ]
-        return self.batches(whole, epoch, start)
+            batches = [self._process_part(indices) for indices in batches]
+        return self.batches(batches, epoch, start)
+
+    def _process_part(self, indices: Tensor) -> Tensor:
+        """Return the indices that this process loads of a batch's; at least one, for collectives
+        need every process to run a step."""
+        if self.place.examples(len(indices)):
+            return indices[self.place.part(len(indices))]
+        return indices[:1]
 
     def batches(self, chosen: Sequence[Tensor], epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """A batch of each of these sets of indices.
+        """Return a batch of each of these tensors of indices, on the device.
 
         Args:
-            chosen: int64, one tensor for each batch.
-            epoch: that they are of, and start: the number of the first of them there, by which
-                loading processes seed what they draw at random.
+            chosen: int64 [examples of a batch], one tensor for each batch.
+            epoch: that the batches belong to.
+            start: number of the first batch in its epoch. Loading processes seed what they draw at
+                random by it and by the epoch.
         """
-        if self.held is not None and chosen:
+        if self.device_dataset is not None and chosen:
+            # One copy of all indices, in place of one for each batch.
             chosen = torch.cat([*chosen]).to(self.device).split([len(i) for i in chosen])
-        batches = self._batches(chosen, epoch, start)
-        here = self.device.type == "cpu" or (self.held is not None and self.device.type == "cuda")
-        return batches if here else move_batches(batches, self.device)
+        batches = self._load(chosen, epoch, start)
+        held_on_gpu = self.device_dataset is not None and self.device.type == "cuda"
+        if self.device.type == "cpu" or held_on_gpu:
+            return batches
+        return move_batches(batches, self.device)
 
     def close(self) -> None:
-        """Ends the loading processes, once no epoch is under way."""
-        self._processes = None
+        """End the loading processes; call it when no epoch is being iterated."""
+        self._worker_loader = None
 
-    def _batches(self, chosen: Sequence[Tensor], epoch: int, start: int) -> Iterator[Any]:
-        dataset: Any = self.dataset if self.held is None else self.held
+    def _load(self, chosen: Sequence[Tensor], epoch: int, start: int) -> Iterator[Any]:
+        """Return the batches of these indices, where the data set is."""
+        dataset: Any = self.dataset if self.device_dataset is None else self.device_dataset
         if type(dataset) is TensorDataset:
             return (tuple(t.index_select(0, i) for t in dataset.tensors) for i in chosen)
         if hasattr(dataset, "batch") and not self.uses_workers:
             return (dataset.batch(i) for i in chosen)  # type: ignore[attr-defined]
         if not self.workers:
             batches = [indices.tolist() for indices in chosen]
-            return _checked(self._dataloader(dataset, batches))
-        first = (self.seed * 1_000_003 + epoch + self.place.rank * 2**40) * 1_000_003 + start
-        seeds = (seed % 2**63 for seed in range(first, first + len(chosen)))
-        return self._loading([[seed, *i.tolist()] for seed, i in zip(seeds, chosen, strict=True)])
+            return _raise_collate_failures(self._dataloader(dataset, batches))
+        process_seed = self.seed * _SEED_STRIDE + epoch + self.place.rank * 2**40
+        first_seed = process_seed * _SEED_STRIDE + start
+        seeded_batches = [
+            [(first_seed + position) % 2**63, *indices.tolist()]
+            for position, indices in enumerate(chosen)
+        ]
+        return self._load_in_workers(seeded_batches)
 
-    def _loading(self, seeded: list[list[int]]) -> Iterator[Any]:
-        """Batches from processes, which load those of one epoch at a time."""
-        if self._processes is None:
-            self._processes = self._dataloader(_Seeded(self.dataset), self._loaded)
-        self._loaded[:] = seeded
-        yield from _checked(wait_for_batch(self._processes, self.waiting))
+    def _load_in_workers(self, seeded_batches: list[list[int]]) -> Iterator[Any]:
+        """Yield batches from the loading processes, which load those of one epoch at a time.
+
+        Args:
+            seeded_batches: of each batch its seed, then its indices.
+        """
+        if self._worker_loader is None:
+            self._worker_loader = self._dataloader(
+                _SeededDataset(self.dataset), self._worker_batches
+            )
+        # In place: the DataLoader of persistent processes holds this list as its batch sampler.
+        self._worker_batches[:] = seeded_batches
+        yield from _raise_collate_failures(wait_for_batch(self._worker_loader, self.wait_context))
 
     def _dataloader(self, dataset: Any, batches: list[list[int]]) -> DataLoader[Any]:
         return DataLoader(
@@ -148,15 +199,15 @@ class Loader:
             collate_fn=collate,
             # Seeds the workers; without it each epoch draws from the stream that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
-            worker_init_fn=keep_alive,
+            worker_init_fn=init_worker,
         )
 
 
-def _checked(batches: Iterable[Any]) -> Iterator[Any]:
+def _raise_collate_failures(batches: Iterable[Any]) -> Iterator[Any]:
     """Yield batches.
 
     Raises:
-        ConfigError: the examples of one do not make a batch.
+        ConfigError: the examples of a batch cannot be stacked.
     """
     for batch in batches:
         if isinstance(batch, CollateFailure):
@@ -164,21 +215,25 @@ def _checked(batches: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
-class _Seeded(Dataset[Any]):
-    """A dataset in a loading process: what it draws at random for a batch depends on the batch
-    alone, not on the process that loads it or on what that has loaded before."""
+class _SeededDataset(Dataset[Any]):
+    """A data set in a loading process, which seeds the random generators for each batch.
+
+    What is drawn at random for a batch depends on the batch alone, not on the process that loads it
+    or on what that process has loaded before.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, seeded: list[int]) -> Any:
-        """The examples of a batch, whose seed comes before their indices."""
-        seed, *indices = seeded
+    def __getitems__(self, seeded_batch: list[int]) -> Any:
+        """Return the examples of a batch, given as its seed followed by their indices."""
+        seed, *indices = seeded_batch
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         if hasattr(self.dataset, "batch"):
             return WholeBatch(self.dataset.batch(torch.tensor(indices)))
-        if together := getattr(self.dataset, "__getitems__", None):
-            return together(indices)
+        get_items = getattr(self.dataset, "__getitems__", None)
+        if get_items:
+            return get_items(indices)
         return [self.dataset[index] for index in indices]

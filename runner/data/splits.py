@@ -1,4 +1,4 @@
-"""What a data target returns, and the helpers that several targets share."""
+"""Define Splits, which a data target returns, and the helpers that several targets share."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,9 +11,9 @@ from runner.utils.errors import ConfigError
 
 
 class Splits(NamedTuple):
-    """Two map-style datasets of (input, target) pairs.
+    """Two map-style data sets of (input, target) pairs.
 
-    In-memory data are TensorDatasets, which the runner slices a whole batch at a time; a dataset
+    In-memory data are TensorDatasets, which the runner slices a whole batch at a time; a data set
     with a method `batch(indices: Tensor) -> (input, target)` is gathered through that, in loading
     processes too, and on the device where it has `nbytes` and `to(device)`.
     """
@@ -36,7 +36,7 @@ def image_tensors(
         float32 [N, C, H, W] and int64 [N].
     """
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format)
-    # In place: CIFAR's 50,000 images are 0.6 GB in float32, once is enough.
+    # In place: CIFAR's 50,000 images are 0.6 GB in float32, and one copy is enough.
     images.sub_(torch.tensor(mean).view(-1, 1, 1) * 255).div_(
         torch.tensor(std).view(-1, 1, 1) * 255
     )
@@ -58,13 +58,18 @@ def held_out(count: int, fraction: float, name: str) -> int:
     if not 0 < val < count:
         raise ConfigError(
             f"data={name}: val_fraction={fraction} of {count} examples leaves an empty split; "
-            "it lies between 0 and 1. Type data.val_fraction=0.1, or use more examples."
+            "allowed is a fraction between 0 and 1 that leaves examples on both sides. "
+            "Type data.val_fraction=0.1, or use more examples."
         )
     return val
 
 
-def require_samples(name: str, **limits: tuple[int, int]) -> None:
-    """Check sizes given as keyword=(value, smallest allowed).
+def require_at_least(name: str, **limits: tuple[int, int]) -> None:
+    """Check sizes of a data config, given as keyword=(value, smallest allowed).
+
+    Args:
+        name: the data config's name, for the messages.
+        limits: by the config's key.
 
     Raises:
         ConfigError: one line for each size that is too small.
@@ -76,3 +81,7 @@ def require_samples(name: str, **limits: tuple[int, int]) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+# The name of version 0.1, which users' own data targets import.
+at_least = require_at_least

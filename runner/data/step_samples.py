@@ -1,4 +1,7 @@
-"""Which samples a step trains on: the seed and the step's number decide it, nothing is recorded."""
+"""Compute which samples an optimizer step trains on from the seed and the step's number.
+
+Nothing is recorded while training: the loader's order can be computed again at any time.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,29 +14,39 @@ from runner.data.loader import Loader
 
 
 class StepSamples(NamedTuple):
-    """Indices in the training set, micro-batch by micro-batch; step and epoch count from 1."""
+    """The samples of an optimizer step: indices in the training set by micro-batch.
+
+    Step and epoch count from 1.
+    """
 
     step: int
     epoch: int
     micro_batches: list[list[int]]
 
     @property
-    def flat(self) -> list[int]:
-        """All of them, in order."""
-        return [index for micro in self.micro_batches for index in micro]
+    def indices(self) -> list[int]:
+        """The indices of all micro-batches, in order."""
+        return [index for micro_batch in self.micro_batches for index in micro_batch]
 
 
 def samples_of_step(loader: Loader, accumulate: int, step: int) -> StepSamples:
-    """The samples of an optimizer step; the last one of an epoch may have fewer micro-batches."""
-    per_epoch = -(-len(loader) // accumulate)
-    epoch, position = (step - 1) // per_epoch + 1, (step - 1) % per_epoch
+    """Return the samples of an optimizer step, in all processes.
+
+    Args:
+        loader: of the training set.
+        accumulate: micro-batches in a step; the last step of an epoch may have fewer.
+        step: counted from 1.
+    """
+    steps_per_epoch = -(-len(loader) // accumulate)
+    epoch = (step - 1) // steps_per_epoch + 1
+    position = (step - 1) % steps_per_epoch
     batches = loader.order(epoch).split(loader.batch_size)
-    chosen = batches[position * accumulate : (position + 1) * accumulate]
-    return StepSamples(step, epoch, [indices.tolist() for indices in chosen])
+    step_batches = batches[position * accumulate : (position + 1) * accumulate]
+    return StepSamples(step, epoch, [indices.tolist() for indices in step_batches])
 
 
 def targets_of_samples(dataset: Any, indices: Sequence[int]) -> Tensor:
-    """The targets of these samples, as the data set holds them."""
+    """Return the targets of these samples as the data set holds them, stacked: [samples, ...]."""
     chosen = torch.tensor(indices)
     if type(dataset) is TensorDataset:
         return dataset.tensors[1][chosen]

@@ -1,5 +1,8 @@
-"""torch's loading processes: how they and the wait for them end, and what torch raises when one
-raises or dies, in one sentence."""
+"""Handle signals and failures of torch's loading processes.
+
+torch raises errors of several types and lengths where a process's data set raises or the process
+dies. `worker_failure` turns them into one sentence.
+"""
 
 import re
 import signal
@@ -13,67 +16,86 @@ from torch.utils.data import _utils
 
 from runner.utils.stop_signals import Stopped, ignore_signals
 
-PREFETCH = 2  # batches that each process loads ahead
-_RAISED = re.compile(r"in DataLoader worker process \d+")
-_DIED = re.compile(r"DataLoader worker \(pid")
-_LATE = 2.0  # seconds that the death of a process may be told after its connection broke
+PREFETCH = 2  # batches that each process loads ahead: torch's default
+_DATASET_RAISED = re.compile(r"in DataLoader worker process \d+")
+_PROCESS_DIED = re.compile(r"DataLoader worker \(pid")
+_SIGCHLD_DELAY = 2.0  # seconds between a broken connection and SIGCHLD of the dead process, at most
 
 
-def keep_alive(worker: int) -> None:
-    """In a loading process: a signal to every process must not take the run's next batch from it.
-    A second SIGTERM, torch's own, ends one that hangs."""
-    signal.set_wakeup_fd(-1)  # the run's
+def init_worker(worker: int) -> None:
+    """Make a loading process ignore stop signals; torch calls this when the process starts.
+
+    A signal to every process of a group must not take the next batch from a run that finishes its
+    step. A second SIGTERM, which torch sends, ends a process that hangs.
+    """
+    signal.set_wakeup_fd(-1)  # the run's, which the fork has copied
     ignore_signals()
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def wait_for_batch(
-    loader: Iterable[Any], waiting: Callable[[], AbstractContextManager[object]]
+    loader: Iterable[Any], wait_context: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[Any]:
-    """A loader's batches, with a context around each wait for one, and around its start, which
-    waits for what processes still load of an epoch that was left."""
+    """Yield a loader's batches, with a context around each wait for one.
+
+    The start is such a wait too: it waits for what processes still load of an earlier epoch that
+    was not iterated to its end.
+
+    Args:
+        loader: torch's DataLoader.
+        wait_context: makes the context.
+    """
     batches: Iterator[Any] | None = None
     while True:
         try:
-            with waiting():
+            with wait_context():
                 batches = batches or iter(loader)
                 batch = next(batches, None)
         except Stopped:
-            _utils.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds that torch waits for each that hangs
+            # Seconds that torch waits for each process that hangs, when it ends them.
+            _utils.MP_STATUS_CHECK_INTERVAL = 0.1
             raise
         if batch is None:
             return
         yield batch
 
 
-def original_error(error: BaseException) -> bool:
-    """Whether a data set raised it in a process, which so is that of the batch awaited."""
-    return bool(_RAISED.search(str(error)))
+def is_dataset_error(error: BaseException) -> bool:
+    """Return whether a data set raised an error in a loading process.
+
+    Such an error belongs to the batch that is waited for; a dead process may have been loading a
+    later one.
+    """
+    return bool(_DATASET_RAISED.search(str(error)))
 
 
 def worker_failure(error: BaseException) -> str | None:
-    """Why a process failed; None where the error is not a process's."""
+    """Return why a loading process failed; None where the error is not a loading process's."""
     text = str(error)
-    if original_error(error):
+    if is_dataset_error(error):
+        # The last line of the process's traceback: the error's type and message.
         return text.strip().splitlines()[-1].rstrip(".")
-    if _DIED.search(text):
+    if _PROCESS_DIED.search(text):
         return text.partition(". ")[0].rstrip(".")
-    if isinstance(error, OSError | EOFError) and _from_dataloader(error):
-        return _told_late() or f"it died ({type(error).__name__})"
+    if isinstance(error, OSError | EOFError) and _raised_while_fetching(error):
+        return _sigchld_failure() or f"it died ({type(error).__name__})"
     return None
 
 
-def _told_late() -> str | None:
-    """torch learns of a death from SIGCHLD, whose handler raises wherever the main thread is: it
-    must not do so while the first error is being told."""
+def _sigchld_failure() -> str | None:
+    """Wait for torch's SIGCHLD handler and return the failure that it reports, if any.
+
+    The handler raises wherever the main thread is. Waiting for it here keeps it from interrupting
+    the message of the first error.
+    """
     try:
-        sleep(_LATE)
+        sleep(_SIGCHLD_DELAY)
     except RuntimeError as error:
         return worker_failure(error)
     return None
 
 
-def _from_dataloader(error: BaseException) -> bool:
-    """Whether it came while the main process fetched what another had loaded."""
+def _raised_while_fetching(error: BaseException) -> bool:
+    """Return whether an error was raised while the main process fetched a loaded batch."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(frame.f_code.co_name == "_try_get_data" for frame in frames)

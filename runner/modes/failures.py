@@ -13,7 +13,7 @@ import torch
 from runner.config.schema import TrainSpec
 from runner.data.loader import Loader
 from runner.data.step_samples import samples_of_step, targets_of_samples
-from runner.data.workers import PREFETCH, original_error, worker_failure
+from runner.data.workers import PREFETCH, is_dataset_error, worker_failure
 from runner.diagnostics.data_checks import data_problems, explain_uncounted_labels, label_problem
 from runner.diagnostics.memory.out_of_memory import is_out_of_memory
 from runner.diagnostics.saved_batch import save_batch
@@ -45,7 +45,7 @@ def make_guard(this: "RunContext", loader: Loader) -> Guard:
         return save_batch(this, loader, record.step, why, record.loss_scale, begun=begun)
 
     def cause(record: StepRecord) -> str | None:
-        samples = samples_of_step(loader, _accumulate(this), record.step).flat
+        samples = samples_of_step(loader, _accumulate(this), record.step).indices
         drawn = host_rng_state()
         try:
             return explain_uncounted_labels(loader, samples, this.task)
@@ -230,7 +230,7 @@ def _told(
         if not training:
             return _death(reason, "the val set")
         ahead = (
-            1 if original_error(error) else -(-PREFETCH * loaders[0].workers // _accumulate(this))
+            1 if is_dataset_error(error) else -(-PREFETCH * loaders[0].workers // _accumulate(this))
         )
         steps = f"step {step + 1}" if ahead == 1 else f"steps {step + 1} to {step + ahead}"
         told = _death(reason, f"the train set for {steps}")
@@ -262,7 +262,7 @@ def _outside(this: "RunContext", loader: Loader, text: str, steps: Sequence[int]
     if steps is None:
         return f"In the evaluation: {reason}.{_culprit(this, loader, range(loader.examples))}"
     accumulate = this.spec.train.accumulate
-    samples = [i for step in steps for i in samples_of_step(loader, accumulate, step).flat]
+    samples = [i for step in steps for i in samples_of_step(loader, accumulate, step).indices]
     at = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
     told = f"At {at}: {reason}.{_culprit(this, loader, samples)}"
     return f"{told}\n{save_batch(this, loader, steps[0], told, count=len(steps))}"

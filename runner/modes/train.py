@@ -105,7 +105,7 @@ def _loaders(this: RunContext) -> tuple[Loader, Loader]:
     loaders = build_loaders(this.spec, splits, this.device, place)
     if place.world == 1:  # else the others would not know that a wait was cut
         for loader in loaders:
-            loader.waiting = this.signals.at_once
+            loader.wait_context = this.signals.at_once
     log_data_sets(this, splits)
     log_workers(this, loaders[0])
     check_data(this, loaders)

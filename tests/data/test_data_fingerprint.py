@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.data.datasets.digits import digits
 from runner.data.datasets.imagefolder import imagefolder
-from runner.data.fingerprint import SAMPLES, describe_data
+from runner.data.fingerprint import SAMPLE_COUNT, describe_data
 from runner.data.splits import Splits
 
 
@@ -75,11 +75,11 @@ def test_another_process_gets_the_same(root):
     script = (
         "import torch\n"
         "from torch.utils.data import TensorDataset\n"
-        "from runner.data.fingerprint import describe\n"
+        "from runner.data.fingerprint import describe_data\n"
         "from runner.data.splits import Splits\n"
         "generator = torch.Generator().manual_seed(0)\n"
         "data = TensorDataset(torch.randn(100, 3, generator=generator), torch.arange(100))\n"
-        "print(describe('mine', {}, Splits(data, data))[0]['digest'])\n"
+        "print(describe_data('mine', {}, Splits(data, data))[0]['digest'])\n"
     )
     command = [sys.executable, "-W", "ignore", "-c", script]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
@@ -90,9 +90,9 @@ def test_few_samples_are_read_the_first_and_the_last_among_them():
     data = Items(lambda i: (torch.tensor([i]), i), count=10_000)
     described(data)
     read = sorted(set(data.asked))
-    assert len(read) == SAMPLES
+    assert len(read) == SAMPLE_COUNT
     assert (read[0], read[-1]) == (0, 9999)
-    assert len(data.asked) <= 2 * (SAMPLES + 1)
+    assert len(data.asked) <= 2 * (SAMPLE_COUNT + 1)
 
 
 def test_random_samples_do_not_move_the_digest_nor_the_runs_random_numbers():

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from runner.data.datasets.text import TextWindows
 from runner.data.device_transfer import hold_on_device
-from runner.data.loader import Loader
+from runner.data.loader import Loader, LoaderOptions
 from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -46,8 +46,9 @@ class Drawn(Items):
         return torch.rand(1), Y[index]
 
 
-def loader(dataset, size=4, shuffle=True, seed=0, device=CPU, **more):
-    return Loader(dataset, size, shuffle=shuffle, seed=seed, device=device, **more)
+def loader(dataset, size=4, shuffle=True, seed=0, device=CPU, **options):
+    options = LoaderOptions(**options)
+    return Loader(dataset, size, shuffle=shuffle, seed=seed, device=device, options=options)
 
 
 def targets(loader, epoch):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from runner.data.loader import Loader
+from runner.data.loader import Loader, LoaderOptions
 from runner.precision import registry
 from runner.training.record_buffer import HostTransfer
 from runner.training.state import ScheduledOptimizer, TrainState
@@ -114,9 +114,8 @@ def test_batches_arrive_whole_while_the_device_computes(workers, held):
     device = torch.device("cuda", 0)
     x, y = zip(*(Rows()[i] for i in range(60)), strict=True)
     dataset = TensorDataset(torch.stack(x), torch.tensor(y)) if held else Rows()
-    loader = Loader(
-        dataset, 4, shuffle=True, seed=0, device=device, workers=workers, on_device=held
-    )
+    options = LoaderOptions(workers=workers, on_device=held)
+    loader = Loader(dataset, 4, shuffle=True, seed=0, device=device, options=options)
     busy, sums = torch.randn(2048, 2048, device=device), []
     for epoch in (1, 2, 3):
         for inputs, target in loader.epoch(epoch):

@@ -7,7 +7,7 @@ from torch.utils.data import Subset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from runner.data.splits import Splits, held_out, require_samples
+from runner.data.splits import Splits, held_out, require_at_least
 from runner.utils.errors import ConfigError
 
 # ImageNet's statistics, which torchvision's own training and weights use.
@@ -37,7 +37,7 @@ def imagefolder(
     Raises:
         ConfigError: a folder is missing, holds no classes, or the two sides' classes differ.
     """
-    require_samples("imagefolder", size=(size, 1))
+    require_at_least("imagefolder", size=(size, 1))
     base = Path(root)
     if not base.is_dir():
         raise ConfigError(

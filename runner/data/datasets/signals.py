@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from runner.data.splits import Splits, held_out, require_samples
+from runner.data.splits import Splits, held_out, require_at_least
 
 
 def signals(
@@ -40,8 +40,8 @@ def signals(
     Raises:
         ConfigError: a size is too small, or a split would be empty.
     """
-    require_samples("signals", poles=(poles, 1), horizon=(horizon, 1), count=(count, 2))
-    require_samples("signals", window=(window, 2 * poles))
+    require_at_least("signals", poles=(poles, 1), horizon=(horizon, 1), count=(count, 2))
+    require_at_least("signals", window=(window, 2 * poles))
     val = held_out(count, val_fraction, "signals")
     samples = _sample(window + horizon, poles, count, torch.Generator().manual_seed(seed))
     given, following = samples[:, :window].contiguous(), samples[:, window:].contiguous()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils.data import TensorDataset
 
-from runner.data.splits import Splits, held_out, require_samples
+from runner.data.splits import Splits, held_out, require_at_least
 
 
 def synthetic_images(
@@ -33,7 +33,7 @@ def synthetic_images(
     Raises:
         ConfigError: a size is too small, or a split would be empty.
     """
-    require_samples("synthetic_images", classes=(classes, 2), count=(count, 2))
+    require_at_least("synthetic_images", classes=(classes, 2), count=(count, 2))
     val = held_out(count, val_fraction, "synthetic_images")
     generator = torch.Generator().manual_seed(seed)
     templates = torch.randn(classes, *shape, generator=generator)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from runner.data.splits import Splits, held_out, require_samples
+from runner.data.splits import Splits, held_out, require_at_least
 from runner.utils.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def synthetic_tokens(
     Raises:
         ConfigError: a size is too small or too large, or a split would be empty.
     """
-    require_samples("synthetic_tokens", vocab=(vocab, 2), context=(context, 1), count=(count, 2))
+    require_at_least("synthetic_tokens", vocab=(vocab, 2), context=(context, 1), count=(count, 2))
     _check_branches(branches, vocab)
     val = held_out(count, val_fraction, "synthetic_tokens")
     sequences = _sample(vocab, context + 1, count, branches, seed)

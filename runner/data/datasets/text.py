@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.splits import Splits, held_out, require_samples
+from runner.data.splits import Splits, held_out, require_at_least
 from runner.utils.errors import ConfigError
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -62,7 +62,7 @@ def text(path: str | None = None, context: int = 128, val_fraction: float = 0.1)
     Raises:
         ConfigError: the file cannot be read or is too short for one window on each side.
     """
-    require_samples("text", context=(context, 1))
+    require_at_least("text", context=(context, 1))
     tokens = _embedded() if path is None else _read(Path(path))
     enough = context + 1
     if len(tokens) < 2 * enough:
