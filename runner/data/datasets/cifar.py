@@ -1,11 +1,14 @@
-"""CIFAR-10 and CIFAR-100 from their own files (the Python version)."""
+"""Load CIFAR-10 and CIFAR-100 from their own files (the Python version).
+
+Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
+"""
 
 from torchvision import datasets
 
-from runner.data.datasets.torchvision_files import Source
+from runner.data.datasets.torchvision_files import TorchvisionDataset
 from runner.data.splits import Splits
 
-_CIFAR10 = Source(
+_CIFAR10 = TorchvisionDataset(
     "cifar10",
     datasets.CIFAR10,
     "cifar-10-batches-py",
@@ -13,7 +16,7 @@ _CIFAR10 = Source(
     (0.4914, 0.4822, 0.4465),
     (0.2470, 0.2435, 0.2616),
 )
-_CIFAR100 = Source(
+_CIFAR100 = TorchvisionDataset(
     "cifar100",
     datasets.CIFAR100,
     "cifar-100-python",
@@ -24,11 +27,12 @@ _CIFAR100 = Source(
 
 
 def cifar10(root: str = "data", download: bool = False) -> Splits:
-    """Ten classes of photographs (Krizhevsky 2009), 50,000 to train and 10,000 to validate.
+    """Load CIFAR-10: photographs in ten classes, 50,000 to train and 10,000 to validate.
 
     Args:
-        root: the folder that holds cifar-10-batches-py.
-        download: let torchvision fetch missing files.
+        root: the folder that holds cifar-10-batches-py/ with batches.meta, data_batch_1 to
+            data_batch_5 and test_batch.
+        download: let torchvision download missing files (170 MB).
 
     Returns:
         float32 [N, 3, 32, 32], normalised by the training set's mean and deviation; int64 [N].
@@ -40,10 +44,17 @@ def cifar10(root: str = "data", download: bool = False) -> Splits:
 
 
 def cifar100(root: str = "data", download: bool = False) -> Splits:
-    """A hundred classes, the fine labels; shapes and errors as `cifar10`.
+    """Load CIFAR-100: photographs in a hundred classes (the fine labels), 50,000 to train and
+    10,000 to validate.
 
     Args:
-        root: the folder that holds cifar-100-python.
-        download: let torchvision fetch missing files.
+        root: the folder that holds cifar-100-python/ with meta, train and test.
+        download: let torchvision download missing files (169 MB).
+
+    Returns:
+        float32 [N, 3, 32, 32], normalised by the training set's mean and deviation; int64 [N].
+
+    Raises:
+        ConfigError: files are missing, or their checksums are wrong.
     """
     return _CIFAR100.load(root, download)

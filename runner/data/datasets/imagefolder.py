@@ -1,4 +1,8 @@
-"""Folders of image files, one folder a class, decoded as they are needed."""
+"""Load images from folders of files, one folder for each class.
+
+The files are decoded when an example is read, so the data need not fit in memory. Type
+train.num_workers=N to decode in processes.
+"""
 
 from pathlib import Path
 
@@ -12,7 +16,9 @@ from runner.utils.errors import ConfigError
 
 # ImageNet's statistics, which torchvision's own training and weights use.
 _NORMALISE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_LAYOUT = "It holds train/ and val/ with one folder a class each, or the class folders themselves."
+_LAYOUT = (
+    "It must hold train/ and val/ with one folder for each class, or the class folders themselves."
+)
 
 
 def imagefolder(
@@ -22,20 +28,24 @@ def imagefolder(
     augment: bool = False,
     seed: int = 0,
 ) -> Splits:
-    """Read ROOT/train/CLASS/*.png and ROOT/val/CLASS/*.png, or split ROOT/CLASS/*.png.
+    """Load ROOT/train/CLASS/*.png and ROOT/val/CLASS/*.png, or split ROOT/CLASS/*.png.
 
     Args:
-        root: the folder; any format that Pillow reads.
-        size: side of the square image in pixels: the shorter side is resized to it, the centre cut.
+        root: the folder. It holds train/ and val/ with one folder for each class, or the class
+            folders themselves; the images in any format that torchvision's ImageFolder reads.
+        size: side of the square image in pixels: the shorter side is resized to it, then
+            the centre is cropped.
         val_fraction: share for validation, between 0 and 1; unused when ROOT/val is there.
         augment: train on random resized crops and mirror images instead.
-        seed: of the split alone; the run's seed does not move it.
+        seed: of the split alone; the run's seed does not change it.
 
     Returns:
-        Items of float32 [3, size, size], normalised with ImageNet's statistics, and int.
+        Map-style data sets with examples of float32 [3, size, size], normalised with ImageNet's
+        statistics, and the class number as int.
 
     Raises:
-        ConfigError: a folder is missing, holds no classes, or the two sides' classes differ.
+        ConfigError: a folder is missing or holds no images of classes, the classes of train/ and
+            val/ differ, val_fraction leaves an empty split, or the size is below 1.
     """
     require_at_least("imagefolder", size=(size, 1))
     base = Path(root)
@@ -50,38 +60,48 @@ def imagefolder(
 
 
 def _two_folders(base: Path, size: int, augment: bool) -> Splits:
-    train, val = _folder(base / "train", size, augment), _folder(base / "val", size, False)
+    """Load the splits from train/ and val/."""
+    train = _folder(base / "train", size, augment)
+    val = _folder(base / "val", size, False)
     if train.classes != val.classes:
         # ImageFolder numbers the classes of each side by itself: labels would not match.
-        differ = sorted(set(train.classes) ^ set(val.classes))
+        different = sorted(set(train.classes) ^ set(val.classes))
         raise ConfigError(
             f"data=imagefolder: the classes of {base.absolute()}/train and val differ: "
-            f"{', '.join(differ[:5])} on one side only. Make the same folders on both sides."
+            f"{', '.join(different[:5])} on one side only. Make the same folders on both sides."
         )
     return Splits(train, val)
 
 
 def _one_folder(base: Path, size: int, augment: bool, fraction: float, seed: int) -> Splits:
-    train, val = _folder(base, size, augment), _folder(base, size, False)
-    held = held_out(len(train), fraction, "imagefolder")
+    """Split one set of class folders at random."""
+    # Two data sets of the same files: only the training one is augmented.
+    train = _folder(base, size, augment)
+    val = _folder(base, size, False)
+    val_count = held_out(len(train), fraction, "imagefolder")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
-    return Splits(Subset(train, order[held:]), Subset(val, order[:held]))
+    return Splits(Subset(train, order[val_count:]), Subset(val, order[:val_count]))
 
 
 def _folder(path: Path, size: int, augment: bool) -> ImageFolder:
+    """Return the data set of one folder of class folders.
+
+    Raises:
+        ConfigError: it does not exist, or a class has no images.
+    """
     try:
         return ImageFolder(str(path), _transform(size, augment))
-    except OSError as problem:
+    except OSError as error:
         raise ConfigError(
-            f"data=imagefolder: no classes of images in {path.absolute()} ({problem}). {_LAYOUT} "
+            f"data=imagefolder: no classes of images in {path.absolute()} ({error}). {_LAYOUT} "
             "Type data.root=FOLDER."
-        ) from problem
+        ) from error
 
 
 def _transform(size: int, augment: bool) -> transforms.Compose:
-    crop = (
-        [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
-        if augment
-        else [transforms.Resize(size), transforms.CenterCrop(size)]
-    )
+    """Return the preprocessing: Pillow image to normalised float32 [3, size, size]."""
+    if augment:
+        crop = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    else:
+        crop = [transforms.Resize(size), transforms.CenterCrop(size)]
     return transforms.Compose([*crop, transforms.ToTensor(), _NORMALISE])

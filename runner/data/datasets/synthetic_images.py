@@ -1,4 +1,4 @@
-"""Images that can be learned, of any shape and count, without files."""
+"""Generate images that can be learned, of any shape and count, without files."""
 
 import math
 from collections.abc import Sequence
@@ -17,15 +17,16 @@ def synthetic_images(
     val_fraction: float = 0.2,
     seed: int = 0,
 ) -> Splits:
-    """Draw one random template per class and hide it in noise.
+    """Generate images: one random template for each class, plus noise. No files are read.
 
     Args:
         shape: of one image, [C, H, W].
-        classes: number of templates; labels are balanced.
-        count: training and validation images together.
-        noise: standard deviation of the noise; the templates have 1.
+        classes: number of templates, at least 2; labels are balanced.
+        count: training and validation images together, at least 2.
+        noise: standard deviation of the noise; that of the templates is 1.
         val_fraction: share for validation, between 0 and 1.
-        seed: of the data alone. The global random state is not touched.
+        seed: of the data alone; the run's seed does not change them. The global random state is not
+            touched.
 
     Returns:
         float32 [N, C, H, W] of unit variance and int64 [N].
@@ -39,7 +40,7 @@ def synthetic_images(
     templates = torch.randn(classes, *shape, generator=generator)
     labels = (torch.arange(count) % classes)[torch.randperm(count, generator=generator)]
     images = torch.randn(count, *shape, generator=generator).mul_(noise).add_(templates[labels])
-    images.div_(math.sqrt(1 + noise**2))
+    images.div_(math.sqrt(1 + noise**2))  # to unit variance
     return Splits(
         TensorDataset(images[val:], labels[val:]), TensorDataset(images[:val], labels[:val])
     )

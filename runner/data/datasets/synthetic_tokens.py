@@ -1,4 +1,4 @@
-"""Token sequences with a known best loss, without files."""
+"""Generate token sequences whose best possible loss is known, without files."""
 
 import torch
 from torch import Tensor
@@ -16,21 +16,22 @@ def synthetic_tokens(
     val_fraction: float = 0.2,
     seed: int = 0,
 ) -> Splits:
-    """Sample a fixed random Markov chain.
+    """Generate sequences of a random Markov chain that the seed fixes. No files are read.
 
     Each token is followed by one of `branches` successors of its own, all equally likely, so a
     perfect model reaches a perplexity of exactly `branches` (a loss of ln `branches` nats).
 
     Args:
-        vocab: number of tokens.
-        context: T, tokens in a sequence.
-        count: training and validation sequences together.
-        branches: successors of each token, at most `vocab`.
+        vocab: number of different tokens, at least 2.
+        context: T, tokens in a sequence, at least 1.
+        count: training and validation sequences together, at least 2.
+        branches: successors of each token, from 1 to `vocab`.
         val_fraction: share for validation, between 0 and 1.
-        seed: of the data alone. The global random state is not touched.
+        seed: of the data alone; the run's seed does not change them. The global random state is not
+            touched.
 
     Returns:
-        Inputs and targets, int64 [N, T] each; the target is the input one token on.
+        Inputs and targets, int64 [N, T] each; the target is the input shifted by one token.
 
     Raises:
         ConfigError: a size is too small or too large, or a split would be empty.
@@ -39,7 +40,8 @@ def synthetic_tokens(
     _check_branches(branches, vocab)
     val = held_out(count, val_fraction, "synthetic_tokens")
     sequences = _sample(vocab, context + 1, count, branches, seed)
-    inputs, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+    inputs = sequences[:, :-1].contiguous()
+    targets = sequences[:, 1:].contiguous()
     return Splits(
         TensorDataset(inputs[val:], targets[val:]), TensorDataset(inputs[:val], targets[:val])
     )
@@ -54,7 +56,7 @@ def _check_branches(branches: int, vocab: int) -> None:
 
 
 def _sample(vocab: int, length: int, count: int, branches: int, seed: int) -> Tensor:
-    """Return int64 [count, length]."""
+    """Return sequences of the chain, int64 [count, length]."""
     generator = torch.Generator().manual_seed(seed)
     successors = torch.rand(vocab, vocab, generator=generator).argsort(1)[:, :branches]
     choices = torch.randint(branches, (count, length), generator=generator)

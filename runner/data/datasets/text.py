@@ -1,4 +1,7 @@
-"""Text as bytes: the documentation that ships with Python, or any file."""
+"""Load a text as bytes: the documentation that ships with Python, or any file.
+
+A token is a byte, so the vocabulary is 256 and no tokenizer is needed.
+"""
 
 import errno
 from pathlib import Path
@@ -14,7 +17,9 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 class TextWindows(Dataset):
-    """Consecutive windows of a byte sequence, each with its targets one byte on.
+    """A data set of consecutive windows of a byte sequence; targets are shifted by one byte.
+
+    It stays in memory as bytes, an eighth of the int64 that models take, and is gathered by batch.
 
     Args:
         tokens: uint8 [N].
@@ -22,9 +27,11 @@ class TextWindows(Dataset):
     """
 
     def __init__(self, tokens: Tensor, context: int) -> None:
-        self.tokens, self.context = tokens, context
+        self.tokens = tokens
+        self.context = context
 
     def __len__(self) -> int:
+        """Return the number of windows; the last one needs a byte after it as its last target."""
         return (len(self.tokens) - 1) // self.context
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -37,38 +44,42 @@ class TextWindows(Dataset):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tokens in memory."""
         return self.tokens.nbytes
 
     def to(self, device: torch.device) -> "TextWindows":
-        """The same on a device, whose indices `batch` then takes."""
+        """Return a copy on a device; its `batch` takes indices on that device."""
         return TextWindows(self.tokens.to(device), self.context)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather many windows at once: indices int64 [B] to input and target, int64 [B, T]."""
+        """Return many windows: indices int64 [B] to input and target, int64 [B, T] each."""
         offsets = torch.arange(self.context + 1, device=self.tokens.device)
         windows = self.tokens[indices[:, None] * self.context + offsets].to(torch.int64)
         return windows[:, :-1], windows[:, 1:]
 
 
 def text(path: str | None = None, context: int = 128, val_fraction: float = 0.1) -> Splits:
-    """Cut a text into windows of bytes; the last part is for validation.
+    """Load a text as windows of bytes; its last part is for validation.
 
     Args:
         path: a file, read as bytes. None: the topics of Python's own documentation (0.5 MB; the
             text differs a little between Python versions).
-        context: tokens in a window.
+        context: T, tokens in a window, at least 1.
         val_fraction: share for validation, between 0 and 1.
+
+    Returns:
+        TextWindows with examples of input and target, int64 [T] each, values 0 to 255.
 
     Raises:
         ConfigError: the file cannot be read or is too short for one window on each side.
     """
     require_at_least("text", context=(context, 1))
-    tokens = _embedded() if path is None else _read(Path(path))
-    enough = context + 1
-    if len(tokens) < 2 * enough:
-        raise ConfigError(_too_short(path, len(tokens), context, 2 * enough))
+    tokens = _python_documentation() if path is None else _read(Path(path))
+    window_bytes = context + 1  # with the last target
+    if len(tokens) < 2 * window_bytes:
+        raise ConfigError(_too_short_message(path, len(tokens), context, 2 * window_bytes))
     cut = len(tokens) - held_out(len(tokens), val_fraction, "text")
-    if min(cut, len(tokens) - cut) < enough:
+    if min(cut, len(tokens) - cut) < window_bytes:
         raise ConfigError(
             f"data=text: val_fraction={val_fraction} of {len(tokens)} bytes leaves less than one "
             f"window of {context} + 1 bytes on one side. Type data.val_fraction=0.5, a smaller "
@@ -77,28 +88,34 @@ def text(path: str | None = None, context: int = 128, val_fraction: float = 0.1)
     return Splits(TextWindows(tokens[:cut], context), TextWindows(tokens[cut:], context))
 
 
-def _too_short(path: str | None, length: int, context: int, needed: int) -> str:
-    what = "is empty" if length == 0 else f"has {length} bytes"
+def _too_short_message(path: str | None, length: int, context: int, needed: int) -> str:
+    size = "is empty" if length == 0 else f"has {length} bytes"
     return (
-        f"data=text: {path or 'the built-in text'} {what}; context={context} needs {needed} bytes "
+        f"data=text: {path or 'the built-in text'} {size}; context={context} needs {needed} bytes "
         "or more. Type data.path=FILE with a longer file, or a smaller data.context=N."
     )
 
 
 def _read(path: Path) -> Tensor:
+    """Return a file's bytes, uint8 [N].
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "it is no file")  # a pipe would never end
+            raise OSError(errno.EINVAL, "it is not a file")  # a pipe would never end
         content = path.read_bytes()
-    except OSError as problem:
+    except OSError as error:
         raise ConfigError(
-            f"data=text: cannot read {path.absolute()} ({problem.strerror}). "
+            f"data=text: cannot read {path.absolute()} ({error.strerror}). "
             "Type data.path=FILE with a file that exists, or data.path=null for the built-in text."
-        ) from problem
+        ) from error
     return _tokens(content)
 
 
-def _embedded() -> Tensor:
+def _python_documentation() -> Tensor:
+    """Return the topics of Python's own documentation in alphabetical order, uint8 [N]."""
     from pydoc_data.topics import topics
 
     return _tokens("\n".join(topics[name] for name in sorted(topics)).encode())

@@ -1,4 +1,8 @@
-"""Load a torchvision dataset whole, with an error that says which files are missing where."""
+"""Load a data set of torchvision into memory, or explain which files are missing and where.
+
+torchvision raises several types of errors for a missing or damaged file, and none says what to
+type.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +18,8 @@ from runner.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Source:
-    """A dataset of torchvision and the facts about it.
+class TorchvisionDataset:
+    """A data set of torchvision, the files that it needs and the statistics of its images.
 
     Attributes:
         name: the data config's name.
@@ -37,15 +41,16 @@ class Source:
 
         Args:
             root: the folder that holds `folder`.
-            download: let torchvision fetch missing files.
+            download: let torchvision download missing files.
 
         Raises:
             ConfigError: files are missing or damaged, or the download failed.
         """
         try:
             return Splits(self._split(root, True, download), self._split(root, False, download))
-        except (RuntimeError, OSError, ValueError, AssertionError) as problem:
-            raise ConfigError(self._missing(root, download, problem)) from problem
+        # torchvision's errors for missing files, a failed download, damaged headers and sizes.
+        except (RuntimeError, OSError, ValueError, AssertionError) as error:
+            raise ConfigError(self._missing_files_message(root, download, error)) from error
 
     def _split(self, root: str, train: bool, download: bool) -> TensorDataset:
         dataset = self.kind(root, train=train, download=download)
@@ -53,21 +58,21 @@ class Source:
             _channels_first(dataset.data), torch.as_tensor(dataset.targets), self.mean, self.std
         )
 
-    def _missing(self, root: str, download: bool, problem: Exception) -> str:
+    def _missing_files_message(self, root: str, download: bool, error: Exception) -> str:
         folder = Path(root).absolute() / self.folder
         advice = (
             "The download did not succeed: put the files there yourself"
             if download
-            else "Type data.download=true to fetch them"
+            else "Type data.download=true to download them"
         )
         return (
             f"data={self.name}: files are missing or damaged in {folder}. Expected there, "
-            f"unpacked: {', '.join(self.files)}. {advice}, or data.root=FOLDER where "
-            f"{self.folder} lies. (torchvision: {problem})"
+            f"unpacked: {', '.join(self.files)}. {advice}, or data.root=FOLDER with the folder "
+            f"that holds {self.folder}. (torchvision: {error})"
         )
 
 
 def _channels_first(data: object) -> Tensor:
-    """Bring uint8 [N, H, W] or [N, H, W, C] to uint8 [N, C, H, W]."""
+    """Return uint8 [N, H, W] or [N, H, W, C] as uint8 [N, C, H, W]."""
     pixels = torch.as_tensor(data)
     return pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
