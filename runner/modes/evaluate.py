@@ -25,6 +25,7 @@ from runner.modes.trial_forward import prove_conversion
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate
 from runner.training.model import restore_model
+from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
 from runner.utils.formatting import now_ms
 from runner.utils.reproducibility import seed_all
@@ -51,16 +52,8 @@ def _evaluated(this: RunContext) -> RunResult:
     check_compile_options(spec, this.precision, this.device, built.model)
     with this.precision.session(built.model, this.device):
         sizes = describe_model(this, built)
-        state = TrainState(
-            built.model,
-            this.precision,
-            this.task,
-            this.precision.scale(this.device),
-            [],
-            this.device,
-            strategy=this.strategy,
-        )
-        this.state = state
+        setup = TrainingSetup(spec, this.precision, this.task, this.device, this.strategy)
+        this.state = state = build_state(setup, built.model)
         with DtypeProbe(built.model) as probe:
             try_batch(this, state, validation)
         save_dtypes(this, probe)

@@ -34,6 +34,7 @@ from runner.modes.trial_forward import build_proven_model
 from runner.precision import registry
 from runner.precision.precision import Precision
 from runner.training.model import build_model, keeps_adapter, load_init_weights
+from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.step import backpropagate, examples_in, loss_of
@@ -134,7 +135,7 @@ def _through(
     whole = rng is not None and begin is not None and keeps_adapter(spec, precision, begin)
     make = partial(build_model, spec, precision, device, start=begin, whole=whole)
     built = build_proven_model(make, precision, device, spec.seed, lambda: batches[0][0])
-    state = TrainState(built.model, precision, task, precision.scale(device), [], device)
+    state = build_state(TrainingSetup(spec, precision, task, device), built.model)
     if rng is not None:
         set_rng_state(rng, device)
     with precision.session(built.model, device):

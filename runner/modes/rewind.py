@@ -4,7 +4,6 @@ by bit each time, from its seed as from a checkpoint."""
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +26,7 @@ from runner.precision.precision import Precision
 from runner.training import state_dict
 from runner.training.evaluation import evaluate
 from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
-from runner.training.model import build_model, load_init_weights
-from runner.training.optimizers import build_driven
+from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
 from runner.training.step import train_step
 from runner.training.tasks.task import Task
@@ -113,29 +111,13 @@ def rewind_to_step(
     seed_all(spec.seed)
     loader, validation = build_loaders(spec, build_splits(spec), device)
     seed_all(spec.seed)
-    make = partial(
-        build_model,
-        spec,
-        precision,
-        device,
-        start=begin or load_init_weights(spec),
-        whole=begin is not None,
-    )
+    make = model_builder(spec, precision, device, begin)
     built = build_proven_model(
         make, precision, device, spec.seed, lambda: next(validation.epoch(0))[0]
     )
     with precision.session(built.model, device):
         steps = total_steps(spec.train, loader)
-        driven = build_driven(spec, built.model, precision, steps)
-        state = TrainState(
-            built.model,
-            precision,
-            task,
-            precision.scale(device),
-            driven,
-            device,
-            spec.train.clip_norm,
-        )
+        state = build_state(TrainingSetup(spec, precision, task, device), built.model, steps)
         if begin is not None:
             state_dict.restore(state, begin, spec, ())
         state.model.train()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -36,8 +35,7 @@ from runner.training.callbacks.callback import dispatch
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.loop import fit, total_steps
-from runner.training.model import build_model, load_init_weights
-from runner.training.optimizers import build_driven
+from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
 from runner.utils.errors import CheckpointError
 from runner.utils.reproducibility import seed_all
@@ -52,31 +50,15 @@ def train(this: RunContext) -> RunResult:
     spec, strategy, started = this.spec, this.strategy, perf_counter()
     with this.signals.at_once():
         loaders = _loaders(this)
-        make = partial(
-            build_model,
-            spec,
-            this.precision,
-            this.device,
-            start=this.resumed or load_init_weights(spec),
-            whole=this.resumed is not None,
-        )
+        make = model_builder(spec, this.precision, this.device, this.resumed)
         built = prove_conversion(this, make, loaders[1])
         check_compile_options(spec, this.precision, this.device, built.model)
     with this.precision.session(built.model, this.device):
         with this.signals.at_once():
             sizes = describe_model(this, built)
             steps = total_steps(spec.train, loaders[0])
-            model = strategy.wrap(built.model, this.device)
-            state = TrainState(
-                model,
-                this.precision,
-                this.task,
-                this.precision.scale(this.device),
-                build_driven(spec, built.model, this.precision, steps),
-                this.device,
-                spec.train.clip_norm,
-                strategy,
-            )
+            setup = TrainingSetup(spec, this.precision, this.task, this.device, strategy)
+            state = build_state(setup, built.model, steps)
             require_single_process(state, spec.train)
             _part_streams(this)
             this.state, this.loader = state, loaders[0]

@@ -44,8 +44,7 @@ from runner.training.evaluation import Stagnation
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.lazy_layers import materialize_lazy_layers
 from runner.training.model import BuiltModel, build_model
-from runner.training.optimizers import build_driven
-from runner.training.state import TrainState
+from runner.training.setup import TrainingSetup, build_state
 from runner.training.step import train_step
 from runner.utils.errors import RunnerError
 from runner.utils.tensors import GIB, float32_bytes
@@ -202,19 +201,18 @@ class _Rehearsal:
         with self.tensors:
             if fake:
                 _replace(model, device)
-            driven = build_driven(replace(spec, scheduler={}), model, precision, steps=1)
-            task, scale = build_group("task", spec.task), precision.scale(device)
+            task = build_group("task", spec.task)
+            setup = TrainingSetup(replace(spec, scheduler={}), precision, task, device)
+            self.state = build_state(setup, model, total_steps=1)
+            scale = self.state.scale
             scale.step = lambda optimizer, found_inf: optimizer.step()  # found-inf has no value
-            self.state = TrainState(
-                model, precision, task, scale, driven, device, spec.train.clip_norm
-            )
             prepare_model(
                 replace(spec, train=replace(spec.train, compile=False)), precision, device, model
             )
             model.train()
             for p in self.state.trainable:
                 p.grad = torch.zeros_like(p)
-            for one in driven:
+            for one in self.state.driven:
                 one.optimizer.step()
             for p in self.state.trainable:
                 p.grad = None

@@ -1,0 +1,101 @@
+"""Assemble what a run computes with: the model's weights, the optimizers and the training state.
+
+Training, evaluation, replay, rewinding to a step and the memory forecast all build their state
+here, so that they cannot drift apart: a replay that assembled its optimizer in another order than
+training would not be bit-exact.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.schema import RunSpec
+from runner.distributed.strategy import Single, Strategy
+from runner.precision.precision import Precision
+from runner.training.model import BuiltModel, build_model, load_init_weights
+from runner.training.optimizers import build_driven
+from runner.training.state import TrainState
+from runner.training.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """The parts of a run that exist before its model does.
+
+    Attributes:
+        spec: the run's config; its optimizer, scheduler and train sections are read.
+        precision: converts the model and makes the loss scale.
+        task: loss and metrics.
+        device: where the model computes.
+        strategy: how the processes of the run share the model.
+    """
+
+    spec: RunSpec
+    precision: Precision
+    task: Task
+    device: torch.device
+    strategy: Strategy = field(default_factory=Single)
+
+
+def model_builder(
+    spec: RunSpec,
+    precision: Precision,
+    device: torch.device,
+    resumed: LoadedCheckpoint | None = None,
+) -> Callable[[], BuiltModel]:
+    """Return a function that builds the model that training starts from.
+
+    It is a function because a conversion is proven by a forward, after which the model may have to
+    be built a second time. The checkpoint of init.weights is read once, here.
+
+    Args:
+        spec: its model, adapter and init sections are read.
+        precision: converts the model.
+        device: where the model ends up.
+        resumed: a checkpoint whose weights, packing and adapter are restored exactly as they were;
+            None starts from init.weights, or from seeded weights.
+
+    Raises:
+        ConfigError: init.weights names no checkpoint.
+    """
+    start = resumed or load_init_weights(spec)
+    return partial(build_model, spec, precision, device, start=start, whole=resumed is not None)
+
+
+def build_state(
+    setup: TrainingSetup, model: nn.Module, total_steps: int | None = None
+) -> TrainState:
+    """Build the state that the training step and the evaluation work on.
+
+    The model is not compiled here: prepare_model does that after the first forward, which must
+    still show the dtypes of each module.
+
+    Args:
+        setup: the parts of the run.
+        model: converted and on its device. It is wrapped by the strategy if it is to be trained.
+        total_steps: optimizer steps of the whole run, which schedules need; None builds no
+            optimizers, for a model that is only evaluated.
+
+    Raises:
+        ConfigError: nothing is trainable, or an optimizer does not fit the model or the precision.
+    """
+    spec, precision = setup.spec, setup.precision
+    wrapped, optimizers = model, []
+    if total_steps is not None:
+        # A strategy may replace parameters, so optimizers are built from the model after it.
+        wrapped = setup.strategy.wrap(model, setup.device)
+        optimizers = build_driven(spec, model, precision, total_steps)
+    return TrainState(
+        wrapped,
+        precision,
+        setup.task,
+        precision.scale(setup.device),
+        optimizers,
+        setup.device,
+        spec.train.clip_norm,
+        setup.strategy,
+    )
