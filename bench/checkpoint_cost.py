@@ -49,7 +49,7 @@ def main() -> None:
     def settle() -> None:
         nonlocal waited
         began = time.perf_counter()
-        saver.settle()
+        saver.wait_for_copy()
         waited += time.perf_counter() - began
 
     state.before_update = settle
@@ -62,7 +62,7 @@ def main() -> None:
             if name == "waiting":
                 checkpoint_file.save(folder / "waiting", content, 1)
             elif name == "beside":
-                late = [*state.trainable, *state.state_tensors()]
+                late = [*state.trainable, *state.optimizer_tensors()]
                 saver.save(content, late=late)
             called, waited = time.perf_counter(), 0.0
             for _ in range(args.steps):

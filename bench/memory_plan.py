@@ -29,7 +29,7 @@ from runner.precision.precision import Precision
 from runner.training.compile import prepare_model
 from runner.training.loop import fit
 from runner.training.model import build_model
-from runner.training.optimizers import build_driven
+from runner.training.optimizers import build_scheduled_optimizers
 from runner.training.state import TrainState
 from runner.utils.errors import RunnerError
 from runner.utils.reproducibility import seed_all
@@ -120,7 +120,10 @@ def trained(
 ) -> None:
     """What runner.modes.train does with a model, without observers and checkpoints."""
     model = build_model(spec, precision, device).model
-    task, driven = build_group("task", spec.task), build_driven(spec, model, precision, STEPS)
+    task, driven = (
+        build_group("task", spec.task),
+        build_scheduled_optimizers(spec, model, precision, STEPS),
+    )
     with precision.session(model, device):
         state = TrainState(model, precision, task, precision.scale(device), driven, device)
         prepare_model(spec, precision, device, model)

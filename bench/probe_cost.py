@@ -26,7 +26,7 @@ from runner.diagnostics.numerics.results import NumericsSnapshot
 from runner.distributed.strategy import Single
 from runner.training.loop import accumulation_batches
 from runner.training.model import build_model
-from runner.training.optimizers import build_driven
+from runner.training.optimizers import build_scheduled_optimizers
 from runner.training.state import TrainState
 from runner.training.step import train_step
 from runner.utils.reproducibility import seed_all
@@ -48,7 +48,10 @@ class Loop:
         precision, place = build_group("precision", spec.precision), Single().place
         loader, _ = build_loaders(spec, build_splits(spec), CPU, place)
         model = build_model(spec, precision, CPU).model
-        driven, scale = build_driven(spec, model, precision, 10**6), precision.scale(CPU)
+        driven, scale = (
+            build_scheduled_optimizers(spec, model, precision, 10**6),
+            precision.scale(CPU),
+        )
         task = build_group("task", spec.task)
         self.state = TrainState(model, precision, task, scale, driven, CPU)
         self.groups, self.looks = (

@@ -78,8 +78,12 @@ def others(times: Times, control: DDP) -> None:
     twice in a row."""
     source = torch.ones(COPIED // 4)
     timed(source.clone, times, "copy")
-    timed(lambda: control.agree(0), times, "flag")
-    timed(lambda: (control.agree(0), control.agree(0)), times, "flag twice")
+    timed(lambda: control.all_reduce_max_async(0), times, "flag")
+    timed(
+        lambda: (control.all_reduce_max_async(0), control.all_reduce_max_async(0)),
+        times,
+        "flag twice",
+    )
 
 
 class Contender:
@@ -104,14 +108,16 @@ class Contender:
             strategy=strategy,
         )
         place = strategy.place
-        tokens = torch.randint(VOCABULARY, (64 * place.world, CONTEXT + 1))
+        tokens = torch.randint(VOCABULARY, (64 * place.world_size, CONTEXT + 1))
         data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         options = LoaderOptions(place=place)
-        size = EXAMPLES * place.world
+        size = EXAMPLES * place.world_size
         loader = Loader(data, size, shuffle=True, seed=0, device=CPU, options=options)
         self.batch = next(loader.epoch(1))
         train = TrainSpec(max_steps=10**9, eval_every=10**9, log_every=LOG_EVERY)
-        stopped = (lambda: control.agree(0) > 0) if place.world > 1 else lambda: False
+        stopped = (
+            (lambda: control.all_reduce_max_async(0) > 0) if place.world_size > 1 else lambda: False
+        )
         self.precision = precision
         self.records = fit(self.state, loader, loader, train, stopped=stopped)
 
@@ -213,7 +219,7 @@ def main() -> None:
             }
         else:
             found = {"memory": memory(chosen[0], control)}
-    if control.place.first:
+    if control.place.is_main:
         Path(file).write_text(json.dumps(found))
 
 

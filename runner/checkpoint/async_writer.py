@@ -74,7 +74,7 @@ class AsyncCheckpointWriter:
         self._thread = Thread(target=work, name="checkpoint")
         self._thread.start()
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """Returns once all tensors may change."""
         if self._copying is not None:
             self._copying.wait()

@@ -76,7 +76,7 @@ def check_shards(folder: Path, sums: Sums) -> None:
     here = process_rank()
     for i, (name, wanted) in enumerate(sorted(sums.items())):
         path = folder / Path(name).name
-        mine = i % here.world == here.rank
+        mine = i % here.world_size == here.rank
         try:
             found = _sum(path) if mine else [path.stat().st_size, wanted[1]]
         except OSError as error:

@@ -25,7 +25,7 @@ class ShardedCheckpointWriter:
         self, folder: Path, keep: int, say: Callable[[str], None], strategy: Strategy
     ) -> None:
         self.folder, self.keep, self.say, self.strategy = folder, keep, say, strategy
-        if strategy.place.first:
+        if strategy.place.is_main:
             for rest in folder.glob("*.partial"):  # of processes that were killed while they wrote
                 shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
             for parts in folder.glob(f"*{sharded_tensors.SUFFIX}"):
@@ -39,7 +39,7 @@ class ShardedCheckpointWriter:
         if self.strategy.shards and (error := self._write(content, best)):
             self.say(f"warning: A checkpoint could not be written ({error}). Training goes on.")
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """Nothing is under way."""
 
     def finish(self, content: Mapping[str, Any] | None = None) -> Path | None:
@@ -64,13 +64,13 @@ class ShardedCheckpointWriter:
             sums = sharded_tensors.write_shards(aside, parts)
         except OSError as error:
             reason = os_error_reason(error)
-        found = self.strategy.gather((reason, sums))
-        if place.first:
+        found = self.strategy.gather_object((reason, sums))
+        if place.is_main:
             reason = next((told for told, _ in found if told), None)
             if reason is None:
                 every = {name: values for _, part in found for name, values in part.items()}
                 reason = self._finish(path, aside, {**rest, "parts": every}, best)
-        return self.strategy.told(reason)
+        return self.strategy.broadcast_object(reason)
 
     def _finish(
         self, path: Path, aside: Path, content: Mapping[str, Any], best: bool

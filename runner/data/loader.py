@@ -124,7 +124,7 @@ class Loader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return this process's part of each batch of an epoch, from batch `start` (from 0) on."""
         batches = self.order(epoch).split(self.batch_size)[start:]
-        if self.place.world > 1:
+        if self.place.world_size > 1:
             batches = [self._process_part(indices) for indices in batches]
         return self.batches(batches, epoch, start)
 

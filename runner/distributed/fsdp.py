@@ -46,7 +46,7 @@ class FSDP(ProcessGroupStrategy):
         self._model: FSDPModule | None = None
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        mesh = init_device_mesh(device.type, (self.place.world,))
+        mesh = init_device_mesh(device.type, (self.place.world_size,))
         policy = MixedPrecisionPolicy(reduce_dtype=_reduction(model), cast_forward_inputs=False)
         for unit in [*self._units(model), model]:
             # Of the root's weights the backward has need at once.
@@ -78,23 +78,23 @@ class FSDP(ProcessGroupStrategy):
             self._model.set_requires_gradient_sync(last)
         yield
 
-    def local(self, tensors: list[Tensor]) -> list[Tensor]:
+    def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         return [t.to_local() if is_sharded(t) else t for t in tensors]
 
-    def found(self, flag: Tensor | None) -> Tensor | None:
+    def reduce_found_inf(self, flag: Tensor | None) -> Tensor | None:
         if flag is not None:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return flag
 
-    def whole(self, model: nn.Module) -> dict[str, Tensor]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         found = {}
-        for name, value in super().whole(model).items():
+        for name, value in super().full_state_dict(model).items():
             full = value.full_tensor() if is_sharded(value) else value
-            if self.place.first:
+            if self.place.is_main:
                 found[name] = full.detach().cpu().contiguous()
         return found
 
-    def norms(self, norms: Tensor) -> Tensor:
+    def reduce_norms(self, norms: Tensor) -> Tensor:
         return self.sum(norms.double().square()).sqrt()
 
 

@@ -56,14 +56,14 @@ class ProcessGroupStrategy(Strategy):
             )
         cuda = torch.cuda.is_available()
         if cuda:
-            torch.cuda.set_device(self.place.local % torch.cuda.device_count())
+            torch.cuda.set_device(self.place.local_rank % torch.cuda.device_count())
         here = self.place
         keys = f"runner/{here.restart}/{next(_sessions)}"  # of its own: what was there stays
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             timeout=self.timeout,
             rank=here.rank,
-            world_size=here.world,
+            world_size=here.world_size,
             store=dist.PrefixStore(keys, torchrun.store(here)),
         )
         try:
@@ -90,18 +90,18 @@ class ProcessGroupStrategy(Strategy):
             )
         if device.type == "cpu":
             return device
-        if self.place.local >= (count := torch.cuda.device_count()):
+        if self.place.local_rank >= (count := torch.cuda.device_count()):
             raise ConfigError(
                 f"torchrun started more processes on this machine than it has GPUs ({count}). Type "
                 f"--nproc-per-node {count}, or accelerator=cpu."
             )
-        return torch.device("cuda", self.place.local)
+        return torch.device("cuda", self.place.local_rank)
 
     def sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)
         return values
 
-    def agree(self, number: int) -> int:
+    def all_reduce_max_async(self, number: int) -> int:
         before = self._asked
         flag = torch.tensor(number)
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control, async_op=True)
@@ -112,21 +112,21 @@ class ProcessGroupStrategy(Strategy):
             before[1].wait()
         return int(before[0])
 
-    def agreed(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         flag = torch.tensor(number)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control)
         return int(flag)
 
-    def gather(self, value: Any) -> list[Any]:
-        found: list[Any] | None = [None] * self.place.world if self.place.first else None
+    def gather_object(self, value: Any) -> list[Any]:
+        found: list[Any] | None = [None] * self.place.world_size if self.place.is_main else None
         dist.gather_object(value, found, group=self._control)
         return found or []
 
-    def told(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         values = [value]
         dist.broadcast_object_list(values, group=self._control)
         return values[0]
 
-    def settle(self, model: nn.Module) -> None:
+    def broadcast_buffers(self, model: nn.Module) -> None:
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)

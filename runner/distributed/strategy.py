@@ -64,15 +64,15 @@ class Strategy(ABC):
         gradients reduced."""
         return _NOTHING
 
-    def local(self, tensors: list[Tensor]) -> list[Tensor]:
+    def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         """What this process holds of each."""
         return tensors
 
-    def found(self, flag: Tensor | None) -> Tensor | None:
+    def reduce_found_inf(self, flag: Tensor | None) -> Tensor | None:
         """A found-inf flag, raised if any process's is."""
         return flag
 
-    def norms(self, norms: Tensor) -> Tensor:
+    def reduce_norms(self, norms: Tensor) -> Tensor:
         """2-norms of whole tensors from those of this process's parts."""
         return norms
 
@@ -80,28 +80,28 @@ class Strategy(ABC):
         """Sums over the processes, in the dtype of the values."""
         return values
 
-    def agree(self, number: int) -> int:
+    def all_reduce_max_async(self, number: int) -> int:
         """The largest number that any process has given, in the call before this one: nobody waits
         for it."""
         return number
 
-    def agreed(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """The same, of this very call."""
         return number
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_object(self, value: Any) -> list[Any]:
         """Every process's value, on the first one."""
         return [value]
 
-    def told(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """The first process's value."""
         return value
 
-    def whole(self, model: nn.Module) -> dict[str, Tensor]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Parameters and buffers, whole, each once, on the host of the first process."""
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-    def settle(self, model: nn.Module) -> None:
+    def broadcast_buffers(self, model: nn.Module) -> None:
         """Has every process hold the first one's buffers (running statistics)."""
 
 
@@ -111,9 +111,9 @@ class Single(Strategy):
     name = "single"
 
     def session(self) -> AbstractContextManager[object]:
-        if self.place.world > 1:
+        if self.place.world_size > 1:
             raise ConfigError(
-                f"torchrun started {self.place.world} processes, and strategy=single is for one. "
+                f"torchrun started {self.place.world_size} processes, and strategy=single is for one. "
                 "Type strategy=ddp (every process has the whole model) or strategy=fsdp (a part)."
             )
         return _NOTHING

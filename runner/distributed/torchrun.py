@@ -25,19 +25,19 @@ class ProcessRank(NamedTuple):
     """Which of how many processes this is, `local` on its machine; restarts of them all so far."""
 
     rank: int = 0
-    world: int = 1
-    local: int = 0
+    world_size: int = 1
+    local_rank: int = 0
     restart: int = 0
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that writes what the run leaves."""
         return self.rank == 0
 
     def part(self, size: int) -> slice:
         """This process's examples of a batch; the first processes take one more where it does not
         divide."""
-        least, more = divmod(size, self.world)
+        least, more = divmod(size, self.world_size)
         start = self.rank * least + min(self.rank, more)
         return slice(start, start + least + (self.rank < more))
 
@@ -76,20 +76,20 @@ def join(argv: Sequence[str]) -> Sequence[str]:
         FirstFailed: the first process has ended, and has said why.
     """
     here = process_rank()
-    if here.world == 1 and not here.restart:
+    if here.world_size == 1 and not here.restart:
         return argv
     if any(text in _SHOWS for text in argv):
         return argv
     if {"-m", "--multirun"} & set(argv):
         raise ConfigError(
-            f"torchrun started {here.world} processes, and a sweep starts its own. Leave torchrun "
+            f"torchrun started {here.world_size} processes, and a sweep starts its own. Leave torchrun "
             "out, or leave -m out and type one torchrun command for each job."
         )
     shared = store(here)
     extra = {}
     if here.restart and shared.check([_OUT]):
         extra = {"hydra.run.dir": shared.get(_OUT).decode(), "checkpoint.resume": "auto"}
-    if not here.first:
+    if not here.is_main:
         if not extra:
             folder = shared.get(_BEGUN).decode()  # waits for it
             if not folder:
@@ -109,7 +109,7 @@ def publish_start(folder: Path) -> None:
 def publish_failure() -> None:
     """Told by the first process as it ends with an error: those that wait for its folder end."""
     here = process_rank()
-    if not (is_torchrun() and here.first and here.world > 1):
+    if not (is_torchrun() and here.is_main and here.world_size > 1):
         return
     with suppress(RuntimeError):  # the process that keeps the store is gone
         if not store(here).check([_BEGUN]):
@@ -124,7 +124,7 @@ def publish_run_folder(folder: Path) -> None:
 def claim_message(text: str) -> bool:
     """Whether this process is the first to say it: an error of them all is told once."""
     here = process_rank()
-    if here.world == 1:
+    if here.world_size == 1:
         return True
     try:
         return store(here).add(f"runner/{here.restart}/{zlib.crc32(text.encode())}", 1) == 1
@@ -134,7 +134,7 @@ def claim_message(text: str) -> bool:
 
 def _tell(key: str, folder: Path) -> None:
     here = process_rank()
-    if is_torchrun() and here.first:
+    if is_torchrun() and here.is_main:
         store(here).set(key, str(folder.absolute()))
 
 
@@ -143,11 +143,11 @@ def store(here: ProcessRank) -> "TCPStore":
     """The store that torchrun keeps, which outlives a process."""
     from torch.distributed import TCPStore
 
-    hosts = here.first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = here.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        here.world,
+        here.world_size,
         hosts,
         timeout=_PATIENCE,
         wait_for_workers=False,

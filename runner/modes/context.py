@@ -59,7 +59,7 @@ class RunContext:
     @property
     def device_name(self) -> str:
         """The device's, and of how many processes each has one."""
-        world, name = self.strategy.place.world, self.accelerator.name
+        world, name = self.strategy.place.world_size, self.accelerator.name
         return f"{world} x {name}" if world > 1 else name
 
     @property
@@ -69,9 +69,9 @@ class RunContext:
 
     def stopping(self) -> bool:
         """Whether any process got a signal; all give the same answer, of the call before."""
-        if self.strategy.place.world == 1:
+        if self.strategy.place.world_size == 1:
             return self.signals.requested()
-        number = self.strategy.agree(self.signals.number or 0)
+        number = self.strategy.all_reduce_max_async(self.signals.number or 0)
         self.signals.adopt(number)
         return number > 0
 
@@ -116,12 +116,12 @@ class RunContext:
 
 def process_folder(out: Path, place: ProcessRank) -> Path:
     """A process's own folder in a run's, which is that of the first one."""
-    return out if place.first else out / "ranks" / str(place.rank)
+    return out if place.is_main else out / "ranks" / str(place.rank)
 
 
 def run_folder(folder: Path, place: ProcessRank) -> Path:
     """The run's folder of a process's own."""
-    return folder if place.first else folder.parents[1]
+    return folder if place.is_main else folder.parents[1]
 
 
 def prepare_process(this: RunContext) -> None:

@@ -79,12 +79,12 @@ def check_data(this: "RunContext", loaders: tuple[Loader | None, Loader]) -> Non
 
 def require_single_process(state: TrainState, train: TrainSpec) -> None:
     """Raise ConfigError for what one process can do only."""
-    if state.strategy.place.world > 1 and train.max_seconds is not None:
+    if state.strategy.place.world_size > 1 and train.max_seconds is not None:
         raise ConfigError(
             f"train.max_seconds={train.max_seconds} ends a run of one process. Type "
             "train.max_steps=<steps>, or leave torchrun and strategy= out."
         )
-    if state.strategy.place.world > 1 and state.takes_closure:
+    if state.strategy.place.world_size > 1 and state.takes_closure:
         raise ConfigError(
             "optimizer=lbfgs searches along a line by itself, in one process only. Type another "
             "optimizer, or leave torchrun and strategy= out."
@@ -92,9 +92,9 @@ def require_single_process(state: TrainState, train: TrainSpec) -> None:
     if not state.strategy.shards:
         return
     what = "complex weights" if state.complex else "sparse gradients" if state.sparse else ""
-    for driven in state.driven:
-        if hasattr(driven.optimizer, "wide_embeddings"):
-            what = f"the low-bit state of {type(driven.optimizer).__name__}"
+    for scheduled in state.optimizers:
+        if hasattr(scheduled.optimizer, "wide_embeddings"):
+            what = f"the low-bit state of {type(scheduled.optimizer).__name__}"
     if what:
         name = state.strategy.name
         raise ConfigError(f"strategy={name} cannot part {what}. Type strategy=ddp.")
@@ -132,7 +132,7 @@ def try_batch(this: "RunContext", state: TrainState, loader: Loader) -> None:
 def weights_are_finite(this: "RunContext", state: TrainState) -> bool:
     """Whether the weights may be saved; those that are not finite must not replace good ones."""
     every = [p.detach() for p in state.plain_model.parameters()]  # a mask may hold infinities
-    params = state.strategy.local(every)
+    params = state.strategy.local_shards(every)
     floats = [p for p in params if p.itemsize > 1 and (p.is_floating_point() or p.is_complex())]
     if not floats or bool(torch.stack([t.isfinite().all().cpu() for t in floats]).all()):
         return True

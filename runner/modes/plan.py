@@ -24,7 +24,7 @@ from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.model import BuiltModel
 from runner.training.optimizers import (
-    build_driven,
+    build_scheduled_optimizers,
     build_optimizer,
     embedding_parameters,
     parameters_by_optimizer,
@@ -48,7 +48,7 @@ def plan(
     seed_all(spec.seed)
     built = build_fake_model(spec, precision)
     model, report = built.model, built.report
-    build_driven(spec, model, precision, steps=1)  # refuses what a run would refuse
+    build_scheduled_optimizers(spec, model, precision, steps=1)  # refuses what a run would refuse
     check_compile_options(spec, precision, accelerator.device, model)
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = {

@@ -74,7 +74,7 @@ def _run(
     spec: RunSpec, out: Path, origin: Invocation, console: Console, strategy: Strategy
 ) -> RunResult:
     resumed, place = None, strategy.place
-    if not place.first:
+    if not place.is_main:
         console = Console(file=io.StringIO())
     if was := _begin(spec, origin, out, console, strategy):
         out, resumed, spec, origin = was
@@ -139,7 +139,7 @@ def _made(
     task: Task = build_group("task", spec.task)
     check_arguments(spec)
     tracker: Tracker = build_group("tracking", spec.tracking)
-    if not strategy.place.first:
+    if not strategy.place.is_main:
         tracker = ProcessJournal()
     return RunContext(
         spec, origin, out, console, accelerator, precision, task, tracker, signals, strategy
@@ -150,11 +150,11 @@ def _begin(
     spec: RunSpec, origin: Invocation, out: Path, console: Console, strategy: Strategy
 ) -> resume.ResumePlan | None:
     """What there is to go on with, as the first process finds it."""
-    if strategy.place.world == 1:
+    if strategy.place.world_size == 1:
         return resume.plan_resume(spec, origin, out, console)
-    was = resume.plan_resume(spec, origin, out, console) if strategy.place.first else None
-    path = strategy.told(was and str(was.saved.path))
-    if strategy.place.first or path is None:
+    was = resume.plan_resume(spec, origin, out, console) if strategy.place.is_main else None
+    path = strategy.broadcast_object(was and str(was.saved.path))
+    if strategy.place.is_main or path is None:
         return was
     return resume.plan_resume(
         replace(spec, checkpoint=replace(spec.checkpoint, resume=path)), origin, out, console
@@ -163,7 +163,7 @@ def _begin(
 
 def _untracked(this: RunContext) -> RunResult:
     """mode=plan and mode=replay, which record nothing in the store."""
-    spec, world = this.spec, this.strategy.place.world
+    spec, world = this.spec, this.strategy.place.world_size
     if world > 1:
         raise ConfigError(
             f"mode={spec.mode} works in one process, and torchrun started {world}. Leave torchrun "
@@ -256,8 +256,8 @@ def _info(this: RunContext) -> RunInfo:
         "output_dir": str(this.out.absolute()),
         "mode": spec.mode,
         **(
-            {"strategy": this.strategy.name, "processes": str(this.strategy.place.world)}
-            if this.strategy.place.world > 1
+            {"strategy": this.strategy.name, "processes": str(this.strategy.place.world_size)}
+            if this.strategy.place.world_size > 1
             else {}
         ),
         **artifacts.git_tags(Path.cwd()),

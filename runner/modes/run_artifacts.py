@@ -62,8 +62,8 @@ def save_processes(this: "RunContext", summary: Mapping[str, Any]) -> float:
         "ms per step": format_number(milliseconds),
         "peak MiB": format_number(peak),
     }
-    found = this.strategy.gather((peak, mine))
-    if place.world > 1 and place.first:
+    found = this.strategy.gather_object((peak, mine))
+    if place.world_size > 1 and place.is_main:
         rows = [row for _, row in found]
         if this.leave(this.out / "processes.json", lambda path: write_table(path, rows)):
             this.tracker.tags(artifacts.tables_tag("dtypes.json", "processes.json"))
@@ -85,8 +85,8 @@ def save_weights(this: "RunContext", state: TrainState) -> None:
 
     path, facts = this.out / "model.safetensors", {"precision": this.precision.name}
     model, strategy = state.plain_model, state.strategy
-    whole = strategy.whole(model) if strategy.shards else {}
-    if not strategy.place.first:
+    whole = strategy.full_state_dict(model) if strategy.shards else {}
+    if not strategy.place.is_main:
         return
     try:
         save_file(whole, path, facts) if whole else save_model(model, str(path), facts)

@@ -81,7 +81,7 @@ def resumed_store(
     Raises:
         ConfigError: the store cannot be named, does not hold the run, or does not answer.
     """
-    if not torchrun.process_rank().first:
+    if not torchrun.process_rank().is_main:
         return spec
     typed = _typed(origin)
     tracking = _settings(spec.tracking, folder, typed)

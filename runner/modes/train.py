@@ -70,7 +70,7 @@ def train(this: RunContext) -> RunResult:
             save_model(this, state, loaders[1])
         sizes["planned_steps"] = steps
         sizes |= this.report.tags()  # the first step may have proven more layers
-        sizes["optimizer_mib"] = tensor_bytes(*state.state_tensors()) / MIB
+        sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
     result = build_result(this, sizes | tally.summary(), perf_counter() - started)
     if this.trouble:
         raise_diverged(this, result)
@@ -85,7 +85,7 @@ def _loaders(this: RunContext) -> tuple[Loader, Loader]:
     splits = build_splits(this.spec)
     place = this.strategy.place
     loaders = build_loaders(this.spec, splits, this.device, place)
-    if place.world == 1:  # else the others would not know that a wait was cut
+    if place.world_size == 1:  # else the others would not know that a wait was cut
         for loader in loaders:
             loader.wait_context = this.signals.at_once
     log_data_sets(this, splits)
@@ -128,7 +128,7 @@ def _loop(
         course.close()
         for loader in loaders:
             loader.close()
-    this.signals.adopt(this.strategy.agreed(this.signals.number or 0))
+    this.signals.adopt(this.strategy.all_reduce_max(this.signals.number or 0))
     if spec.checkpoint.final or this.signals.requested():
         path = _save_last(this, course)
         if this.signals.requested() and path:
@@ -154,7 +154,7 @@ def _save_last(this: RunContext, course: TrainingCallbacks) -> Path | None:
 
 def _part_streams(this: RunContext) -> None:
     """What the processes draw at random from here on differs; their weights are alike."""
-    if not this.strategy.place.first:
+    if not this.strategy.place.is_main:
         seed_all(this.spec.seed + this.strategy.place.rank * 2**40)
 
 

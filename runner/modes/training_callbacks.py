@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def _saver(this: "RunContext") -> AsyncCheckpointWriter | ShardedCheckpointWriter:
     folder, keep, strategy = this.checkpoints, this.spec.checkpoint.keep, this.strategy
-    if strategy.shards or not strategy.place.first:
+    if strategy.shards or not strategy.place.is_main:
         return ShardedCheckpointWriter(folder, keep, this.say, strategy)
     return AsyncCheckpointWriter(folder, keep, this.say)
 
@@ -39,10 +39,10 @@ class TrainingCallbacks:
     def __init__(self, this: "RunContext", state: TrainState, loader: Loader) -> None:
         self.this, self.state = this, state
         self.saver = _saver(this)
-        state.before_update = self.saver.settle
+        state.before_update = self.saver.wait_for_copy
         self.tally = RunSummary(this.task.quality, this.task.direction)
         self.guard = make_guard(this, loader)
-        every, first = this.spec.numerics.every, this.strategy.place.first
+        every, first = this.spec.numerics.every, this.strategy.place.is_main
         self.looks = NumericsCallback(this, state, every) if every and first else None
         self.observers = [*self._readers(loader), *self._savers(loader)]
 
@@ -91,14 +91,14 @@ class TrainingCallbacks:
         was, one sentence each."""
         typed = [text.lstrip("+~").partition("=")[0] for text in self.this.origin.overrides]
         told = state_dict.restore(self.state, saved, self.this.spec, self.observers, typed)
-        if self.this.strategy.place.first:
+        if self.this.strategy.place.is_main:
             checkpoint_file.set_aside_newer(self.this.checkpoints, self.state.step)
         return told
 
     def sound(self) -> bool:
         """Whether the weights are worth keeping."""
         good = self.guard.sound and weights_are_finite(self.this, self.state)
-        return not self.this.strategy.agreed(not good)
+        return not self.this.strategy.all_reduce_max(not good)
 
     def _content(self) -> dict[str, Any]:
         found = self.tally.metrics if self.tally.evaluated == self.state.step else {}
@@ -110,7 +110,7 @@ class TrainingCallbacks:
 
     def _save(self, best: bool) -> None:
         if self.sound():
-            late = [*self.state.trainable, *self.state.state_tensors()]
+            late = [*self.state.trainable, *self.state.optimizer_tensors()]
             self.saver.save(self._content(), best, late)
 
     def save_last(self) -> Path | None:

@@ -153,13 +153,13 @@ class _Trial:
     def __call__(self, built: BuiltModel) -> TrialResult:
         """Return what all processes found together."""
         found = self._found(built, strict=False)
-        every = self.strategy.gather(found)
+        every = self.strategy.gather_object(found)
         together = found._replace(
             ran={name for one in every for name in one.ran},
             bypassed=dict(sorted(pair for one in every for pair in one.bypassed.items())),
             ended=all(one.ended for one in every),
         )
-        return self.strategy.told(together)
+        return self.strategy.broadcast_object(together)
 
     def _found(self, built: BuiltModel, strict: bool) -> TrialResult:
         converted = converted_layers(built.model, built.report)

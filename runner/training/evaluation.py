@@ -18,9 +18,9 @@ def evaluate(
     """The task's metrics over a whole data set, in the run's precision; None where `stopped`,
     asked before each batch, says so."""
     precision, task, strategy = state.precision, state.task, state.strategy
-    for d in state.driven:
-        d.settle()
-    strategy.settle(state.plain_model)
+    for d in state.optimizers:
+        d.advance_schedule()
+    strategy.broadcast_buffers(state.plain_model)
     state.model.eval()
     totals: Tensor | None = None
     with precision.evaluating(state.plain_model):
@@ -62,7 +62,7 @@ class Stagnation:
             handle.remove()
 
     def _held(self, tensors: list[Tensor]) -> list[Tensor]:
-        return self.strategy.local([t.detach() for t in tensors])
+        return self.strategy.local_shards([t.detach() for t in tensors])
 
     def share(self) -> float:
         """Share of the half-precision elements with a gradient that did not move, 0 to 1."""

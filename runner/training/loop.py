@@ -78,9 +78,9 @@ def fit(
     try:
         yield from _steps(state, blocks, loader, validation, train, flush_every, stopped, around)
     except (Exception, KeyboardInterrupt):
-        if state.strategy.place.world == 1:  # else the others would have to take part
+        if state.strategy.place.world_size == 1:  # else the others would have to take part
             with suppress(Exception):  # what ended the loop must not be hidden by its last records
-                yield from blocks.drained()
+                yield from blocks.flush()
         raise
 
 
@@ -116,16 +116,16 @@ def _steps(
         state.stagnant = None if watch is None else watch.share()
         stop = stopped()
         if at_eval or stop or (flush_every and step % flush_every == 0):
-            yield from blocks.drained()
+            yield from blocks.flush()
         elif step % train.log_every == 0:
             blocks.send()
-            yield from blocks.arrived()
+            yield from blocks.ready_records()
         if at_eval and not stop:
             yield from _evaluation(state, validation, stopped)
             blocks.started = perf_counter()
         if stop or over or (at_eval and stopped()):
             return
-    yield from blocks.drained()
+    yield from blocks.flush()
 
 
 def _evaluation(

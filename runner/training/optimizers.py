@@ -120,7 +120,7 @@ def build_scheduler(node: Mapping[str, Any], optimizer: Optimizer, steps: int) -
 LENGTHS = ("T_max", "total_steps", "total_iters")
 
 
-def build_driven(
+def build_scheduled_optimizers(
     spec: RunSpec, model: nn.Module, precision: Precision, steps: int
 ) -> list[ScheduledOptimizer]:
     """Optimizers over the trainable parameters, each with its schedule.

@@ -36,12 +36,12 @@ class RecordBuffer:
         )
         self.started, self._pending = self._pending[-1].ended, []
 
-    def arrived(self) -> Iterator[Steps]:
+    def ready_records(self) -> Iterator[Steps]:
         """Blocks that are here, and all but the last one sent: in order."""
-        while len(self._under_way) > 1 or (self._under_way and self._under_way[0].here):
+        while len(self._under_way) > 1 or (self._under_way and self._under_way[0].is_ready):
             yield self._next()
 
-    def drained(self) -> Iterator[Steps]:
+    def flush(self) -> Iterator[Steps]:
         """Every block, the one in the making too. The last step has then lasted until the device
         was done with it: this wait is counted nowhere else."""
         if self._pending:
@@ -85,7 +85,7 @@ class HostTransfer:
             self._event.record()
 
     @property
-    def here(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether records() would not have to wait."""
         return self._event is None or self._event.query()
 
@@ -142,9 +142,9 @@ def _columns(pending: Sequence[DeviceStepRecord], strategy: Strategy) -> Tensor:
     else:
         norms = torch.stack([torch.linalg.vector_norm(p.norms) for p in pending])
     wide = widest_float(losses.device)
-    if strategy.place.world > 1:
-        losses = strategy.sum(losses.to(wide)) / strategy.place.world
-    columns = [losses, strategy.norms(norms)]
+    if strategy.place.world_size > 1:
+        losses = strategy.sum(losses.to(wide)) / strategy.place.world_size
+    columns = [losses, strategy.reduce_norms(norms)]
     if pending[0].scale is not None:
         columns.append(torch.stack([p.scale for p in pending if p.scale is not None]))
         columns.append(torch.stack([p.found_inf for p in pending if p.found_inf is not None]))

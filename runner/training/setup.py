@@ -17,7 +17,7 @@ from runner.config.schema import RunSpec
 from runner.distributed.strategy import Single, Strategy
 from runner.precision.precision import Precision
 from runner.training.model import BuiltModel, build_model, load_init_weights
-from runner.training.optimizers import build_driven
+from runner.training.optimizers import build_scheduled_optimizers
 from runner.training.state import TrainState
 from runner.training.tasks.task import Task
 
@@ -88,7 +88,7 @@ def build_state(
     if total_steps is not None:
         # A strategy may replace parameters, so optimizers are built from the model after it.
         wrapped = setup.strategy.wrap(model, setup.device)
-        optimizers = build_driven(spec, model, precision, total_steps)
+        optimizers = build_scheduled_optimizers(spec, model, precision, total_steps)
     return TrainState(
         wrapped,
         precision,

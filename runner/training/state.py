@@ -21,13 +21,13 @@ from runner.training.tasks.task import Task
 class ScheduledOptimizer:
     """An optimizer with its schedule and its own parameters.
 
-    unsettled is the found-inf flag of the last step while the schedule waits for it: a schedule
+    pending_found_inf is the found-inf flag of the last step while the schedule waits for it: a schedule
     counts applied steps only, and asking the device at once would stall it.
     """
 
     optimizer: Optimizer
     scheduler: Any = None
-    unsettled: HostFlag | None = None
+    pending_found_inf: HostFlag | None = None
     params: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -37,11 +37,11 @@ class ScheduledOptimizer:
     def lr(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
-    def settle(self) -> None:
+    def advance_schedule(self) -> None:
         """Move the schedule on if the last step was applied."""
-        if self.unsettled is not None and not self.unsettled.raised:
+        if self.pending_found_inf is not None and not self.pending_found_inf.raised:
             self.scheduler.step()
-        self.unsettled = None
+        self.pending_found_inf = None
 
 
 @dataclass
@@ -62,7 +62,7 @@ class TrainState:
     precision: Precision
     task: Task
     scale: LossScale
-    driven: list[ScheduledOptimizer]
+    optimizers: list[ScheduledOptimizer]
     device: torch.device
     clip_norm: float | None = None
     strategy: Strategy = field(default_factory=Single)
@@ -82,7 +82,7 @@ class TrainState:
 
     @cached_property
     def trainable(self) -> list[Tensor]:
-        return [p for d in self.driven for p in d.params]
+        return [p for d in self.optimizers for p in d.params]
 
     @cached_property
     def complex(self) -> list[Tensor]:
@@ -96,10 +96,12 @@ class TrainState:
     @cached_property
     def takes_closure(self) -> bool:
         """Whether the one optimizer evaluates the loss by itself, as LBFGS does."""
-        return len(self.driven) == 1 and isinstance(self.driven[0].optimizer, torch.optim.LBFGS)
+        return len(self.optimizers) == 1 and isinstance(
+            self.optimizers[0].optimizer, torch.optim.LBFGS
+        )
 
-    def state_tensors(self) -> Iterator[Tensor]:
+    def optimizer_tensors(self) -> Iterator[Tensor]:
         """Tensors that the optimizers hold."""
-        for d in self.driven:
+        for d in self.optimizers:
             for values in d.optimizer.state.values():
                 yield from (v for v in values.values() if isinstance(v, Tensor))

@@ -44,7 +44,7 @@ def state_dict(state: TrainState, observers: Sequence[Callback]) -> dict[str, An
         "position": state.position,
         "evaluated": state.evaluated,
         "stagnant": state.stagnant,
-        "rng": state.strategy.gather(rng_state(state.device)),
+        "rng": state.strategy.gather_object(rng_state(state.device)),
         "observers": {o.key: o.state_dict() for o in observers},
     }
 
@@ -165,26 +165,26 @@ def _restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpe
     try:
         other = theirs["scheduler"].get("_target_") != spec.scheduler.get("_target_")
         pairs = zip(
-            state.driven,
+            state.optimizers,
             content["optimizers"],
             content["schedulers"],
             _changed(theirs["optimizer"], spec.optimizer),
             strict=True,
         )
-        for driven, optimizer, scheduler, changed in pairs:
+        for scheduled, optimizer, scheduler, changed in pairs:
             parts = shards_folder(saved.path)
             if state.strategy.shards:
-                held = sharded_tensors.load_sharded(optimizer["state"], driven.params, parts)
+                held = sharded_tensors.load_sharded(optimizer["state"], scheduled.params, parts)
                 optimizer = {**optimizer, "state": held}
             else:
                 optimizer = sharded_tensors.load_full(optimizer, parts)
-            told |= dict.fromkeys(_load_optimizer(driven.optimizer, optimizer, was, other))
+            told |= dict.fromkeys(_load_optimizer(scheduled.optimizer, optimizer, was, other))
             if other:
-                told |= dict.fromkeys(_begin_schedule(driven, applied))
+                told |= dict.fromkeys(_begin_schedule(scheduled, applied))
                 continue
-            if driven.scheduler is not None:
-                _load_schedule(driven.scheduler, scheduler, theirs["scheduler"], spec.scheduler)
-            _change(driven.optimizer, driven.scheduler, changed)
+            if scheduled.scheduler is not None:
+                _load_schedule(scheduled.scheduler, scheduler, theirs["scheduler"], spec.scheduler)
+            _change(scheduled.optimizer, scheduled.scheduler, changed)
     except _MISFITS as error:
         raise ConfigError(
             f"checkpoint.resume={saved.path}: its optimizer state does not fit: {error}. Resume "
@@ -272,17 +272,17 @@ def _load_schedule(
     vars(scheduler).update(kept)
 
 
-def _begin_schedule(driven: ScheduledOptimizer, applied: int) -> list[str]:
+def _begin_schedule(scheduled: ScheduledOptimizer, applied: int) -> list[str]:
     """Bring a schedule that the checkpoint does not know to the step of the run."""
-    if driven.scheduler is None:
-        return [f"the learning rate is constant at {driven.lr:g}: the checkpoint had a schedule"]
+    if scheduled.scheduler is None:
+        return [f"the learning rate is constant at {scheduled.lr:g}: the checkpoint had a schedule"]
     if not 0 <= applied <= _MOST_STEPS:
         raise ValueError(f"it counts {applied} steps")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the schedule steps before its optimizer
         for _ in range(applied):
-            driven.scheduler.step()
-    name = type(driven.scheduler).__name__
+            scheduled.scheduler.step()
+    name = type(scheduled.scheduler).__name__
     return [f"{name} is not the checkpoint's schedule: it is taken up at its step {applied}"]
 
 
@@ -320,8 +320,8 @@ def checkpoint_state_dict(
     """
     kept = {**redacted_dict(spec), "tracking": {}}
     model = state.plain_model
-    for driven in state.driven:
-        driven.settle()
+    for scheduled in state.optimizers:
+        scheduled.advance_schedule()
     return {
         **course,
         "format": FORMAT,
@@ -337,7 +337,7 @@ def checkpoint_state_dict(
         "epoch": state.epoch,
         "skipped_steps": state.skipped,
         "model": model.state_dict(),
-        "optimizers": [driven.optimizer.state_dict() for driven in state.driven],
-        "schedulers": [d.scheduler.state_dict() if d.scheduler else {} for d in state.driven],
+        "optimizers": [scheduled.optimizer.state_dict() for scheduled in state.optimizers],
+        "schedulers": [d.scheduler.state_dict() if d.scheduler else {} for d in state.optimizers],
         "loss_scale": state.scale.state_dict(),
     }

@@ -76,18 +76,18 @@ def train_step(
     strategy = state.strategy
     sizes = sizes or [examples_in(micro) for micro in micros]
     if state.takes_closure:
-        lr = state.driven[0].lr
+        lr = state.optimizers[0].lr
         loss, norms, scale, found = _closure_step(state, micros, sizes)
     else:
         scale = state.scale.value
         loss = _backward(state, micros, sizes)
-        grads = [strategy.local(_grads(d)) for d in state.driven]
-        founds = [strategy.found(state.scale.unscale(part)) for part in grads]
+        grads = [strategy.local_shards(_grads(d)) for d in state.optimizers]
+        founds = [strategy.reduce_found_inf(state.scale.unscale(part)) for part in grads]
         norms = _clip(state, grads[0] if len(grads) == 1 else [*chain(*grads)])
-        for d in state.driven:
-            if d.unsettled is not None:
-                d.settle()
-        lr = state.driven[0].lr
+        for d in state.optimizers:
+            if d.pending_found_inf is not None:
+                d.advance_schedule()
+        lr = state.optimizers[0].lr
         if state.before_update:
             state.before_update()
         _optimizer_step(state, founds)
@@ -111,7 +111,7 @@ def train_step(
 def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
     """Accumulate the gradients of the mean over all labels. Returns that mean, detached; of
     several processes each has a number of its own, and theirs is the mean."""
-    if len(micros) == state.strategy.place.world == 1:
+    if len(micros) == state.strategy.place.world_size == 1:
         loss = loss_of(state, *micros[0])
         backpropagate(state, state.scale.multiply(loss))
         total = loss.detach()
@@ -161,20 +161,20 @@ def _shares(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) ->
     labels = [count for count in counts if count is not None]
     if len(labels) < len(counts):
         whole = sum(sizes)
-        return _Shares([count * place.world / whole for count in examples], None)
+        return _Shares([count * place.world_size / whole for count in examples], None)
     own = torch.stack(labels).to(widest_float(state.device))
     for i, count in enumerate(examples):
         if not count:
             own[i] = 0  # the micro-batch was lent an example
     total = own.sum()
-    if place.world > 1:
+    if place.world_size > 1:
         total = state.strategy.sum(total)
     none = total == 0
-    return _Shares((own * place.world / total).masked_fill(none, 0).unbind(), none)
+    return _Shares((own * place.world_size / total).masked_fill(none, 0).unbind(), none)
 
 
-def _grads(driven: ScheduledOptimizer) -> list[Tensor]:
-    return [gradient_values(p.grad) for p in driven.params if p.grad is not None]
+def _grads(scheduled: ScheduledOptimizer) -> list[Tensor]:
+    return [gradient_values(p.grad) for p in scheduled.params if p.grad is not None]
 
 
 def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
@@ -184,7 +184,7 @@ def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
     if state.clip_norm is not None:
         # What overflowed is skipped, and must not scale another optimizer's gradients to nought.
         total = torch.linalg.vector_norm(norms.nan_to_num(nan=0.0, posinf=0.0))
-        total = state.strategy.norms(total)
+        total = state.strategy.reduce_norms(total)
         factor = (state.clip_norm / (total + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, factor)
     return norms
@@ -211,13 +211,13 @@ def grad_norms(grads: list[Tensor]) -> Tensor:
 
 
 def _optimizer_step(state: TrainState, founds: Sequence[Tensor | None]) -> None:
-    for d, found in zip(state.driven, founds, strict=True):
+    for d, found in zip(state.optimizers, founds, strict=True):
         state.scale.step(d.optimizer, found)
         if d.scheduler is not None:
             if found is None:
                 d.scheduler.step()
             else:
-                d.unsettled = HostFlag(found)
+                d.pending_found_inf = HostFlag(found)
     state.scale.update(founds)
 
 
@@ -230,20 +230,20 @@ def _closure_step(
     state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor, None, None]:
     """A step of an optimizer that evaluates by itself; recorded is its first evaluation."""
-    driven = state.driven[0]
+    scheduled = state.optimizers[0]
     first: list[tuple[Tensor, Tensor]] = []
 
     def closure() -> Tensor:
-        for p in driven.params:
+        for p in scheduled.params:
             p.grad = None
         loss = _backward(state, micros, sizes)
         if not first:
-            first.append((loss, grad_norms(_grads(driven))))
+            first.append((loss, grad_norms(_grads(scheduled))))
         return loss
 
     if state.before_update:
         state.before_update()
-    driven.optimizer.step(closure)  # type: ignore[arg-type]
-    if driven.scheduler is not None:
-        driven.scheduler.step()
+    scheduled.optimizer.step(closure)  # type: ignore[arg-type]
+    if scheduled.scheduler is not None:
+        scheduled.scheduler.step()
     return (*first[0], None, None)

@@ -43,7 +43,7 @@ def test_tensors_that_wait_for_the_update_are_copied_beside_the_loop(tmp_path, m
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
     saver.save(state, late=[state["model"]["a"]])
     assert copies[0] == "MainThread"  # a forward may change the statistics at once
-    saver.settle()
+    saver.wait_for_copy()
     assert copies[1:] == ["checkpoint"]
     state["model"]["a"].fill_(7.0)
     saver.finish()
@@ -92,7 +92,7 @@ def test_a_copy_that_breaks_is_told_and_holds_nothing_up(tmp_path, monkeypatch):
     saver = AsyncCheckpointWriter(tmp_path, 9, said.append)
     monkeypatch.setattr(torch.Tensor, "copy_", breaks)
     saver.save(state, late=[state["model"]["a"]])
-    saver.settle()
+    saver.wait_for_copy()
     saver.finish()
     assert "no copy" in said[0]
     assert not list(tmp_path.glob("*.pt"))

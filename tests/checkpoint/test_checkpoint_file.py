@@ -48,7 +48,7 @@ def test_everything_that_changes_is_in_it(state, saved):
     assert content["loss_scale"] == {"scale": 65536.0, "applied_in_a_row": 0}
     assert torch.equal(content["model"]["weight"], state.model.weight)
     moments = content["optimizers"][0]["state"][0]["exp_avg"]
-    assert torch.equal(moments, next(iter(state.driven[0].optimizer.state.values()))["exp_avg"])
+    assert torch.equal(moments, next(iter(state.optimizers[0].optimizer.state.values()))["exp_avg"])
     assert content["schedulers"][0]["last_epoch"] == 1
 
 

@@ -72,10 +72,10 @@ def test_an_overflow_is_skipped_on_the_device(optimizer):
     state.scale._scale.fill_(2.0**40)
     before = [p.detach().clone() for p in state.trainable]
     pending = train_step(state, [batch()])
-    state.driven[0].settle()
+    state.optimizers[0].advance_schedule()
     assert pending.found_inf.item() == 1.0
     assert all(torch.equal(a, b) for a, b in zip(before, state.trainable, strict=True))
-    assert state.driven[0].scheduler.last_epoch == 1
+    assert state.optimizers[0].scheduler.last_epoch == 1
 
 
 def test_32_true_is_exact_and_tf32_is_not():

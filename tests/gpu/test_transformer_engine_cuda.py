@@ -230,7 +230,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name, tmp_path):
             {
                 "model": model.state_dict(),
                 "fp8": precision.state_dict(model),
-                "optimizer": state.driven[0].optimizer.state_dict(),
+                "optimizer": state.optimizers[0].optimizer.state_dict(),
                 "random": torch.cuda.get_rng_state(DEVICE),
             },
             tmp_path / "last.pt",
@@ -242,7 +242,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name, tmp_path):
     fresh.load_state_dict(saved["model"], strict=True)
     other.load_state_dict(fresh, saved["fp8"])
     resumed = state_of(other, fresh)
-    resumed.driven[0].optimizer.load_state_dict(saved["optimizer"])
+    resumed.optimizers[0].optimizer.load_state_dict(saved["optimizer"])
     torch.cuda.set_rng_state(saved["random"], DEVICE)
     with other.session(fresh, DEVICE):
         assert [train_step(resumed, [batch(seed=s)]).loss.item() for s in (5, 6, 7)] == going_on

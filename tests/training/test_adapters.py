@@ -11,7 +11,7 @@ from runner.precision.layers.te_layers import NormFirst
 from runner.training import adapters
 from runner.training.adapters import Lora
 from runner.training.model import build_model
-from runner.training.optimizers import build_driven
+from runner.training.optimizers import build_scheduled_optimizers
 from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
@@ -290,7 +290,7 @@ def test_the_function_is_the_same_at_the_start(name):
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_training_changes_the_additions_only(name):
     model, precision, spec = built(name, LORA)
-    (driven,) = build_driven(spec, model, precision, steps=2)
+    (driven,) = build_scheduled_optimizers(spec, model, precision, steps=2)
     assert len(driven.params) == 6
     before = {key: value.clone() for key, value in model.state_dict().items()}
     first = outputs(model, precision).detach().clone()

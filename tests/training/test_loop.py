@@ -242,7 +242,7 @@ def test_skipped_steps_are_counted_through_the_run():
         assert s.skipped_steps == total
     assert 1 < total < 24
     assert state.skipped == total
-    assert state.driven[0].scheduler.last_epoch == 24 - total
+    assert state.optimizers[0].scheduler.last_epoch == 24 - total
 
 
 def test_a_precision_without_a_scale_has_no_such_numbers():
@@ -346,11 +346,11 @@ def test_an_evaluation_is_in_the_runs_precision():
 def test_an_evaluation_settles_the_schedule():
     state = made("16-mixed", loss_scale={"init_scale": 8.0})
     train_step(state, [next(loader().epoch(1))])
-    assert state.driven[0].scheduler.last_epoch == 0
+    assert state.optimizers[0].scheduler.last_epoch == 0
     evaluate(state, loader(3))
-    assert state.driven[0].scheduler.last_epoch == 1
-    state.driven[0].settle()
-    assert state.driven[0].scheduler.last_epoch == 1
+    assert state.optimizers[0].scheduler.last_epoch == 1
+    state.optimizers[0].advance_schedule()
+    assert state.optimizers[0].scheduler.last_epoch == 1
 
 
 def test_training_goes_on_as_without_evaluations():
@@ -371,7 +371,7 @@ def test_training_goes_on_as_without_evaluations():
 def test_the_share_of_elements_that_did_not_move(name, lr, low, high):
     state = made(name)
     weights = [p for n, p in state.model.named_parameters() if n.startswith(("0.w", "3."))]
-    state.driven = [ScheduledOptimizer(torch.optim.Adam(weights, lr=lr, eps=1e-4))]
+    state.optimizers = [ScheduledOptimizer(torch.optim.Adam(weights, lr=lr, eps=1e-4))]
     records, _ = run(state, epochs=2)
     for record in evaluations(records):
         assert record.stagnant is not None
@@ -387,7 +387,7 @@ def test_only_elements_with_a_gradient_count():
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     state = made("bf16-true")
-    state.driven = [ScheduledOptimizer(optimizer)]
+    state.optimizers = [ScheduledOptimizer(optimizer)]
     watch = Stagnation(state)
     # 1 - 1e-4 rounds to 1 in bfloat16; the last element has no gradient at all.
     (weight * torch.tensor([1e-4, 1e-4, 0.5, 0.0], dtype=torch.bfloat16)).sum().backward()
@@ -422,7 +422,7 @@ def test_a_block_under_way_is_yielded_when_the_next_has_set_out(monkeypatch):
     """As on a device that computes beside the host; an evaluation and the end wait for all."""
     _, wanted = run(max_steps=9, log_every=2, eval_every=5)
     exact = steps(run(max_steps=9, log_every=2, eval_every=5)[0])
-    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.here", False)
+    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
     seen = []
     state = made("16-mixed")
     spec = TrainSpec(max_steps=9, log_every=2, eval_every=5)
@@ -436,7 +436,7 @@ def test_a_block_under_way_is_yielded_when_the_next_has_set_out(monkeypatch):
 
 
 def test_skipped_steps_are_counted_across_blocks_under_way(monkeypatch):
-    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.here", False)
+    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
     state = made("16-mixed", loss_scale={"init_scale": 2.0**40})
     records, _ = run(state, max_steps=8, log_every=2)
     counts = [s.skipped_steps for s in steps(records)]
@@ -478,7 +478,7 @@ class BreaksAt(nn.Module):
 
 @pytest.mark.parametrize("call", [2, 5, 6])
 def test_what_was_computed_before_an_exception_is_recorded(call, monkeypatch):
-    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.here", False)
+    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
     state, seen = made(), []
     state.model = nn.Sequential(state.model, BreaksAt(call))
     records = fit(state, loader(40), loader(5), TrainSpec(max_steps=9, log_every=2))

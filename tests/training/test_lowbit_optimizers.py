@@ -12,7 +12,11 @@ from runner.config.targets import check_targets
 from runner.precision import registry
 from runner.precision.loss_scale import DynamicLossScale
 from runner.training import lowbit_optimizers
-from runner.training.optimizers import build_driven, build_optimizer, embedding_parameters
+from runner.training.optimizers import (
+    build_scheduled_optimizers,
+    build_optimizer,
+    embedding_parameters,
+)
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import stored_bytes, tensor_bytes
@@ -52,7 +56,7 @@ def driven(optimizer, precision="32-true", scheduler=None, steps=20, **keywords)
     chosen = registry.load_precision(precision)
     torch.manual_seed(0)
     model, _ = chosen.convert(Net(**keywords), CPU)
-    return model, build_driven(spec, model, chosen, steps)
+    return model, build_scheduled_optimizers(spec, model, chosen, steps)
 
 
 def train(model, parts, steps, batch=16):

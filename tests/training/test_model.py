@@ -14,7 +14,7 @@ from runner.config.schema import RunSpec
 from runner.precision import registry
 from runner.training.adapters import Lora
 from runner.training.model import build_model, restore_model
-from runner.training.optimizers import build_driven
+from runner.training.optimizers import build_scheduled_optimizers
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.classification import Classification
@@ -120,7 +120,7 @@ def test_a_model_that_is_frozen_whole_is_refused_with_what_to_type(name):
     spec = make_spec(bias=False, norm=False)
     built, precision = build(name, spec)
     with pytest.raises(ConfigError) as caught:
-        build_driven(spec, built.model, precision, steps=1)
+        build_scheduled_optimizers(spec, built.model, precision, steps=1)
     (problem,) = caught.value.problems
     for part in (
         f"precision={name}",
@@ -143,7 +143,7 @@ def test_a_model_that_is_frozen_whole_is_refused_with_what_to_type(name):
 def test_what_the_refusal_names_does_help(name, node, changes, count):
     spec = make_spec(node, bias=False, norm=False)
     built, precision = build(name, spec, **changes)
-    (driven,) = build_driven(spec, built.model, precision, steps=1)
+    (driven,) = build_scheduled_optimizers(spec, built.model, precision, steps=1)
     assert len(driven.params) == count
 
 

@@ -13,7 +13,7 @@ from runner.precision import registry
 from runner.training import optimizers
 from runner.training.model import build_model
 from runner.training.optimizers import (
-    build_driven,
+    build_scheduled_optimizers,
     build_optimizer,
     build_scheduler,
     parameters_by_optimizer,
@@ -92,7 +92,7 @@ def driven(name="32-true", steps=10, **parts):
     chosen = spec(**parts)
     precision = registry.load_precision(name)
     model = build_model(chosen, precision, CPU).model
-    return build_driven(chosen, model, precision, steps)
+    return build_scheduled_optimizers(chosen, model, precision, steps)
 
 
 # The model
@@ -189,7 +189,7 @@ def test_frozen_parameters_are_left_out():
     chosen, precision = spec(), registry.load_precision("32-true")
     model = build_model(chosen, precision, CPU).model
     model.words.requires_grad_(False)
-    (d,) = build_driven(chosen, model, precision, 10)
+    (d,) = build_scheduled_optimizers(chosen, model, precision, 10)
     assert [id(p) for p in d.params] == [id(p) for p in model.parameters()][1:]
 
 

@@ -86,7 +86,7 @@ def test_steps_may_differ_in_their_numbers_of_gradients():
 
 def test_gauges_are_those_of_the_blocks_last_step(monkeypatch):
     """Also where the block arrives later."""
-    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.here", False)
+    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
     state = made("32-true")
     monkeypatch.setattr(
         type(state.precision),
@@ -98,8 +98,8 @@ def test_gauges_are_those_of_the_blocks_last_step(monkeypatch):
         blocks.add(train_step(state, [data(4, seed)]))
         if state.step % 2 == 0:
             blocks.send()
-            seen += blocks.arrived()
-    seen += blocks.drained()
+            seen += blocks.ready_records()
+    seen += blocks.flush()
     assert [[record.gauges for record in block] for block in seen] == [
         [None, {"fp8/amax/0": float(step)}] for step in (2, 4, 6)
     ]

@@ -12,7 +12,7 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.targets import build_group
 from runner.training import state_dict
 from runner.training.model import build_model
-from runner.training.optimizers import build_driven
+from runner.training.optimizers import build_scheduled_optimizers
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.step import train_step
@@ -46,7 +46,7 @@ def begun(spec, start=None):
     torch.manual_seed(0)
     precision = build_group("precision", spec.precision)
     model = build_model(spec, precision, CPU, start=start, whole=start is not None).model
-    driven = build_driven(spec, model, precision, 20)
+    driven = build_scheduled_optimizers(spec, model, precision, 20)
     return TrainState(model, precision, Classification(), precision.scale(CPU), driven, CPU)
 
 
@@ -76,7 +76,7 @@ def kept(value):
 
 
 def dtypes(state):
-    return [kept(d.optimizer.state_dict()["state"]) for d in state.driven]
+    return [kept(d.optimizer.state_dict()["state"]) for d in state.optimizers]
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
@@ -124,7 +124,7 @@ def test_values_survive_the_cast(compose):
     state = begun(specs[1], source)
     state_dict.restore(state, source, specs[1], ())
     theirs = source.content["optimizers"][0]["state"]
-    ours = state.driven[0].optimizer.state_dict()["state"]
+    ours = state.optimizers[0].optimizer.state_dict()["state"]
     for index, values in theirs.items():
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(ours[index][key], values[key].double())
@@ -174,7 +174,7 @@ def test_the_loss_scale_says_where_it_goes_on(before, after, typed, scale, told,
 
 
 def rates(state):
-    return [group["lr"] for d in state.driven for group in d.optimizer.param_groups]
+    return [group["lr"] for d in state.optimizers for group in d.optimizer.param_groups]
 
 
 def test_another_schedule_is_taken_up_at_the_step_of_the_run(compose):

@@ -50,8 +50,8 @@ def made(name, model=None, kinds=("adamw",), clip=None, schedule=True, task=None
 
 def snapshot(state):
     tensors = [p.detach().clone() for p in state.model.parameters()]
-    tensors += [t.clone() for t in state.state_tensors()]
-    return tensors, [d.scheduler.state_dict() for d in state.driven if d.scheduler]
+    tensors += [t.clone() for t in state.optimizer_tensors()]
+    return tensors, [d.scheduler.state_dict() for d in state.optimizers if d.scheduler]
 
 
 def same(a, b):
@@ -64,7 +64,7 @@ def gradients(state, micros):
     state.scale.step = lambda optimizer, _: seen.extend(
         p.grad.clone() for group in optimizer.param_groups for p in group["params"]
     )
-    for d in state.driven:
+    for d in state.optimizers:
         d.scheduler = None
     return seen, train_step(state, micros)
 
@@ -169,12 +169,12 @@ def test_a_skipped_step_changes_nothing_but_the_scale(kind, clip):
     for _ in range(3):
         train_step(state, [data(4)])
     state.scale._scale.fill_(2.0**40)
-    for d in state.driven:
-        d.settle()
+    for d in state.optimizers:
+        d.advance_schedule()
     before, schedules = snapshot(state)
     pending = train_step(state, [data(4)])
-    for d in state.driven:
-        d.settle()
+    for d in state.optimizers:
+        d.advance_schedule()
     after, schedules_after = snapshot(state)
     assert same(before, after)
     assert schedules == schedules_after
@@ -200,15 +200,15 @@ def test_the_schedule_counts_applied_steps_and_the_rate_is_the_one_in_force(kind
         rates.append(skipped)
     assert rates[0]
     assert 1 < sum(rates) < 30
-    state.driven[0].settle()
-    assert state.driven[0].scheduler.last_epoch == applied
+    state.optimizers[0].advance_schedule()
+    assert state.optimizers[0].scheduler.last_epoch == applied
 
 
 @pytest.mark.parametrize("name", ["32-true", "bf16-mixed", "64-true"])
 def test_without_a_scale_each_step_moves_the_schedule(name):
     state = made(name)
     assert [train_step(state, [data(4)]).lr for _ in range(3)] == [0.1, 0.05, 0.025]
-    assert state.driven[0].scheduler.last_epoch == 3
+    assert state.optimizers[0].scheduler.last_epoch == 3
 
 
 @pytest.mark.parametrize("clip", [None, 1e6])
@@ -222,12 +222,12 @@ def test_an_overflow_of_one_optimizer_leaves_the_other_alone(clip):
     train_step(twin, [data(4)])
     assert same(list(state.model[0].parameters()), list(twin.model[0].parameters()))
     assert same(list(state.model[2].parameters()), frozen)
-    assert not state.driven[1].optimizer.state
+    assert not state.optimizers[1].optimizer.state
     assert (pending.found_inf.item(), pending.scale.item()) == (1.0, 8.0)
     assert (state.scale.value.item(), twin.scale.value.item()) == (4.0, 8.0)
-    for d in state.driven:
-        d.settle()
-    assert [d.scheduler.last_epoch for d in state.driven] == [1, 0]
+    for d in state.optimizers:
+        d.advance_schedule()
+    assert [d.scheduler.last_epoch for d in state.optimizers] == [1, 0]
 
 
 def test_several_optimizers_move_the_scale_once():
@@ -431,11 +431,11 @@ class Reads(TorchDispatchMode):
 
     def __init__(self, state):
         super().__init__()
-        self.driven = state.driven
+        self.optimizers = state.optimizers
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"):
-            held = (s for d in self.driven for s in d.optimizer.state.values())
+            held = (s for d in self.optimizers for s in d.optimizer.state.values())
             assert any(args[0] is s.get("step") for s in held), func
         return func(*args, **(kwargs or {}))
 

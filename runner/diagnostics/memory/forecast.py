@@ -212,7 +212,7 @@ class _Rehearsal:
             model.train()
             for p in self.state.trainable:
                 p.grad = torch.zeros_like(p)
-            for one in self.state.driven:
+            for one in self.state.optimizers:
                 one.optimizer.step()
             for p in self.state.trainable:
                 p.grad = None
@@ -225,7 +225,7 @@ class _Rehearsal:
             batches = [example_batch(self.spec, size, self.device) for _ in range(train.accumulate)]
             ledger = MemoryTracker(accumulates=precision.kernels() == "float32_accumulate")
             ledger.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
-            ledger.add(OPTIMIZER, *state.state_tensors())
+            ledger.add(OPTIMIZER, *state.optimizer_tensors())
             ledger.add(ACTIVATIONS, *tree_leaves(batches))
             with ledger.gradients_of(state.trainable), ledger:
                 # An evaluation's step compares half-precision weights before and after it.

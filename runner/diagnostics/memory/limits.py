@@ -87,7 +87,7 @@ def estimate_step_memory(
     assert state is not None
     traceback.clear_frames(error.__traceback__)
     weights, gradients = stored_bytes(state.model), tensor_bytes(*state.trainable)
-    made = tensor_bytes(*state.state_tensors())
+    made = tensor_bytes(*state.optimizer_tensors())
     for parameter in state.trainable:
         parameter.grad = None
     gc.collect()
@@ -126,10 +126,10 @@ def _kept(state: TrainState, batch: Batch, examples: int) -> int:
 def _unmade(state: TrainState) -> float:
     """What the optimizers will hold after their first step, by the averages that they keep."""
     found = 0.0
-    for driven in state.driven:
-        group = driven.optimizer.param_groups[0]
+    for scheduled in state.optimizers:
+        group = scheduled.optimizer.param_groups[0]
         averages = 2 if "betas" in group else bool(group.get("momentum"))
-        found += averages * tensor_bytes(*driven.params)
+        found += averages * tensor_bytes(*scheduled.params)
     return found
 
 

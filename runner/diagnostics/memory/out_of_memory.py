@@ -86,7 +86,7 @@ def _table(this: "RunContext") -> Iterator[tuple[str, float]]:
     if state := this.state:
         yield "weights", stored_bytes(state.model)
         yield "gradients", tensor_bytes(*(p.grad for p in state.trainable if p.grad is not None))
-        yield "optimizer state", tensor_bytes(*state.state_tensors())
+        yield "optimizer state", tensor_bytes(*state.optimizer_tensors())
     yield "peak", this.accelerator.peak_memory_mib() * MIB
     if this.device.type == "cuda":
         yield "device", torch.cuda.get_device_properties(this.device).total_memory

@@ -73,7 +73,7 @@ class MetricLogger(Callback):
         # The optimizer makes its state in its first applied step.
         if not self._sized and any(not record.overflow for record in block):
             self._sized = True
-            values["memory/optimizer_mib"] = tensor_bytes(*self.state.state_tensors()) / MIB
+            values["memory/optimizer_mib"] = tensor_bytes(*self.state.optimizer_tensors()) / MIB
         gauges = block[-1].gauges or {}
         values |= {_REFUSED.sub("_", name): value for name, value in gauges.items()}
         return block[-1].step, block[-1].time_ms, values

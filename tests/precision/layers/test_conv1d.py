@@ -16,7 +16,7 @@ from runner.precision import registry
 from runner.precision.layers.exportable import exportable_copy
 from runner.training.adapters import Lora
 from runner.training.model import build_model, restore_model
-from runner.training.optimizers import build_driven
+from runner.training.optimizers import build_scheduled_optimizers
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict, restore, state_dict
 from runner.training.step import loss_of, train_step
@@ -201,7 +201,7 @@ def batch(seed=0):
 
 
 def state_of(precision, model, spec):
-    driven = build_driven(spec, model, precision, steps=9)
+    driven = build_scheduled_optimizers(spec, model, precision, steps=9)
     return TrainState(model, precision, Language(), precision.scale(CPU), driven, CPU)
 
 

@@ -36,7 +36,7 @@ class State:
 
     plain_model, precision = None, registry.load_precision("32-true")
 
-    def state_tensors(self):
+    def optimizer_tensors(self):
         return iter([torch.zeros(2**18), torch.zeros(2**18)])
 
 
