@@ -32,6 +32,7 @@ RENAMED: Mapping[str, str] = {
     "runner.tasks": "runner.training.tasks",
     "runner.tasks.base": "runner.training.tasks.task",
     "runner.tracking.base": "runner.tracking.tracker",
+    "runner.tracking.none": "runner.tracking.tracker",
 }
 """Old module or package to new one; what is below an old package moves with it."""
 

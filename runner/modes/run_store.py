@@ -26,7 +26,7 @@ from runner.utils.layout import CONFIG
 from runner.utils.secrets import redact
 
 MLFLOW = "runner.tracking.mlflow.MlflowTracker"
-NONE = "runner.tracking.none.NoTracker"
+NONE = "runner.tracking.tracker.NoTracker"
 KEY = "checkpoint.resume"
 _NO_RUN = "0" * 32
 _BRIEF = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}

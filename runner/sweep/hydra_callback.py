@@ -44,7 +44,7 @@ class SweepCallback(Callback):
         tracking = OmegaConf.to_container(config.tracking, resolve=True)
         assert isinstance(tracking, dict)
         if config.mode == "plan":
-            tracking = {"_target_": "runner.tracking.none.NoTracker"}
+            tracking = {"_target_": "runner.tracking.tracker.NoTracker"}
         overrides = [str(text) for text in config.hydra.overrides.task]
         folder = Path(config.hydra.sweep.dir).absolute()
         try:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.tracking.tracker import Record
+from runner.tracking.tracker import MetricRecord
 from runner.tracking.upload_state import SIZE
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Journal:
         """Writes one record of any kind."""
         self._write(_encode({"kind": kind, **content}) + "\n")
 
-    def metrics(self, records: Iterable[Record]) -> None:
+    def metrics(self, records: Iterable[MetricRecord]) -> None:
         """Writes a block of metric records at once."""
         lines = [_line(step, time_ms, values) for step, time_ms, values in records]
         self._write("".join(lines))

@@ -17,7 +17,7 @@ from runner.config.signature import sign
 from runner.tracking import dashboard
 from runner.tracking.journal import Journal
 from runner.tracking.journal_status import JournalStatus
-from runner.tracking.tracker import NOTE_TAG, Record, RunInfo, Status, Stopped, Tracker
+from runner.tracking.tracker import NOTE_TAG, MetricRecord, RunInfo, Status, StopRequested, Tracker
 from runner.tracking.upload_state import SIGNED
 from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
 from runner.tracking.writer_process import WriterProcess, shared_writer
@@ -104,7 +104,7 @@ class MlflowTracker(Tracker):
     def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None:
         self._open_journal().metrics([(step, time_ms, values)])
 
-    def metrics_many(self, records: Iterable[Record]) -> None:
+    def metrics_many(self, records: Iterable[MetricRecord]) -> None:
         self._open_journal().metrics(records)
 
     def tags(self, values: Mapping[str, str]) -> None:
@@ -154,7 +154,7 @@ class MlflowTracker(Tracker):
             log.warning("%s Training goes on.", self._trouble(self._followed.refused))
 
     def close(
-        self, status: Status, error: str | None = None, stopped: Stopped = lambda: False
+        self, status: Status, error: str | None = None, stopped: StopRequested = lambda: False
     ) -> None:
         if self._closed or not (self._journal and self._followed and self._writer):
             return

@@ -1,18 +1,23 @@
-"""What the processes of a run beside the first one record, each in a file of its own."""
+"""The record of the processes of a distributed run other than the main one.
+
+Each of them writes its metrics to a file in its own folder; only the main process uploads a record.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TextIO
 
-from runner.tracking.none import NoTracker
-from runner.tracking.tracker import Record, RunInfo, Status, Stopped
+from runner.tracking.tracker import MetricRecord, NoTracker, RunInfo, Status, StopRequested
 from runner.utils.layout import RANK_RECORD
 
 
 class ProcessJournal(NoTracker):
-    """One JSON line per record in the process's folder; nothing goes to the store. A disk that
-    takes nothing costs records, and stops nobody."""
+    """A tracker that writes one JSON line per metric record to the process's folder.
+
+    Nothing is uploaded. A disk that cannot be written loses records and stops nobody: the main
+    process has the record that counts.
+    """
 
     _file: TextIO | None = None
 
@@ -23,7 +28,7 @@ class ProcessJournal(NoTracker):
     def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None:
         self.metrics_many([(step, time_ms, values)])
 
-    def metrics_many(self, records: Iterable[Record]) -> None:
+    def metrics_many(self, records: Iterable[MetricRecord]) -> None:
         lines = [
             json.dumps({"step": step, "time_ms": time_ms, **values})
             for step, time_ms, values in records
@@ -33,7 +38,7 @@ class ProcessJournal(NoTracker):
                 self._file.write("\n".join(lines) + "\n")
 
     def close(
-        self, status: Status, error: str | None = None, stopped: Stopped = lambda: False
+        self, status: Status, error: str | None = None, stopped: StopRequested = lambda: False
     ) -> None:
         if self._file is not None:
             with suppress(OSError):

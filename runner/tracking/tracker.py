@@ -1,4 +1,8 @@
-"""The tracking contract: what a run tells its store, independent of which store that is."""
+"""The tracking contract: what a run tells its store, independent of which store that is.
+
+The trainer calls a Tracker and never waits for the store, except at the end of the run. With
+tracking=none the tracker is NoTracker, so that callers need no branch.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,25 +12,28 @@ from typing import Any, Literal
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Role = Literal["run", "sweep"]
-Stopped = Callable[[], bool]
-"""Whether the run was told to stop."""
-Record = tuple[int, int, Mapping[str, float]]
+StopRequested = Callable[[], bool]
+"""Returns whether the run was asked to stop."""
+MetricRecord = tuple[int, int, Mapping[str, float]]
 """(step, Unix time in milliseconds, values by metric name)."""
+NOTE_TAG = "mlflow.note.content"
+"""The tag whose text MLflow shows as a run's or an experiment's description."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a run is called and where it belongs.
+    """A run's name, parameters and tags, and the sweep or earlier run that it belongs to.
 
     Attributes:
-        folder: the run's output folder; the journal and the writer's log lie here.
+        folder: the run's output folder; the journal and the writer's log are written here.
         params: the resolved config, flattened with dots.
         tags: searchable facts about the run.
         name: shown in the store; None lets the store choose.
         sweep: the sweep's id; the run is nested under that sweep's parent run.
         role: "sweep" for the parent run itself.
-        continues: the journal of a run that goes on here, step: where it does, changes: keys that
-            are no longer what they were, as `old -> new`.
+        continues: the journal of the run that is resumed; None for a new run.
+        step: the step from which it is resumed.
+        changes: config keys whose values differ from the resumed run's, as `old -> new`.
     """
 
     folder: Path
@@ -41,92 +48,155 @@ class RunInfo:
 
 
 class Tracker(ABC):
-    """Carries one run to a store. No method waits for the store, except close and url."""
+    """The record of one run. No method waits for the store, except close, check_sweep and url."""
 
     @abstractmethod
     def open(self, info: RunInfo) -> None:
-        """Begins the run and returns at once; see check for a store that refuses it."""
+        """Begin the run and return at once; check reports a store that refuses it."""
 
     @abstractmethod
     def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None:
-        """Records values at an optimizer step and a Unix time in milliseconds."""
+        """Record values at an optimizer step and a Unix time in milliseconds."""
 
     @abstractmethod
-    def metrics_many(self, records: Iterable[Record]) -> None:
-        """Records a block at the price of one write."""
+    def metrics_many(self, records: Iterable[MetricRecord]) -> None:
+        """Record a block of metrics at the price of one write."""
 
     @abstractmethod
     def tags(self, values: Mapping[str, str]) -> None:
-        """Sets or replaces tags."""
+        """Set or replace tags."""
 
     @abstractmethod
     def artifact(self, path: Path, folder: str = "") -> None:
-        """Stores a file or folder of the run's folder, which must stay in place until close
-        returns."""
+        """Upload a file or folder of the run's folder.
+
+        It must stay in place until close returns.
+        """
 
     @abstractmethod
     def note(self, markdown: str) -> None:
-        """Sets or replaces the text that the store shows with the run."""
+        """Set or replace the text that the store shows with the run."""
 
     @abstractmethod
     def inputs(self, datasets: Sequence[Mapping[str, Any]]) -> None:
-        """Records what the run reads; see runner.data.fingerprint."""
+        """Record the data sets of the run, see runner.data.fingerprint."""
 
     @abstractmethod
     def model(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Store a trained model, see runner.checkpoint.export; the folder stays in place until
-        close returns."""
+        """Upload a trained model, see runner.checkpoint.export.
+
+        The folder must stay in place until close returns.
+        """
 
     def check_sweep(self) -> None:
-        """Raises ConfigError if the run is to join a sweep that the store does not know. Asks the
-        store, before anything is trained."""
+        """Raise ConfigError if the store does not know the sweep that the run is to join.
+
+        Asks the store; called before anything is trained.
+        """
 
     @property
     @abstractmethod
     def takes_runs(self) -> bool:
-        """Whether runs are stored at all."""
+        """Return whether runs are stored at all."""
 
     @property
     @abstractmethod
     def takes_models(self) -> bool:
-        """Whether `model` does anything, so that an export is worth its time."""
+        """Return whether `model` does anything, so that an export is worth its time."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises TrackingError if the store has refused the run, while that is news soon enough to
-        stop it for, and again after close; costs next to nothing. An outage is no refusal."""
+        """Raise TrackingError if the store has refused the run.
+
+        Raises early in the run, when stopping it loses little, and after close. An outage is no
+        refusal. Costs next to nothing.
+        """
 
     @abstractmethod
     def close(
-        self, status: Status, error: str | None = None, stopped: Stopped = lambda: False
+        self, status: Status, error: str | None = None, stopped: StopRequested = lambda: False
     ) -> None:
-        """Ends the run and waits until everything is stored, no longer than the config allows and
-        a few seconds only where `stopped` says so. A second call does nothing."""
+        """End the run and wait until everything is stored; a second call does nothing.
+
+        Waits no longer than the config allows, and a few seconds only once `stopped` returns True.
+        """
 
     @property
     @abstractmethod
     def complete(self) -> bool:
-        """Whether the closed run is stored with all that was recorded."""
+        """Return whether the run is closed and everything that was recorded is stored."""
 
     @property
     @abstractmethod
     def run_id(self) -> str | None:
-        """The store's id of the run; None until the store has opened it."""
+        """Return the store's id of the run; None until the store has opened it."""
 
     @property
     @abstractmethod
     def experiment_id(self) -> str | None:
-        """The store's id of the experiment; None until the store has opened the run."""
+        """Return the store's id of the experiment; None until the store has opened the run."""
 
     @property
     @abstractmethod
     def dashboard(self) -> str | None:
-        """The part after the server's address of the page that shows this run beside others (a
-        sweep's parent: its jobs); None until the store has opened the run."""
+        """Return the path, after the server's address, of the page that compares this run.
+
+        A sweep's parent run has the page of its jobs. None until the store has opened the run.
+        """
 
     @abstractmethod
     def url(self, timeout: float = 10.0) -> str | None:
-        """The run's page, or None if the store has no server. Waits up to timeout seconds."""
+        """Return the run's page, or None if the store has no server; wait at most `timeout` s."""
 
 
-NOTE_TAG = "mlflow.note.content"
+class NoTracker(Tracker):
+    """The tracker of tracking=none: accepts everything and stores nothing."""
+
+    def open(self, info: RunInfo) -> None: ...
+
+    def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None: ...
+
+    def metrics_many(self, records: Iterable[MetricRecord]) -> None: ...
+
+    def tags(self, values: Mapping[str, str]) -> None: ...
+
+    def artifact(self, path: Path, folder: str = "") -> None: ...
+
+    def note(self, markdown: str) -> None: ...
+
+    def inputs(self, datasets: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def model(self, folder: Path, facts: Mapping[str, Any]) -> None: ...
+
+    @property
+    def takes_runs(self) -> bool:
+        return False
+
+    @property
+    def takes_models(self) -> bool:
+        return False
+
+    def check(self) -> None: ...
+
+    def close(
+        self, status: Status, error: str | None = None, stopped: StopRequested = lambda: False
+    ) -> None: ...
+
+    @property
+    def complete(self) -> bool:
+        return True
+
+    @property
+    def run_id(self) -> str | None:
+        return None
+
+    @property
+    def experiment_id(self) -> str | None:
+        return None
+
+    @property
+    def dashboard(self) -> str | None:
+        return None
+
+    def url(self, timeout: float = 10.0) -> str | None:
+        return None

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from runner.modes.run import run
 from runner.precision.conversion import is_converted
 from runner.precision.registry import load_precision
-from runner.tracking.none import NoTracker
+from runner.tracking.tracker import NoTracker
 
 STEPS = 3
 BATCH = 4

@@ -8,8 +8,8 @@ import pytest
 from runner.modes.result import RunResult
 from runner.sweep import sweep as sweeps
 from runner.sweep.sweep import Sweep
-from runner.tracking.none import NoTracker
 from runner.tracking.reader import Reader
+from runner.tracking.tracker import NoTracker
 from runner.utils.errors import TrackingError
 
 with warnings.catch_warnings():
@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     import mlflow  # noqa: F401  its warnings are not ours
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
-NONE = {"_target_": "runner.tracking.none.NoTracker"}
+NONE = {"_target_": "runner.tracking.tracker.NoTracker"}
 
 
 def begun(folder, precision, tracking, **more):

@@ -136,7 +136,7 @@ def test_memory_for_a_full_disk_has_a_bound(tmp_path, disk):
 
 
 def test_the_trainers_side_imports_neither_mlflow_nor_torch():
-    code = "import sys, runner.tracking.mlflow, runner.tracking.none; "
+    code = "import sys, runner.tracking.mlflow, runner.tracking.tracker; "
     code += "print([name for name in ('mlflow', 'torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

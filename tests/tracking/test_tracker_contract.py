@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runner.tracking.none import NoTracker
-from runner.tracking.tracker import RunInfo, Tracker
+from runner.tracking.tracker import NoTracker, RunInfo, Tracker
 
 CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "tracking").glob("*.yaml"))
 

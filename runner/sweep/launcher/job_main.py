@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from runner.sweep.launcher.job_request import STATUS_STRUCT, JobRequest, ProcessEnvironment
 from runner.tracking import writer_process
-from runner.tracking.shared_writer import WriterProxy
+from runner.tracking.writer_proxy import WriterProxy
 from runner.utils.stop_signals import CommandSignals, Interrupted
 
 _PR_SET_PDEATHSIG = 1

@@ -17,7 +17,7 @@ from hydra.core.utils import JobReturn
 
 from runner.sweep.launcher.job_output import Stream, exit_reason, oom_kills
 from runner.sweep.launcher.job_request import STATUS_STRUCT, ProcessEnvironment
-from runner.tracking.shared_writer import WriterProxyServer
+from runner.tracking.writer_proxy import WriterProxyServer
 from runner.utils.stop_signals import signals_blocked
 
 Source = Connection | socket.socket | io.FileIO

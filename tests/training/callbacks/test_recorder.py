@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runner.precision import registry
-from runner.tracking.none import NoTracker
+from runner.tracking.tracker import NoTracker
 from runner.training.callbacks.callback import dispatch
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.utils.accelerator import Accelerator
