@@ -64,13 +64,13 @@ def _send(paths: Sequence[Path], uri: str | None, experiment: str | None) -> int
             if trouble := _move(path, uri, experiment):
                 print(f"{path.parent}: not sent: {trouble}.", flush=True)
             else:
-                followed.append(writer.follow(path))
+                followed.append(writer.add_journal(path))
         writer.finish()
         for one in _ended(followed):
             sent += one.complete
             print(f"{one.journal.parent}: {_outcome(one)}", flush=True)
     finally:
-        writer.abandon()
+        writer.kill()
     return sent
 
 
@@ -101,7 +101,7 @@ def _ended(followed: Sequence[JournalStatus]) -> Iterator[JournalStatus]:
         for one in [one for one in todo if one.closed.is_set()]:
             todo.remove(one)
             yield one
-        silent = time.monotonic() - max(one.heard for one in followed)
+        silent = time.monotonic() - max(one.progress_at for one in followed)
         if silent > BUSY_PATIENCE or (silent > PATIENCE and not any(map(_busy, todo))):
             yield from todo
             return
@@ -111,12 +111,12 @@ def _ended(followed: Sequence[JournalStatus]) -> Iterator[JournalStatus]:
 def _busy(one: JournalStatus) -> bool:
     """Whether a call is under way. A writer that fails lets go of the journal until it tries again,
     so this ends with an outage, too."""
-    return one.sending or pending.journal_state(one.journal) == "sending"
+    return one.sending_file or pending.journal_state(one.journal) == "sending"
 
 
 def _outcome(one: JournalStatus) -> str:
     if not one.complete:
-        return f"not sent: {one.away or one.trouble or 'no answer'}."
+        return f"not sent: {one.outage or one.last_error or 'no answer'}."
     points, status = 0, "KILLED"
     for record, _ in journals.read_records(one.journal):
         if record["kind"] == "metrics":
@@ -128,7 +128,7 @@ def _outcome(one: JournalStatus) -> str:
     if progress.run_id is None:
         return "nothing was recorded"
     store = redact(progress.uri or _start(one.journal)["uri"])
-    without = f"; left out: {one.trouble}" if one.trouble else ""
+    without = f"; left out: {one.last_error}" if one.last_error else ""
     return f"sent to {store} as run {progress.run_id}, {status}, {points:,} points{without}"
 
 

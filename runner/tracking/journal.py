@@ -1,7 +1,8 @@
-"""The journal: one JSON line per record, handed to the operating system at once.
+"""The journal: one JSON line per record, given to the operating system at once.
 
-What is in the file survives the death of the process that wrote it. JSON is read and written
-with Python's NaN and Infinity, so that non-finite values keep their true value here.
+A line in the file survives a kill of the process that wrote it. This is the first stage of the way
+that runner/tracking/__init__.py describes: the trainer appends, the writer process reads. JSON is
+read and written with Python's NaN and Infinity, so that non-finite values keep their true value.
 """
 
 import fcntl
@@ -21,10 +22,9 @@ from runner.tracking.upload_state import SIZE
 log = logging.getLogger(__name__)
 
 MEMORY_MIB = 64
-"""What is kept in memory of records that a full disk does not take."""
+"""Upper bound on the records that wait in memory while the disk is full."""
 SPARE = 16 * 1024
-"""Bytes of disk that are held back for the record of the run's end; the writer's progress, of a
-fixed size, has its room beside the journal from the beginning, too."""
+"""Bytes of disk reserved for the record of the run's end."""
 _RETRY_SECONDS = 0.25
 
 # default=float takes what is not a plain number but converts to one (numpy.float32).
@@ -32,19 +32,20 @@ _encode = json.JSONEncoder(separators=(",", ":"), default=float).encode
 
 
 class Journal:
-    """Appends to a new file in `folder`. A disk that takes nothing (full, or away) stops nobody:
-    records wait in memory, and each later one tries them again.
+    """A new journal file in `folder`, to which one process appends.
 
-    The file stays locked while its owner lives: that is how a later command tells a run that is
-    still training from one that was left behind.
+    A disk that cannot be written (full, or gone) stops nobody: records wait in memory, and each
+    later record tries to write them again. The file stays locked while its owner lives: by that a
+    later command tells a run that is still training from one that was killed.
 
     Args:
-        folder: made if need be.
-        memory: bytes that may wait; what comes beyond them is lost.
+        folder: created if it does not exist.
+        memory: bytes that may wait; records beyond them are lost.
 
     Attributes:
-        lost: records that are not in the file and never will be.
-        ended: the end is in the file.
+        path: the file.
+        lost: number of records that are not in the file and never will be.
+        has_end: the end of the run is in the file.
     """
 
     def __init__(self, folder: Path, memory: int = MEMORY_MIB * 2**20) -> None:
@@ -52,91 +53,105 @@ class Journal:
         self.path, self._file = _create(folder.resolve())
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX)
-        self.lost, self.ended = 0, False
-        self._memory, self._waiting = memory, deque[bytes]()
-        self._torn = self._told = False
+        self.lost = 0
+        self.has_end = False
+        self._max_waiting_bytes = memory
+        self._waiting = deque[bytes]()
+        self._has_partial_line = False
+        self._has_warned = False
         self._spare = self.path.with_suffix(".spare")
+        # Reserve room now: a full disk must neither keep the end out of the journal, nor keep the
+        # writer from saving how far it has uploaded.
         with suppress(OSError):
             self._spare.write_bytes(bytes(SPARE))
             self.path.with_suffix(".state").write_bytes(b" " * SIZE)
 
     def append(self, kind: str, **content: Any) -> None:
-        """Writes one record of any kind."""
+        """Append one record of any kind."""
         self._write(_encode({"kind": kind, **content}) + "\n")
 
-    def metrics(self, records: Iterable[MetricRecord]) -> None:
-        """Writes a block of metric records at once."""
-        lines = [_line(step, time_ms, values) for step, time_ms, values in records]
+    def append_metrics(self, records: Iterable[MetricRecord]) -> None:
+        """Append a block of metric records with one write."""
+        lines = [_metrics_line(step, time_ms, values) for step, time_ms, values in records]
         self._write("".join(lines))
 
-    def end(self, patience: float = 0.0, **content: Any) -> None:
-        """Writes the run's end, for which a full disk has room kept back. Records that still wait
-        after `patience` seconds are lost; the end says how many."""
+    def append_end(self, patience: float = 0.0, **content: Any) -> None:
+        """Append the run's end, for which disk space is reserved.
+
+        Args:
+            patience: seconds to wait for room on a full disk. Records that still wait then are
+                lost, and the end says how many.
+            content: of the record.
+        """
         deadline = time.monotonic() + patience
         while not self._flush() and time.monotonic() < deadline:
             time.sleep(_RETRY_SECONDS)
         if self._waiting:
-            self.lost += _lines(self._waiting)
-            self._waiting = deque([b"\n"] if self._torn else [])
+            self.lost += _count_lines(self._waiting)
+            # A partially written line must end, or the end would be part of it.
+            self._waiting = deque([b"\n"] if self._has_partial_line else [])
         with suppress(OSError):
             self._spare.unlink(missing_ok=True)
         self._write(_encode({"kind": "end", **content, "lost": self.lost}) + "\n")
-        self.ended = not self._waiting
+        self.has_end = not self._waiting
 
     def close(self) -> None:
-        """Waits until the file is on the disk; releases the lock, which a forked child of this
-        process (a data loader's) would hold on to."""
+        """Wait until the file is on the disk, release the lock and close the file."""
         if self._file < 0:
             return
-        for last in (os.fsync, lambda file: fcntl.flock(file, fcntl.LOCK_UN), os.close):
+        # Closing alone would not release the lock while a forked child (a data loader's worker)
+        # has the file open, too.
+        for step in (os.fsync, lambda file: fcntl.flock(file, fcntl.LOCK_UN), os.close):
             with suppress(OSError):
-                last(self._file)
+                step(self._file)
         self._file = -1
 
     def _write(self, text: str) -> None:
         self._waiting.append(text.encode())
-        if not self._flush() and sum(map(len, self._waiting)) > self._memory:
-            self.lost += _lines([self._waiting.pop()])
+        if not self._flush() and sum(map(len, self._waiting)) > self._max_waiting_bytes:
+            self.lost += _count_lines([self._waiting.pop()])
 
     def _flush(self) -> bool:
-        """Whether the file has taken all. A line that it took in part is gone on with."""
+        """Return True if everything was written. A partially written line is continued later."""
         try:
             while self._waiting:
                 written = os.write(self._file, self._waiting[0])
                 rest = self._waiting.popleft()[written:]
-                self._torn = bool(rest)
+                self._has_partial_line = bool(rest)
                 if rest:
                     self._waiting.appendleft(rest)
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
             return False
-        if self._told:
-            self._told = False
-            log.warning("%s takes records again.", self.path)
+        if self._has_warned:
+            self._has_warned = False
+            log.warning("%s can be written again.", self.path)
         return True
 
-    def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
-            log.warning(
-                "%s cannot be written: %s. Training goes on; up to %d MiB of records wait in "
-                "memory until there is room.",
-                self.path,
-                error.strerror,
-                self._memory // 2**20,
-            )
+    def _warn(self, error: OSError) -> None:
+        """Warn that the disk cannot be written; once until it can be written again."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        log.warning(
+            "%s cannot be written: %s. Training continues; up to %d MiB of records wait in memory "
+            "until there is room.",
+            self.path,
+            error.strerror,
+            self._max_waiting_bytes // 2**20,
+        )
 
 
-def _lines(texts: Iterable[bytes]) -> int:
+def _count_lines(texts: Iterable[bytes]) -> int:
     return sum(text.count(b"\n") for text in texts)
 
 
-def _line(step: int, time_ms: int, values: Mapping[str, float]) -> str:
+def _metrics_line(step: int, time_ms: int, values: Mapping[str, float]) -> str:
     return f'{{"kind":"metrics","step":{step},"time":{time_ms},"values":{_encode(values)}}}\n'
 
 
 def _create(folder: Path) -> tuple[Path, int]:
-    """A file name that no earlier run has taken in this folder."""
+    """Create a journal under the first free name; return its path and file descriptor."""
     number = 1
     while True:
         path = folder / ("journal.jsonl" if number == 1 else f"journal-{number}.jsonl")
@@ -146,21 +161,22 @@ def _create(folder: Path) -> tuple[Path, int]:
             number += 1
 
 
-def owner_lives(path: Path) -> bool:
-    """Whether the process that writes this journal still runs."""
+def has_live_owner(path: Path) -> bool:
+    """Return whether the process that writes this journal still runs."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:  # held, or a file system without locks: then rather leave the run alone
+        except OSError:
+            # Locked; or a file system without locks, where it is safer to leave the run alone.
             return True
     return False
 
 
 def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields each record from a byte offset, with the offset after it.
+    """Yield each record from a byte offset on, with the offset after it.
 
-    An unfinished last line is left for later. A line that is no record (the disk was full in the
-    middle of it) comes as kind "damaged".
+    An unfinished last line is not read. A line that is no record (the disk was full in the middle
+    of it) is yielded as kind "damaged".
     """
     with path.open("rb") as file:
         file.seek(offset)
@@ -172,44 +188,64 @@ def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
 
 
 def latest_journal(folder: Path) -> Path | None:
-    """The journal of the last run in a folder."""
+    """Return the journal of the last run in a folder; None without a journal."""
     found = (p for p in folder.glob("journal*.jsonl") if p.is_file() and not p.is_symlink())
+    # By length first: journal-10 is newer than journal-9.
     return max(found, key=lambda path: (len(path.name), path.name), default=None)
 
 
 def run_journals(path: Path) -> list[Path]:
-    """The journals of one run, the first one first: it may have been cut and resumed."""
+    """Return the journals of one run up to `path`, the first one first.
+
+    A run that was interrupted and resumed has several.
+    """
     found = [path]
-    while (
-        before := previous_journal(found[0], next(read_records(found[0]), ({}, 0))[0])
-    ) and before not in found:
+    while True:
+        start = next((record for record, _ in read_records(found[0])), {})
+        before = previous_journal(found[0], start)
+        if before is None or before in found:  # a journal can be edited to name itself
+            return found
         found.insert(0, before)
-    return found
 
 
 def previous_journal(path: Path, start: Mapping[str, Any]) -> Path | None:
-    """The journal beside it that a start record goes on with: a run stays in its folder."""
+    """Return the journal of the run that a start record resumes; None for a new run.
+
+    Only a file in the folder of `path` counts, because a run stays in its folder.
+    """
     name = start.get("continues")
-    before = path.with_name(Path(name).name) if isinstance(name, str) and name else path
-    return before if before != path and before.is_file() and not before.is_symlink() else None
+    if not isinstance(name, str) or not name:
+        return None
+    before = path.with_name(Path(name).name)
+    is_other_file = before != path and before.is_file() and not before.is_symlink()
+    return before if is_other_file else None
 
 
 def last_steps(paths: Iterable[Path]) -> dict[str, int]:
-    """The greatest step of each metric."""
+    """Return the last step of each metric in some journals."""
     last: dict[str, int] = {}
     for path in paths:
         for record, _ in read_records(path):
             if record["kind"] == "metrics":
                 step = record["step"]
-                last |= {name: max(step, last.get(name, step)) for name in record["values"]}
+                for name in record["values"]:
+                    last[name] = max(step, last.get(name, step))
     return last
 
 
 def new_values(record: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, float]:
-    """The values of a metric record that an earlier journal of the run does not hold: a run that
-    goes on from a checkpoint computes some steps a second time, with the same result."""
+    """Return the values of a metric record that no earlier journal of the run holds.
+
+    A run that is resumed from a checkpoint computes some steps again, with the same results.
+
+    Args:
+        record: of kind "metrics".
+        known: last step of each metric in the earlier journals.
+    """
     step = record["step"]
-    return {k: v for k, v in record["values"].items() if step > known.get(k, step - 1)}
+    return {
+        name: value for name, value in record["values"].items() if step > known.get(name, step - 1)
+    }
 
 
 def _decode(line: bytes) -> dict[str, Any]:
@@ -217,16 +253,17 @@ def _decode(line: bytes) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError:
         record = None
-    return record if isinstance(record, dict) and _is_whole(record) else {"kind": "damaged"}
+    return record if isinstance(record, dict) and _is_record(record) else {"kind": "damaged"}
 
 
-def _is_whole(record: Mapping[str, Any]) -> bool:
-    if record.get("kind") != "metrics":
-        return isinstance(record.get("kind"), str)
-    values = record.get("values")
-    times = isinstance(record.get("step"), int) and isinstance(record.get("time"), int | float)
+def _is_record(content: Mapping[str, Any]) -> bool:
+    """Return whether a line's content has the fields that its readers rely on."""
+    if content.get("kind") != "metrics":
+        return isinstance(content.get("kind"), str)
+    values = content.get("values")
     return (
-        times
+        isinstance(content.get("step"), int)
+        and isinstance(content.get("time"), int | float)
         and isinstance(values, dict)
-        and all(isinstance(v, int | float) for v in values.values())
+        and all(isinstance(value, int | float) for value in values.values())
     )

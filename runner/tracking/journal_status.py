@@ -1,4 +1,9 @@
-"""What the writer has said about one journal, and what of it the user is told."""
+"""Upload status of one journal as reported by the writer, and the warnings shown to the user.
+
+The writer's events arrive in the trainer; the thread that reads them calls JournalStatus.update,
+and the trainer reads the attributes. Second stage of the way that runner/tracking/__init__.py
+describes, in the direction back.
+"""
 
 import logging
 import threading
@@ -13,100 +18,111 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class JournalStatus:
-    """One journal, as seen from the trainer.
+    """One journal's upload, as seen from the process that asked for it.
 
     Attributes:
-        refused: why the store does not take the run; None while all is well.
-        trouble: the last thing that went wrong, also if it did not concern the whole run.
+        journal: the journal's path.
+        forward: called with every event, for the process whose run it is. Only that process
+            warns its user, so with it this one does not.
+        opened: set when the store has opened the run, or has refused it.
+        closed: set when the writer has finished with the journal.
+        refusal: why the store does not take the run; None while it does.
+        last_error: the last error, even if it did not concern the whole run.
         complete: everything in the journal is stored and the run has its status.
-        heard: time.monotonic() of the last sign of progress.
-        away: why the store does not answer at the moment; None where it does.
-        sending: a file is under way, which may take long.
-        offset: up to which the journal is stored.
-        dashboard: where the store shows the run beside others, after the server's address.
-        relay: hears every event, for the process whose run it is, and tells its user.
+        has_warned: the user was shown an error of this journal.
+        outage: why the store does not answer at the moment; None while it does.
+        sending_file: a file is being uploaded, which may take long.
+        offset: bytes of the journal that are stored.
+        dashboard: path, after the server's address, of the page that compares the run.
+        progress_at: time.monotonic() of the last sign of progress.
     """
 
     journal: Path
-    relay: Callable[[dict[str, Any]], None] | None = None
+    forward: Callable[[dict[str, Any]], None] | None = None
     opened: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
     run_id: str | None = None
     experiment_id: str | None = None
-    refused: str | None = None
-    trouble: str | None = None
+    refusal: str | None = None
+    last_error: str | None = None
     complete: bool = False
-    warned: bool = False
-    away: str | None = None
-    sending: bool = False
+    has_warned: bool = False
+    outage: str | None = None
+    sending_file: bool = False
     offset: int = 0
     dashboard: str | None = None
-    heard: float = field(default_factory=time.monotonic)
+    progress_at: float = field(default_factory=time.monotonic)
 
-    def hear(self, event: dict[str, Any]) -> None:
-        """Takes in an event of the writer's."""
+    def update(self, event: dict[str, Any]) -> None:
+        """Apply one event of the writer."""
         kind = event["event"]
-        if self.relay is not None:
-            self.relay(event)
-        self.sending = kind == "sending"
+        if self.forward is not None:
+            self.forward(event)
+        self.sending_file = kind == "sending"
         if kind in ("waiting", "away"):
-            self.away = event["message"]
-        if kind == "away" and self.relay is None:
-            self._tell_outage(event["seconds"])
+            self.outage = event["message"]
+        if kind == "away" and self.forward is None:
+            self._warn_of_outage(event["seconds"])
         if kind in ("sending", "waiting", "away"):
-            return  # an attempt, and that it failed: no progress
-        self.heard, self.away = time.monotonic(), None
-        self._note(event)
+            return  # a started or failed attempt is no progress
+        self.progress_at = time.monotonic()
+        self.outage = None
+        self._apply_progress(event)
 
-    def waiting(self, store: str, patience: float) -> str:
-        """What is said while the end of a run waits."""
-        if self.away:
+    def waiting_message(self, store: str, patience: float) -> str:
+        """Return the message shown while the end of a run waits for its upload."""
+        if self.outage:
             return (
-                f"Uploading the last records to {store}: no answer yet ({self.away}). Gives up "
-                f"after {patience:.0f} s without one; `python -m runner sync` then sends the rest."
+                f"Uploading the last records to {store}: no answer yet ({self.outage}). Gives up "
+                f"after {patience:.0f} s without one; `python -m runner sync` then uploads the "
+                "rest."
             )
-        share = self._share()
-        progress = f" ({share} % done)" if share else ""
+        percent = self._stored_percent()
+        progress = f" ({percent} % done)" if percent else ""
         return f"Uploading the last records to {store}{progress} ..."
 
-    def _share(self) -> int:
+    def _stored_percent(self) -> int:
         return 100 * self.offset // max(1, self.journal.stat().st_size)
 
-    def _note(self, event: dict[str, Any]) -> None:
-        """What the writer has achieved, or given up."""
+    def _apply_progress(self, event: dict[str, Any]) -> None:
+        """Apply an event that reports what the writer has achieved or given up."""
         kind = event["event"]
         if kind == "opened":
-            self.run_id, self.experiment_id = event["run_id"], event["experiment_id"]
+            self.run_id = event["run_id"]
+            self.experiment_id = event["experiment_id"]
             self.dashboard = event["dashboard"]
             self.opened.set()
         elif kind == "progress":
             self.offset = event["offset"]
-        elif kind == "back" and self.relay is None:
-            log.warning("The store answers again; what was recorded meanwhile is sent to it.")
-        elif kind == "notice" and self.relay is None:
+        elif kind == "back" and self.forward is None:
+            log.warning("The tracking store answers again; the records kept meanwhile follow.")
+        elif kind == "notice" and self.forward is None:
             log.warning(event["message"])
         elif kind == "error":
-            self._complain(event)
+            self._record_error(event)
         elif kind == "closed":
             self.complete = event["complete"]
             self.closed.set()
 
-    def _complain(self, event: dict[str, Any]) -> None:
-        """A refusal of the run is for check and close to tell; lesser trouble is told once."""
-        self.trouble = event["message"]
+    def _record_error(self, event: dict[str, Any]) -> None:
+        """Keep an error; warn of the first one that does not end the run.
+
+        A fatal error is reported by the tracker's check and close.
+        """
+        self.last_error = event["message"]
         if event["fatal"]:
-            self.refused = event["message"]
+            self.refusal = event["message"]
             self.opened.set()
-        elif not (self.warned or self.relay):
-            self.warned = True
+        elif not (self.has_warned or self.forward):
+            self.has_warned = True
             log.warning("%s The records are kept in %s.", event["message"], self.journal)
 
-    def _tell_outage(self, seconds: int) -> None:
+    def _warn_of_outage(self, seconds: int) -> None:
         log.warning(
-            "No answer from the tracking store for %d s: %s. Training goes on; the records are "
-            "kept in %s and are sent when it answers. What is left when the run has ended, "
-            "`python -m runner sync` sends.",
+            "No answer from the tracking store for %d s: %s. Training continues; the records are "
+            "kept in %s and are uploaded when the store answers. What is missing when the run has "
+            "ended, `python -m runner sync` uploads.",
             seconds,
-            self.away,
+            self.outage,
             self.journal,
         )

@@ -1,6 +1,7 @@
-"""tracking=mlflow: a journal in the run's folder, carried to MLflow by a process of its own.
+"""tracking=mlflow: append a run's record to a journal, which the writer process uploads to MLflow.
 
-This module does not import mlflow; only the writer process does.
+First stage of the way that runner/tracking/__init__.py describes. This module does not import
+mlflow: the import takes longer than torch's, and a call would block the training loop.
 """
 
 import getpass
@@ -17,7 +18,14 @@ from runner.config.signature import sign
 from runner.tracking import dashboard
 from runner.tracking.journal import Journal
 from runner.tracking.journal_status import JournalStatus
-from runner.tracking.tracker import NOTE_TAG, MetricRecord, RunInfo, Status, StopRequested, Tracker
+from runner.tracking.tracker import (
+    NOTE_TAG,
+    MetricRecord,
+    RunInfo,
+    Status,
+    StopRequested,
+    Tracker,
+)
 from runner.tracking.upload_state import SIGNED
 from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
 from runner.tracking.writer_process import WriterProcess, shared_writer
@@ -28,31 +36,32 @@ from runner.utils.terminal import quote_command
 log = logging.getLogger(__name__)
 
 SOON = 120.0
-"""Seconds in which a refusal stops a run; later too much work would be lost."""
+"""Seconds in which a refusal by the store stops a run; later too much work would be lost."""
 ROOM_SECONDS = 10.0
-"""What the end of a run waits for room on a full disk, at most."""
+"""Upper bound on waiting, at the end of a run, until a full disk has room."""
 
 
 @final
 class MlflowTracker(Tracker):
-    """Carries one run to an MLflow store.
+    """The record of one run, uploaded to an MLflow store.
 
     Args:
         uri: the store; None takes MLFLOW_TRACKING_URI, then sqlite:///outputs/mlflow.db.
-        experiment: None takes MLFLOW_EXPERIMENT_NAME or _ID, then "precision-runner". Where one
-            of this name was deleted in the store, runs go to "<name> 2" with one notice; one that
-            MLFLOW_EXPERIMENT_ID names is refused, with the command that restores it.
+        experiment: None takes MLFLOW_EXPERIMENT_NAME or _ID, then "precision-runner". If an
+            experiment of this name was deleted in the store, runs go to "<name> 2", with one
+            notice; a deleted one that MLFLOW_EXPERIMENT_ID names is refused, with the command
+            that restores it.
         run_name: None lets RunInfo, then MLflow, choose.
         tags: added to each run's own.
-        sweep: id of a sweep that was begun elsewhere; the run joins it.
+        sweep: id of a sweep that was started elsewhere; the run joins it.
         log_model: store the trained model as an MLflow model, too.
-        register: name in MLflow's model registry under which it becomes a new version.
-        system_metrics: seconds between samples of the machine's load; None takes none.
+        register: name in MLflow's model registry under which the model becomes a new version.
+        system_metrics: seconds between samples of the machine's load; None samples nothing.
         patience: seconds that the end of a run waits for a store that does not answer.
 
     Raises:
         ConfigError: for a URI that no installed MLflow store can serve, for system_metrics that
-            are no positive number, for a negative patience.
+            are not positive, for a negative patience.
     """
 
     def __init__(
@@ -80,13 +89,19 @@ class MlflowTracker(Tracker):
         self.uri = resolve_uri(uri, os.environ, Path.cwd())
         self.experiment = resolve_experiment(experiment, os.environ)
         self.experiment_of_env = resolve_experiment_id(experiment, uri, os.environ, Path.cwd())
-        self.run_name, self.extra_tags, self.sweep = run_name, redact_values(tags or {}), sweep
-        self.log_model, self.register = log_model, register
-        self.system_metrics, self.patience = system_metrics, patience
+        self.run_name = run_name
+        self.extra_tags = redact_values(tags or {})
+        self.sweep = sweep
+        self.log_model = log_model
+        self.register = register
+        self.system_metrics = system_metrics
+        self.patience = patience
         self._journal: Journal | None = None
-        self._followed: JournalStatus | None = None
+        self._status: JournalStatus | None = None
         self._writer: WriterProcess | None = None
-        self._closed = self._complete = self._told = False
+        self._closed = False
+        self._complete = False
+        self._refusal_reported = False
         self._opened_at = 0.0
 
     def open(self, info: RunInfo) -> None:
@@ -96,16 +111,16 @@ class MlflowTracker(Tracker):
                 f"name, for example tracking.tags.my_{clash[0]}=..."
             )
         self._journal = Journal(info.folder)
-        self._journal.append("start", **self._start(info))
+        self._journal.append("start", **self._start_record(info))
         self._opened_at = time.monotonic()
         self._writer = shared_writer()
-        self._followed = self._writer.follow(self._journal.path)
+        self._status = self._writer.add_journal(self._journal.path)
 
     def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None:
-        self._open_journal().metrics([(step, time_ms, values)])
+        self._open_journal().append_metrics([(step, time_ms, values)])
 
     def metrics_many(self, records: Iterable[MetricRecord]) -> None:
-        self._open_journal().metrics(records)
+        self._open_journal().append_metrics(records)
 
     def tags(self, values: Mapping[str, str]) -> None:
         self._open_journal().append("tags", values=_texts(values))
@@ -144,29 +159,30 @@ class MlflowTracker(Tracker):
         return self.log_model or self.register is not None
 
     def check(self) -> None:
-        if not (self._followed and self._followed.refused):
+        if not (self._status and self._status.refusal):
             return
+        first_report = not self._refusal_reported
+        self._refusal_reported = True
         if self._closed or time.monotonic() - self._opened_at < SOON:
-            self._told = True
-            raise TrackingError(self._trouble(self._followed.refused))
-        if not self._told:
-            self._told = True
-            log.warning("%s Training goes on.", self._trouble(self._followed.refused))
+            raise TrackingError(self._explain(self._status.refusal))
+        if first_report:
+            log.warning("%s Training continues.", self._explain(self._status.refusal))
 
     def close(
         self, status: Status, error: str | None = None, stopped: StopRequested = lambda: False
     ) -> None:
-        if self._closed or not (self._journal and self._followed and self._writer):
+        if self._closed or not (self._journal and self._status and self._writer):
             return
         self._closed = True
-        hurry = status == "KILLED"
-        room = 1.0 if hurry else min(ROOM_SECONDS, self.patience)
-        self._journal.end(room, status=status, error=error, time=_now())
+        # A run that is killed has a few seconds left, and a checkpoint to finish in them.
+        killed = status == "KILLED"
+        disk_seconds = 1.0 if killed else min(ROOM_SECONDS, self.patience)
+        self._journal.append_end(disk_seconds, status=status, error=error, time=_now())
         self._journal.close()
-        self._complete = self._journal.ended and self._writer.wait(
-            self._followed, self.patience, lambda: hurry or stopped(), redact(self.uri)
+        self._complete = self._journal.has_end and self._writer.wait(
+            self._status, self.patience, lambda: killed or stopped(), redact(self.uri)
         )
-        self._tell(status)
+        self._warn_of_missing(status)
 
     @property
     def complete(self) -> bool:
@@ -174,20 +190,20 @@ class MlflowTracker(Tracker):
 
     @property
     def run_id(self) -> str | None:
-        return self._followed.run_id if self._followed else None
+        return self._status.run_id if self._status else None
 
     @property
     def experiment_id(self) -> str | None:
-        return self._followed.experiment_id if self._followed else None
+        return self._status.experiment_id if self._status else None
 
     @property
     def dashboard(self) -> str | None:
-        return self._followed.dashboard if self._followed else None
+        return self._status.dashboard if self._status else None
 
     def url(self, timeout: float = 10.0) -> str | None:
-        if not self._followed or not self.uri.startswith("http"):
+        if not self._status or not self.uri.startswith("http"):
             return None
-        self._followed.opened.wait(timeout)
+        self._status.opened.wait(timeout)
         if not self.run_id:
             return None
         return f"{redact(self.uri)}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
@@ -197,8 +213,8 @@ class MlflowTracker(Tracker):
             raise TrackingError("The tracker is not open: call open before, close after records.")
         return self._journal
 
-    def _start(self, info: RunInfo) -> dict[str, object]:
-        """The start record: all that the writer needs to know about the run."""
+    def _start_record(self, info: RunInfo) -> dict[str, object]:
+        """Return the journal's first record: all that the writer needs to know about the run."""
         sweep_id = self.sweep or info.sweep
         sweep = {"sweep_id": sweep_id, "role": info.role} if sweep_id else {}
         if sweep_id and info.folder.name.isdigit():
@@ -212,7 +228,7 @@ class MlflowTracker(Tracker):
             "experiment_id": self.experiment_of_env,
             "name": redact(self.run_name or info.name or "") or None,
             "params": _texts(info.params),
-            "tags": _texts({**_source(info.tags), **self.extra_tags, **info.tags, **sweep}),
+            "tags": _texts({**_source_tags(info.tags), **self.extra_tags, **info.tags, **sweep}),
             "sweep": sweep_id,
             "role": info.role,
             "continues": str(info.continues.absolute()) if info.continues else None,
@@ -222,38 +238,45 @@ class MlflowTracker(Tracker):
             "process": os.getpid(),
         }
 
-    def _tell(self, status: Status) -> None:
-        """Says what is missing once the run is closed, unless check has said or will say it."""
+    def _warn_of_missing(self, status: Status) -> None:
+        """Warn of records that are not stored when the run is closed.
+
+        A refusal that check has reported, or will report, is not repeated.
+        """
         assert self._journal is not None
-        assert self._followed is not None
+        assert self._status is not None
         if self._journal.lost:
             log.warning(
-                "%d records are lost: %s was full, and so was the memory that they could have.",
+                "%d records are lost: the disk of %s was full, and so was the memory for records "
+                "that wait.",
                 self._journal.lost,
                 self._journal.path,
             )
-        for_check = self._followed.refused and status == "FINISHED"
-        if not (self._complete or self._told or for_check):
-            trouble = self._followed.refused or self._followed.away or self._followed.trouble
-            log.warning(self._trouble(trouble or "the time to wait for it is over"))
+        check_follows = self._status.refusal and status == "FINISHED"
+        if self._complete or self._refusal_reported or check_follows:
+            return
+        reason = self._status.refusal or self._status.outage or self._status.last_error
+        log.warning(self._explain(reason or "the upload did not end in the time that a run waits"))
 
-    def _trouble(self, reason: str) -> str:
+    def _explain(self, reason: str) -> str:
+        """Return why records are missing in the store, and how to upload them."""
         path = self._journal.path if self._journal else Path()
-        kept = f"Its records are kept in {path}: `python -m runner sync {_relative(path.parent)}`"
-        if self._followed and self._followed.refused:
+        command = f"`python -m runner sync {_shell_path(path.parent)}`"
+        if self._status and self._status.refusal:
             return (
-                f"{redact(self.uri)} does not take the run: {reason}. {kept} sends them once that "
-                "is mended, with tracking.uri=... to another store. To store nothing type "
-                "tracking=none."
+                f"{redact(self.uri)} does not take the run: {reason}. Its records are kept in "
+                f"{path}: {command} uploads them once that is fixed; with tracking.uri=... it "
+                "uploads them to another store. To store nothing type tracking=none."
             )
         return (
-            f"The run is not stored completely in {redact(self.uri)}: {reason}. {kept} sends what "
-            "a process in the background does not bring there in the next five minutes."
+            f"The run is not stored completely in {redact(self.uri)}: {reason}. Its records are "
+            f"kept in {path}: {command} uploads what a process in the background does not upload "
+            "in the next five minutes."
         )
 
 
-def _source(tags: Mapping[str, str]) -> dict[str, str]:
-    """MLflow's own tags, which its client sets only through the fluent interface."""
+def _source_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """Return MLflow's tags of a run's source; its client sets them in the fluent interface only."""
     script = Path(sys.argv[0])
     source = {
         "mlflow.source.name": script.parent.name if script.stem == "__main__" else script.name,
@@ -280,7 +303,8 @@ def _now() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _relative(folder: Path) -> str:
-    """The shortest name of a folder here, as a shell takes it."""
+def _shell_path(folder: Path) -> str:
+    """Return a folder's path for a command line: relative if it is in the working directory."""
     here = Path.cwd()
-    return quote_command([str(folder.relative_to(here) if folder.is_relative_to(here) else folder)])
+    shortest = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    return quote_command([str(shortest)])

@@ -1,7 +1,8 @@
-"""What earlier runs left: journals that are not stored completely, and their sending.
+"""Find journals that were not fully uploaded and upload them in the background.
 
-A run that a power cut or SIGKILL ended together with its writer, or whose store was away too long,
-is settled by the next command that meets it, which does not wait for that, or by `runner sync`.
+A run is left so by a power cut, by a SIGKILL of both the trainer and its writer, or by a long
+outage of the store. The next command that finds the journal uploads it without waiting for it;
+`runner sync` uploads it and waits. The last case of runner/tracking/__init__.py.
 """
 
 import fcntl
@@ -12,66 +13,84 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from runner.tracking.journal import owner_lives
+from runner.tracking.journal import has_live_owner
 from runner.tracking.upload_state import UploadState
 from runner.tracking.writer_start import start_detached_writer
 
 FOLDERS = 2_000
-"""How many folders a search in the background looks into, the newest first."""
+"""Upper bound on the folders that a search in the background reads, the newest first."""
 JOURNALS = 100
-"""How many journals one process sends."""
+"""Upper bound on the journals that one writer uploads."""
 _NAME = re.compile(r"journal.*\.jsonl")
 _NO_RUNS = {"mlartifacts", "mlruns", "checkpoints", "model", ".hydra"}
 
 
 def find_journals(folder: Path, most: float = float("inf")) -> Iterator[Path]:
-    """The journals in a folder and below, of the newest run first, from `most` folders at most."""
+    """Yield the journals in a folder and below it, those of the newest run first.
+
+    Args:
+        folder: where to begin.
+        most: upper bound on the folders to read.
+    """
     todo = [folder]
     while todo and most > 0:
         most -= 1
-        with suppress(OSError):  # a folder that is gone meanwhile, or another person's
+        with suppress(OSError):  # a folder that was deleted meanwhile, or without permission
             for entry in sorted(os.scandir(todo.pop()), key=lambda entry: entry.name):
                 if entry.is_dir(follow_symlinks=False):
-                    todo += [Path(entry.path)] if entry.name not in _NO_RUNS else []
+                    if entry.name not in _NO_RUNS:
+                        todo.append(Path(entry.path))
+                # A regular file only: reading a pipe would never end.
                 elif entry.is_file(follow_symlinks=False) and _NAME.fullmatch(entry.name):
-                    yield Path(entry.path)  # no pipe, which would never end
+                    yield Path(entry.path)
 
 
-State = Literal["stored", "training", "sending", "refused", "left"]
+State = Literal["stored", "training", "sending", "refused", "pending"]
 
 
 def journal_state(journal: Path) -> State:
-    """What has become of a journal: everything is stored; its trainer is at work, or a writer; its
-    store has refused it; or it was left behind. An empty one has nothing to store, and its
-    trainer may be about to lock it."""
-    progress = UploadState(journal)
-    held = progress.peek()
-    if progress.done or journal.stat().st_size == 0:
+    """Return the state of a journal's upload.
+
+    Returns:
+        "stored": nothing is missing in the store. "training": the process that writes it runs.
+        "sending": a writer is uploading it. "refused": its store has refused the run. "pending":
+        none of these, so it waits to be uploaded.
+    """
+    state = UploadState(journal)
+    is_locked = state.peek()
+    # The trainer of an empty journal may be about to lock it; there is nothing to upload anyway.
+    if state.done or journal.stat().st_size == 0:
         return "stored"
-    if owner_lives(journal):
+    if has_live_owner(journal):
         return "training"
-    return "sending" if held else "refused" if progress.refused else "left"
+    if is_locked:
+        return "sending"
+    return "refused" if state.refused else "pending"
 
 
 def outputs_folder(journal: Path) -> Path:
-    """The folder of all runs that a journal's run belongs to: the nearest one called "outputs",
-    else the one around the run's."""
-    around = [folder for folder in journal.parents if folder.name == "outputs"]
-    return around[0] if around else journal.parent.parent
+    """Return the folder of all runs that a journal's run belongs to.
+
+    That is the nearest one called "outputs", else the parent of the run's folder.
+    """
+    parents = [folder for folder in journal.parents if folder.name == "outputs"]
+    return parents[0] if parents else journal.parent.parent
 
 
 def upload_in_background(folder: Path) -> int:
-    """Has what is left under a folder sent by a process that nobody waits for.
+    """Start a detached writer for the pending journals under a folder; return at once.
 
-    A run without an end becomes KILLED. One that its store has refused is left to `runner sync`.
+    A run without an end becomes KILLED. A journal that its store has refused is left to
+    `runner sync`.
 
     Returns:
-        How many journals it was given: none while another such process is at work there.
+        The number of journals given to the writer: 0 while another such writer works there.
     """
-    found = []
+    found: list[Path] = []
     for journal in find_journals(folder, FOLDERS):
         with suppress(OSError):
-            found += [journal] if journal_state(journal) == "left" else []
+            if journal_state(journal) == "pending":
+                found.append(journal)
         if len(found) == JOURNALS:
             break
     if not found:
@@ -79,7 +98,7 @@ def upload_in_background(folder: Path) -> int:
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        start_detached_writer(found, lock)  # which holds the lock from here on
+        start_detached_writer(found, lock)  # the writer inherits the lock
     except OSError:
         return 0
     finally:

@@ -1,4 +1,8 @@
-"""How far a journal has come on its way to the store; kept beside the journal."""
+"""The upload state of a journal: which run of the store it is, and up to where it is stored.
+
+Fourth stage of the way that runner/tracking/__init__.py describes. The writer saves the state
+after each answer of the store; `runner sync`, resume and reports read it.
+"""
 
 import fcntl
 import json
@@ -9,6 +13,7 @@ from typing import Any
 from runner.config.signature import sign
 
 SIZE = 4096
+"""Bytes of the file. Fixed, so that room on the disk can be reserved before the disk is full."""
 SIGNED = "store"
 """Purpose of the signature of a store's URI, in a journal and in its state."""
 _FIELDS = (
@@ -25,10 +30,21 @@ _FIELDS = (
 
 
 class UploadState:
-    """The run's ids and the offset up to which the journal is stored, in `<journal>.state`.
+    """The file `<journal>.state`: the run's ids and the offset up to which the journal is stored.
 
-    The offset moves only after the store has answered, so a writer that starts over sends a batch
+    The offset moves only after the store has answered, so a writer that starts again sends a batch
     twice at most, which changes nothing. The file is locked: one writer per journal.
+
+    Attributes:
+        run_id: the store's id of the run.
+        experiment_id: the store's id of the experiment.
+        offset: bytes of the journal that are stored.
+        tried: a run may exist in the store although its id is not known here.
+        done: everything is stored, and the run has its status.
+        refused: the store did not take the run when it was last asked.
+        uri: the store that the journal was moved to; None for the one that its start names.
+        experiment: the name of the experiment that it was moved to; None as for `uri`.
+        signature: of `uri`, see runner.config.signature.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -36,26 +52,22 @@ class UploadState:
         self.experiment_id: str | None = None
         self.offset = 0
         self.tried = False
-        """A run may exist in the store although its id is not known here."""
         self.done = False
         self.refused = False
-        """The store did not take the run when it was last asked."""
         self.uri: str | None = None
-        """Store and experiment that the journal was moved to; None: what its start says."""
         self.experiment: str | None = None
         self.signature: str | None = None
-        """Of uri; see runner.config.signature."""
         self._path = journal.with_suffix(".state")
         self._file = -1
 
     @property
-    def held(self) -> bool:
-        """Whether no one else may work on the journal."""
+    def has_lock(self) -> bool:
+        """Return whether this object holds the lock, so that no other writer may upload."""
         return self._file >= 0
 
     def claim(self) -> bool:
-        """Takes the lock and reads what an earlier writer left; False while another holds it."""
-        if self.held:
+        """Take the lock and read the state; return False while another process holds the lock."""
+        if self.has_lock:
             return True
         file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
         try:
@@ -70,7 +82,7 @@ class UploadState:
         return True
 
     def peek(self) -> bool:
-        """Reads what there is without the lock; whether another process holds it."""
+        """Read the state without the lock; return whether another process holds the lock."""
         try:
             file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
@@ -87,18 +99,19 @@ class UploadState:
         return False
 
     def save(self, **changes: Any) -> None:
-        """Changes fields and writes them. The size is fixed: no rest of a longer text remains, and
-        a disk that is full has the room already."""
+        """Change fields and write the file."""
         for name, value in changes.items():
             setattr(self, name, value)
-        os.pwrite(self._file, json.dumps(self.fields()).ljust(SIZE - 1).encode() + b"\n", 0)
+        # Padded to the fixed size: nothing of a longer text remains, and a full disk has the room.
+        text = json.dumps(self.as_dict()).ljust(SIZE - 1) + "\n"
+        os.pwrite(self._file, text.encode(), 0)
 
-    def fields(self) -> dict[str, Any]:
-        """What is kept."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields that the file holds."""
         return {name: getattr(self, name) for name in _FIELDS}
 
     def move(self, uri: str, experiment: str | None) -> None:
-        """From now on the journal goes to another store, from its beginning."""
+        """Have the journal uploaded to another store or experiment, from its beginning."""
         self.save(
             uri=uri,
             experiment=experiment,
@@ -110,15 +123,17 @@ class UploadState:
         )
 
     def release(self) -> None:
-        """Lets another writer take over."""
-        if self.held:
+        """Release the lock, so that another writer may upload the journal."""
+        if self.has_lock:
             os.close(self._file)
             self._file = -1
 
     def _load(self, data: bytes) -> None:
         try:
             fields = json.loads(data)
-        except ValueError:  # new, or torn by a power cut: start over, points are not doubled
+        except ValueError:
+            # New, or damaged by a power cut. Starting again doubles no point; a run that may exist
+            # is looked up by its tag.
             self.tried = bool(data.strip(b"\0 \n"))
             return
         for name in _FIELDS:
@@ -127,7 +142,7 @@ class UploadState:
 
 
 def stored_run_id(journal: Path) -> str | None:
-    """The store's id of a journal's run; None where it never became one."""
-    progress = UploadState(journal)
-    progress.peek()
-    return progress.run_id
+    """Return the store's id of a journal's run; None if the store never opened it."""
+    state = UploadState(journal)
+    state.peek()
+    return state.run_id

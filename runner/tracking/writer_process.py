@@ -1,4 +1,9 @@
-"""The trainer's end of the writer process: starts it, names journals to it, hears its events."""
+"""The trainer's end of the writer process: start it, name journals to it and read its events.
+
+The writer (runner/tracking/writer/writer_main.py) reads journal paths from its stdin and writes
+events as JSON lines to its stdout. A thread of the trainer reads them, so that no call here but
+`wait` depends on the store. In a sweep's job the writer is another process's, see writer_proxy.py.
+"""
 
 import atexit
 import json
@@ -13,85 +18,103 @@ from pathlib import Path
 from typing import Any
 
 from runner.tracking.journal_status import JournalStatus
-from runner.tracking.writer_start import named_journal, start_writer
+from runner.tracking.writer_start import journal_message, start_writer
 
 log = logging.getLogger(__name__)
 
-_LIVES = 3
-_PER_FILE = 30
-_HURRY_SECONDS = 4.0
-"""What a run that was told to stop waits at most: it has ten seconds, and other things to do."""
-_LEAST_SECONDS = 5.0
-"""For a store that has been away for long already: time for one more try."""
+_MAX_STARTS = 3
+_FILE_PATIENCE_FACTOR = 30
+"""How much longer a wait may last while a file is being uploaded: a file reports no progress."""
+_STOPPED_SECONDS = 4.0
+"""Upper bound on waiting for the store after a stop signal: batch systems kill after about 10 s."""
+_RETRY_SECONDS = 5.0
+"""Upper bound on waiting once an earlier wait has failed: time for one more attempt."""
 _SILENT_SECONDS = 5.0
+"""Seconds after which a wait is announced."""
 
 
 class WriterProcess:
-    """One writer, shared by the runs of this process. A writer that dies is started again, up
-    to three lives; the journals make that harmless."""
+    """One writer process, shared by all runs of this process.
+
+    A writer that dies is restarted, up to three starts in all. The journals make that harmless.
+    """
 
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.process: subprocess.Popen[bytes] | None = None
-        self._followed: dict[str, JournalStatus] = {}
-        self._lives = 0
-        self._finishing = self._in_vain = self._hurried = False
+        self._journals: dict[str, JournalStatus] = {}
+        self._starts = 0
+        self._finishing = False
+        self._last_wait_failed = False
+        self._stop_requested = False
         self._lock = threading.Lock()
 
-    def follow(
-        self, journal: Path, relay: Callable[[dict[str, Any]], None] | None = None
+    def add_journal(
+        self, journal: Path, forward: Callable[[dict[str, Any]], None] | None = None
     ) -> JournalStatus:
-        """Has the writer carry this journal to its store."""
-        followed = self._followed[str(journal)] = JournalStatus(journal, relay)
+        """Have the writer upload a journal; start the writer if none runs.
+
+        Args:
+            journal: its path.
+            forward: see JournalStatus.
+        """
+        status = JournalStatus(journal, forward)
+        self._journals[str(journal)] = status
         with self._lock:
             if self.process is None:
-                self._lives = 0
+                self._starts = 0
                 self.process = self._start(journal.parent)
-                threading.Thread(target=self._listen, name="tracking", daemon=True).start()
+                threading.Thread(target=self._read_events, name="tracking", daemon=True).start()
             else:
                 self._send(journal)
-        return followed
+        return status
 
     def wait(
         self,
-        followed: JournalStatus,
+        journal: JournalStatus,
         patience: float,
         stopped: Callable[[], bool] = lambda: False,
         store: str = "the store",
     ) -> bool:
-        """Waits until the journal is stored, and says so after a while. False after `patience`
-        seconds without progress, thirty times as many while a file is under way. A few seconds at
-        most once the run is told to stop, or where an earlier run waited in vain and nothing has
-        been heard since: a sweep's jobs do not all wait for a server that is gone.
+        """Wait until a journal is stored; announce it if that takes long.
+
+        Gives up after `patience` seconds without progress, or thirty times as many while a file is
+        being uploaded; after a few seconds once the run is asked to stop.
 
         Args:
-            followed: the journal.
-            patience: seconds.
-            stopped: whether the run is told to stop; asked again and again.
-            store: what is waited for, in words.
+            journal: its status.
+            patience: seconds; 0 tells the writer that somebody waits, and returns.
+            stopped: returns whether the run was asked to stop; called repeatedly.
+            store: the store's name in the announcement.
+
+        Returns:
+            Whether everything is stored.
         """
-        began = followed.heard = time.monotonic()
-        patience = min(patience, _LEAST_SECONDS) if self._in_vain else patience
-        if not (self._finishing or followed.closed.is_set()):
+        journal.progress_at = started_at = time.monotonic()
+        # The jobs of a sweep must not all wait for a server that is gone.
+        patience = min(patience, _RETRY_SECONDS) if self._last_wait_failed else patience
+        if not (self._finishing or journal.closed.is_set()):
             with self._lock:
-                self._send(followed.journal)  # wakes the writer from its nap
-        said, hurry = False, float("inf")
-        while not followed.closed.wait(0.05):
+                self._send(journal.journal)  # named again, it is uploaded at once
+        announced = False
+        stop_deadline = float("inf")
+        while not journal.closed.wait(0.05):
             now = time.monotonic()
             if stopped():
-                self._hurried = True
-                hurry = min(hurry, now + min(patience, _HURRY_SECONDS))
-            longest = patience * (_PER_FILE if followed.sending else 1)
-            if now > hurry or now > followed.heard + longest:
-                self._in_vain = patience > 0  # 0 wakes the writer, and waits for nothing
+                self._stop_requested = True
+                stop_deadline = min(stop_deadline, now + min(patience, _STOPPED_SECONDS))
+            longest = patience * (_FILE_PATIENCE_FACTOR if journal.sending_file else 1)
+            if now > stop_deadline or now > journal.progress_at + longest:
+                # With patience=0 nothing was waited for, so nothing failed.
+                self._last_wait_failed = patience > 0
                 return False
-            if not said and now - began > _SILENT_SECONDS:
-                said = True
-                log.warning(followed.waiting(store, patience))
-        return followed.complete
+            if not announced and now - started_at > _SILENT_SECONDS:
+                announced = True
+                log.warning(journal.waiting_message(store, patience))
+        return journal.complete
 
     def finish(self) -> None:
-        """Tells the writer that nothing more will come: it stores what there is and ends."""
+        """Tell the writer that no more journals follow: it uploads what it has and ends."""
         if os.getpid() != self.owner:
             return
         with self._lock:
@@ -99,87 +122,99 @@ class WriterProcess:
             if self.process and self.process.stdin:
                 self.process.stdin.close()
 
-    def reap(self) -> None:
-        """At exit: waits for an idle writer; one that is still busy, and any of a run that was told
-        to stop, outlives this process."""
+    def wait_at_exit(self) -> None:
+        """Finish, and wait for a writer that has nothing left to upload.
+
+        A writer that is still uploading, and any writer of a run that was asked to stop, outlives
+        this process.
+        """
         self.finish()
-        idle = all(followed.complete for followed in self._followed.values())
-        wait = idle and not self._hurried and os.getpid() == self.owner
-        if wait and (process := self.process):
+        idle = all(journal.complete for journal in self._journals.values())
+        wait = idle and not self._stop_requested and os.getpid() == self.owner
+        if wait and self.process:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=5)
+                self.process.wait(timeout=5)
 
-    def abandon(self) -> None:
-        """Ends the writer at once; another one can go on from where it was."""
+    def kill(self) -> None:
+        """Kill the writer; another one can continue from the saved offsets."""
         self.finish()
-        if (process := self.process) and os.getpid() == self.owner:
-            process.kill()
+        if self.process and os.getpid() == self.owner:
+            self.process.kill()
 
-    def _pending(self) -> list[JournalStatus]:
-        return [one for one in self._followed.values() if not one.closed.is_set()]
+    def _unfinished(self) -> list[JournalStatus]:
+        return [journal for journal in self._journals.values() if not journal.closed.is_set()]
 
     def _start(self, folder: Path) -> subprocess.Popen[bytes]:
-        """Starts a writer and names it every journal that is not closed."""
-        self._lives += 1
+        """Start a writer and name every unfinished journal to it."""
+        self._starts += 1
         self.process = process = start_writer(folder, subprocess.PIPE)
-        for followed in self._pending():
-            self._send(followed.journal)
+        for journal in self._unfinished():
+            self._send(journal.journal)
         return process
 
     def _send(self, journal: Path) -> None:
-        # If it has died, the listening thread starts another, which hears of all journals.
+        # If the writer has died, the thread that reads its events starts another one, which is
+        # told of all unfinished journals.
         with suppress(BrokenPipeError, ValueError):
             if self.process and self.process.stdin:
-                self.process.stdin.write(named_journal(journal))
+                self.process.stdin.write(journal_message(journal))
 
-    def _listen(self) -> None:
-        """The thread's body: hears each life of the writer to its end."""
+    def _read_events(self) -> None:
+        """Apply the events of each writer to its end; the body of the thread."""
         while (process := self.process) and process.stdout:
             for event in _events(process.stdout.fileno()):
-                self._hear(event)
-            status = process.wait()
+                self._dispatch(event)
+            exit_status = process.wait()
             with self._lock:
                 process.stdout.close()
                 if process.stdin:
                     process.stdin.close()
-                if not self._revive(status):
+                if not self._restart(exit_status):
                     self.process = None
                     return
 
-    def _revive(self, status: int) -> bool:
-        """Starts another writer if the last one left work behind."""
-        pending = self._pending()
-        if not pending:
+    def _restart(self, exit_status: int) -> bool:
+        """Start another writer if the last one has left journals unfinished.
+
+        Returns:
+            Whether one was started.
+        """
+        unfinished = self._unfinished()
+        if not unfinished:
             return False
-        folder = pending[0].journal.parent
-        if self._finishing or self._lives >= _LIVES:
-            text = f"the writer process ended with status {status}, see tracking.log"
-            for followed in pending:
-                name = {"journal": str(followed.journal)}
-                self._hear({**name, "event": "error", "fatal": False, "message": text})
-                self._hear({**name, "event": "closed", "complete": False})
+        if self._finishing or self._starts >= _MAX_STARTS:
+            self._report_end(unfinished, exit_status)
             return False
+        folder = unfinished[0].journal.parent
         log.warning(
-            "The tracking writer ended with status %d and is started again; nothing is lost. "
+            "The tracking writer ended with status %d and was started again; no record is lost. "
             "Its log: %s",
-            status,
+            exit_status,
             folder / "tracking.log",
         )
         self._start(folder)
         return True
 
-    def _hear(self, event: dict[str, Any]) -> None:
-        followed = self._followed.get(event["journal"])
-        if followed is None:
+    def _report_end(self, unfinished: list[JournalStatus], exit_status: int) -> None:
+        """Close the unfinished journals in the place of a writer that can no longer do it."""
+        text = f"the writer process ended with status {exit_status}, see tracking.log"
+        for journal in unfinished:
+            name = {"journal": str(journal.journal)}
+            self._dispatch({**name, "event": "error", "fatal": False, "message": text})
+            self._dispatch({**name, "event": "closed", "complete": False})
+
+    def _dispatch(self, event: dict[str, Any]) -> None:
+        journal = self._journals.get(event["journal"])
+        if journal is None:
             return
-        followed.hear(event)
+        journal.update(event)
         if event["event"] in ("opened", "progress"):
-            self._in_vain = False
+            self._last_wait_failed = False
 
 
 def _events(stdout: int) -> Iterator[dict[str, Any]]:
-    """Reads lines with os.read: a buffered reader held by a daemon thread can abort Python's
-    shutdown."""
+    """Yield the events that a writer writes, until it ends."""
+    # os.read, because a buffered reader held by a daemon thread can abort Python's shutdown.
     rest = b""
     while data := os.read(stdout, 65536):
         *lines, rest = (rest + data).split(b"\n")
@@ -191,15 +226,18 @@ _shared: WriterProcess | None = None
 
 
 def shared_writer() -> WriterProcess:
-    """This process's writer. A forked child does not share its parent's."""
+    """Return the writer that all runs of this process share.
+
+    A forked child gets one of its own: it has no thread to read the events of its parent's.
+    """
     global _shared
     if _shared is None or _shared.owner != os.getpid():
         _shared = WriterProcess()
-        atexit.register(_shared.reap)
+        atexit.register(_shared.wait_at_exit)
     return _shared
 
 
 def use_writer(writer: WriterProcess) -> None:
-    """Has this process's runs share a given writer."""
+    """Make the runs of this process share a given writer."""
     global _shared
     _shared = writer

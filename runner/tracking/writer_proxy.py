@@ -1,5 +1,9 @@
-"""The writer that a sweep's process lends to its jobs' processes: MLflow is imported once for all
-of them, and the run of a job that dies is in hands that can end it."""
+"""Share the sweep's writer process with its jobs, which are processes of their own.
+
+MLflow is imported once for all jobs, and the sweep can close the MLflow run of a job that crashed.
+A job talks through a socket as it would through pipes to a writer of its own: it names journals
+(WriterProxy) and gets events. The sweep's process passes both on (WriterProxyServer).
+"""
 
 import json
 import os
@@ -14,75 +18,85 @@ from runner.tracking.tracker import NOTE_TAG, Status
 from runner.tracking.writer_process import WriterProcess, shared_writer
 
 
-class _Line:
-    """A socket in the place of the writer's process: journals go in, events come out."""
+class _SocketProcess:
+    """A socket that looks like the writer's Popen: journals go to stdin, events come on stdout."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self.stdin, self.stdout = line.makefile("wb", buffering=0), line.makefile("rb")
+    def __init__(self, connection: socket.socket) -> None:
+        self.stdin = connection.makefile("wb", buffering=0)
+        self.stdout = connection.makefile("rb")
 
     def wait(self, timeout: float | None = None) -> int:
         return 0
 
 
 class WriterProxy(WriterProcess):
-    """The job's end: another process's writer as if it were this one's."""
+    """The job's end: the sweep's writer, used as if it were this process's own."""
 
-    def __init__(self, line: socket.socket) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         super().__init__()
-        self._line: Any = _Line(line)
+        self._connection: Any = _SocketProcess(connection)
 
     def _start(self, folder: Path) -> Any:
-        self._lives += 1
-        self.process = self._line
-        for followed in self._pending():
-            self._send(followed.journal)
-        return self._line
+        self._starts += 1
+        self.process = self._connection
+        for journal in self._unfinished():
+            self._send(journal.journal)
+        return self._connection
 
 
 class WriterProxyServer:
-    """The sweep's end, for one job.
+    """The sweep's end of one job's connection.
 
     Args:
-        line: a socket whose other end the job's BorrowedWriter has.
+        connection: a socket whose other end the job's WriterProxy has.
     """
 
-    def __init__(self, line: socket.socket) -> None:
-        self.line = line
-        self._rest = b""
-        self._followed: dict[str, JournalStatus] = {}
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._partial_line = b""
+        self._journals: dict[str, JournalStatus] = {}
 
-    def take(self) -> bool:
-        """Passes journals on to the writer; False at the end."""
+    def read_requests(self) -> bool:
+        """Pass the journals that the job names on to the writer.
+
+        Returns:
+            False once the job has closed the connection.
+        """
         try:
-            data = self.line.recv(65536)
-        except ConnectionResetError:  # the job died before it heard all that the writer said
+            data = self.connection.recv(65536)
+        except ConnectionResetError:  # the job died before it read all events
             return False
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             name = json.loads(line)["journal"]
-            if name in self._followed:
-                shared_writer().wait(self._followed[name], 0)  # the job waits for its end
+            if name in self._journals:
+                # Named again: the job waits for the end of its upload, so the writer must hurry.
+                shared_writer().wait(self._journals[name], 0)
             else:
-                self._followed[name] = shared_writer().follow(Path(name), self._tell)
+                writer = shared_writer()
+                self._journals[name] = writer.add_journal(Path(name), self._forward_event)
         return bool(data)
 
-    def end(self, status: Status, error: str, note: str) -> list[JournalStatus]:
-        """Ends what the job's death has left open; returns it, for whoever waits until it is
-        stored."""
-        left = [one for one in self._followed.values() if not one.complete]
-        for followed in left:
-            _end(followed.journal, status, error, note)
-            shared_writer().wait(followed, 0)
-        return left
+    def end_journals(self, status: Status, error: str, note: str) -> list[JournalStatus]:
+        """End the journals that a dead job has left open, so that its run gets a status.
 
-    def _tell(self, event: dict[str, Any]) -> None:
-        """On the thread that listens to the writer."""
+        Returns:
+            Those journals, for the caller to wait until they are stored.
+        """
+        unfinished = [journal for journal in self._journals.values() if not journal.complete]
+        for journal in unfinished:
+            _append_end(journal.journal, status, error, note)
+            shared_writer().wait(journal, 0)
+        return unfinished
+
+    def _forward_event(self, event: dict[str, Any]) -> None:
+        """Send an event to the job; runs on the thread that reads the writer's events."""
         with suppress(OSError):  # the job is gone
-            self.line.sendall(json.dumps(event).encode() + b"\n")
+            self.connection.sendall(json.dumps(event).encode() + b"\n")
 
 
-def _end(journal: Path, status: Status, error: str, note: str) -> None:
-    """Closes the journal of a process that died, maybe in the middle of a line."""
+def _append_end(journal: Path, status: Status, error: str, note: str) -> None:
+    """Append the end to the journal of a process that died, if it has none."""
     *_, last, rest = (b"\n" + journal.read_bytes()).rsplit(b"\n", 2)
     if b'"kind":"end"' in last:
         return
@@ -91,8 +105,10 @@ def _end(journal: Path, status: Status, error: str, note: str) -> None:
         {"kind": "end", "status": status, "error": error, "time": time.time_ns() // 1_000_000},
     )
     lines = b"".join(json.dumps(record).encode() + b"\n" for record in records)
+    # The process may have died in the middle of a line.
+    separator = b"\n" if rest else b""
     file = os.open(journal, os.O_WRONLY | os.O_APPEND)
     try:
-        os.write(file, (b"\n" if rest else b"") + lines)
+        os.write(file, separator + lines)
     finally:
         os.close(file)

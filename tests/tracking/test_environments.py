@@ -32,7 +32,7 @@ def record(store, tmp_path, monkeypatch):
         tracker.open(info or RunInfo(tmp_path / "run", {"a": "1"}, {"precision": "32-true"}))
         tracker.metrics(1, 1, {"train/loss": 0.5})
         tracker.close("FINISHED")
-        writer.reap()
+        writer.wait_at_exit()
         tracker.check()
         return store.run(tracker.run_id)
 

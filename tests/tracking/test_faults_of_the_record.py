@@ -173,8 +173,8 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(disk, tmp_path, whole):
     trainer.stop()
     done, stderr = trainer.result()
     assert done["complete"], stderr
-    assert stderr.count("cannot be written: No space left on device. Training goes on") == 1
-    assert stderr.count("takes records again") == 1
+    assert stderr.count("cannot be written: No space left on device. Training continues") == 1
+    assert stderr.count("can be written again") == 1
     whole(trainer, done["steps"])
 
 
@@ -191,7 +191,7 @@ def test_a_disk_that_stays_full_costs_the_points_it_had_no_room_for(disk, tmp_pa
     steps = [record["step"] for record in kept if record["kind"] == "metrics"]
     assert steps == list(range(1, len(steps) + 1))
     lost = done["steps"] - len(steps)
-    assert f"{lost} records are lost: {trainer.journal} was full" in stderr
+    assert f"{lost} records are lost: the disk of {trainer.journal} was full" in stderr
     assert (kept[-1]["kind"], kept[-1]["status"], kept[-1]["lost"]) == ("end", "FINISHED", lost)
     filler.unlink()
     assert sync([str(disk)]) == 0
@@ -261,7 +261,7 @@ def test_a_server_that_stays_away_stops_nothing_and_sync_sends_everything_later(
     assert not done["complete"]
     assert done["close_s"] < 10
     assert stderr.count("No answer from the tracking store for") == 1
-    assert "Training goes on" in stderr
+    assert "Training continues" in stderr
     assert stderr.count(f"The run is not stored completely in {trainer.uri}") == 1
     assert f"`python -m runner sync {trainer.folder}`" in stderr
     elsewhere = f"sqlite:///{tmp_path}/elsewhere/mlflow.db"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.tracking.journal import SPARE, Journal, owner_lives, read_records
+from runner.tracking.journal import SPARE, Journal, has_live_owner, read_records
 
 
 @pytest.fixture
@@ -25,29 +25,29 @@ def records(journal):
 
 def test_records_are_readable_at_once_and_floats_are_bit_equal(journal):
     values = {"a": 0.1 + 0.2, "b": 5e-324, "c": 1.7976931348623157e308, "d": -0.0}
-    journal.metrics([(3, 1700, values)])
+    journal.append_metrics([(3, 1700, values)])
     assert records(journal) == [{"kind": "metrics", "step": 3, "time": 1700, "values": values}]
 
 
 def test_non_finite_values_survive(journal):
-    journal.metrics([(1, 1, {"inf": math.inf, "low": -math.inf, "nan": math.nan})])
+    journal.append_metrics([(1, 1, {"inf": math.inf, "low": -math.inf, "nan": math.nan})])
     values = records(journal)[0]["values"]
     assert (values["inf"], values["low"]) == (math.inf, -math.inf)
     assert math.isnan(values["nan"])
 
 
 def test_numbers_of_other_libraries_become_plain(journal):
-    journal.metrics([(1, 1, {"a": np.float32(0.5), "b": np.float64(0.25), "c": 2})])
+    journal.append_metrics([(1, 1, {"a": np.float32(0.5), "b": np.float64(0.25), "c": 2})])
     assert records(journal)[0]["values"] == {"a": 0.5, "b": 0.25, "c": 2}
 
 
 def test_a_block_keeps_its_order(journal):
-    journal.metrics((step, step, {"a": step}) for step in range(500))
+    journal.append_metrics((step, step, {"a": step}) for step in range(500))
     assert [record["step"] for record in records(journal)] == list(range(500))
 
 
 def test_reading_goes_on_from_an_offset(journal):
-    journal.metrics([(1, 1, {"a": 1}), (2, 2, {"a": 2})])
+    journal.append_metrics([(1, 1, {"a": 1}), (2, 2, {"a": 2})])
     (_, middle), (_, end) = read_records(journal.path)
     assert [record["step"] for record, _ in read_records(journal.path, middle)] == [2]
     assert list(read_records(journal.path, end)) == []
@@ -67,9 +67,9 @@ def test_two_runs_in_one_folder_have_a_journal_each(journal, tmp_path):
 
 
 def test_the_owner_is_known_to_live_until_it_closes(journal):
-    assert owner_lives(journal.path)
+    assert has_live_owner(journal.path)
     journal.close()
-    assert not owner_lives(journal.path)
+    assert not has_live_owner(journal.path)
 
 
 @pytest.fixture
@@ -94,23 +94,23 @@ def disk(monkeypatch):
 def test_a_full_disk_is_told_once_and_filled_up_in_order_when_there_is_room(journal, disk, caplog):
     disk.room = 150  # ends in the middle of a line
     for step in range(1, 9):
-        journal.metrics([(step, step, {"train/loss": 1 / step})])
+        journal.append_metrics([(step, step, {"train/loss": 1 / step})])
     assert [record["step"] for record in records(journal)] == [1, 2]
     disk.room = 10**6
-    journal.metrics([(9, 9, {"train/loss": 1 / 9})])
-    journal.end(status="FINISHED")
+    journal.append_metrics([(9, 9, {"train/loss": 1 / 9})])
+    journal.append_end(status="FINISHED")
     assert [record["step"] for record in records(journal)[:-1]] == list(range(1, 10))
     assert records(journal)[-1] == {"kind": "end", "status": "FINISHED", "lost": 0}
-    assert (journal.lost, journal.ended) == (0, True)
+    assert (journal.lost, journal.has_end) == (0, True)
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith(f"{journal.path} cannot be written: No space left on device.")
-    assert second == f"{journal.path} takes records again."
+    assert second == f"{journal.path} can be written again."
 
 
 def test_a_disk_that_stays_full_costs_the_records_but_not_the_end(journal, disk, monkeypatch):
     disk.room = 150
     for step in range(1, 9):
-        journal.metrics([(step, step, {"train/loss": 1 / step})])
+        journal.append_metrics([(step, step, {"train/loss": 1 / step})])
     unlink = Path.unlink
 
     def freed(path, **options):
@@ -118,7 +118,7 @@ def test_a_disk_that_stays_full_costs_the_records_but_not_the_end(journal, disk,
         unlink(path, **options)
 
     monkeypatch.setattr(Path, "unlink", freed)
-    journal.end(status="FINISHED")
+    journal.append_end(status="FINISHED")
     kinds = [record["kind"] for record in records(journal)]
     assert kinds == ["metrics", "metrics", "damaged", "end"]
     assert records(journal)[-1] == {"kind": "end", "status": "FINISHED", "lost": 6}
@@ -127,11 +127,11 @@ def test_a_disk_that_stays_full_costs_the_records_but_not_the_end(journal, disk,
 def test_memory_for_a_full_disk_has_a_bound(tmp_path, disk):
     journal = Journal(tmp_path, memory=200)
     for step in range(1, 9):
-        journal.metrics([(step, step, {"train/loss": 1.0})])
+        journal.append_metrics([(step, step, {"train/loss": 1.0})])
     disk.room = 10**6
-    journal.end(status="FINISHED")
+    journal.append_end(status="FINISHED")
     assert [record.get("step") for record in records(journal)] == [1, 2, 3, None]
-    assert (journal.lost, journal.ended) == (5, True)
+    assert (journal.lost, journal.has_end) == (5, True)
     journal.close()
 
 

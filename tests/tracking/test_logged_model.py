@@ -46,7 +46,8 @@ def opened(store, name):
 
 def logged(store, run_id, exported, **more):
     folder = exported.path.parent
-    return log_model(store.uri, run_id, folder, exported.facts, "model", step=8, **more)
+    facts = {**exported.facts, "step": 8}
+    return log_model(store.uri, run_id, folder, facts, "model", **more)
 
 
 def test_it_belongs_to_its_run(quiet_store, exported):

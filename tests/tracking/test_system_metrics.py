@@ -40,7 +40,7 @@ def test_a_sample_has_the_names_that_mlflow_shows():
 def test_it_is_due_once_per_interval_and_does_not_catch_up():
     metrics = SystemMetrics(10, now=100.0)
     asked = (100.0, 109.9, 110.0, 110.1, 119.0, 120.5, 175.0, 176.0, 185.0)
-    assert [now for now in asked if metrics.due(now)] == [110.0, 120.5, 175.0, 185.0]
+    assert [now for now in asked if metrics.is_due(now)] == [110.0, 120.5, 175.0, 185.0]
 
 
 @pytest.mark.parametrize("seconds", [0, -1.5, float("nan")])
@@ -107,7 +107,7 @@ def test_without_any_monitor_it_is_never_due(monkeypatch):
 
     monkeypatch.setattr(system_metrics, "import_module", nothing)
     metrics = SystemMetrics(10, process=os.getpid())
-    assert not metrics.due(1e9)
+    assert not metrics.is_due(1e9)
     assert metrics.sample() == {}
 
 

@@ -64,10 +64,10 @@ def work(journal, monkeypatch):
     one = writer_main.Writer(os.getpid(), send)
     store = one.store = FakeStore()
     name = one.name = str(journal.path)
-    follower = JournalUploader(
+    one_uploader = JournalUploader(
         journal.path, FakeStores(store), lambda *args, **kw: one._emit(name, *args, **kw)
     )
-    task = one._tasks[name] = one.task = writer_main.JournalTask(follower)
+    task = one._tasks[name] = one.task = writer_main.JournalTask(one_uploader)
     monkeypatch.setattr(uploader, "PARTIAL_SECONDS", 0.0)
     monkeypatch.setattr(pending, "upload_in_background", lambda folder: 0)
 
@@ -75,7 +75,7 @@ def work(journal, monkeypatch):
         if seconds_later:
             now = time.monotonic() + seconds_later
             monkeypatch.setattr(time, "monotonic", lambda: now)
-        while name in one._tasks and one._work(name, task):
+        while name in one._tasks and one._advance(name, task):
             pass
 
     def events():
@@ -88,7 +88,7 @@ def work(journal, monkeypatch):
 
     one.turn, one.events = turn, events
     yield one
-    follower.progress.release()
+    one_uploader.state.release()
     os.close(receive)
     os.close(send)
 
@@ -104,7 +104,7 @@ def test_a_failing_store_is_tried_again_with_growing_pauses(work, journal):
         assert before < time.monotonic()
     assert pauses == [0.5, 1, 2, 4, 5, 5]
     work.turn(seconds_later=10)
-    assert work.task.follower.progress.run_id == "create_run"
+    assert work.task.uploader.state.run_id == "create_run"
 
 
 def test_a_pause_is_kept(work, journal):
@@ -153,7 +153,7 @@ def test_a_refused_batch_is_left_out_and_the_rest_goes_on(work, journal):
 def test_points_are_never_given_up_for_a_doubtful_answer(work, journal):
     journal.append("start", **START)
     work.turn()
-    journal.metrics([(1, 1, {"a": 1.0})])
+    journal.append_metrics([(1, 1, {"a": 1.0})])
     work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 20
     for _ in range(21):
         work.turn(seconds_later=10)
@@ -198,7 +198,7 @@ def test_a_run_gets_its_status_whatever_its_artifacts_meet(work, journal):
         "error",
         "closed",
     ]
-    assert work.task.follower.progress.done
+    assert work.task.uploader.state.done
 
 
 def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
@@ -208,22 +208,22 @@ def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
     work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 8
     for _ in range(8):
         work.turn(seconds_later=10)
-    assert not work.task.follower.progress.done
+    assert not work.task.uploader.state.done
     work.turn(seconds_later=10)
     assert work.store.named("end_run") == [["create_run", "FINISHED", 9]]
 
 
 def test_attempts_to_send_a_file_are_no_progress(tmp_path):
-    followed = JournalStatus(tmp_path / "journal.jsonl")
-    followed.hear({"event": "waiting", "message": "away"})
-    heard = followed.heard
-    followed.hear({"event": "sending"})
-    assert (followed.sending, followed.heard) == (True, heard)
-    followed.hear({"event": "waiting", "message": "still away"})
-    assert (followed.sending, followed.heard, followed.away) == (False, heard, "still away")
-    followed.hear({"event": "progress", "offset": 7})
-    assert followed.heard > heard
-    assert (followed.away, followed.offset) == (None, 7)
+    status = JournalStatus(tmp_path / "journal.jsonl")
+    status.update({"event": "waiting", "message": "away"})
+    before = status.progress_at
+    status.update({"event": "sending"})
+    assert (status.sending_file, status.progress_at) == (True, before)
+    status.update({"event": "waiting", "message": "still away"})
+    assert (status.sending_file, status.progress_at, status.outage) == (False, before, "still away")
+    status.update({"event": "progress", "offset": 7})
+    assert status.progress_at > before
+    assert (status.outage, status.offset) == (None, 7)
 
 
 def test_a_bug_or_a_lost_journal_ends_one_run_only(work, journal):
@@ -253,7 +253,7 @@ def test_a_child_waits_for_its_parent_but_not_for_ever(work, journal):
 
 
 def test_a_batch_fills_one_call_and_never_splits_a_record(journal):
-    journal.metrics((step, step, dict.fromkeys("abcdefg", 1.0)) for step in range(300))
+    journal.append_metrics((step, step, dict.fromkeys("abcdefg", 1.0)) for step in range(300))
     batch = next_batch(journal.path, 0)
     assert batch.complete
     assert len(batch.points) == MAX_POINTS // 7 * 7
@@ -262,7 +262,7 @@ def test_a_batch_fills_one_call_and_never_splits_a_record(journal):
 
 
 def test_another_kind_of_record_completes_a_batch(journal):
-    journal.metrics([(1, 1, {"a": 1.0})])
+    journal.append_metrics([(1, 1, {"a": 1.0})])
     journal.append("tags", values={})
     assert next_batch(journal.path, 0).complete
 
@@ -281,7 +281,7 @@ def test_progress_survives_a_writer_and_admits_one_at_a_time(journal):
 def test_what_another_writer_finished_is_not_ended_again(work, journal):
     journal.append("start", **START)
     journal.append("end", status="FINISHED", error=None, time=9)
-    work._heard = False
+    work._trainer_is_alive = False
     other = UploadState(journal.path)
     assert other.claim()
     work.turn()
@@ -300,17 +300,17 @@ def test_a_journal_goes_where_it_was_moved(work, journal):
     progress.move("other", "new name")
     progress.release()
     asked = []
-    work.task.follower._stores.get = lambda uri: asked.append(uri) or work.store
+    work.task.uploader._stores.get = lambda uri: asked.append(uri) or work.store
     work.turn()
     assert asked == ["other"]
     assert work.store.named("experiment") == [["new name", None]]
-    assert work.task.follower.progress.run_id == "create_run"
+    assert work.task.uploader.state.run_id == "create_run"
 
 
 def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(work, journal):
     with journal.path.open("ab") as file:
         file.write(b'{"kind":"sta\n')
-    journal.metrics([(1, 1, {"a": 1.0})])
+    journal.append_metrics([(1, 1, {"a": 1.0})])
     work.turn()
     assert [event["event"] for event in work.events()] == ["error", "closed"]
     assert not UploadState(journal.path).peek()
@@ -330,42 +330,44 @@ def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
     from runner.tracking.writer.writer_main import NAP_SECONDS, REST, JournalTask, Writer
 
     class Idle:
-        behind = 0.0
+        backlog = 0.0
 
-        def observe(self):
+        def log_system_metrics(self):
             pass
 
     class Loop(Writer):
         def __init__(self):
-            self._tasks, self._heard, self.rests = {"journal": JournalTask(Idle())}, True, []
+            self._tasks = {"journal": JournalTask(Idle())}
+            self._trainer_is_alive = True
+            self.rests = []
 
-        def _finished(self):
+        def _is_finished(self):
             return len(self.rests) == 3
 
-        def _listen(self, patience):
+        def _read_requests(self, patience):
             self.rests.append(patience)
             if len(self.rests) == 2:
-                self._take(b'{"journal": "journal"}\n')
+                self._add_requests(b'{"journal": "journal"}\n')
 
-        def _work(self, name, task):
+        def _advance(self, name, task):
             time.sleep(0.01)
             return True
 
-        _rest = b""
+        _partial_line = b""
 
     loop = Loop()
     loop.run()
     assert loop.rests[0] == NAP_SECONDS
     assert loop.rests[1] >= REST * 0.01
     assert loop.rests[2] == 0.0
-    Idle.behind = 3.0
+    Idle.backlog = 3.0
     loop = Loop()
     loop.run()
     assert loop.rests[1] < REST * 0.01
 
 
 @pytest.mark.parametrize(
-    ("sent", "away", "told"),
+    ("offset", "outage", "message"),
     [
         (0, None, "Uploading the last records to mlruns ..."),
         (25, None, "Uploading the last records to mlruns (25 % done) ..."),
@@ -373,13 +375,14 @@ def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
             0,
             "refused",
             "Uploading the last records to mlruns: no answer yet (refused). Gives up "
-            "after 60 s without one; `python -m runner sync` then sends the rest.",
+            "after 60 s without one; `python -m runner sync` then uploads the rest.",
         ),
     ],
 )
-def test_what_is_said_while_the_last_records_are_uploaded(tmp_path, sent, away, told):
+def test_what_is_said_while_the_last_records_are_uploaded(tmp_path, offset, outage, message):
     journal = tmp_path / "journal.jsonl"
     journal.write_text("x" * 100)
-    followed = JournalStatus(journal)
-    followed.offset, followed.away = sent, away
-    assert followed.waiting("mlruns", 60.0) == told
+    status = JournalStatus(journal)
+    status.offset = offset
+    status.outage = outage
+    assert status.waiting_message("mlruns", 60.0) == message

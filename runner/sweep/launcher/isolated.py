@@ -171,7 +171,7 @@ class IsolatedLauncher(Launcher):
             command = job_origin(sweeping=True).command
         status = "KILLED" if stopped else "FAILED"
         note = notes.failed_note(command, status, reason)
-        self._open_ends += job.lent.end(status, reason, note)
+        self._open_ends += job.lent.end_journals(status, reason, note)
 
 
 def announce_job(config: DictConfig, jobs: int) -> None:

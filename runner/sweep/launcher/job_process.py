@@ -86,7 +86,7 @@ class JobProcess:
         ours, tracking = socket.socketpair()
         self.lent = WriterProxyServer(ours)
         self._watch(self._line, self._hear)
-        self._watch(ours, self.lent.take)
+        self._watch(ours, self.lent.read_requests)
         pipes = [
             self._pipe(self._hear_life),
             # A terminal shows progress as it shows it without us.

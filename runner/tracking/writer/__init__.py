@@ -1,1 +1,1 @@
-"""The writer process: the only part that imports mlflow while a run trains."""
+"""The writer process, which uploads journals: the only part of a run that imports mlflow."""

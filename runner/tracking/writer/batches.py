@@ -1,4 +1,4 @@
-"""What of a journal goes to the store in one call. Imports mlflow, for the size of a call."""
+"""Cut a journal into batches, one call to the store each. Imports mlflow for the largest call."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,11 +12,14 @@ from runner.tracking.writer.store_errors import RefusedError
 
 @dataclass
 class Batch:
-    """Records of one kind that go to the store together.
+    """Records of one kind that are sent together.
 
     Attributes:
+        kind: of the records.
+        record: the first of them.
         end: the offset after them in the journal.
-        complete: there is no reason to wait for more.
+        points: of metric records.
+        complete: no later record would be added to it.
     """
 
     kind: str
@@ -27,8 +30,16 @@ class Batch:
 
 
 def next_batch(path: Path, offset: int, known: Mapping[str, int] = {}) -> Batch | None:
-    """The next record, or as many metric records as make one call, without the steps that an
-    earlier journal of the run holds."""
+    """Return the batch at an offset: one record, or as many metric records as fit into one call.
+
+    Args:
+        path: of the journal.
+        offset: in bytes.
+        known: last step of each metric in the run's earlier journals; points up to it are left out.
+
+    Returns:
+        None at the end of the journal.
+    """
     batch: Batch | None = None
     for record, end in journals.read_records(path, offset):
         kind = record["kind"]
@@ -48,12 +59,16 @@ def next_batch(path: Path, offset: int, known: Mapping[str, int] = {}) -> Batch 
 
 
 def artifact_file(journal: Path, name: str) -> Path:
-    """A file or folder that a journal names: of its run's folder, whatever else it says.
+    """Return the path of a file or folder that a journal names.
+
+    A journal may come from anybody, and must not name other files of the user's for the upload.
 
     Raises:
-        RefusedError: it lies elsewhere, or leads there.
+        RefusedError: the file is not in the run's folder, or is a link that leads out of it.
     """
-    path, own = Path(name), journal.parent.resolve()
-    if not all(one.resolve().is_relative_to(own) for one in (path, *path.rglob("*"))):
-        raise RefusedError(f"{path} is not in the run's folder, {own}")
+    path = Path(name)
+    run_folder = journal.parent.resolve()
+    for part in (path, *path.rglob("*")):
+        if not part.resolve().is_relative_to(run_folder):
+            raise RefusedError(f"{path} is not in the run's folder, {run_folder}")
     return path

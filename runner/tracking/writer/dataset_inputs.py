@@ -1,4 +1,4 @@
-"""Data sets as inputs of a run. Called by the writer process only."""
+"""Record data sets as inputs of an MLflow run. Called by the writer process only."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def log_inputs(client: "MlflowClient", run_id: str, datasets: Sequence[Mapping[str, Any]]) -> None:
-    """Tell a run what it was trained and validated on; saying it again changes nothing.
+    """Record the data sets that a run is trained and validated on; repeating it changes nothing.
 
     Args:
         client: of the run's store.
@@ -22,7 +22,7 @@ def log_inputs(client: "MlflowClient", run_id: str, datasets: Sequence[Mapping[s
     from mlflow.utils import validation
     from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
-    # The same data twice, as debug.overfit has them, are one input, of which MLflow keeps one tag.
+    # With debug.overfit the same data set is used for both. MLflow keeps one input and one tag.
     contexts: dict[tuple[str, str], list[str]] = {}
     for found in datasets:
         contexts.setdefault((found["name"], found["digest"]), []).append(found["context"])

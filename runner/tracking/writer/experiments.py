@@ -1,4 +1,4 @@
-"""Which experiment a name means, where one of that name may have been deleted."""
+"""Find the experiment for a name, if one of that name may have been deleted."""
 
 from itertools import chain, count
 from typing import TYPE_CHECKING
@@ -9,12 +9,14 @@ if TYPE_CHECKING:
 
 
 def active_experiment(client: "MlflowClient", name: str) -> "tuple[Experiment | None, str]":
-    """The experiment of a name and the name, or of "<name> 2", "<name> 3" ... where those before
-    it were deleted; None where the next one is still to be made.
+    """Return the experiment for a name, and the name that it has.
 
-    MLflow keeps a deleted experiment's name and cannot rename it as it is. Restoring it for that
-    would bring back every run in it, also those that were deleted before it, for anybody who
-    writes there meanwhile.
+    MLflow keeps the name of a deleted experiment, so the names "<name> 2", "<name> 3" ... are tried
+    next. Renaming the deleted one would need restoring it, which brings back all of its runs.
+
+    Returns:
+        The first experiment of these names that is not deleted, with its name; None with the first
+        free name if there is none.
 
     Raises:
         MlflowException: the store does not answer.

@@ -1,6 +1,8 @@
-"""Exported models in MLflow: a logged model of the run, and a version in the registry. Called by
-the writer process only; it builds the folder as mlflow.pytorch would for serialization_format
-"pt2", which needs no torch here."""
+"""Upload an exported model as a logged model of its run, and as a version in the registry.
+
+Called by the writer process only. It builds the model's folder as mlflow.pytorch does for
+serialization_format "pt2", because mlflow.pytorch would import torch into the writer.
+"""
 
 import json
 import shutil
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 LINKED = "val/"
-"""Metrics of the run that are the model's too, where they were logged at its step."""
+"""Prefix of the run's metrics that are linked to the model if they were logged at its step."""
 
 
 def log_model(
@@ -24,18 +26,16 @@ def log_model(
     facts: Mapping[str, Any],
     name: str,
     registered_name: str | None = None,
-    step: int = 0,
 ) -> str:
-    """Store an exported model with its run; saying it again finishes what was begun.
+    """Upload an exported model with its run; a repeated call completes an interrupted one.
 
     Args:
         uri: of the tracking store and registry.
         run_id: of the run that trained it.
         folder: holds model.pt2.
-        facts: see runner.checkpoint.export.ExportedModel.
+        facts: see runner.checkpoint.export.ExportedModel; "step" is the step of the weights.
         name: of the logged model; `runs:/<run_id>/<name>` finds it.
         registered_name: of a registered model that gets a version; None for none.
-        step: of the weights.
 
     Returns:
         The id: `models:/<id>` finds it.
@@ -48,15 +48,15 @@ def log_model(
 
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     run = client.get_run(run_id)
-    model = _begun(client, run, name) or client.create_logged_model(
+    model = _existing_model(client, run, name) or client.create_logged_model(
         run.info.experiment_id, name, run_id, params=run.data.params
     )
     if str(model.status) != "READY":
         with tempfile.TemporaryDirectory() as made:
-            _write(Path(made), folder, facts, _described(model, run_id, facts))
+            _write_folder(Path(made), folder, facts, _model_description(model, run_id, facts))
             client.log_model_artifacts(model.model_id, made)
         client.finalize_logged_model(model.model_id, "READY")
-    _attach(client, run, model.model_id, step)
+    _link_to_run(client, run, model.model_id, facts.get("step", 0))
     if registered_name:
         # Without a server, MLflow 3.17 would look the id up in the store of the environment.
         served = uri.startswith(("http:", "https:"))
@@ -65,27 +65,28 @@ def log_model(
     return model.model_id
 
 
-def _begun(client: "MlflowClient", run: Any, name: str) -> Any:
-    """The run's logged model of this name, from an earlier try."""
-    query = f"source_run_id = '{run.info.run_id}'"  # a name's own quotes cannot be written in one
+def _existing_model(client: "MlflowClient", run: Any, name: str) -> Any:
+    """Return the run's logged model of this name, from an earlier attempt; None without one."""
+    # Not by name in the query: a name's own quotes cannot be escaped there.
+    query = f"source_run_id = '{run.info.run_id}'"
     found = client.search_logged_models([run.info.experiment_id], filter_string=query)
     return next((model for model in found if model.name == name), None)
 
 
-def _described(model: Any, run_id: str, facts: Mapping[str, Any]) -> "Model":
-    """The MLmodel file's content."""
+def _model_description(model: Any, run_id: str, facts: Mapping[str, Any]) -> "Model":
+    """Return the content of the MLmodel file."""
     from mlflow.models import ModelSignature
     from mlflow.models.model import Model
 
-    described = Model(
+    description = Model(
         artifact_path=model.artifact_location,
         run_id=run_id,
         model_uuid=model.model_id,
         model_id=model.model_id,
     )
     inputs, outputs = _schema(facts["inputs"]), _schema(facts["outputs"])
-    described.signature = ModelSignature(inputs=inputs, outputs=outputs)
-    return described
+    description.signature = ModelSignature(inputs=inputs, outputs=outputs)
+    return description
 
 
 def _schema(specs: list[dict[str, Any]]) -> Any:
@@ -101,8 +102,8 @@ def _schema(specs: list[dict[str, Any]]) -> Any:
     )
 
 
-def _write(made: Path, folder: Path, facts: Mapping[str, Any], model: "Model") -> None:
-    """A model's folder as mlflow.pytorch and mlflow.pyfunc read it."""
+def _write_folder(made: Path, folder: Path, facts: Mapping[str, Any], model: "Model") -> None:
+    """Write a model's folder in the form that mlflow.pytorch and mlflow.pyfunc read."""
     import yaml
     from mlflow import pyfunc
     from mlflow.utils.environment import _mlflow_conda_env, _PythonEnv
@@ -112,7 +113,7 @@ def _write(made: Path, folder: Path, facts: Mapping[str, Any], model: "Model") -
     shutil.copyfile(folder / facts["file"], made / "data" / "model.pt2")
     model.add_flavor("pytorch", model_data="data", pytorch_version=facts["torch"], code=None)
     if facts["one_tensor"]:
-        # A program's weights stay where they are, on the CPU: MLflow would ask for the GPU.
+        # An exported program's weights stay on the CPU; MLflow would choose the GPU.
         pyfunc.add_to_model(
             model,
             loader_module="mlflow.pytorch",
@@ -130,8 +131,8 @@ def _write(made: Path, folder: Path, facts: Mapping[str, Any], model: "Model") -
     _PythonEnv.current().to_yaml(str(made / "python_env.yaml"))
 
 
-def _attach(client: "MlflowClient", run: Any, model_id: str, step: int) -> None:
-    """The model as an output of its run, with the run's validation metrics of that step."""
+def _link_to_run(client: "MlflowClient", run: Any, model_id: str, step: int) -> None:
+    """Record the model as an output of its run, with the run's validation metrics of its step."""
     from mlflow.entities import LoggedModelOutput, Metric
 
     run_id = run.info.run_id
@@ -150,8 +151,7 @@ def _attach(client: "MlflowClient", run: Any, model_id: str, step: int) -> None:
 
 
 def _register(client: "MlflowClient", name: str, model_id: str, run_id: str, source: str) -> None:
-    """A version of a registered model, unless there is one of this model; the model's page links
-    to it by a tag."""
+    """Add a version to a registered model, unless this model has one, and link the two pages."""
     from mlflow.exceptions import MlflowException
     from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
@@ -166,6 +166,7 @@ def _register(client: "MlflowClient", name: str, model_id: str, run_id: str, sou
         version = client.create_model_version(
             name, source, run_id=run_id, model_id=model_id, await_creation_for=0
         )
+    # MLflow's page of a logged model shows its versions from this tag.
     tags = client.get_logged_model(model_id).tags or {}
     links = json.loads(tags.get(MLFLOW_MODEL_VERSIONS, "[]"))
     link = {"name": version.name, "version": version.version}

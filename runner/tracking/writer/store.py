@@ -1,4 +1,9 @@
-"""Calls to one MLflow store. Imported by the writer process only: it imports mlflow."""
+"""Calls to one MLflow store: open a run, send points, tags and files, end the run.
+
+The last module of the way that runner/tracking/__init__.py describes. It imports mlflow, so only
+the writer process may import it. Every call raises RefusedError or UnreachableError, see
+store_errors.py; sending the same twice changes nothing, so that a caller may retry.
+"""
 
 import fcntl
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -41,37 +46,49 @@ JOURNAL_TAG = "mlflow.runner.journal"
 # MLflow tries ten times to open a database, for 100 s in all; we try again ourselves, sooner.
 database_utils.MAX_RETRY_COUNT = 1
 
-# Contexts that would tell of the writer itself. MLflow's annotation wants instances, and asks for
-# classes.
-_OF_THIS_PROCESS: list[Any] = [DefaultRunContext, GitRunContext]
+# Contexts whose tags would describe the writer process instead of the trainer. MLflow's annotation
+# says instances, but its code expects classes.
+_WRITER_CONTEXTS: list[Any] = [DefaultRunContext, GitRunContext]
 
 
 class Store:
-    """One tracking store, at an absolute URI."""
+    """One tracking store.
+
+    Args:
+        uri: its absolute URI; a SQLite file is created if it does not exist.
+
+    Attributes:
+        notices: messages for the user; whoever shows them empties the list.
+    """
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
         self._experiments: dict[str, str] = {}
-        self._version, self._no_dashboard = "", False
+        self._version = ""
+        self._dashboard_notice_given = False
         self.notices: list[str] = []
-        """What the user should be told; whoever tells it empties the list."""
         database = sqlite_path(uri)
-        with classify_errors(), _one_at_a_time(database):
+        with classify_errors(), _creation_lock(database):
             if database and not database.exists():
                 _create(database, uri)
             self._client = MlflowClient(tracking_uri=uri)
 
     def experiment(self, name: str, known_id: str | None = None) -> str:
-        """The id of the experiment, which is created if need be; one that is known by its id must
-        be there. Where it was deleted, the run goes beside it, see experiments.active."""
+        """Return the id of an experiment; create it if it does not exist.
+
+        Args:
+            name: used without an id. If an experiment of this name was deleted, the run goes to
+                another one, see experiments.active_experiment.
+            known_id: of an experiment that must exist.
+        """
         key = f"id {known_id}" if known_id else f"name {name}"
         if key not in self._experiments:
             with classify_errors():
-                found = self._known(known_id) if known_id else self._get_or_create(name)
+                found = self._check_exists(known_id) if known_id else self._get_or_create(name)
             self._experiments[key] = found
         return self._experiments[key]
 
-    def _known(self, experiment_id: str) -> str:
+    def _check_exists(self, experiment_id: str) -> str:
         try:
             found = self._client.get_experiment(experiment_id)
         except MlflowException as error:
@@ -84,7 +101,7 @@ class Store:
         if found.lifecycle_stage == "deleted":
             raise RefusedError(
                 f"the experiment {found.name!r} (MLFLOW_EXPERIMENT_ID={experiment_id}) was deleted "
-                f"there. Restore it with {self._restoring(found)}, or type "
+                f"there. Restore it with {self._restore_command(found)}, or type "
                 "tracking.experiment=<another name>"
             )
         return experiment_id
@@ -94,84 +111,93 @@ class Store:
         if free != name:
             gone = self._client.get_experiment_by_name(name)
             self.notices.append(
-                f"The experiment {name!r} was deleted there: runs go to {free!r}. To have it back: "
-                f"{self._restoring(gone)}"
+                f"The experiment {name!r} was deleted there: runs go to {free!r}. To restore it: "
+                f"{self._restore_command(gone)}"
             )
         if found is not None:
             return found.experiment_id
         try:
-            return self._client.create_experiment(free, artifact_location=self._artifacts())
+            return self._client.create_experiment(free, artifact_location=self._artifact_location())
         except MlflowException as error:
-            found, _ = experiments.active_experiment(
-                self._client, name
-            )  # another process was faster
+            # Another process may have created it in the meantime.
+            found, _ = experiments.active_experiment(self._client, name)
             if found is None:
                 raise error
             return found.experiment_id
 
-    def _restoring(self, found: Any) -> str:
+    def _restore_command(self, found: Any) -> str:
         uri = redact(self.uri)
         return (
             f"MLFLOW_TRACKING_URI={uri} mlflow experiments restore "
             f"--experiment-id {found.experiment_id}"
         )
 
-    def _artifacts(self) -> str | None:
-        """Where artifacts lie: beside a SQLite file, here for another database; a server knows."""
+    def _artifact_location(self) -> str | None:
+        """Return the folder of a database's artifacts; None for a server, which has its own."""
         database = sqlite_path(self.uri)
         if database is None and not is_database(self.uri):
             return None
-        return str((database.parent if database else Path.cwd() / "outputs") / "mlartifacts")
+        folder = database.parent if database else Path.cwd() / "outputs"
+        return str(folder / "mlartifacts")
 
     def find_run(self, experiment_id: str, tags: Mapping[str, str]) -> str | None:
-        """The newest run that carries all these tags."""
+        """Return the id of the newest run that has all these tags; None if there is none."""
         query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
         with classify_errors():
             runs = self._client.search_runs([experiment_id], query, max_results=1)
         return runs[0].info.run_id if runs else None
 
     def run_name(self, run_id: str) -> str:
+        """Return the name that the store shows for a run."""
         with classify_errors():
             return str(self._client.get_run(run_id).info.run_name)
 
     def create_run(
         self, experiment_id: str, name: str | None, time_ms: int, tags: Mapping[str, str]
     ) -> str:
-        """Opens a run, whatever MLFLOW_RUN_ID says. Tags of MLFLOW_RUN_CONTEXT and of plugins that
-        know a CI system come with it; its own win."""
+        """Create a run and return its id.
+
+        MLflow's contexts (MLFLOW_RUN_CONTEXT, plugins that know a CI system) add tags; given tags
+        replace theirs.
+        """
         with classify_errors():
-            around = resolve_tags(ignore=_OF_THIS_PROCESS)
-            every = {**{str(key): str(value) for key, value in around.items()}, **tags}
-            legal = {tag.key: tag.value for tag in _tags(every)}
+            context = resolve_tags(ignore=_WRITER_CONTEXTS)
+            context_tags = {str(key): str(value) for key, value in context.items()}
+            legal = {tag.key: tag.value for tag in _run_tags({**context_tags, **tags})}
             name = redact(name) if name else None
             run = self._client.create_run(experiment_id, time_ms, legal, run_name=name)
         return run.info.run_id
 
-    def reopen(
-        self,
-        run_id: str,
-        params: Mapping[str, str],
-        tags: Mapping[str, str],
-        step: int,
-        changes: Mapping[str, str],
-    ) -> None:
-        """Has an ended run go on from a step. Parameters cannot be changed in MLflow: the tags
-        `changes` and `resumed_at_step` say what is no longer true of them, and since when."""
+    def reopen(self, run_id: str, start: Mapping[str, Any]) -> None:
+        """Set an ended run to RUNNING, because it is resumed.
+
+        Parameters cannot be changed in MLflow: the tags `changes` and `resumed_at_step` say which
+        of them no longer hold, and since when.
+
+        Args:
+            run_id: of the run.
+            start: the start record of the journal that continues it.
+        """
+        step = start["step"]
         with classify_errors():
             run = self._client.get_run(run_id)
             self._client.update_run(run_id, status="RUNNING")
-            if "error" in (known := run.data.tags):
+            known = run.data.tags
+            if "error" in known:
                 self._client.delete_tag(run_id, "error")
-        told = [f"{key}: {change} (from step {step})" for key, change in changes.items()]
+        lines = [f"{key}: {change} (from step {step})" for key, change in start["changes"].items()]
+        changes = "\n".join(filter(None, [known.get("changes"), *lines]))
         steps = ", ".join(filter(None, [known.get("resumed_at_step"), str(step)]))
-        lines = "\n".join(filter(None, [known.get("changes"), *told]))
-        self.log_params(run_id, params, known=run.data.params)
-        changed = {"changes": lines} if lines else {}
-        since = {"resumed_at_step": steps} if step else {}
-        self.log_tags(run_id, {**tags, **changed, **since})
+        tags = dict(start["tags"])
+        if changes:
+            tags["changes"] = changes
+        if step:
+            tags["resumed_at_step"] = steps
+        self.log_params(run_id, start["params"], known=run.data.params)
+        self.log_tags(run_id, tags)
 
-    def samples(self, run_id: str) -> int:
-        """How many samples of the machine's load a run has."""
+    def system_sample_count(self, run_id: str) -> int:
+        """Return how many samples of the machine's load a run has."""
         with classify_errors():
             values = self._client.get_run(run_id).data.metrics
             key = next((key for key in values if key.startswith(PREFIX)), None)
@@ -181,51 +207,63 @@ class Store:
     def log_params(
         self, run_id: str, values: Mapping[str, str], known: Collection[str] = ()
     ) -> None:
-        """Sends what is not known there yet, in as many calls as the limits ask for."""
-        named = {key: text for key, text in distinct_names(values).items() if key not in known}
+        """Send the parameters that the run does not have yet.
+
+        Args:
+            run_id: of the run.
+            values: by name.
+            known: names that the run has; MLflow refuses to change their values.
+        """
         params = [
             Param(key, truncate(redact(text), validation.MAX_PARAM_VAL_LENGTH))
-            for key, text in named.items()
+            for key, text in distinct_names(values).items()
+            if key not in known
         ]
         for some in _chunks(params, validation.MAX_PARAMS_TAGS_PER_BATCH):
             with classify_errors():
                 self._client.log_batch(run_id, params=some, synchronous=True)
 
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
-        """Sends points under their own times and steps; sending them again changes nothing."""
+        """Send points with their own times and steps; sending them again changes nothing."""
         metrics = [Metric(legal_name(key), value, time, step) for key, value, time, step in points]
         for some in _chunks(metrics, MAX_POINTS):
             with classify_errors():
                 self._client.log_batch(run_id, metrics=some, synchronous=True)
 
     def log_tags(self, run_id: str, values: Mapping[str, str]) -> None:
-        for some in _chunks(_tags(values), validation.MAX_PARAMS_TAGS_PER_BATCH):
+        """Set or replace tags."""
+        for some in _chunks(_run_tags(values), validation.MAX_PARAMS_TAGS_PER_BATCH):
             with classify_errors():
                 self._client.log_batch(run_id, tags=some, synchronous=True)
 
     def log_artifact(self, run_id: str, path: Path, folder: str) -> None:
-        """Stores a file under its name, or what a folder holds."""
+        """Upload a file under its name, or the contents of a folder."""
         if not path.exists():
-            raise RefusedError(f"the artifact {path} is not there any more")
+            raise RefusedError(f"the artifact {path} no longer exists")
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
         with classify_errors():
             send(run_id, str(path), folder or None)
 
     def log_inputs(self, run_id: str, datasets: Sequence[Mapping[str, Any]]) -> None:
+        """Record data sets as a run's inputs."""
         with classify_errors():
             log_inputs(self._client, run_id, datasets)
 
     def log_model(
         self, run_id: str, folder: Path, facts: Mapping[str, Any], register: str | None
     ) -> None:
-        """Stores an exported model with its run, and as a version in the registry if named."""
+        """Upload an exported model with its run; `register` names it in the model registry."""
         with classify_errors():
-            log_model(self.uri, run_id, folder, facts, "model", register, facts["step"])
+            log_model(self.uri, run_id, folder, facts, "model", register)
 
     def dashboard(
         self, experiment_id: str, metrics: Collection[str], sweep: dashboard_views.SweepView | None
     ) -> str | None:
-        """Keeps the dashboards, see views.ensure; None, and one notice, where there can be none."""
+        """Set up the dashboards, see dashboard_views.ensure_dashboard; return the path.
+
+        Returns:
+            None, with one notice, if the store cannot have them; None if it does not answer.
+        """
         path = None
         try:
             with classify_errors():
@@ -237,18 +275,19 @@ class Store:
         except RefusedError as error:
             reason = str(error)
         except UnreachableError:
-            return None  # another run will try
-        if path is None and not self._no_dashboard:
-            self._no_dashboard = True
+            return None  # the next run tries again; no run depends on a dashboard
+        if path is None and not self._dashboard_notice_given:
+            self._dashboard_notice_given = True
             self.notices.append(f"There is no dashboard: {redact(reason)}")
         return path
 
     def end_run(self, run_id: str, status: str, time_ms: int) -> None:
+        """Set the status and the end time (Unix milliseconds) of a run."""
         with classify_errors():
             self._client.set_terminated(run_id, status, time_ms)
 
 
-def _tags(values: Mapping[str, str]) -> list[RunTag]:
+def _run_tags(values: Mapping[str, str]) -> list[RunTag]:
     limit = validation.MAX_TAG_VAL_LENGTH
     return [RunTag(legal_name(key), truncate(redact(text), limit)) for key, text in values.items()]
 
@@ -260,8 +299,9 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
 
 
 def _create(database: Path, uri: str) -> None:
-    """Makes a SQLite store under another name first: MLflow needs seconds for its tables, and
-    cannot open what it left behind when it is killed meanwhile."""
+    """Create a SQLite store."""
+    # Under another name first: MLflow needs seconds for the tables, and cannot open what is left
+    # of them if it is killed meanwhile.
     draft = database.with_name(database.name + ".new")
     draft.unlink(missing_ok=True)
     MlflowClient(tracking_uri=uri.replace(str(database), str(draft)))
@@ -269,9 +309,12 @@ def _create(database: Path, uri: str) -> None:
 
 
 @contextmanager
-def _one_at_a_time(database: Path | None) -> Iterator[None]:
-    """Holds a lock beside a SQLite file: MLflow's creation of its tables is not safe against
-    itself, and jobs of a sweep start together."""
+def _creation_lock(database: Path | None) -> Iterator[None]:
+    """Hold a lock next to a SQLite file while it may be created.
+
+    MLflow's creation of the tables fails if two processes do it at once, and the jobs of a sweep
+    start together.
+    """
     if database is None:
         yield
         return

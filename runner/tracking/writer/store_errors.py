@@ -1,4 +1,7 @@
-"""What a store's answers mean: a refusal, or that it cannot answer now. Imports mlflow."""
+"""Sort a store's errors into refusals, which end an upload, and outages, which are retried.
+
+It imports mlflow, so only the writer process may import it.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +10,8 @@ from mlflow.exceptions import MlflowException
 
 from runner.utils.secrets import redact
 
-# Saying it again would get the same answer. All else is retried: a server that is away answers
-# INTERNAL_ERROR here, a locked database TEMPORARILY_UNAVAILABLE.
+# Error codes of MLflow whose cause no retry changes. All others are retried: a server that cannot
+# be reached gives INTERNAL_ERROR here, a locked database TEMPORARILY_UNAVAILABLE.
 REFUSALS = {
     "INVALID_PARAMETER_VALUE",
     "RESOURCE_DOES_NOT_EXIST",
@@ -21,8 +24,8 @@ REFUSALS = {
     "FEATURE_DISABLED",
     "NOT_IMPLEMENTED",
 }
-# What databases say that no waiting mends, whatever kind of error says it.
-HOPELESS = (
+# Messages of databases whose cause no retry changes, whatever the type of the error.
+PERMANENT = (
     "file is not a database",
     "readonly database",
     "password authentication failed",
@@ -31,12 +34,17 @@ HOPELESS = (
 
 
 class RefusedError(Exception):
-    """The store will not take this, however often it is asked."""
+    """The store refuses a call; a retry would get the same answer."""
 
 
 class UnreachableError(Exception):
-    """The store cannot answer now. `doubtful` if the answer may also be a refusal: a server whose
-    connection pool is used up answers BAD_REQUEST."""
+    """The store cannot answer now.
+
+    Args:
+        message: for the log and the user.
+        doubtful: the answer may also be a refusal. A server whose connection pool is used up
+            answers BAD_REQUEST.
+    """
 
     def __init__(self, message: str, doubtful: bool = False) -> None:
         super().__init__(message)
@@ -45,13 +53,13 @@ class UnreachableError(Exception):
 
 @contextmanager
 def classify_errors() -> Iterator[None]:
-    """Turns whatever a client call raises into RefusedError or UnreachableError."""
+    """Turn any exception of a client call into RefusedError or UnreachableError."""
     try:
         yield
     except (RefusedError, UnreachableError):
         raise
     except MlflowException as error:
-        if error.error_code in REFUSALS or _hopeless(error):
+        if error.error_code in REFUSALS or _is_permanent(error):
             raise RefusedError(redact(str(error))) from error
         raise UnreachableError(redact(str(error)), error.error_code == "BAD_REQUEST") from error
     except ImportError as error:
@@ -61,10 +69,10 @@ def classify_errors() -> Iterator[None]:
         ) from error
     except Exception as error:
         text = redact(f"{type(error).__name__}: {error}")
-        if _hopeless(error):
+        if _is_permanent(error):
             raise RefusedError(text) from error
         raise UnreachableError(text, doubtful=True) from error
 
 
-def _hopeless(error: Exception) -> bool:
-    return any(said in str(error) for said in HOPELESS)
+def _is_permanent(error: Exception) -> bool:
+    return any(text in str(error) for text in PERMANENT)

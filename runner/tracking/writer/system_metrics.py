@@ -1,5 +1,8 @@
-"""What the machine does while a run trains, as MLflow's own monitors read it, under the names that
-its page "System metrics" shows. Sampled in the writer's loop, without a thread."""
+"""Sample the machine's load while a run trains, for MLflow's page "System metrics".
+
+MLflow's own monitors read it, under the names that the page shows. The writer's loop takes the
+samples, without a thread.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,55 +20,62 @@ PREFIX = "system/"
 
 
 class SystemMetrics:
-    """Samples of one machine at an interval. A monitor that is not available here, for want of a
-    package (psutil, nvidia-ml-py, pyrsmi) or of a GPU, is left out; nothing here raises.
+    """Samples of one machine at an interval.
+
+    A monitor that is not available here, because a package (psutil, nvidia-ml-py, pyrsmi) or a GPU
+    is missing, is left out. No method raises.
 
     Args:
-        interval: seconds between samples; the first is due after one.
-        process: id of a process whose own use is sampled too: the trainer's.
-        now: what `due` will be asked with, at the start.
+        interval: seconds between samples; the first is due after one interval.
+        process: id of a process whose own use is sampled, too: the trainer's.
+        now: the present time, in seconds of the clock that `is_due` is called with.
 
     Attributes:
-        count: of samples so far, the step to log the next one at.
+        count: number of samples so far, which is the step of the next one.
     """
 
     def __init__(self, interval: float, process: int | None = None, now: float = 0.0) -> None:
-        self.interval, self.count = interval, 0
+        self.interval = interval
+        self.count = 0
         self._next = now + interval
         self._readers: list[Callable[[], dict[str, float]]] = []
         for module, kind in MONITORS:
-            self._add(lambda module=module, kind=kind: _monitor(module, kind))
+            self._add(lambda module=module, kind=kind: _monitor_reader(module, kind))
         if process is not None:
-            self._add(lambda: _process(process))
+            self._add(lambda: _process_reader(process))
 
     def _add(self, make: Callable[[], Callable[[], dict[str, float]]]) -> None:
         with suppress(Exception):
             reader = make()
-            reader()  # a share of the CPU's time is of the time since it was last asked
+            reader()  # CPU percentages refer to the time since the last reading
             self._readers.append(reader)
 
-    def due(self, now: float) -> bool:
-        """Whether it is time for a sample, in seconds of any one clock. After a pause there is one
-        sample, not all that were missed."""
+    def is_due(self, now: float) -> bool:
+        """Return whether it is time for a sample, and if so schedule the next one.
+
+        After a pause there is one sample, not all that were missed.
+        """
         if now < self._next or not self._readers:
             return False
         self._next = now + self.interval
         return True
 
     def sample(self) -> dict[str, float]:
-        """Values by metric name: percentages, megabytes (10^6 bytes), watts. Empty where nothing
-        can be read."""
+        """Return values by metric name: percentages, megabytes (10^6 bytes), watts.
+
+        Empty if nothing can be read.
+        """
         self.count += 1
         return {PREFIX + name: float(value) for name, value in self._read()}
 
     def _read(self) -> Iterator[tuple[str, float]]:
         for reader in self._readers:
-            with suppress(Exception):  # a process that ended, a driver that hangs up
+            with suppress(Exception):  # the process has ended, or a driver does not answer
                 yield from list(reader().items())
 
 
-def _monitor(module: str, kind: str) -> Callable[[], dict[str, float]]:
-    """Reads one of MLflow's monitors.
+def _monitor_reader(module: str, kind: str) -> Callable[[], dict[str, float]]:
+    """Return a function that reads one of MLflow's monitors.
 
     Raises:
         Exception: it is not available; ImportError and RuntimeError in MLflow 3.17.
@@ -81,9 +91,11 @@ def _monitor(module: str, kind: str) -> Callable[[], dict[str, float]]:
     return read
 
 
-def _process(number: int) -> Callable[[], dict[str, float]]:
-    """Reads one process: its share of one core's time, above 100 with several, and its resident
-    set."""
+def _process_reader(number: int) -> Callable[[], dict[str, float]]:
+    """Return a function that reads one process's CPU time and resident set.
+
+    CPU time is in percent of one core, above 100 if several are used.
+    """
     psutil = import_module("psutil")
     process = psutil.Process(number)
 

@@ -1,4 +1,8 @@
-"""One journal on its way to one run of the store. Runs in the writer process."""
+"""Upload one journal to one run of the store, batch by batch.
+
+Runs in the writer process; third and fourth stage of the way that runner/tracking/__init__.py
+describes. writer_main.py calls `advance` in a loop and decides what a failed call means.
+"""
 
 import math
 import os
@@ -21,262 +25,321 @@ from runner.utils.layout import HISTORY
 from runner.utils.secrets import redact
 
 PARTIAL_SECONDS = 1.0
+"""Seconds that points wait for a full batch before they are sent in a smaller one."""
 PARENT_SECONDS = 15.0
+"""Seconds that a sweep's job waits for the sweep's parent run, which another process opens."""
 _NO_CLOSE = "The training process ended without closing its run."
 
 
 class JournalUploader:
-    """Carries a journal to its run, batch by batch.
+    """The upload of one journal.
 
-    `advance` may raise RefusedError or UnreachableError. Then nothing is lost: it may be called
-    again, or the batch skipped."""
+    `advance` may raise RefusedError or UnreachableError. Nothing is lost then: it can be called
+    again, or the batch can be skipped.
+
+    Args:
+        journal: its path.
+        stores: the stores that this process has opened.
+        emit: sends an event to the trainer: its kind, and its fields as keywords.
+    """
 
     def __init__(self, journal: Path, stores: StoreCache, emit: Callable[..., None]) -> None:
-        self.journal, self.progress = journal, UploadState(journal)
-        self._stores, self._emit = stores, emit
+        self.journal = journal
+        self.state = UploadState(journal)
+        self._stores = stores
+        self._emit = emit
         self._store: Store | None = None
         self._batch: Batch | None = None
         self._start: dict[str, Any] = {}
         self._system: SystemMetrics | None = None
         self._history: Path | None = None
-        self._known: dict[str, int] = {}
-        self._ended = False
-        self._sent = self._parent_since = 0.0
-        self._full = math.inf
+        self._earlier_steps: dict[str, int] = {}
+        self._status_is_set = False
+        self._sent_at = 0.0
+        self._parent_wanted_at: float | None = None
+        self._full_batch_bytes = math.inf
 
     @property
-    def behind(self) -> float:
-        """How many full batches of points wait in the journal."""
+    def backlog(self) -> float:
+        """Return how many full batches of points wait in the journal."""
         try:
-            return (self.journal.stat().st_size - self.progress.offset) / self._full
+            size = self.journal.stat().st_size
         except FileNotFoundError:
             return 0.0
+        return (size - self.state.offset) / self._full_batch_bytes
 
     @property
-    def opening(self) -> bool:
-        """The run is not in the store yet."""
-        return self._store is None or self.progress.run_id is None
+    def is_unopened(self) -> bool:
+        """Return whether the run is not in the store yet."""
+        return self._store is None or self.state.run_id is None
 
     @property
-    def vital(self) -> bool:
-        """What is due next may be given up for a clear refusal only: points, the run's status, the
-        run itself."""
+    def must_retry(self) -> bool:
+        """Return whether the next batch may be skipped only after a clear refusal.
+
+        That holds for points, the run's status and the run itself.
+        """
         kind = self._batch.kind if self._batch else "end"
-        return self.opening or kind == "metrics" or (kind == "end" and not self._ended)
+        sets_status = kind == "end" and not self._status_is_set
+        return self.is_unopened or kind == "metrics" or sets_status
 
     def advance(self, last: bool) -> bool:
-        """Sends one batch, if one is due. `last`: no one writes to the journal any more.
+        """Send one batch, if one is due.
+
+        Args:
+            last: no process writes to the journal any more.
 
         Returns:
             Whether there may be more to do at once.
         """
         self._claim()
-        if self.progress.done:  # by another writer
+        if self.state.done:  # another writer has uploaded the rest
             return False
-        if self.progress.run_id and self._store is None:
-            self._reopen()
-        self._batch = batch = next_batch(self.journal, self.progress.offset, self._known)
+        if self.state.run_id and self._store is None:
+            self._adopt_run()
+        self._batch = batch = next_batch(self.journal, self.state.offset, self._earlier_steps)
         if batch is None:
             if last:
-                self._end({"status": "KILLED", "error": _NO_CLOSE, "time": _time(self.journal)})
+                self._end({"status": "KILLED", "error": _NO_CLOSE, "time": _mtime_ms(self.journal)})
             return False
-        if not (batch.complete or last or time.monotonic() - self._sent > PARTIAL_SECONDS):
+        waited = time.monotonic() - self._sent_at
+        if not (batch.complete or last or waited > PARTIAL_SECONDS):
             return False
         self._send(batch)
-        self._sent = time.monotonic()
+        self._sent_at = time.monotonic()
         if batch.kind == "metrics" and batch.complete:
-            self._full = batch.end - self.progress.offset
-        self.progress.save(offset=batch.end)
-        return not self.progress.done
-
-    def _claim(self) -> None:
-        """Takes the journal, and forgets what it knows where another writer was at work since."""
-        if self.progress.held:
-            return
-        known = self.progress.fields()
-        if not self.progress.claim():
-            raise UnreachableError("another writer is still at work on this journal")
-        if self.progress.fields() != known:
-            self._store = self._history = None
-            self._ended = False
+            self._full_batch_bytes = batch.end - self.state.offset
+        # Only now, after the store's answer: a writer that dies before this line sends it again.
+        self.state.save(offset=batch.end)
+        return not self.state.done
 
     def skip(self) -> None:
-        """Goes on after a batch that was refused."""
-        end = self._batch.end if self._batch else self.progress.offset
+        """Skip the batch that the store has refused."""
+        end = self._batch.end if self._batch else self.state.offset
         ended = self._batch is None or self._batch.kind == "end"
-        self.progress.save(offset=end, done=ended)
+        self.state.save(offset=end, done=ended)
 
-    def _send(self, batch: Batch) -> None:
-        record, kind = batch.record, batch.kind
-        if kind == "start":
-            self._open(self._moved(record))
-        elif self.opening:
-            raise RefusedError(f"{self.journal} does not begin with the start of a run")
-        elif kind == "metrics":
-            _sync(self.journal)
-            self._run_store().log_points(self._run_id(), batch.points)
-        elif kind == "tags":
-            self._run_store().log_tags(self._run_id(), record["values"])
-        elif kind == "artifact":
-            self._send_file(artifact_file(self.journal, record["path"]), record["folder"])
-        elif kind == "inputs":
-            self._run_store().log_inputs(self._run_id(), record["datasets"])
-        elif kind == "model":
-            self._emit("sending")
-            folder = artifact_file(self.journal, record["folder"])
-            self._run_store().log_model(self._run_id(), folder, record["facts"], record["register"])
-        elif kind == "end":
-            self._end(record)
+    def upload_rest(self) -> None:
+        """Upload all that is left of a journal to which no process writes any more.
 
-    def _send_file(self, path: Path, folder: str = "") -> None:
-        self._emit("sending")
-        self._run_store().log_artifact(self._run_id(), path, folder)
+        Raises:
+            UnreachableError: the store does not answer, or another writer is uploading it.
+        """
+        if not self.state.claim():
+            raise UnreachableError("another writer is still uploading the run's earlier journal")
+        while not self.state.done:
+            try:
+                self.advance(last=True)
+            except RefusedError:
+                if self.is_unopened:
+                    return
+                self.skip()
 
-    def observe(self) -> None:
-        """Logs the machine's load when a sample is due. Nothing waits for it or repeats it."""
-        if self.opening or self.progress.done or not (seconds := self._start.get("system_metrics")):
+    def log_system_metrics(self) -> None:
+        """Log a sample of the machine's load if one is due; a failed one is not repeated."""
+        seconds = self._start.get("system_metrics")
+        if self.is_unopened or self.state.done or not seconds:
             return
         if self._system is None:
             trainer = self._start.get("process", os.getppid())
             self._system = SystemMetrics(seconds, trainer, time.monotonic())
             with suppress(RefusedError, UnreachableError):
-                self._system.count = self._run_store().samples(self._run_id())
-        if self._system.due(time.monotonic()):
-            now, number = time.time_ns() // 1_000_000, self._system.count
-            points = [(k, v, now, number) for k, v in self._system.sample().items()]
+                self._system.count = self._run_store().system_sample_count(self._run_id())
+        if self._system.is_due(time.monotonic()):
+            now = time.time_ns() // 1_000_000
+            number = self._system.count
+            points = [(name, value, now, number) for name, value in self._system.sample().items()]
             with suppress(RefusedError, UnreachableError):
                 self._run_store().log_points(self._run_id(), points)
 
+    def _claim(self) -> None:
+        """Lock the journal; forget what is known of the run if another writer was at work since."""
+        if self.state.has_lock:
+            return
+        known = self.state.as_dict()
+        if not self.state.claim():
+            raise UnreachableError("another writer is still at work on this journal")
+        if self.state.as_dict() != known:
+            self._store = None
+            self._history = None
+            self._status_is_set = False
+
+    def _send(self, batch: Batch) -> None:
+        record, kind = batch.record, batch.kind
+        if kind == "start":
+            self._open(self._with_moved_store(record))
+            return
+        if self.is_unopened:
+            raise RefusedError(f"{self.journal} does not begin with the start of a run")
+        send = {
+            "metrics": self._send_points,
+            "tags": self._send_tags,
+            "artifact": self._send_artifact,
+            "inputs": self._send_inputs,
+            "model": self._send_model,
+            "end": self._end,
+        }.get(kind)
+        # A damaged line, or a kind of a later version, is passed over.
+        if send is not None:
+            send(record)
+
+    def _send_points(self, _: dict[str, Any]) -> None:
+        assert self._batch is not None
+        # Synced here, not in the trainer, so that the training loop need not wait for the disk.
+        _sync_to_disk(self.journal)
+        self._run_store().log_points(self._run_id(), self._batch.points)
+
+    def _send_tags(self, record: dict[str, Any]) -> None:
+        self._run_store().log_tags(self._run_id(), record["values"])
+
+    def _send_artifact(self, record: dict[str, Any]) -> None:
+        self._send_file(artifact_file(self.journal, record["path"]), record["folder"])
+
+    def _send_inputs(self, record: dict[str, Any]) -> None:
+        self._run_store().log_inputs(self._run_id(), record["datasets"])
+
+    def _send_model(self, record: dict[str, Any]) -> None:
+        self._emit("sending")
+        folder = artifact_file(self.journal, record["folder"])
+        self._run_store().log_model(self._run_id(), folder, record["facts"], record["register"])
+
+    def _send_file(self, path: Path, folder: str = "") -> None:
+        self._emit("sending")
+        self._run_store().log_artifact(self._run_id(), path, folder)
+
     def _open(self, start: dict[str, Any]) -> None:
-        """Makes the run, or finds the one that an earlier try may have made."""
+        """Create the run, or find the one that an earlier attempt may have created."""
         self._store = store = self._stores.get(start["uri"])
-        if (before := journals.previous_journal(self.journal, start)) and self._continue(
-            before, start
-        ):
-            self._opened(start)
+        before = journals.previous_journal(self.journal, start)
+        if before and self._resume_run(before, start):
+            self._on_opened(start)
             return
         experiment = store.experiment(start["experiment"], start.get("experiment_id"))
         tags = {**start["tags"], JOURNAL_TAG: start["id"]}
-        if start["sweep"] and start["role"] == "run" and (parent := self._parent(start)):
+        if start["sweep"] and start["role"] == "run" and (parent := self._find_parent(start)):
             tags["mlflow.parentRunId"] = parent
+        # An attempt whose answer got lost may have created the run: look it up by the journal's
+        # id before creating another one.
         mark = {JOURNAL_TAG: start["id"]}
-        run_id = store.find_run(experiment, mark) if self.progress.tried else None
-        self.progress.save(tried=True)
+        run_id = store.find_run(experiment, mark) if self.state.tried else None
+        self.state.save(tried=True)
         run_id = run_id or store.create_run(experiment, start["name"], start["time"], tags)
         store.log_params(run_id, start["params"])
-        self.progress.save(run_id=run_id, experiment_id=experiment, refused=False)
-        self._opened(start)
+        self.state.save(run_id=run_id, experiment_id=experiment, refused=False)
+        self._on_opened(start)
 
-    def _continue(self, before: Path, start: dict[str, Any]) -> bool:
-        """Goes on with the run of an earlier journal, once that is stored to its end; False where
-        it never became one."""
+    def _resume_run(self, before: Path, start: dict[str, Any]) -> bool:
+        """Reopen the run of an earlier journal, once that journal is fully uploaded.
+
+        Returns:
+            False if the earlier journal never became a run.
+        """
         earlier = JournalUploader(before, self._stores, lambda *_, **__: None)
         try:
-            earlier.finish()
+            earlier.upload_rest()
         finally:
-            earlier.progress.release()
-        run_id, experiment = earlier.progress.run_id, earlier.progress.experiment_id
-        if run_id is None:
+            earlier.state.release()
+        if earlier.state.run_id is None:
             return False
-        self._run_store().reopen(
-            run_id, start["params"], start["tags"], start["step"], start["changes"]
-        )
-        self.progress.save(run_id=run_id, experiment_id=experiment)
+        self._run_store().reopen(earlier.state.run_id, start)
+        self.state.save(run_id=earlier.state.run_id, experiment_id=earlier.state.experiment_id)
         return True
 
-    def finish(self) -> None:
-        """Sends all that is left of a journal that no one writes to any more."""
-        if not self.progress.claim():
-            raise UnreachableError("another writer still sends what the run left before")
-        while not self.progress.done:
-            try:
-                self.advance(last=True)
-            except RefusedError:
-                if self.opening:
-                    return
-                self.skip()
-
-    def _reopen(self) -> None:
-        """Continues what another writer began."""
-        start = self._moved(next(journals.read_records(self.journal))[0])
+    def _adopt_run(self) -> None:
+        """Continue the upload that another writer began."""
+        start = self._with_moved_store(next(journals.read_records(self.journal))[0])
         self._store = self._stores.get(start["uri"])
-        self._opened(start)
+        self._on_opened(start)
 
-    def _moved(self, start: dict[str, Any]) -> dict[str, Any]:
-        """The start of a journal that `runner sync` has sent elsewhere; any other as it is."""
-        if self.progress.uri is None:
+    def _with_moved_store(self, start: dict[str, Any]) -> dict[str, Any]:
+        """Return the start record with the store to which `runner sync` has moved the journal."""
+        if self.state.uri is None:
             return start
-        name = self.progress.experiment or start["experiment"]
-        return {**start, "uri": self.progress.uri, "experiment": name, "experiment_id": None}
+        name = self.state.experiment or start["experiment"]
+        # Experiment ids belong to one store.
+        return {**start, "uri": self.state.uri, "experiment": name, "experiment_id": None}
 
-    def _opened(self, start: dict[str, Any]) -> None:
-        self._start, run_id = start, self._run_id()
-        self._known = journals.last_steps(journals.run_journals(self.journal)[:-1])
+    def _on_opened(self, start: dict[str, Any]) -> None:
+        """Keep what later batches need of the opened run, and tell the trainer."""
+        self._start = start
+        run_id = self._run_id()
+        self._earlier_steps = journals.last_steps(journals.run_journals(self.journal)[:-1])
         if start["role"] == "sweep" and start["sweep"]:
             self._stores.parents[start["uri"], start["sweep"]] = run_id
             self._stores.names[start["sweep"]] = start["name"]
         self._emit(
             "opened",
             run_id=run_id,
-            experiment_id=self.progress.experiment_id,
-            dashboard=self._dashboard(),
+            experiment_id=self.state.experiment_id,
+            dashboard=self._ensure_dashboard(),
         )
 
-    def _dashboard(self, metrics: Collection[str] = ()) -> str | None:
-        """Has the store show this run beside others. No run depends on it."""
-        store, sweep = self._run_store(), None
-        sweep_id, experiment = self._start["sweep"], self.progress.experiment_id
+    def _ensure_dashboard(self, metrics: Collection[str] = ()) -> str | None:
+        """Set up the dashboards that show this run; return the path of its own. May fail."""
+        store = self._run_store()
+        view = None
+        sweep_id, experiment = self._start["sweep"], self.state.experiment_id
         if sweep_id and (parent := self._stores.parents.get((self._start["uri"], sweep_id))):
-            sweep = SweepView(sweep_id, parent, self._name_of(sweep_id, parent)[:80])
+            view = SweepView(sweep_id, parent, self._sweep_name(sweep_id, parent)[:80])
         assert experiment is not None
-        path = store.dashboard(experiment, metrics, sweep)
+        path = store.dashboard(experiment, metrics, view)
         while store.notices:
             self._emit("notice", message=store.notices.pop(0))
         return path
 
-    def _name_of(self, sweep_id: str, parent: str) -> str:
-        """A sweep's name; its run may have been opened by another process."""
+    def _sweep_name(self, sweep_id: str, parent: str) -> str:
+        """Return a sweep's name; ask the store if another process has opened the sweep's run."""
         names = self._stores.names
         if not names.get(sweep_id):
             with suppress(RefusedError, UnreachableError):
                 names[sweep_id] = self._run_store().run_name(parent)
         return redact(names.get(sweep_id) or f"sweep {sweep_id}")
 
-    def _parent(self, start: dict[str, Any]) -> str | None:
-        """The sweep's parent run. Another process opens it, maybe a little later than this."""
-        known = self._stores.parents.get((start["uri"], start["sweep"]))
-        if known:
+    def _find_parent(self, start: dict[str, Any]) -> str | None:
+        """Return the id of the sweep's parent run, which another process may open a little later.
+
+        Raises:
+            UnreachableError: it is not there yet.
+        """
+        key = start["uri"], start["sweep"]
+        if known := self._stores.parents.get(key):
             return known
         store = self._run_store()
         experiment = store.experiment(start["experiment"], start.get("experiment_id"))
         found = store.find_run(experiment, {"sweep_id": start["sweep"], "role": "sweep"})
-        self._parent_since = self._parent_since or time.monotonic()
         if found:
-            self._stores.parents[start["uri"], start["sweep"]] = found
-        elif time.monotonic() - self._parent_since < PARENT_SECONDS:
+            self._stores.parents[key] = found
+            return found
+        now = time.monotonic()
+        self._parent_wanted_at = self._parent_wanted_at or now
+        if now - self._parent_wanted_at < PARENT_SECONDS:
             raise UnreachableError(f"the parent run of sweep {start['sweep']} is not there yet")
-        else:
-            text = f"The sweep {start['sweep']} has no parent run; this run stands alone."
-            self._emit("error", fatal=False, message=text)
-        return found
+        text = f"The sweep {start['sweep']} has no parent run; this run stands alone."
+        self._emit("error", fatal=False, message=text)
+        return None
 
     def _end(self, record: dict[str, Any]) -> None:
-        """The run's status first: no artifact may keep it from that."""
-        if not self.opening:
+        """Set the run's status, then upload its history."""
+        if not self.is_unopened:
             if record["error"]:
                 self._run_store().log_tags(self._run_id(), {"error": record["error"]})
+            # The status first: no artifact may keep the run from it.
             self._run_store().end_run(self._run_id(), record["status"], record["time"])
-            self._ended = True
+            self._status_is_set = True
             if self._start["role"] == "run":
-                self._leave_history()
-        self.progress.save(done=True)
+                self._upload_history()
+        self.state.save(done=True)
 
-    def _leave_history(self) -> None:
-        """Every metric exactly as it was recorded, for the report and for whoever wants it."""
+    def _upload_history(self) -> None:
+        """Upload every metric exactly as it was recorded, for reports.
+
+        The store itself keeps infinity as the greatest float.
+        """
         if self._history is None:
-            if not (curves := history.from_journal(self.journal)):
+            curves = history.from_journal(self.journal)
+            if not curves:
                 return
-            self._dashboard(curves.keys())
+            self._ensure_dashboard(curves.keys())
             self._history = history.write_history(self.journal.with_name(HISTORY), curves)
         self._send_file(self._history)
 
@@ -285,21 +348,20 @@ class JournalUploader:
         return self._store
 
     def _run_id(self) -> str:
-        assert self.progress.run_id is not None
-        return self.progress.run_id
+        assert self.state.run_id is not None
+        return self.state.run_id
 
 
-def _sync(path: Path) -> None:
-    """Puts the journal on the disk, from here so that the training loop need not wait for it. A
-    disk that fails keeps no point from the store."""
+def _sync_to_disk(path: Path) -> None:
+    """Have the operating system write a file to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError):
+        with suppress(OSError):  # a disk that fails must keep no point from the store
             os.fsync(file)
     finally:
         os.close(file)
 
 
-def _time(path: Path) -> int:
-    """When something was last written, in Unix milliseconds."""
+def _mtime_ms(path: Path) -> int:
+    """Return when a file was last written, in Unix milliseconds."""
     return path.stat().st_mtime_ns // 1_000_000

@@ -1,5 +1,10 @@
-"""The writer process: hears journal paths on stdin, carries the journals to MLflow, tells on
-stdout what happened. It outlives a killed trainer until the journals are stored."""
+"""The writer process: read journal paths from stdin and upload the journals to MLflow.
+
+Third stage of the way that runner/tracking/__init__.py describes. One loop over all journals of one
+trainer; it outlives a killed trainer until they are stored. Events go to stdout as JSON lines: see
+JournalStatus.update for their reader. A failed call is repeated here, after a pause, from the
+journal.
+"""
 
 import json
 import os
@@ -17,31 +22,35 @@ from runner.tracking import pending
 from runner.utils.stop_signals import ignore_signals
 
 NAP_SECONDS = 0.25
+"""Seconds between looks at the journals when there was nothing to send."""
 REST = 4.0
-"""Rest after a batch, in times of what it took, while the trainer trains: on shared cores (two
-hardware threads of one, say) a busy writer slows it. It gets shorter the more batches wait, for
-what is left at the end is what the trainer waits for. Nothing rests once it waits."""
+"""Rest after a batch, as a multiple of the time that it took, while the trainer trains: on shared
+cores (two hardware threads of one, say) a busy writer slows the trainer. The rest is shorter the
+more batches wait, because the trainer waits at its end for what is left. No rest once it waits."""
 AWAY_SECONDS = 30.0
-"""Without an answer, before the trainer is told."""
+"""Seconds without an answer of the store after which the trainer is told."""
 DOUBT_SECONDS = 30.0
+"""Seconds after which an answer that may be a refusal counts as one."""
 ORPHAN_SECONDS = 300.0
+"""Seconds without progress after which a writer whose trainer has ended gives up."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
 
 
 def main(parent: int) -> None:
-    """Runs until the trainer (process `parent`) is gone and all it left is stored."""
+    """Run until the trainer (process `parent`) has ended and all of its journals are stored."""
     ignore_signals()
     events = os.dup(1)
     os.dup2(2, 1)  # what MLflow prints goes to the log
     os.nice(10)  # the trainer's own threads come first
-    _settings()
+    _set_environment()
     Writer(parent, events).run()
 
 
-def _settings() -> None:
-    """MLflow's environment, before its import. Its own retries would block for minutes; here a
-    failed call is repeated from the journal."""
+def _set_environment() -> None:
+    """Set MLflow's environment variables; it reads them when it is imported."""
+    # MLflow's own retries would block the loop for minutes.
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+    # It would override the run that a batch is for.
     os.environ.pop("MLFLOW_RUN_ID", None)
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -50,158 +59,200 @@ def _settings() -> None:
 
 
 class JournalTask:
-    """A journal in work and its pauses after failures."""
+    """One journal in the writer's loop, and its pauses after failures.
 
-    def __init__(self, follower: Any) -> None:
-        self.follower = follower
-        self.failing_since = self.retry_at = 0.0
+    Attributes:
+        uploader: a JournalUploader.
+        failing_since: time.monotonic() of the first of the present failures; 0 without one.
+        retry_at: time.monotonic() before which it is not tried again.
+        outage_reported: the trainer knows of the present outage.
+        is_awaited: the trainer waits for the end of the upload.
+    """
+
+    def __init__(self, uploader: Any) -> None:
+        self.uploader = uploader
+        self.failing_since = 0.0
+        self.retry_at = 0.0
         self.pause = _FIRST_PAUSE
-        self.told = self.awaited = False
+        self.outage_reported = False
+        self.is_awaited = False
 
-    def failed(self, now: float) -> float:
-        """Notes a failure; returns for how many seconds there has been nothing else."""
+    def record_failure(self, now: float) -> float:
+        """Schedule the next attempt; return for how many seconds all attempts have failed."""
         self.failing_since = self.failing_since or now
         self.retry_at = now + self.pause
         self.pause = min(2 * self.pause, _LONGEST_PAUSE)
         return now - self.failing_since
 
-    def succeeded(self) -> None:
-        self.failing_since, self.pause, self.told = 0.0, _FIRST_PAUSE, False
+    def record_success(self) -> None:
+        """Forget earlier failures."""
+        self.failing_since = 0.0
+        self.pause = _FIRST_PAUSE
+        self.outage_reported = False
 
 
 class Writer:
-    """The loop over all journals of one trainer. One thread: they mostly share one store."""
+    """The loop over all journals of one trainer.
+
+    One thread is enough: the journals mostly share one store.
+
+    Args:
+        parent: the trainer's process id.
+        events: the file descriptor that the trainer reads.
+    """
 
     def __init__(self, parent: int, events: int) -> None:
+        # These import mlflow, which must come after _set_environment.
         from runner.tracking.writer.store_cache import StoreCache
         from runner.tracking.writer.store_errors import RefusedError, UnreachableError
         from runner.tracking.writer.uploader import JournalUploader
 
-        self._refused, self._unreachable = RefusedError, UnreachableError
-        self._follower: Callable[..., Any] = partial(JournalUploader, stores=StoreCache())
-        self._parent, self._events = parent, events
+        self._refused_error = RefusedError
+        self._unreachable_error = UnreachableError
+        self._make_uploader: Callable[..., Any] = partial(JournalUploader, stores=StoreCache())
+        self._parent = parent
+        self._events = events
         self._tasks: dict[str, JournalTask] = {}
-        self._heard, self._rest = True, b""
-        self._settled = set[Path]()
+        self._trainer_is_alive = True
+        self._partial_line = b""
+        self._searched_folders = set[Path]()
         self._progress_at = time.monotonic()
 
     def run(self) -> None:
-        busy, rest = False, 0.0
-        while not self._finished():
-            self._listen(rest if busy else NAP_SECONDS)
-            began = time.monotonic()
-            busy = sum(self._work(name, task) for name, task in list(self._tasks.items())) > 0
-            awaited = not self._heard or any(task.awaited for task in self._tasks.values())
-            behind = sum(task.follower.behind for task in self._tasks.values())
-            took = time.monotonic() - began
-            rest = 0.0 if awaited else REST * took / (1 + behind) ** 2
-            for task in self._tasks.values() if self._heard else ():
-                task.follower.observe()
+        """Upload all journals; return when the trainer has ended and they are stored."""
+        is_busy = False
+        rest = 0.0
+        while not self._is_finished():
+            self._read_requests(rest if is_busy else NAP_SECONDS)
+            started_at = time.monotonic()
+            results = [self._advance(name, task) for name, task in list(self._tasks.items())]
+            is_busy = any(results)
+            tasks = self._tasks.values()
+            is_awaited = not self._trainer_is_alive or any(task.is_awaited for task in tasks)
+            backlog = sum(task.uploader.backlog for task in tasks)
+            took = time.monotonic() - started_at
+            rest = 0.0 if is_awaited else REST * took / (1 + backlog) ** 2
+            if self._trainer_is_alive:
+                for task in tasks:
+                    task.uploader.log_system_metrics()
 
-    def _finished(self) -> bool:
-        if self._heard:
+    def _is_finished(self) -> bool:
+        if self._trainer_is_alive:
             return False
         return not self._tasks or time.monotonic() - self._progress_at > ORPHAN_SECONDS
 
-    def _listen(self, patience: float) -> None:
-        """Takes in journal paths. stdin ends with the trainer; a forked child of it that holds
-        the pipe open does not deceive, since the parent's process id changes."""
-        if not self._heard:
+    def _read_requests(self, patience: float) -> None:
+        """Read journal paths from stdin for at most `patience` seconds; note the trainer's end."""
+        if not self._trainer_is_alive:
             time.sleep(patience)
             return
-        gone = os.getppid() != self._parent
-        while select.select([0], [], [], 0.0 if gone else patience)[0]:
+        # stdin ends with the trainer. A forked child of it may hold the pipe open, but the
+        # parent's process id changes then.
+        has_ended = os.getppid() != self._parent
+        while select.select([0], [], [], 0.0 if has_ended else patience)[0]:
             data = os.read(0, 65536)
             if not data:
-                gone = True
+                has_ended = True
                 break
-            self._take(data)
+            self._add_requests(data)
             patience = 0.0
-        if gone:
-            self._heard, self._progress_at = False, time.monotonic()
+        if has_ended:
+            self._trainer_is_alive = False
+            self._progress_at = time.monotonic()
 
-    def _take(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+    def _add_requests(self, data: bytes) -> None:
+        """Add the journals that the trainer names; hurry with one that is named again."""
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             name = json.loads(line)["journal"]
             if name in self._tasks:
-                task = self._tasks[name]  # named again: the trainer waits for its end
-                task.awaited, task.retry_at = True, 0.0
+                self._tasks[name].is_awaited = True
+                self._tasks[name].retry_at = 0.0
             else:
                 emit = partial(self._emit, name)
-                self._tasks[name] = JournalTask(self._follower(Path(name), emit=emit))
+                self._tasks[name] = JournalTask(self._make_uploader(Path(name), emit=emit))
 
-    def _work(self, name: str, task: JournalTask) -> bool:
-        """Moves one journal on; True if it may have more at once."""
+    def _advance(self, name: str, task: JournalTask) -> bool:
+        """Upload one batch of a journal, if one is due; return True if more may follow at once."""
         now = time.monotonic()
         if now < task.retry_at:
             return False
-        before = task.follower.progress.offset
+        before = task.uploader.state.offset
         try:
-            more = task.follower.advance(last=not self._heard)
-        except self._unreachable as error:
-            more = self._unreached(name, task, error, task.failed(now))
-        except self._refused as error:
-            more = self._refusal(name, task, _cause(str(error)))
-        except Exception as error:  # one journal's trouble must not end the others
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                doubt = self._unreachable(f"{type(error).__name__}: {error}", doubtful=True)
-                more = self._unreached(name, task, doubt, task.failed(now))
-            else:
-                more = self._give_up(name, task, error)
+            more = task.uploader.advance(last=not self._trainer_is_alive)
+        except Exception as error:  # one journal's error must not end the others
+            more = self._handle_error(name, task, error, now)
         else:
-            self._answered(name, task)
-        if task.follower.progress.offset != before:
+            self._handle_success(name, task)
+        if task.uploader.state.offset != before:
             self._progress_at = time.monotonic()
-            self._emit(name, "progress", offset=task.follower.progress.offset)
-        if task.follower.progress.done:
+            self._emit(name, "progress", offset=task.uploader.state.offset)
+        if task.uploader.state.done:
             self._close(name, complete=True)
         return more
 
-    def _unreached(self, name: str, task: JournalTask, error: Any, seconds: float) -> bool:
-        """Keeps trying, and says so once an outage is long. What is no metric and no status is left
-        out where the answer may be a refusal."""
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
-        cause = _cause(str(error))
-        if error.doubtful and seconds > DOUBT_SECONDS and not task.follower.vital:
-            return self._refusal(name, task, cause)
-        away = seconds > AWAY_SECONDS and self._heard and not task.told
-        task.told = task.told or away
-        self._emit(name, "away" if away else "waiting", seconds=round(seconds), message=cause)
-        if not self._heard:
-            task.follower.progress.release()  # `runner sync` may take over
-        return False
+    def _handle_error(self, name: str, task: JournalTask, error: Exception, now: float) -> bool:
+        if isinstance(error, self._unreachable_error):
+            return self._handle_outage(name, task, error, now)
+        if isinstance(error, self._refused_error):
+            return self._handle_refusal(name, task, _short_cause(str(error)))
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            # A local disk that is full or away, for example: worth a retry.
+            text = f"{type(error).__name__}: {error}"
+            doubtful = self._unreachable_error(text, doubtful=True)
+            return self._handle_outage(name, task, doubtful, now)
+        return self._handle_unexpected(name, error)
 
-    def _answered(self, name: str, task: JournalTask) -> None:
-        if task.told:
+    def _handle_success(self, name: str, task: JournalTask) -> None:
+        if task.outage_reported:
             self._emit(name, "back")
-        task.succeeded()
-        if self._heard and not task.follower.opening:
-            self._settle(pending.outputs_folder(Path(name)))
+        task.record_success()
+        if self._trainer_is_alive and not task.uploader.is_unopened:
+            self._upload_pending(pending.outputs_folder(Path(name)))
 
-    def _settle(self, folder: Path) -> None:
-        """Has what earlier runs left there sent by a process of its own, which may find their
-        store away without keeping this run waiting."""
-        if folder not in self._settled:
-            self._settled.add(folder)
+    def _upload_pending(self, folder: Path) -> None:
+        """Have earlier runs' pending journals uploaded, once per folder.
+
+        By a process of its own, which may find their store away without delaying this run.
+        """
+        if folder not in self._searched_folders:
+            self._searched_folders.add(folder)
             pending.upload_in_background(folder)
 
-    def _refusal(self, name: str, task: JournalTask, message: str) -> bool:
-        """A run that is not taken ends here; of an open run only the batch is left out."""
+    def _handle_outage(self, name: str, task: JournalTask, error: Any, now: float) -> bool:
+        """Schedule a retry, and report an outage once it is long.
+
+        A batch that is neither points nor a status is skipped if the answer may be a refusal and
+        has stayed the same for long.
+        """
+        seconds = task.record_failure(now)
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        cause = _short_cause(str(error))
+        if error.doubtful and seconds > DOUBT_SECONDS and not task.uploader.must_retry:
+            return self._handle_refusal(name, task, cause)
+        is_news = seconds > AWAY_SECONDS and self._trainer_is_alive and not task.outage_reported
+        task.outage_reported = task.outage_reported or is_news
+        self._emit(name, "away" if is_news else "waiting", seconds=round(seconds), message=cause)
+        if not self._trainer_is_alive:
+            task.uploader.state.release()  # `runner sync` may take over
+        return False
+
+    def _handle_refusal(self, name: str, task: JournalTask, message: str) -> bool:
+        """Close a journal whose run is refused; of an opened run skip only the refused batch."""
         print(f"{name}: refused: {message}", file=sys.stderr, flush=True)
-        opening = task.follower.opening
-        self._emit(name, "error", fatal=opening, message=message)
-        if opening:
-            task.follower.progress.save(refused=True)
+        is_fatal = task.uploader.is_unopened
+        self._emit(name, "error", fatal=is_fatal, message=message)
+        if is_fatal:
+            task.uploader.state.save(refused=True)
             self._close(name, complete=False)
             return False
-        task.follower.skip()
-        task.succeeded()
+        task.uploader.skip()
+        task.record_success()
         return True
 
-    def _give_up(self, name: str, task: JournalTask, error: Exception) -> bool:
-        """A fault of ours or a journal that is gone: training goes on all the same."""
-        traceback.print_exc()
+    def _handle_unexpected(self, name: str, error: Exception) -> bool:
+        """Close the journal after a bug or the loss of its file; training continues."""
+        traceback.print_exception(error)
         message = f"unexpected {type(error).__name__}: {error}"
         self._emit(name, "error", fatal=False, message=message)
         self._close(name, complete=False)
@@ -209,18 +260,18 @@ class Writer:
 
     def _close(self, name: str, complete: bool) -> None:
         self._emit(name, "closed", complete=complete)
-        self._tasks.pop(name).follower.progress.release()
+        self._tasks.pop(name).uploader.state.release()
 
     def _emit(self, journal: str, event: str, **content: Any) -> None:
+        """Write one event for the trainer."""
         line = json.dumps({"journal": journal, "event": event, **content}) + "\n"
         try:
             os.write(self._events, line.encode())
         except BrokenPipeError:
-            self._events = os.open(os.devnull, os.O_WRONLY)  # no trainer is left to hear it
+            self._events = os.open(os.devnull, os.O_WRONLY)  # the trainer has ended
 
 
-def _cause(message: str) -> str:
-    """What the system said, where a long tale of connection pools ends in it; else the first
-    line, without the SQL."""
+def _short_cause(message: str) -> str:
+    """Return the system's error in a long message, else the first line without its SQL."""
     found = re.search(r"\[Errno -?\d+\] [\w ]+", message)
     return found.group() if found else message.partition("\n")[0][:400]
