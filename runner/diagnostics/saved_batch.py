@@ -1,12 +1,16 @@
-"""The samples of a step, saved when something is wrong with it, for debug=replay."""
+"""Save which samples a failed step was given, so that debug=replay can run it again.
+
+Only indices in the training set are written, not the samples themselves."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from runner.config.invocation import Invocation
+from runner.config.schema import RunSpec
 from runner.data.loader import Loader
 from runner.data.step_samples import samples_of_step
 from runner.utils.errors import ConfigError
@@ -16,20 +20,18 @@ from runner.utils.layout import GUARD_FOLDER
 from runner.utils.secrets import redact_values
 from runner.utils.terminal import quote_command
 
-if TYPE_CHECKING:
-    from runner.modes.context import RunContext
-
 
 @dataclass(frozen=True)
 class SavedBatch:
-    """What a file of samples holds that a replay needs.
+    """The content of a saved batch's file that a replay needs.
 
     Attributes:
         steps: the first and the last step whose samples these are.
         micro_batches: indices in the training set.
-        loss_scale: in force then, None without one.
+        loss_scale: in force in the step; None for a precision without one.
         seed, data: of the run; with others the indices mean other samples.
-        begun: the step from which its run went; None where samples, not numbers, are at fault.
+        begun: the step that the run started or was resumed at; None where the samples are at
+            fault, not the numbers, so that the weights of the step do not matter.
         names: of the run's model, data and precision.
     """
 
@@ -42,61 +44,85 @@ class SavedBatch:
     names: Mapping[str, str]
 
 
-def save_batch(
-    this: "RunContext",
-    loader: Loader,
-    step: int,
-    why: str,
-    scale: float | None = None,
-    count: int = 1,
-    begun: int | None = None,
-) -> str:
-    """Save the samples of `count` steps in the run's folder and with its artifacts.
+@dataclass(frozen=True)
+class BatchSaver:
+    """Saves the samples of a run's steps in its folder.
 
-    Args:
-        begun: see Kept.
-
-    Returns:
-        Where they are, and the command that replays them.
+    Attributes:
+        spec: of the run.
+        origin: of the run; its command is what a replay repeats.
+        folder: of the run.
+        precision: name of the run's precision.
+        loader: yields the training batches.
+        save_artifact: writes a file, given its path, a function that writes it and its folder in
+            the store, and uploads it; returns whether it was written.
     """
-    every = [
-        samples_of_step(loader, this.spec.train.accumulate, n) for n in range(step, step + count)
-    ]
-    path = this.out / GUARD_FOLDER / f"batch-{step:06d}.json"
-    command = replay_command(this, path)
-    content = {
-        "why": why,
-        "steps": [step, step + count - 1],
-        "epoch": every[0].epoch,
-        "micro_batches": [micro for samples in every for micro in samples.micro_batches],
-        "loss_scale": scale,
-        "begun": begun,
-        "precision": this.precision.name,
-        "model": this.origin.option_name("model", this.spec.model),
-        "data": this.origin.option_name("data", this.spec.data),
-        "seed": this.spec.seed,
-        "config": str(this.out / "config.yaml"),
-        "replay": command,
-    }
-    text = json.dumps(redact_values(content), indent=1)
-    text = re.sub(r"\[[\d,\s]+\]", lambda found: "".join(found[0].split()), text)
-    if not this.leave(path, lambda path: write_text(path, text + "\n"), GUARD_FOLDER):
-        return f"The samples are {content['micro_batches']} of the training set."
-    return f"The samples are in {relative_path(path)}; to see where it begins:\n{command}"
 
+    spec: RunSpec
+    origin: Invocation
+    folder: Path
+    precision: str
+    loader: Loader
+    save_artifact: Callable[[Path, Callable[[Path], object], str], bool]
 
-def replay_command(this: "RunContext", path: Path) -> str:
-    """The run's own command, replaying instead of training."""
-    dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
-    words = [w for w in this.origin.command if not w.lstrip("+~").startswith(dropped)]
-    return quote_command([*words, "debug=replay", f"batch={relative_path(path)}"])
+    def save(
+        self,
+        step: int,
+        why: str,
+        scale: float | None = None,
+        count: int = 1,
+        begun: int | None = None,
+    ) -> str:
+        """Save the samples of `count` steps.
+
+        Args:
+            step: the first of them.
+            why: what is wrong with them.
+            scale: the loss scale in the step.
+            count: how many steps.
+            begun: see SavedBatch.
+
+        Returns:
+            Sentences that say where the samples are, and the command that replays them.
+        """
+        accumulate = self.spec.train.accumulate
+        every = [samples_of_step(self.loader, accumulate, n) for n in range(step, step + count)]
+        path = self.folder / GUARD_FOLDER / f"batch-{step:06d}.json"
+        command = self.replay_command(path)
+        content = {
+            "why": why,
+            "steps": [step, step + count - 1],
+            "epoch": every[0].epoch,
+            "micro_batches": [micro for samples in every for micro in samples.micro_batches],
+            "loss_scale": scale,
+            "begun": begun,
+            "precision": self.precision,
+            "model": self.origin.option_name("model", self.spec.model),
+            "data": self.origin.option_name("data", self.spec.data),
+            "seed": self.spec.seed,
+            "config": str(self.folder / "config.yaml"),
+            "replay": command,
+        }
+        text = json.dumps(redact_values(content), indent=1)
+        # A list of indices on one line: json.dumps gives each number its own.
+        text = re.sub(r"\[[\d,\s]+\]", lambda numbers: "".join(numbers[0].split()), text)
+        saved = self.save_artifact(path, lambda path: write_text(path, text + "\n"), GUARD_FOLDER)
+        if not saved:
+            return f"The samples are {content['micro_batches']} of the training set."
+        return f"The samples are in {relative_path(path)}; to see where it begins:\n{command}"
+
+    def replay_command(self, path: Path) -> str:
+        """Return the run's own command, with debug=replay in place of training."""
+        dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
+        words = [w for w in self.origin.command if not w.lstrip("+~").startswith(dropped)]
+        return quote_command([*words, "debug=replay", f"batch={relative_path(path)}"])
 
 
 def read_saved_batch(path: Path) -> SavedBatch:
-    """A file that keep wrote.
+    """Read a file that BatchSaver wrote.
 
     Raises:
-        ConfigError: it is not there, or is none.
+        ConfigError: the file is missing, or is no saved batch.
     """
     try:
         if not path.is_file():

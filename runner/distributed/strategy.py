@@ -113,7 +113,8 @@ class Single(Strategy):
     def session(self) -> AbstractContextManager[object]:
         if self.place.world_size > 1:
             raise ConfigError(
-                f"torchrun started {self.place.world_size} processes, and strategy=single is for one. "
-                "Type strategy=ddp (every process has the whole model) or strategy=fsdp (a part)."
+                f"torchrun started {self.place.world_size} processes, and "
+                "strategy=single is for one. Type strategy=ddp (every process has the whole model) "
+                "or strategy=fsdp (a part)."
             )
         return _NOTHING

@@ -82,8 +82,8 @@ def join(argv: Sequence[str]) -> Sequence[str]:
         return argv
     if {"-m", "--multirun"} & set(argv):
         raise ConfigError(
-            f"torchrun started {here.world_size} processes, and a sweep starts its own. Leave torchrun "
-            "out, or leave -m out and type one torchrun command for each job."
+            f"torchrun started {here.world_size} processes, and a sweep starts its own. Leave "
+            "torchrun out, or leave -m out and type one torchrun command for each job."
         )
     shared = store(here)
     extra = {}

@@ -1,26 +1,22 @@
-"""What the parts of a run share."""
+"""The parts that every function of a run needs, and the folders of its processes."""
 
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 
-from runner.checkpoint import checkpoint_file
 from runner.config.invocation import Invocation
 from runner.config.schema import RunSpec
-from runner.data.loader import Loader
-from runner.distributed.strategy import Single, Strategy
+from runner.distributed.strategy import Strategy
 from runner.distributed.torchrun import ProcessRank
-from runner.modes import notes, resume
 from runner.modes.result import RunResult
 from runner.precision.precision import ConversionReport, Precision
 from runner.tracking.tracker import Tracker
-from runner.training.state import TrainState
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator
 from runner.utils.files import os_error_reason, write_text
@@ -30,9 +26,25 @@ from runner.utils.secrets import redact
 from runner.utils.stop_signals import StopSignals
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunContext:
-    """What the parts of a run share."""
+    """The parts of a run that are known before its data and its model are built.
+
+    Made once, and never assigned to: what a run finds out later (its model, its state, the layers
+    that ran, files that could not be written) is returned by the function that finds it.
+
+    Attributes:
+        spec: what to run.
+        origin: what was typed, and how the run is labelled.
+        out: the folder of this process; that of the first process is the run's.
+        console: where progress and the summary are printed.
+        accelerator: the device and its peak memory.
+        precision: how the model is converted and computes.
+        task: loss and metrics.
+        tracker: records metrics, tags and artifacts.
+        signals: signals that ask the run to stop.
+        strategy: how several processes share the work.
+    """
 
     spec: RunSpec
     origin: Invocation
@@ -43,54 +55,50 @@ class RunContext:
     task: Task
     tracker: Tracker
     signals: StopSignals
-    strategy: Strategy = field(default_factory=Single)
-    report: ConversionReport = field(default_factory=ConversionReport)
-    resumed: checkpoint_file.LoadedCheckpoint | None = None
-    trouble: str = ""  # what a guard stopped it for
-    lost: list[str] = field(default_factory=list)  # weights that could not be written
-    state: TrainState | None = None
-    loader: Loader | None = None
-    other: float = 0.0  # bytes taken before the first step, beside the weights
+    strategy: Strategy
 
     @property
     def device(self) -> torch.device:
+        """The device that this process computes on."""
         return self.accelerator.device
 
     @property
     def device_name(self) -> str:
-        """The device's, and of how many processes each has one."""
+        """Name of the device, with the number of processes that each have one."""
         world, name = self.strategy.place.world_size, self.accelerator.name
         return f"{world} x {name}" if world > 1 else name
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints; `out` is one of this process's own."""
+        """Folder of the run's checkpoints, which all processes share."""
         return run_folder(self.out, self.strategy.place) / "checkpoints"
 
-    def stopping(self) -> bool:
-        """Whether any process got a signal; all give the same answer, of the call before."""
+    @property
+    def label(self) -> str:
+        """Name of the run in tables and in the store."""
+        return self.origin.label(self.spec)
+
+    def stop_requested(self) -> bool:
+        """Return whether any process got a signal to stop.
+
+        With several processes, all return the same answer, which is that of the call before: the
+        exchange is not waited for.
+        """
         if self.strategy.place.world_size == 1:
             return self.signals.requested()
         number = self.strategy.all_reduce_max_async(self.signals.number or 0)
         self.signals.adopt(number)
         return number > 0
 
-    @property
-    def label(self) -> str:
-        return self.origin.label(self.spec)
-
     def say(self, message: str) -> None:
+        """Print a line to the run's console."""
         self.console.print(message, markup=False, soft_wrap=True)
 
-    def note(self, markdown: str) -> None:
-        """What the run's page in the store says in words."""
-        if saved := self.resumed:
-            step, changes = saved.content["step"], resume.changed_settings(self.spec, saved)
-            markdown += notes.resumed_note(step, changes)
-        self.tracker.note(markdown)
+    def write_file(self, path: Path, write: Callable[[Path], object]) -> bool:
+        """Write a file of the run's folder; return whether it was written.
 
-    def write(self, path: Path, write: Callable[[Path], object]) -> bool:
-        """Have a file written; one that cannot be is told, and costs the run nothing else."""
+        A file that cannot be written is reported on the console and does not end the run.
+        """
         try:
             write(path)
         except OSError as error:
@@ -100,60 +108,85 @@ class RunContext:
             return False
         return True
 
-    def leave(self, path: Path, write: Callable[[Path], object], folder: str = "") -> bool:
-        """The same of one that becomes an artifact, in a folder of the store's."""
-        if written := self.write(path, write):
+    def save_artifact(self, path: Path, write: Callable[[Path], object], folder: str = "") -> bool:
+        """Write a file and upload it as an artifact; return whether it was written.
+
+        Args:
+            path: of the file, in the run's folder.
+            write: writes the file at a path.
+            folder: of the artifact in the store.
+        """
+        written = self.write_file(path, write)
+        if written:
             self.tracker.artifact(path, folder)
         return written
 
-    def traceback(self) -> str:
-        """Keeps that of the error that is being handled; a sentence that says where."""
+    def save_traceback(self) -> str:
+        """Write the traceback of the error being handled to error.txt.
+
+        Returns:
+            A sentence that names the file; empty where it could not be written.
+        """
         text = redact(traceback.format_exc())
         path = self.out / "error.txt"
-        kept = self.write(path, lambda path: write_text(path, text))
-        return f"The traceback is in {relative_path(path)}." if kept else ""
+        if not self.write_file(path, lambda path: write_text(path, text)):
+            return ""
+        return f"The traceback is in {relative_path(path)}."
+
+
+class RunOutcome(NamedTuple):
+    """What training or an evaluation returns: its numbers, and what became of the layers."""
+
+    result: RunResult
+    report: ConversionReport
 
 
 def process_folder(out: Path, place: ProcessRank) -> Path:
-    """A process's own folder in a run's, which is that of the first one."""
+    """Return the folder of a process: the run's own for the first one, else one below it."""
     return out if place.is_main else out / "ranks" / str(place.rank)
 
 
 def run_folder(folder: Path, place: ProcessRank) -> Path:
-    """The run's folder of a process's own."""
+    """Return the run's folder, given the folder of one of its processes."""
     return folder if place.is_main else folder.parents[1]
 
 
-def prepare_process(this: RunContext) -> None:
-    """Seeds and switches, before anything is built."""
-    this.accelerator.reset_peak_memory()
-    seed_all(this.spec.seed)
-    if this.spec.deterministic:
+def prepare_process(run: RunContext) -> None:
+    """Seed the generators and set the process's switches, before anything is built."""
+    run.accelerator.reset_peak_memory()
+    seed_all(run.spec.seed)
+    if run.spec.deterministic:
         make_deterministic()
-    torch.set_anomaly_enabled(this.spec.debug.anomaly)
+    torch.set_anomaly_enabled(run.spec.debug.anomaly)
 
 
-def build_result(this: RunContext, summary: dict[str, Any], seconds: float) -> RunResult:
-    """What the run came to. The speed of emulated arithmetic is that of nothing."""
-    spec, origin, emulated = this.spec, this.origin, this.precision.emulated
-    if emulated:
+def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> RunResult:
+    """Return the result of a run that finished.
+
+    Args:
+        run: the run.
+        summary: fields of RunResult that training or the evaluation found.
+        seconds: wall-clock time of the mode.
+    """
+    spec, origin, emulated = run.spec, run.origin, run.precision.emulated
+    if emulated:  # its speed is that of the emulation, not of the precision
         summary = summary | {"examples_per_second": None, "step_ms": None}
     return RunResult(
-        precision=this.precision.name,
-        label=this.label,
-        folder=str(this.out),
+        precision=run.precision.name,
+        label=run.label,
+        folder=str(run.out),
         group=origin.group_label(spec),
         seed=spec.seed,
         overrides=origin.overrides,
         left_out=[*origin.keys_left_out],
         model=origin.option_name("model", spec.model),
         data=origin.option_name("data", spec.data),
-        device=this.device_name,
-        quality=this.task.quality,
-        direction=this.task.direction,
-        kernels="emulated" if emulated else this.precision.kernels(),
+        device=run.device_name,
+        quality=run.task.quality,
+        direction=run.task.direction,
+        kernels="emulated" if emulated else run.precision.kernels(),
         seconds=seconds,
-        tracking_uri=redact(getattr(this.tracker, "uri", "")) or None,
-        experiment=getattr(this.tracker, "experiment", ""),
+        tracking_uri=redact(getattr(run.tracker, "uri", "")) or None,
+        experiment=getattr(run.tracker, "experiment", ""),
         **summary,
     )

@@ -2,21 +2,28 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from runner.checkpoint import checkpoint_file
+from runner.config import trusted_targets
+from runner.config.invocation import Invocation
+from runner.config.resolve import resolve, to_dict
+from runner.config.schema import RunSpec
+from runner.config.targets import check_targets
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.modes.context import RunContext, build_result, prepare_process
+from runner.diagnostics.memory.out_of_memory import MemoryWatch
+from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
 from runner.modes.failures import check_data, try_batch
 from runner.modes.model_summary import describe_model
-from runner.modes.result import RunResult
 from runner.modes.run_artifacts import (
     log_data_sets,
     save_dtypes,
@@ -27,63 +34,107 @@ from runner.training.evaluation import evaluate
 from runner.training.model import restore_model
 from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
+from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
 from runner.utils.reproducibility import seed_all
 
 LEAST_SECONDS = 0.5  # of an evaluation whose speed is told
 
 
-def evaluate_checkpoint(this: RunContext) -> RunResult:
-    """The task's metrics of a checkpoint's weights, in this run's precision."""
-    with this.signals.at_once():
-        return _evaluated(this)
+def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocation]:
+    """Return the spec with the checkpoint's model, data, task and precision where none was typed.
+
+    Args:
+        spec: its checkpoint.path names the checkpoint.
+        origin: what was typed.
+
+    Returns:
+        The spec, and the invocation with the names of the checkpoint's options.
+
+    Raises:
+        ConfigError: the settings do not resolve, name code that is not trusted, or an adapter was
+            typed.
+    """
+    assert spec.checkpoint.path is not None
+    path = checkpoint_file.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
+    saved = checkpoint_file.load(path)
+    if origin.overrides_key("adapter"):
+        raise ConfigError(
+            "mode=evaluate takes the adapter from the checkpoint, and merges it where the "
+            "precision packs weights otherwise. Leave adapter= out."
+        )
+    groups = ("model", "adapter", "data", "task", "precision")
+    own = [key for key in groups if not origin.overrides_key(key)]
+    choices = {**origin.choices, **{key: saved["choices"].get(key, "") for key in own}}
+    signed = checkpoint_file.is_own(saved)
+    trusted_targets.check_trusted(saved["spec"], own, to_dict(spec), path, "checkpoint", signed)
+    nodes = {key: saved["spec"].get(key, {}) for key in own}
+    if origin.composed is not None:  # typed interpolations take the checkpoint's values
+        spec = resolve(OmegaConf.create({**origin.composed, **nodes}))
+    spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)
+    if problems := check_targets(spec):
+        raise ConfigError(*problems)
+    return spec, replace(origin, choices=choices, own=signed and origin.own)
 
 
-def _evaluated(this: RunContext) -> RunResult:
-    spec, started = this.spec, perf_counter()
-    prepare_process(this)
+def evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
+    """Compute the task's metrics of a checkpoint's weights, in the run's precision.
+
+    Args:
+        run: its parts; spec.checkpoint.path names the checkpoint.
+        memory: explains an allocator's error; it is given the state before the first batch.
+    """
+    with run.signals.at_once():
+        return _evaluate_checkpoint(run, memory)
+
+
+def _evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
+    spec, started = run.spec, perf_counter()
+    prepare_process(run)
     path = Path(spec.checkpoint.path or "")
     content = checkpoint_file.load(path)
-    validation = _validation(this)
+    validation = _validation(run)
     seed_all(spec.seed)
     saved = checkpoint_file.LoadedCheckpoint(path, content)
-    make = partial(restore_model, spec, this.precision, this.device, saved)
-    built = prove_conversion(this, make, validation)
-    check_compile_options(spec, this.precision, this.device, built.model)
-    with this.precision.session(built.model, this.device):
-        sizes = describe_model(this, built)
-        setup = TrainingSetup(spec, this.precision, this.task, this.device, this.strategy)
-        this.state = state = build_state(setup, built.model)
+    make = partial(restore_model, spec, run.precision, run.device, saved)
+    built = prove_conversion(run, make, validation)
+    check_compile_options(spec, run.precision, run.device, built.model)
+    with run.precision.session(built.model, run.device):
+        sizes = describe_model(run, built)
+        setup = TrainingSetup(spec, run.precision, run.task, run.device, run.strategy)
+        state = build_state(setup, built.model)
+        memory.begin_steps(state)
         with DtypeProbe(built.model) as probe:
-            try_batch(this, state, validation)
-        save_dtypes(this, probe)
-        prepare_model(spec, this.precision, this.device, built.model)
+            try_batch(run, state, validation)
+        save_dtypes(run, probe, built.report)
+        prepare_model(spec, run.precision, run.device, built.model)
         if spec.train.compile:
             _warm(state, validation)
-        metrics, rate = _measured(this, state, validation)
-    values = {**metrics, "memory/peak_mib": this.accelerator.peak_memory_mib()}
+        metrics, rate = _measured(run, state, validation)
+    values = {**metrics, "memory/peak_mib": run.accelerator.peak_memory_mib()}
     if rate is not None:
         values["perf/examples_per_second"] = rate
-    this.tracker.metrics(content["step"], now_ms(), values)
+    run.tracker.metrics(content["step"], now_ms(), values)
     for name in (key for key, value in metrics.items() if not math.isfinite(value)):
-        this.say(f"warning: {name} is {metrics[name]}: the weights, or this precision, diverge.")
+        run.say(f"warning: {name} is {metrics[name]}: the weights, or this precision, diverge.")
     summary = {
         "metrics": metrics,
-        "best": metrics[this.task.quality],
+        "best": metrics[run.task.quality],
         "steps": content["step"],
         "peak_memory_mib": values["memory/peak_mib"],
         "examples_per_second": rate,
-        **_as_trained(this, content),
+        **_as_trained(run, content),
     }
-    return build_result(this, sizes | summary, perf_counter() - started)
+    result = build_result(run, sizes | summary, perf_counter() - started)
+    return RunOutcome(result, built.report)
 
 
-def _validation(this: RunContext) -> Loader:
+def _validation(run: RunContext) -> Loader:
     """Its batches; told, and looked at."""
-    splits = build_splits(this.spec)
-    _, loader = build_loaders(this.spec, splits, this.device, this.strategy.place)
-    log_data_sets(this, splits)
-    check_data(this, (None, loader))
+    splits = build_splits(run.spec)
+    _, loader = build_loaders(run.spec, splits, run.device, run.strategy.place)
+    log_data_sets(run, splits)
+    check_data(run, (None, loader))
     return loader
 
 
@@ -98,24 +149,24 @@ def _warm(state: TrainState, validation: Loader) -> None:
 
 
 def _measured(
-    this: RunContext, state: TrainState, validation: Loader
+    run: RunContext, state: TrainState, validation: Loader
 ) -> tuple[dict[str, float], float | None]:
     """An evaluation, and its examples in a second; shorter ones measure the machine's moods."""
     began = perf_counter()
-    metrics = evaluate(state, validation, this.stopping)
-    this.signals.check()
+    metrics = evaluate(state, validation, run.stop_requested)
+    run.signals.check()
     assert metrics is not None
     seconds = perf_counter() - began
     return metrics, validation.examples / seconds if seconds >= LEAST_SECONDS else None
 
 
-def _as_trained(this: RunContext, content: Mapping[str, Any]) -> dict[str, Any]:
+def _as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str, Any]:
     """What the checkpoint reached in its own precision, where it was on the same data."""
     known = {"trained_in": content["precision"]}
     metrics, saved = content.get("metrics", {}), content["spec"]
-    same = saved["data"] == this.spec.data
-    if not same or saved["debug"]["overfit"] != this.spec.debug.overfit:
+    same = saved["data"] == run.spec.data
+    if not same or saved["debug"]["overfit"] != run.spec.debug.overfit:
         return known
     if not metrics:
-        this.say("The checkpoint holds no evaluation of its own to compare with.")
+        run.say("The checkpoint holds no evaluation of its own to compare with.")
     return {**known, "as_trained": metrics}

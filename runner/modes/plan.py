@@ -1,15 +1,12 @@
 """mode=plan: what a run would do, without data and without training."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from runner.config.invocation import Invocation
 from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
 from runner.diagnostics.memory.forecast import (
     build_fake_model,
@@ -17,6 +14,7 @@ from runner.diagnostics.memory.forecast import (
     peak_forecast,
 )
 from runner.diagnostics.memory.limits import USABLE, free_memory
+from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.precision.keep_fp32 import Float32Island
 from runner.precision.precision import Precision
@@ -24,27 +22,22 @@ from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.model import BuiltModel
 from runner.training.optimizers import (
-    build_scheduled_optimizers,
     build_optimizer,
+    build_scheduled_optimizers,
     embedding_parameters,
     parameters_by_optimizer,
 )
-from runner.utils.accelerator import Accelerator
 from runner.utils.files import write_json
 from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import GIB, MIB, count_elements, stored_bytes, tensor_bytes
 
 
-def plan(
-    spec: RunSpec,
-    out: Path,
-    origin: Invocation,
-    precision: Precision,
-    accelerator: Accelerator,
-    console: Console,
-) -> RunResult:
-    """Build the model without memory where its code allows, convert it, and print what a run
-    would hold. Nothing is trained, loaded or tracked."""
+def plan(run: RunContext) -> RunResult:
+    """Print what a run would hold, from its model built on the meta device and converted.
+
+    Where a model's code reads values, it is built in memory. Nothing is trained, loaded or tracked.
+    """
+    spec, precision, accelerator = run.spec, run.precision, run.accelerator
     seed_all(spec.seed)
     built = build_fake_model(spec, precision)
     model, report = built.model, built.report
@@ -55,29 +48,26 @@ def plan(
         key: (node, params)
         for key, node, params in parameters_by_optimizer(spec.optimizer, model, named)
     }
-    table = _overview(spec, origin, precision, accelerator, built, optimizer)
+    table = _overview(run, built, optimizer)
     for name, text in _peak(spec, precision, accelerator.device).items():
         table.add_row(name, text)
-    console.print(table)
+    run.console.print(table)
     for line in report.lines(most=len(report.modules)):
-        console.print(line)
+        run.console.print(line)
     if report.modules:
-        console.print(
+        run.console.print(
             "not proven: no batch was run, so layers that the model never calls are counted, too"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "conversion.json", report.to_list())
+    run.out.mkdir(parents=True, exist_ok=True)
+    write_json(run.out / "conversion.json", report.to_list())
     islands = [n for n, m in model.named_modules() if isinstance(m, Float32Island)]
     if islands:
-        console.print(f"kept in float32: {', '.join(islands)}", markup=False)
-    return RunResult(precision.name, origin.label(spec), str(out), device=accelerator.name)
+        run.console.print(f"kept in float32: {', '.join(islands)}", markup=False)
+    return RunResult(precision.name, run.label, str(run.out), device=accelerator.name)
 
 
 def _overview(
-    spec: RunSpec,
-    origin: Invocation,
-    precision: Precision,
-    accelerator: Accelerator,
+    run: RunContext,
     built: BuiltModel,
     optimizers: Mapping[str, tuple[Mapping[str, Any], list[nn.Parameter]]],
 ) -> Table:
@@ -86,13 +76,13 @@ def _overview(
     trainable = [p for p in params if p.requires_grad]
     state = sum(_state_bytes(key, *pair, model) for key, pair in optimizers.items())
     weights, grads = stored_bytes(model), tensor_bytes(*trainable)
-    scale = precision.scale(torch.device("cpu")).value
-    train = spec.train
+    scale = run.precision.scale(torch.device("cpu")).value
+    train = run.spec.train
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.epochs} epochs"
     rows = {
-        "device": accelerator.name,
+        "device": run.accelerator.name,
         "stored in": _dtypes(model),
-        "computed in": precision.computes,
+        "computed in": run.precision.computes,
         "loss scale": "none" if scale is None else f"from {scale.item():g}",
         "parameters": f"{_count(params):,} ({_count(trainable):,} trainable)",
         "weights and buffers": f"{weights / MIB:.1f} MiB (float32: {built.plain_bytes / MIB:.1f})",
@@ -102,7 +92,7 @@ def _overview(
         "batch": f"{train.batch_size} x {train.accumulate} micro-batches per step",
         "length": length,
     }
-    table = Table(title=f"plan: {origin.label(spec)}", title_justify="left", show_header=False)
+    table = Table(title=f"plan: {run.label}", title_justify="left", show_header=False)
     for name, text in rows.items():
         table.add_row(name, text)
     return table

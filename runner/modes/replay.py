@@ -16,8 +16,6 @@ from rich.table import Table
 from torch import nn
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.invocation import Invocation
-from runner.config.schema import RunSpec
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Batch
 from runner.diagnostics import saved_batch
@@ -28,6 +26,7 @@ from runner.diagnostics.nonfinite_trace import (
     first_nonfinite,
 )
 from runner.diagnostics.saved_batch import SavedBatch
+from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.modes.rewind import rewind_to_step, saved_run_spec
 from runner.modes.trial_forward import build_proven_model
@@ -38,8 +37,7 @@ from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.step import backpropagate, examples_in, loss_of
-from runner.training.tasks.task import Task, labels_of, mean
-from runner.utils.accelerator import Accelerator
+from runner.training.tasks.task import labels_of, mean
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import format_number
 from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
@@ -58,26 +56,19 @@ class ReplayResult(NamedTuple):
     weights_mib: float
 
 
-def replay(
-    spec: RunSpec,
-    out: Path,
-    origin: Invocation,
-    precision: Precision,
-    accelerator: Accelerator,
-    task: Task,
-    console: Console,
-) -> RunResult:
-    """Replay the batch that spec.batch names and print where it begins."""
+def replay(run: RunContext) -> RunResult:
+    """Replay the batch that spec.batch names, and print where its numbers stop being finite."""
+    spec, precision, console = run.spec, run.precision, run.console
     assert spec.batch is not None
     saved = saved_batch.read_saved_batch(Path(spec.batch))
-    device, own = accelerator.device, saved_run_spec(Path(spec.batch))
+    device, own = run.device, saved_run_spec(Path(spec.batch))
     value = precision.scale(device).value
     scale = 1.0 if value is None else saved.loss_scale or value.item()
     runs: dict[str, ReplayResult] = {}
     begin, rng = load_init_weights(spec), None
     weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
     if own is None or saved.begun is None or spec.init.weights != own.init.weights:
-        batches = _batches(spec, saved, device, console, origin)
+        batches = _batches(run, saved)
     else:
         with rewind_to_step(replace(own, batch=spec.batch), saved, device, console) as reached:
             state, batches, weights = reached
@@ -90,25 +81,24 @@ def replay(
             if all(getattr(own, key) == getattr(spec, key) for key in ("model", "precision")):
                 runs[precision.name] = _traced(state, batches, scale)
     if not runs:
-        runs[precision.name] = _through(spec, precision, task, device, batches, scale, begin, rng)
+        runs[precision.name] = _through(run, precision, batches, scale, begin, rng)
     plain = registry.load_precision("32-true")
     small = runs[precision.name].weights_mib <= CHEAP_MIB
     if precision.name not in (plain.name, "64-true") and small:
-        runs[plain.name] = _through(spec, plain, task, device, batches, scale, begin, rng)
+        runs[plain.name] = _through(run, plain, batches, scale, begin, rng)
     _show(console, saved, runs, weights)
-    return RunResult(precision.name, origin.label(spec), str(out), device=accelerator.name)
+    return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
-def _batches(
-    spec: RunSpec, saved: SavedBatch, device: torch.device, console: Console, origin: Invocation
-) -> list[Batch]:
-    data = origin.option_name("data", spec.data)
+def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
+    """Load the batch's samples from the training set, and check that it is the same one."""
+    spec, data = run.spec, run.origin.option_name("data", run.spec.data)
     if (data, spec.seed) != (saved.data, saved.seed):
-        console.print(
+        run.console.print(
             f"warning: the batch is of data={saved.data} seed={saved.seed}, this is data={data} "
             f"seed={spec.seed}: its indices may mean other samples."
         )
-    loader, _ = build_loaders(spec, build_splits(spec), device)
+    loader, _ = build_loaders(spec, build_splits(spec), run.device)
     highest = max(index for micro in saved.micro_batches for index in micro)
     if highest >= loader.examples:
         raise ConfigError(
@@ -119,10 +109,8 @@ def _batches(
 
 
 def _through(
-    spec: RunSpec,
+    run: RunContext,
     precision: Precision,
-    task: Task,
-    device: torch.device,
     batches: Sequence[Batch],
     scale: float,
     begin: LoadedCheckpoint | None,
@@ -130,12 +118,13 @@ def _through(
 ) -> ReplayResult:
     """What a model made anew with these weights does with the batch; in every precision with one
     loss scale, so that their gradients can be compared."""
+    spec, device = run.spec, run.device
     seed_all(spec.seed)
     # The run's own weights (rng is given) come with the adapter that its gradients were of.
     whole = rng is not None and begin is not None and keeps_adapter(spec, precision, begin)
     make = partial(build_model, spec, precision, device, start=begin, whole=whole)
     built = build_proven_model(make, precision, device, spec.seed, lambda: batches[0][0])
-    state = build_state(TrainingSetup(spec, precision, task, device), built.model)
+    state = build_state(TrainingSetup(spec, precision, run.task, device), built.model)
     if rng is not None:
         set_rng_state(rng, device)
     with precision.session(built.model, device):
@@ -180,9 +169,9 @@ def _show(
     step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
     samples = sum(map(len, saved.micro_batches))
     console.print(f"replay of step {step}: {samples} samples, weights: {weights}")
-    for label, run in runs.items():
-        console.print(f"loss in {label}: {format_number(run.loss)}")
-    beside = {row.place: row for _, run in others for row in run.rows}
+    for label, result in runs.items():
+        console.print(f"loss in {label}: {format_number(result.loss)}")
+    beside = {row.place: row for _, result in others for row in result.rows}
     spot = first_nonfinite(ours.rows)
     if spot is not None:
         console.print(_told(name, ours.rows[spot], beside))

@@ -1,30 +1,31 @@
-"""run(spec, out): the only orchestration, readable top to bottom."""
+"""Run one spec, from its folder and its parts to its result.
+
+`run` reads top to bottom: resume, check the spec, build the parts, open the record, hand over to
+the mode (train, evaluate, plan or replay), close the record, print and write the result.
+"""
 
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from omegaconf import OmegaConf
 from rich.console import Console
 
-from runner.checkpoint import checkpoint_file
-from runner.config import trusted_targets
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
-from runner.config.resolve import flatten, resolve, to_dict
+from runner.config.resolve import flatten
 from runner.config.schema import RunSpec
 from runner.config.schema_advise import LONE_ADVICE
 from runner.config.targets import build_group, check_targets
 from runner.diagnostics import saved_batch
-from runner.diagnostics.memory.out_of_memory import explain_out_of_memory
+from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.diagnostics.numerics.callback import check_numerics
 from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
 from runner.modes import artifacts, notes, resume
 from runner.modes.context import RunContext, process_folder
-from runner.modes.evaluate import evaluate_checkpoint
+from runner.modes.evaluate import evaluate_checkpoint, with_checkpoint_config
 from runner.modes.plan import plan
 from runner.modes.replay import replay
 from runner.modes.result import RunResult, print_result
@@ -52,18 +53,18 @@ from runner.utils.stop_signals import Stopped, StopSignals
 def run(
     spec: RunSpec, out: Path, origin: Invocation | None = None, console: Console | None = None
 ) -> RunResult:
-    """Train, evaluate or plan one spec.
+    """Run one spec: train, evaluate, plan or replay it.
 
     Args:
-        spec: resolved.
-        out: the run's folder; created.
-        origin: labels and overrides of the config.
-        console: where progress and the summary go.
+        spec: what to run.
+        out: the run's folder; it is created.
+        origin: what was typed, and how the run is labelled.
+        console: where progress and the summary are printed.
 
     Raises:
-        ConfigError: the config cannot run; it names every problem found.
-        Unavailable: this machine lacks what the precision or accelerator needs.
-        Stopped: by a signal, after a checkpoint.
+        ConfigError: the config cannot run; the message names every problem found.
+        Unavailable: this machine lacks what the precision or the accelerator needs.
+        Stopped: a signal ended the run, after a checkpoint.
     """
     strategy: Strategy = build_group("strategy", spec.strategy)
     with strategy.session():
@@ -73,34 +74,24 @@ def run(
 def _run(
     spec: RunSpec, out: Path, origin: Invocation, console: Console, strategy: Strategy
 ) -> RunResult:
-    resumed, place = None, strategy.place
+    place, resumed = strategy.place, None
     if not place.is_main:
-        console = Console(file=io.StringIO())
-    if was := _begin(spec, origin, out, console, strategy):
-        out, resumed, spec, origin = was
-    if spec.mode == "advise":
-        raise ConfigError(LONE_ADVICE)
-    problems = [*spec.problems()]
-    if spec.mode == "evaluate" and not problems:
-        spec, origin = _with_checkpoint(spec, origin)
-    if problems := [*problems, *check_targets(spec)]:
-        raise ConfigError(*problems)
+        console = Console(file=io.StringIO())  # the first process prints for all
+    resume_plan = _plan_resume(spec, origin, out, console, strategy)
+    if resume_plan is not None:
+        out, resumed, spec, origin = resume_plan
+    spec, origin = _checked_spec(spec, origin)
     torchrun.publish_run_folder(out)
     out = process_folder(out, place)
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, folder_lock(out), process_state():
         with signals.at_once():
-            this = _made(spec, out, origin, console, strategy, signals)
-            this.resumed = resumed
-            if this.spec.mode in ("plan", "replay"):
-                return _untracked(this)
-        with _tracked(this), explain_out_of_memory(this):
-            result = (train if spec.mode == "train" else evaluate_checkpoint)(this)
-            signals.check()
-            with suppress(OSError):  # it is written once more when the record of the end has room
-                this.tracker.artifact(result.write(out))
-            this.note(notes.finished_note(origin.command, result, this.report))
-    tracker = this.tracker
+            context = _build_context(spec, out, origin, console, strategy, signals)
+            if context.spec.mode in ("plan", "replay"):
+                return _run_untracked(context)
+        result = _run_tracked(context, resumed)
+    # The id and the pages are known when the store has taken the run, at the latest at its end.
+    tracker = context.tracker
     result = replace(
         result,
         run_id=tracker.run_id,
@@ -108,11 +99,46 @@ def _run(
         dashboard=tracker.dashboard,
     )
     print_result(console, result)
-    _afterwards(this, result)
+    _check_end(context, result)
     return result
 
 
-def _made(
+def _plan_resume(
+    spec: RunSpec, origin: Invocation, out: Path, console: Console, strategy: Strategy
+) -> resume.ResumePlan | None:
+    """Return what checkpoint.resume continues; the first process looks for it.
+
+    The others take the checkpoint that it found: a file may appear between two looks.
+    """
+    place = strategy.place
+    if place.world_size == 1:
+        return resume.plan_resume(spec, origin, out, console)
+    plan = resume.plan_resume(spec, origin, out, console) if place.is_main else None
+    path = strategy.broadcast_object(plan and str(plan.saved.path))
+    if place.is_main or path is None:
+        return plan
+    spec = replace(spec, checkpoint=replace(spec.checkpoint, resume=path))
+    return resume.plan_resume(spec, origin, out, console)
+
+
+def _checked_spec(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocation]:
+    """Return the spec to run, for mode=evaluate with the settings of its checkpoint.
+
+    Raises:
+        ConfigError: with every problem of the config.
+    """
+    if spec.mode == "advise":
+        raise ConfigError(LONE_ADVICE)
+    problems = [*spec.problems()]
+    if spec.mode == "evaluate" and not problems:
+        spec, origin = with_checkpoint_config(spec, origin)
+    problems += check_targets(spec)
+    if problems:
+        raise ConfigError(*problems)
+    return spec, origin
+
+
+def _build_context(
     spec: RunSpec,
     out: Path,
     origin: Invocation,
@@ -120,18 +146,16 @@ def _made(
     strategy: Strategy,
     signals: StopSignals,
 ) -> RunContext:
-    """The parts of a run, before any of its data or its model.
+    """Build the parts of a run that need neither its data nor its model.
 
     Raises:
         ConfigError, Unavailable: as `run`.
     """
-    accelerator = Accelerator(
-        strategy.device(choose_accelerator(spec.accelerator.name, spec.accelerator.index).device)
-    )
+    chosen = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
+    accelerator = Accelerator(strategy.device(chosen.device))
     if spec.mode == "replay":
-        spec, origin = with_run_config(
-            spec, origin, saved_batch.read_saved_batch(Path(spec.batch or ""))
-        )
+        saved = saved_batch.read_saved_batch(Path(spec.batch or ""))
+        spec, origin = with_run_config(spec, origin, saved)
     precision: Precision = build_group("precision", spec.precision)
     precision.require(accelerator.device)
     precision.require_strategy(strategy)
@@ -146,155 +170,141 @@ def _made(
     )
 
 
-def _begin(
-    spec: RunSpec, origin: Invocation, out: Path, console: Console, strategy: Strategy
-) -> resume.ResumePlan | None:
-    """What there is to go on with, as the first process finds it."""
-    if strategy.place.world_size == 1:
-        return resume.plan_resume(spec, origin, out, console)
-    was = resume.plan_resume(spec, origin, out, console) if strategy.place.is_main else None
-    path = strategy.broadcast_object(was and str(was.saved.path))
-    if strategy.place.is_main or path is None:
-        return was
-    return resume.plan_resume(
-        replace(spec, checkpoint=replace(spec.checkpoint, resume=path)), origin, out, console
-    )
-
-
-def _untracked(this: RunContext) -> RunResult:
-    """mode=plan and mode=replay, which record nothing in the store."""
-    spec, world = this.spec, this.strategy.place.world_size
+def _run_untracked(context: RunContext) -> RunResult:
+    """Run mode=plan or mode=replay, which record nothing in the store."""
+    mode, world = context.spec.mode, context.strategy.place.world_size
     if world > 1:
         raise ConfigError(
-            f"mode={spec.mode} works in one process, and torchrun started {world}. Leave torchrun "
+            f"mode={mode} works in one process, and torchrun started {world}. Leave torchrun "
             "and strategy= out."
         )
-    work = plan if spec.mode == "plan" else partial(replay, task=this.task)
-    parts = spec, this.out, this.origin, this.precision, this.accelerator
-    result = work(*parts, console=this.console)
-    result.write(this.out)
+    result = plan(context) if mode == "plan" else replay(context)
+    result.write(context.out)
     return result
 
 
-def _afterwards(this: RunContext, result: RunResult) -> None:
-    """A stop that came while the end of the run waited for its store ends the command, and a result
-    or a record that was refused is no success; a sweep sees to its own records."""
+def _run_tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> RunResult:
+    """Run mode=train or mode=evaluate, recorded in the store."""
+    memory = MemoryWatch(
+        context.spec,
+        context.precision,
+        context.accelerator,
+        context.origin.choices.get("optimizer", ""),
+        context.save_traceback,
+    )
+    with _tracked(context, resumed), memory.explain():
+        if context.spec.mode == "train":
+            result, report = train(context, resumed, memory)
+        else:
+            result, report = evaluate_checkpoint(context, memory)
+        context.signals.check()
+        with suppress(OSError):  # _check_end writes it again, when the journal may have made room
+            context.tracker.artifact(result.write(context.out))
+        _note(context, resumed, notes.finished_note(context.origin.command, result, report))
+    return result
+
+
+@contextmanager
+def _tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> Iterator[None]:
+    """Open the run in the store, and close it with the status that the run really had."""
+    tracker = context.tracker
+    if context.origin.sweep is None:
+        with context.signals.at_once():
+            tracker.check_sweep()
+    _begin_folder(context)
+    tracker.open(_run_info(context, resumed))
     try:
-        _write_result(this, result)
-        this.signals.check()
-        if this.origin.sweep is None:
-            this.tracker.check()
+        _note(context, resumed, notes.running_note(context.origin.command))
+        tracker.artifact(context.out / CONFIG)
+        tracker.artifact(context.out / artifacts.ENVIRONMENT)
+        yield
+    except (Stopped, KeyboardInterrupt) as error:
+        _close(context, resumed, "KILLED", str(error) or "Interrupted.")
+        raise
+    except BaseException as error:
+        _close(context, resumed, "FAILED", redact(f"{type(error).__name__}: {error}"))
+        raise
+    tracker.close("FINISHED", stopped=context.signals.requested)
+
+
+def _begin_folder(context: RunContext) -> None:
+    """Write the config and the environment, before anything is computed or recorded.
+
+    Raises:
+        ConfigError: the folder takes no files.
+    """
+    environment = artifacts.environment_facts(context.origin)
+    try:
+        artifacts.write_config(context.out, context.spec, context.origin.own)
+        write_json(context.out / artifacts.ENVIRONMENT, environment)
+    except OSError as error:
+        raise ConfigError(
+            f"{relative_path(context.out)} takes no files: {os_error_reason(error)}. Make room, or "
+            "type hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
+        ) from error
+
+
+def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
+    """Return what the store is given when the run is opened there."""
+    spec, origin, strategy = context.spec, context.origin, context.strategy
+    tags = {
+        "precision": context.precision.name,
+        "model": origin.option_name("model", spec.model),
+        "data": origin.option_name("data", spec.data),
+        "accelerator": context.accelerator.kind,
+        "device_name": context.device_name,
+        "output_dir": str(context.out.absolute()),
+        "mode": spec.mode,
+    }
+    if strategy.place.world_size > 1:
+        tags |= {"strategy": strategy.name, "processes": str(strategy.place.world_size)}
+    tags |= artifacts.git_tags(Path.cwd())
+    info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=origin.sweep)
+    before = journal.latest_journal(context.out)
+    if resumed is not None:
+        changes = resume.changed_settings(spec, resumed)
+        return replace(info, continues=before, step=resumed.content["step"], changes=changes)
+    # A run that should have been resumed and had no checkpoint starts over, as a new run.
+    superseded = stored_run_id(before) if before and spec.checkpoint.resume else None
+    return replace(info, tags=tags | {"supersedes": superseded}) if superseded else info
+
+
+def _note(context: RunContext, resumed: LoadedCheckpoint | None, markdown: str) -> None:
+    """Set the text of the run's page in the store; for a resumed run, it says where it resumed."""
+    if resumed is not None:
+        changes = resume.changed_settings(context.spec, resumed)
+        markdown += notes.resumed_note(resumed.content["step"], changes)
+    context.tracker.note(markdown)
+
+
+def _close(
+    context: RunContext, resumed: LoadedCheckpoint | None, status: Status, error: str
+) -> None:
+    with suppress(TrackingError):  # an error of the store must not hide why the run ended
+        _note(context, resumed, notes.failed_note(context.origin.command, status, error))
+    context.tracker.close(status, error, context.signals.requested)
+
+
+def _check_end(context: RunContext, result: RunResult) -> None:
+    """Write the result, and raise what went wrong after the run's work was done.
+
+    That is a signal that came while the records were uploaded, a result that could not be written,
+    or records that the store refused. A sweep checks the records of its jobs itself.
+    """
+    try:
+        _write_result(context, result)
+        context.signals.check()
+        if context.origin.sweep is None:
+            context.tracker.check()
     except RunnerError as error:
         error.finished = True
         raise
 
 
-def _write_result(this: RunContext, result: RunResult) -> None:
+def _write_result(context: RunContext, result: RunResult) -> None:
     try:
-        result.write(this.out)
+        result.write(context.out)
     except OSError as error:
-        path = relative_path(this.out / RESULT)
+        path = relative_path(context.out / RESULT)
         text = f"{path} was not written: {os_error_reason(error)}. The result is above."
         raise CheckpointError(text) from error
-
-
-def _begin_folder(this: RunContext) -> None:
-    """What the run is, before anything is computed or recorded.
-
-    Raises:
-        ConfigError: the folder takes no files.
-    """
-    environment = artifacts.environment_facts(this.origin)
-    try:
-        artifacts.write_config(this.out, this.spec, this.origin.own)
-        write_json(this.out / artifacts.ENVIRONMENT, environment)
-    except OSError as error:
-        raise ConfigError(
-            f"{relative_path(this.out)} takes no files: {os_error_reason(error)}. Make room, or "
-            "type hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
-        ) from error
-
-
-@contextmanager
-def _tracked(this: RunContext) -> Iterator[None]:
-    """The run in the tracking store, whose status says what really happened."""
-    tracker = this.tracker
-    if this.origin.sweep is None:
-        with this.signals.at_once():
-            tracker.check_sweep()
-    _begin_folder(this)
-    tracker.open(_info(this))
-    try:
-        this.note(notes.running_note(this.origin.command))
-        tracker.artifact(this.out / CONFIG)
-        tracker.artifact(this.out / artifacts.ENVIRONMENT)
-        yield
-    except (Stopped, KeyboardInterrupt) as error:
-        _close(this, "KILLED", str(error) or "Interrupted.")
-        raise
-    except BaseException as error:
-        _close(this, "FAILED", redact(f"{type(error).__name__}: {error}"))
-        raise
-    tracker.close("FINISHED", stopped=this.signals.requested)
-
-
-def _close(this: RunContext, status: Status, error: str) -> None:
-    with suppress(TrackingError):  # what ended the run must not be hidden by its record
-        this.note(notes.failed_note(this.origin.command, status, error))
-    this.tracker.close(status, error, this.signals.requested)
-
-
-def _info(this: RunContext) -> RunInfo:
-    spec, origin = this.spec, this.origin
-    model, data = origin.option_name("model", spec.model), origin.option_name("data", spec.data)
-    tags = {
-        "precision": this.precision.name,
-        "model": model,
-        "data": data,
-        "accelerator": this.accelerator.kind,
-        "device_name": this.device_name,
-        "output_dir": str(this.out.absolute()),
-        "mode": spec.mode,
-        **(
-            {"strategy": this.strategy.name, "processes": str(this.strategy.place.world_size)}
-            if this.strategy.place.world_size > 1
-            else {}
-        ),
-        **artifacts.git_tags(Path.cwd()),
-    }
-    info = RunInfo(this.out, flatten(spec), tags, name=this.label, sweep=origin.sweep)
-    before = journal.latest_journal(this.out)
-    if (saved := this.resumed) is None:
-        old = stored_run_id(before) if before and spec.checkpoint.resume else None
-        return replace(info, tags=tags | {"supersedes": old}) if old else info
-    return replace(
-        info,
-        continues=before,
-        step=saved.content["step"],
-        changes=resume.changed_settings(spec, saved),
-    )
-
-
-def _with_checkpoint(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocation]:
-    """The spec with the checkpoint's own model, data, task and precision where the user gave none,
-    and the names that they had there."""
-    assert spec.checkpoint.path is not None
-    path = checkpoint_file.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
-    saved = checkpoint_file.load(path)
-    if origin.overrides_key("adapter"):
-        raise ConfigError(
-            "mode=evaluate takes the adapter from the checkpoint, and merges it where the "
-            "precision packs weights otherwise. Leave adapter= out."
-        )
-    groups = ("model", "adapter", "data", "task", "precision")
-    own = [key for key in groups if not origin.overrides_key(key)]
-    choices = {**origin.choices, **{key: saved["choices"].get(key, "") for key in own}}
-    signed = checkpoint_file.is_own(saved)
-    trusted_targets.check_trusted(saved["spec"], own, to_dict(spec), path, "checkpoint", signed)
-    nodes = {key: saved["spec"].get(key, {}) for key in own}
-    if origin.composed is not None:  # what was typed reads the checkpoint's values
-        spec = resolve(OmegaConf.create({**origin.composed, **nodes}))
-    spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)
-    if problems := check_targets(spec):
-        raise ConfigError(*problems)
-    return spec, replace(origin, choices=choices, own=signed and origin.own)

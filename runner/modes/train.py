@@ -1,15 +1,19 @@
-"""The body of a training run, between the tracker's open and close."""
+"""mode=train: load the data, build the model and its optimizers, train, and save the model.
+
+The tracker is open already; run.py closes it.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.diagnostics.memory.limits import memory_limit
-from runner.modes.context import RunContext, build_result, prepare_process
+from runner.diagnostics.memory.out_of_memory import MemoryWatch
+from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
 from runner.modes.failures import (
     check_data,
     explain_data_errors,
@@ -18,7 +22,6 @@ from runner.modes.failures import (
     try_batch,
 )
 from runner.modes.model_summary import describe_model
-from runner.modes.result import RunResult
 from runner.modes.run_artifacts import (
     log_data_sets,
     log_workers,
@@ -30,7 +33,8 @@ from runner.modes.run_artifacts import (
     save_weights,
 )
 from runner.modes.training_callbacks import TrainingCallbacks
-from runner.modes.trial_forward import first_step, prove_conversion
+from runner.modes.trial_forward import FirstStepProof, prove_conversion
+from runner.precision.precision import ConversionReport
 from runner.training.callbacks.callback import dispatch
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import check_compile_options, prepare_model
@@ -39,145 +43,197 @@ from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
 from runner.utils.errors import CheckpointError
 from runner.utils.reproducibility import seed_all
-from runner.utils.tensors import MIB, stored_bytes, tensor_bytes
+from runner.utils.tensors import MIB, tensor_bytes
 from runner.utils.terminal import quote_command
 
-_UNWATCHED = nullcontext()
+_UNMEASURED = nullcontext()
 
 
-def train(this: RunContext) -> RunResult:
-    """Data, model, optimizer, then the loop. Raises ConfigError where they do not fit together."""
-    spec, strategy, started = this.spec, this.strategy, perf_counter()
-    with this.signals.at_once():
-        loaders = _loaders(this)
-        make = model_builder(spec, this.precision, this.device, this.resumed)
-        built = prove_conversion(this, make, loaders[1])
-        check_compile_options(spec, this.precision, this.device, built.model)
-    with this.precision.session(built.model, this.device):
-        with this.signals.at_once():
-            sizes = describe_model(this, built)
+class LoopOutcome(NamedTuple):
+    """What the training loop returns.
+
+    Attributes:
+        summary: best, last and speed of the training.
+        report: the conversion, with the layers that the first step proved.
+        failure: why a guard stopped the training; empty where none did.
+        unsaved: why files with weights could not be written, a sentence each.
+    """
+
+    summary: RunSummary
+    report: ConversionReport
+    failure: str
+    unsaved: list[str]
+
+
+def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch) -> RunOutcome:
+    """Train a run from its start or from a checkpoint.
+
+    Args:
+        run: its parts.
+        resumed: the checkpoint to continue from; None for a run that starts.
+        memory: explains an allocator's error; it is given the state before the first step.
+
+    Raises:
+        ConfigError: data, model, optimizer and task do not fit together.
+        Diverged: a guard stopped the run.
+        CheckpointError: the run finished, and its weights could not be written.
+    """
+    spec, strategy, started = run.spec, run.strategy, perf_counter()
+    with run.signals.at_once():
+        loaders = _loaders(run)
+        make = model_builder(spec, run.precision, run.device, resumed)
+        built = prove_conversion(run, make, loaders[1])
+        check_compile_options(spec, run.precision, run.device, built.model)
+    with run.precision.session(built.model, run.device):
+        with run.signals.at_once():
+            sizes = describe_model(run, built)
             steps = total_steps(spec.train, loaders[0])
-            setup = TrainingSetup(spec, this.precision, this.task, this.device, strategy)
+            setup = TrainingSetup(spec, run.precision, run.task, run.device, strategy)
             state = build_state(setup, built.model, steps)
             require_single_process(state, spec.train)
-            _part_streams(this)
-            this.state, this.loader = state, loaders[0]
-            this.other = memory_limit(this.device)[0] - stored_bytes(state.model)
-            try_batch(this, state, loaders[1])
-        tally = _loop(this, state, loaders, steps)
-        sizes["peak_memory_mib"] = save_processes(this, tally.summary())  # the export has its own
-        if not this.trouble:
-            save_model(this, state, loaders[1])
+            _separate_random_streams(run)
+            memory.begin_steps(state, loaders[0])
+            try_batch(run, state, loaders[1])
+        proof = FirstStepProof(run, state, built.report)
+        end = _train_loop(run, state, loaders, resumed, proof)
+        summary = end.summary.summary()
+        # Taken before the export, which has a peak of its own.
+        sizes["peak_memory_mib"] = save_processes(run, summary)
+        if not end.failure:
+            save_model(run, state, loaders[1])
         sizes["planned_steps"] = steps
-        sizes |= this.report.tags()  # the first step may have proven more layers
+        sizes |= end.report.tags()  # the first step may have proven more layers
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
-    result = build_result(this, sizes | tally.summary(), perf_counter() - started)
-    if this.trouble:
-        raise_diverged(this, result)
-    if this.lost:
-        raise_unsaved_weights(this, result)
-    return result
+    result = build_result(run, sizes | summary, perf_counter() - started)
+    if end.failure:
+        raise_diverged(run, result, [end.failure, *end.unsaved])
+    if end.unsaved:
+        raise_unsaved_weights(run, result, end.unsaved)
+    return RunOutcome(result, end.report)
 
 
-def _loaders(this: RunContext) -> tuple[Loader, Loader]:
-    """Training and validation batches; told, looked at, and the seed set for the model."""
-    prepare_process(this)
-    splits = build_splits(this.spec)
-    place = this.strategy.place
-    loaders = build_loaders(this.spec, splits, this.device, place)
+def _loaders(run: RunContext) -> tuple[Loader, Loader]:
+    """Build and check the training and the validation loader; seed the generators for the model."""
+    prepare_process(run)
+    splits = build_splits(run.spec)
+    place = run.strategy.place
+    loaders = build_loaders(run.spec, splits, run.device, place)
     if place.world_size == 1:  # else the others would not know that a wait was cut
         for loader in loaders:
-            loader.wait_context = this.signals.at_once
-    log_data_sets(this, splits)
-    log_workers(this, loaders[0])
-    check_data(this, loaders)
-    seed_all(this.spec.seed)
+            loader.wait_context = run.signals.at_once
+    log_data_sets(run, splits)
+    log_workers(run, loaders[0])
+    check_data(run, loaders)
+    seed_all(run.spec.seed)
     return loaders
 
 
-def _loop(
-    this: RunContext, state: TrainState, loaders: tuple[Loader, Loader], steps: int
-) -> RunSummary:
-    """Train, with every observer reading along; leaves a checkpoint however it ends."""
-    spec, probe = this.spec, DtypeProbe(state.model)
-    if spec.train.compile:  # what is compiled shows nothing
-        with this.signals.at_once(), probe:
-            try_batch(this, state, loaders[1])
-    prepare_model(spec, this.precision, this.device, state.plain_model)
-    course = TrainingCallbacks(this, state, loaders[0])
-    if this.resumed is not None:
-        told = course.restore(this.resumed)
-        this.say(f"resumed at step {state.step} of {steps}: {this.resumed.path}")
-        for line in told:
-            this.say(line)
+def _train_loop(
+    run: RunContext,
+    state: TrainState,
+    loaders: tuple[Loader, Loader],
+    resumed: LoadedCheckpoint | None,
+    proof: FirstStepProof,
+) -> LoopOutcome:
+    """Train with every callback reading the records, and save the weights however it ends."""
+    spec, probe = run.spec, DtypeProbe(state.model)
+    if spec.train.compile:  # compiled modules do not show their dtypes to the probe
+        with run.signals.at_once(), probe:
+            try_batch(run, state, loaders[1])
+    prepare_model(spec, run.precision, run.device, state.plain_model)
+    begun = resumed.content["step"] if resumed else 0
+    callbacks = TrainingCallbacks(run, state, loaders[0], begun)
+    if resumed is not None:
+        _restore(run, callbacks, resumed, total_steps(spec.train, loaders[0]))
     records = fit(
         state,
         *loaders,
         spec.train,
-        around=_around(this, course, probe),
+        around=_step_contexts(run, callbacks, probe, proof),
         flush_every=spec.checkpoint.every_steps,
-        stopped=this.stopping,
+        stopped=run.stop_requested,
     )
     try:
-        with explain_data_errors(this, state, loaders):
+        with explain_data_errors(run, state, loaders):
             for record in records:
-                dispatch(course.observers, record)
-                if course.over:
+                dispatch(callbacks.callbacks, record)
+                if callbacks.should_stop:
                     break
     finally:
-        course.close()
+        callbacks.close()
         for loader in loaders:
             loader.close()
-    this.signals.adopt(this.strategy.all_reduce_max(this.signals.number or 0))
-    if spec.checkpoint.final or this.signals.requested():
-        path = _save_last(this, course)
-        if this.signals.requested() and path:
-            this.say(f"checkpoint: {path}")
-            if this.origin.sweep is None:  # a sweep goes on as a whole
-                this.say(f"to go on: {quote_command(this.origin.resume_command(this.out))}")
-    if spec.checkpoint.safetensors and course.sound():
-        save_weights(this, state)
-    this.trouble = course.trouble
-    save_dtypes(this, probe)
-    save_loss_scale(this, course.tally, state.step)
-    return course.tally
+    # A signal that reached one process stops all of them.
+    run.signals.adopt(run.strategy.all_reduce_max(run.signals.number or 0))
+    unsaved = _save_weights(run, callbacks)
+    failure = callbacks.failure_message
+    save_dtypes(run, probe, proof.report)
+    save_loss_scale(run, callbacks.summary, state.step)
+    return LoopOutcome(callbacks.summary, proof.report, failure, unsaved)
 
 
-def _save_last(this: RunContext, course: TrainingCallbacks) -> Path | None:
-    """The last checkpoint; None where there is none, and this.lost says why it was not written."""
-    try:
-        return course.save_last()
-    except CheckpointError as error:
-        this.lost.append(str(error))
-        return None
+def _restore(
+    run: RunContext, callbacks: TrainingCallbacks, resumed: LoadedCheckpoint, steps: int
+) -> None:
+    """Restore a checkpoint's state, and say from which step the run continues."""
+    messages = callbacks.restore(resumed)
+    run.say(f"resumed at step {callbacks.state.step} of {steps}: {resumed.path}")
+    for line in messages:
+        run.say(line)
 
 
-def _part_streams(this: RunContext) -> None:
-    """What the processes draw at random from here on differs; their weights are alike."""
-    if not this.strategy.place.is_main:
-        seed_all(this.spec.seed + this.strategy.place.rank * 2**40)
+def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
+    """Write the last checkpoint and the safetensors file; return why one was not written."""
+    spec, unsaved = run.spec, list[str]()
+    if spec.checkpoint.final or run.signals.requested():
+        path = None
+        try:
+            path = callbacks.save_last()
+        except CheckpointError as error:
+            unsaved.append(str(error))
+        if run.signals.requested() and path:
+            run.say(f"checkpoint: {path}")
+            if run.origin.sweep is None:  # a sweep is resumed as a whole
+                run.say(f"to go on: {quote_command(run.origin.resume_command(run.out))}")
+    if spec.checkpoint.safetensors and callbacks.weights_are_valid():
+        problem = save_weights(run, callbacks.state)
+        if problem:
+            unsaved.append(problem)
+    return unsaved
 
 
-def _around(
-    this: RunContext, course: TrainingCallbacks, probe: DtypeProbe
+def _separate_random_streams(run: RunContext) -> None:
+    """Seed each process but the first anew: the weights are equal, dropout must not be."""
+    if not run.strategy.place.is_main:
+        seed_all(run.spec.seed + run.strategy.place.rank * 2**40)
+
+
+def _step_contexts(
+    run: RunContext, callbacks: TrainingCallbacks, probe: DtypeProbe, proof: FirstStepProof
 ) -> Callable[[int], AbstractContextManager[object]]:
-    """The context around each step: the first one is watched, and those that numbers are due of."""
-    first, looks = course.state.step + 1, course.looks
+    """Return the function that makes the context around a step.
+
+    The first step is watched, and every step in which the tensors are to be measured.
+    """
+    first, numerics = callbacks.state.step + 1, callbacks.numerics
 
     def around(step: int) -> AbstractContextManager[object]:
-        due = looks.at(step) if looks else _UNWATCHED
-        return _first(this, course, probe, due) if step == first else due
+        measured = numerics.around_step(step) if numerics else _UNMEASURED
+        return _first_step(run, probe, proof, measured) if step == first else measured
 
     return around
 
 
 @contextmanager
-def _first(
-    this: RunContext,
-    course: TrainingCallbacks,
+def _first_step(
+    run: RunContext,
     probe: DtypeProbe,
-    due: AbstractContextManager[object],
+    proof: FirstStepProof,
+    measured: AbstractContextManager[object],
 ) -> Iterator[None]:
-    """Context around the first step, which may compile for minutes and has nothing to save."""
-    with this.signals.at_once(), probe, first_step(this, course.state.plain_model), due:
+    """Return the context around the first step, which a signal ends at once.
+
+    It may compile for minutes, and there is nothing to save before it.
+    """
+    with run.signals.at_once(), probe, proof.watch(), measured:
         yield

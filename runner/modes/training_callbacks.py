@@ -1,19 +1,22 @@
-"""A training run under way: who reads its records, and what is saved of it."""
+"""Make the callbacks that read a training's records, and write its checkpoints."""
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.checkpoint import checkpoint_file
 from runner.checkpoint.async_writer import AsyncCheckpointWriter
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.checkpoint.sharded_writer import ShardedCheckpointWriter
 from runner.data.loader import Loader
-from runner.diagnostics.numerics.callback import NumericsCallback
+from runner.diagnostics.numerics.callback import NumericsCallback, NumericsOutput
+from runner.modes.context import RunContext
 from runner.modes.failures import last_checkpoint_hint, make_guard, weights_are_finite
 from runner.training import state_dict
 from runner.training.callbacks.callback import Callback
 from runner.training.callbacks.checkpointing import Checkpointing
 from runner.training.callbacks.early_stopping import EarlyStopping
+from runner.training.callbacks.guard import Guard
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import progress
@@ -22,103 +25,125 @@ from runner.training.loop import is_evaluation_step, total_steps
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 
-if TYPE_CHECKING:
-    from runner.modes.context import RunContext
-
-
-def _saver(this: "RunContext") -> AsyncCheckpointWriter | ShardedCheckpointWriter:
-    folder, keep, strategy = this.checkpoints, this.spec.checkpoint.keep, this.strategy
-    if strategy.shards or not strategy.place.is_main:
-        return ShardedCheckpointWriter(folder, keep, this.say, strategy)
-    return AsyncCheckpointWriter(folder, keep, this.say)
-
 
 class TrainingCallbacks:
-    """The observers of a run, and its checkpoints, which hold what the observers remember."""
+    """The callbacks of a training, and its checkpoints, which hold the callbacks' states.
 
-    def __init__(self, this: "RunContext", state: TrainState, loader: Loader) -> None:
-        self.this, self.state = this, state
-        self.saver = _saver(this)
-        state.before_update = self.saver.wait_for_copy
-        self.tally = RunSummary(this.task.quality, this.task.direction)
-        self.guard = make_guard(this, loader)
-        every, first = this.spec.numerics.every, this.strategy.place.is_main
-        self.looks = NumericsCallback(this, state, every) if every and first else None
-        self.observers = [*self._readers(loader), *self._savers(loader)]
+    Attributes:
+        run: the run.
+        state: of the training.
+        callbacks: in the order in which they read a record.
+        summary: best, last and speed, for the run's result.
+        guard: stops a run whose numbers are wrong.
+        numerics: measures tensors at an interval; None where none is asked for.
+        writer: writes the checkpoints.
+    """
 
-    def _readers(self, loader: Loader) -> list[Callback]:
-        this, task = self.this, self.this.task
-        found: list[Callback] = [
-            self.tally,
-            MetricLogger(this.tracker, self.state, this.accelerator),
-            progress(this.console, total_steps(this.spec.train, loader), this.label),
+    def __init__(self, run: RunContext, state: TrainState, loader: Loader, begun: int) -> None:
+        self.run = run
+        self.state = state
+        self.writer = _checkpoint_writer(run)
+        # The copy of the weights must be complete before the optimizer changes them.
+        state.before_update = self.writer.wait_for_copy
+        self.summary = RunSummary(run.task.quality, run.task.direction)
+        self.guard = make_guard(run, loader, begun)
+        self.numerics = _numerics_callback(run, state)
+        # Checkpoints come last: what the guard refuses is not saved.
+        self.callbacks = [*self._reading_callbacks(loader), *self._saving_callbacks(loader)]
+
+    def _reading_callbacks(self, loader: Loader) -> list[Callback]:
+        run = self.run
+        steps = total_steps(run.spec.train, loader)
+        callbacks: list[Callback] = [
+            self.summary,
+            MetricLogger(run.tracker, self.state, run.accelerator),
+            progress(run.console, steps, run.label),
             self.guard,
         ]
-        if self.looks:
-            found.append(self.looks)
-        if this.spec.train.early_stop:
-            found.append(EarlyStopping(task.quality, task.direction, this.spec.train.early_stop))
-        if this.spec.debug.profile:
-            found.append(Profiler(this.out, this.spec.debug.profile, this.write))
-        return found
+        if self.numerics:
+            callbacks.append(self.numerics)
+        if patience := run.spec.train.early_stop:
+            callbacks.append(EarlyStopping(run.task.quality, run.task.direction, patience))
+        if run.spec.debug.profile:
+            callbacks.append(Profiler(run.out, run.spec.debug.profile, run.write_file))
+        return callbacks
 
-    def _savers(self, loader: Loader) -> list[Callback]:
-        """Last, when the others have read: what the guard refuses is not saved."""
-        wanted, task = self.this.spec.checkpoint, self.this.task
+    def _saving_callbacks(self, loader: Loader) -> list[Callback]:
+        wanted, task = self.run.spec.checkpoint, self.run.task
         if not (wanted.every_steps or wanted.best):
             return []
-        due = partial(is_evaluation_step, self.this.spec.train, loader)
+        due = partial(is_evaluation_step, self.run.spec.train, loader)
         quality = task.quality if wanted.best else None
         return [Checkpointing(self._save, wanted.every_steps, due, quality, task.direction)]
 
     @property
-    def over(self) -> bool:
-        """Whether an observer has seen enough."""
-        return any(
-            o.reached for o in self.observers if isinstance(o, EarlyStopping | type(self.guard))
-        )
+    def should_stop(self) -> bool:
+        """Whether early stopping or the guard ends the training."""
+        stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard)]
+        return any(callback.reached for callback in stoppers)
 
     @property
-    def trouble(self) -> str:
-        """What a guard stopped it for."""
-        return (
-            self.guard.message
-            and f"{self.guard.message}{last_checkpoint_hint(self.this.checkpoints)}"
-        )
+    def failure_message(self) -> str:
+        """Why the guard stopped the run, and the last good checkpoint; empty where it did not."""
+        if not self.guard.message:
+            return ""
+        return f"{self.guard.message}{last_checkpoint_hint(self.run.checkpoints)}"
 
-    def restore(self, saved: checkpoint_file.LoadedCheckpoint) -> list[str]:
-        """Continue from a checkpoint whose weights are in the model; what could not come back as it
-        was, one sentence each."""
-        typed = [text.lstrip("+~").partition("=")[0] for text in self.this.origin.overrides]
-        told = state_dict.restore(self.state, saved, self.this.spec, self.observers, typed)
-        if self.this.strategy.place.is_main:
-            checkpoint_file.set_aside_newer(self.this.checkpoints, self.state.step)
-        return told
+    def restore(self, saved: LoadedCheckpoint) -> list[str]:
+        """Restore everything but the weights, which the model was built with.
 
-    def sound(self) -> bool:
-        """Whether the weights are worth keeping."""
-        good = self.guard.sound and weights_are_finite(self.this, self.state)
-        return not self.this.strategy.all_reduce_max(not good)
+        Returns:
+            Sentences that say which parts of the checkpoint could not be restored as they were.
+        """
+        run = self.run
+        typed = [text.lstrip("+~").partition("=")[0] for text in run.origin.overrides]
+        messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
+        if run.strategy.place.is_main:
+            checkpoint_file.set_aside_newer(run.checkpoints, self.state.step)
+        return messages
 
-    def _content(self) -> dict[str, Any]:
-        found = self.tally.metrics if self.tally.evaluated == self.state.step else {}
-        rest = state_dict.state_dict(self.state, self.observers)
-        origin = self.this.origin
+    def weights_are_valid(self) -> bool:
+        """Return whether the weights may be saved; all processes must ask, and agree."""
+        valid = self.guard.sound and weights_are_finite(self.run, self.state)
+        return not self.run.strategy.all_reduce_max(not valid)
+
+    def _checkpoint_content(self) -> dict[str, Any]:
+        # Metrics of an earlier step would be taken for those of the weights in the file.
+        is_evaluated = self.summary.evaluated == self.state.step
+        metrics = self.summary.metrics if is_evaluated else {}
+        rest = state_dict.state_dict(self.state, self.callbacks)
+        origin = self.run.origin
         return checkpoint_state_dict(
-            self.state, self.this.spec, origin.choices, found, rest, origin.own
+            self.state, self.run.spec, origin.choices, metrics, rest, origin.own
         )
 
     def _save(self, best: bool) -> None:
-        if self.sound():
+        if self.weights_are_valid():
             late = [*self.state.trainable, *self.state.optimizer_tensors()]
-            self.saver.save(self._content(), best, late)
+            self.writer.save(self._checkpoint_content(), best, late)
 
     def save_last(self) -> Path | None:
-        """Waits for the file; None where the weights are not sound."""
-        return self.saver.finish(self._content() if self.sound() else None)
+        """Write the last checkpoint and wait for it; return its path, None for invalid weights."""
+        content = self._checkpoint_content() if self.weights_are_valid() else None
+        return self.writer.finish(content)
 
     def close(self) -> None:
-        """However the run ends."""
-        for observer in self.observers:
-            observer.close()
-        self.saver.finish()
+        """Close the callbacks and wait for the writer, however the training ended."""
+        for callback in self.callbacks:
+            callback.close()
+        self.writer.finish()
+
+
+def _checkpoint_writer(run: RunContext) -> AsyncCheckpointWriter | ShardedCheckpointWriter:
+    folder, keep, strategy = run.checkpoints, run.spec.checkpoint.keep, run.strategy
+    if strategy.shards or not strategy.place.is_main:
+        return ShardedCheckpointWriter(folder, keep, run.say, strategy)
+    return AsyncCheckpointWriter(folder, keep, run.say)
+
+
+def _numerics_callback(run: RunContext, state: TrainState) -> NumericsCallback | None:
+    every = run.spec.numerics.every
+    if not every or not run.strategy.place.is_main:
+        return None
+    output = NumericsOutput(run.out, run.label, run.tracker, run.save_artifact, run.say)
+    return NumericsCallback(state, every, output)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from runner.data.loader import Loader
 from runner.distributed.strategy import Single, Strategy
+from runner.modes.context import RunContext
 from runner.precision.conversion_proof import (
     ForwardWatch,
     adapted_layers,
@@ -18,12 +19,10 @@ from runner.precision.conversion_proof import (
 )
 from runner.precision.precision import ConversionReport, Precision
 from runner.training.model import BuiltModel
+from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.files import write_json
 from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
-
-if TYPE_CHECKING:
-    from runner.modes.context import RunContext
 
 BYPASSED = "the model reads its weight and passes its forward by"
 CODES = "the model reads its weight itself, which packed would hold codes"
@@ -47,17 +46,13 @@ class TrialResult(NamedTuple):
     matrices: list[str]
 
 
-def prove_conversion(
-    this: "RunContext", make: Callable[[], BuiltModel], loader: Loader
-) -> BuiltModel:
+def prove_conversion(run: RunContext, make: Callable[[], BuiltModel], loader: Loader) -> BuiltModel:
     """Build a run's model with its conversion proven; see build_proven."""
 
     def inputs() -> Any:
         return next(loader.epoch(0))[0]
 
-    return build_proven_model(
-        make, this.precision, this.device, this.spec.seed, inputs, this.strategy
-    )
+    return build_proven_model(make, run.precision, run.device, run.spec.seed, inputs, run.strategy)
 
 
 def build_proven_model(
@@ -214,43 +209,54 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         set_rng_state(drawn, device)
 
 
-@contextmanager
-def first_step(this: "RunContext", model: nn.Module) -> Iterator[None]:
-    """Watch the first training step: converted layers that run in training only count from then on.
+class FirstStepProof:
+    """Watches the first training step: converted layers that run there only count from then on.
 
-    Raises:
-        ConfigError: the model reads a packed weight in training, though not in evaluation.
+    Attributes:
+        report: the conversion as proven so far.
     """
-    idle = [row for row in this.report.modules if row.why == IDLE]
-    shown = replace(
-        this.report,
-        modules=tuple(replace(row, done=row.done or row in idle) for row in this.report.modules),
-    )
-    layers = converted_layers(model, shown)
-    if this.spec.train.compile or not layers:
-        yield
-        return
-    with ForwardWatch(model, layers) as watch:
-        yield
-    if found := _bypassed(watch):
-        raise ConfigError(
-            f"precision={this.precision.name}: in the first step, and not in the evaluation "
-            f"before it: {_reasons(found)}. Type precision.ignore_modules=[{','.join(found)}]."
+
+    def __init__(self, run: RunContext, state: TrainState, report: ConversionReport) -> None:
+        self.report = report
+        self._run = run
+        self._state = state
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Return the context around the first step.
+
+        Raises:
+            ConfigError: the model reads a packed weight in training, though not in evaluation.
+        """
+        model = self._state.plain_model
+        idle = [row for row in self.report.modules if row.why == IDLE]
+        rows = (replace(row, done=row.done or row in idle) for row in self.report.modules)
+        layers = converted_layers(model, replace(self.report, modules=tuple(rows)))
+        if self._run.spec.train.compile or not layers:
+            yield
+            return
+        with ForwardWatch(model, layers) as watch:
+            yield
+        if found := _bypassed(watch):
+            raise ConfigError(
+                f"precision={self._run.precision.name}: in the first step, and not in the "
+                f"evaluation before it: {_reasons(found)}. Type "
+                f"precision.ignore_modules=[{','.join(found)}]."
+            )
+        if any(row.module in watch.ran for row in idle):
+            self._count_trained(watch.ran)
+
+    def _count_trained(self, ran: set[str]) -> None:
+        """Count the layers that ran in the first step as converted, and write the report again."""
+        run = self._run
+        proven = {row.module for row in self.report.modules if row.why == IDLE} & ran
+        rows = (
+            replace(row, done=True, why=TRAINS) if row.module in proven else row
+            for row in self.report.modules
         )
-    if any(row.module in watch.ran for row in idle):
-        _count_trained(this, watch.ran)
-
-
-def _count_trained(this: "RunContext", ran: set[str]) -> None:
-    """Write the report anew with the layers that ran in the first step."""
-    proven = {row.module for row in this.report.modules if row.why == IDLE} & ran
-    rows = (
-        replace(row, done=True, why=TRAINS) if row.module in proven else row
-        for row in this.report.modules
-    )
-    this.report = report = replace(this.report, modules=tuple(rows))
-    done, layers = report.layers
-    this.say(f"converted {done} of {layers} layers: {_list(proven)} ran in the first step")
-    this.tracker.tags(report.tags())
-    listed = report.to_list()
-    this.leave(this.out / "conversion.json", lambda path: write_json(path, listed))
+        self.report = replace(self.report, modules=tuple(rows))
+        done, layers = self.report.layers
+        run.say(f"converted {done} of {layers} layers: {_list(proven)} ran in the first step")
+        run.tracker.tags(self.report.tags())
+        listed = self.report.to_list()
+        run.save_artifact(run.out / "conversion.json", lambda path: write_json(path, listed))

@@ -21,8 +21,8 @@ from runner.training.tasks.task import Task
 class ScheduledOptimizer:
     """An optimizer with its schedule and its own parameters.
 
-    pending_found_inf is the found-inf flag of the last step while the schedule waits for it: a schedule
-    counts applied steps only, and asking the device at once would stall it.
+    pending_found_inf is the found-inf flag of the last step while the schedule waits for it: a
+    schedule counts applied steps only, and asking the device at once would stall it.
     """
 
     optimizer: Optimizer

@@ -52,10 +52,10 @@ def restored(monkeypatch):
     states = {}
     state_dict = TrainingCallbacks.restore
 
-    def spy(course, saved):
-        told = state_dict(course, saved)
-        states.update({o.key: copy.deepcopy(o.state_dict()) for o in course.observers})
-        return told
+    def spy(callbacks, saved):
+        messages = state_dict(callbacks, saved)
+        states.update({o.key: copy.deepcopy(o.state_dict()) for o in callbacks.callbacks})
+        return messages
 
     monkeypatch.setattr(TrainingCallbacks, "restore", spy)
     return states

@@ -84,7 +84,7 @@ def records(monkeypatch):
         else:
             seen.extend(r._replace(time_ms=0, step_ms=0.0) for r in record)
 
-    monkeypatch.setattr(train, "tell", spy)
+    monkeypatch.setattr(train, "dispatch", spy)
     return seen
 
 

@@ -13,8 +13,8 @@ from runner.precision import registry
 from runner.precision.loss_scale import DynamicLossScale
 from runner.training import lowbit_optimizers
 from runner.training.optimizers import (
-    build_scheduled_optimizers,
     build_optimizer,
+    build_scheduled_optimizers,
     embedding_parameters,
 )
 from runner.training.state import ScheduledOptimizer

@@ -13,8 +13,8 @@ from runner.precision import registry
 from runner.training import optimizers
 from runner.training.model import build_model
 from runner.training.optimizers import (
-    build_scheduled_optimizers,
     build_optimizer,
+    build_scheduled_optimizers,
     build_scheduler,
     parameters_by_optimizer,
 )

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -18,9 +17,6 @@ from runner.data.loader import Batch, Loader
 from runner.training.state import TrainState
 from runner.training.step import loss_of
 from runner.utils.tensors import stored_bytes, tensor_bytes
-
-if TYPE_CHECKING:
-    from runner.modes.context import RunContext
 
 USABLE = 0.8
 """Share that an estimate may take of what a run finds: allocators leave gaps, libraries load
@@ -79,19 +75,29 @@ def free_memory(device: torch.device) -> float:
 
 
 def estimate_step_memory(
-    this: "RunContext", error: BaseException, loader: Loader
+    state: TrainState, error: BaseException, loader: Loader, other: float, compiled: bool
 ) -> MemoryEstimate | None:
-    """Of a step as it was to be, activations as few examples take them; None where even those
-    find no memory. Frees what the failed step holds."""
-    state = this.state
-    assert state is not None
+    """Estimate the memory of the step that failed, and free the tensors that it holds.
+
+    Activations are measured on two and on four examples, and extrapolated.
+
+    Args:
+        state: whose step failed.
+        error: that ended the step; the frames of its traceback are cleared.
+        loader: yields the training batches.
+        other: bytes that were taken before the first step, the weights left out.
+        compiled: the model is compiled.
+
+    Returns:
+        The estimate; None where even so few examples find no memory.
+    """
     traceback.clear_frames(error.__traceback__)
     weights, gradients = stored_bytes(state.model), tensor_bytes(*state.trainable)
     made = tensor_bytes(*state.optimizer_tensors())
     for parameter in state.trainable:
         parameter.grad = None
     gc.collect()
-    compiled = this.spec.train.compile  # for another size it would take minutes, and memory
+    # Compiled code would be compiled again for each size, which takes minutes, and memory.
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with suppress(Exception), eager:
         batch = next(loader.epoch(0))
@@ -99,7 +105,7 @@ def estimate_step_memory(
         small, large = (_kept(state, batch, n) for n in (few, 2 * few))
         example = (large - small) / few
         return MemoryEstimate(
-            weights, gradients, made or _unmade(state), small - few * example, example, this.other
+            weights, gradients, made or _unmade(state), small - few * example, example, other
         )
     return None
 

@@ -1,11 +1,12 @@
-"""Out of memory, as a message: in which step, what held it, which settings would fit."""
+"""Explain that memory ran out: in which step, what held it, and which settings would fit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
+from runner.config.schema import RunSpec
+from runner.data.loader import Loader
 from runner.diagnostics.memory.limits import (
     USABLE,
     MemoryEstimate,
@@ -13,17 +14,21 @@ from runner.diagnostics.memory.limits import (
     estimate_step_memory,
     memory_limit,
 )
+from runner.precision.precision import Precision
 from runner.training.state import TrainState
+from runner.utils.accelerator import Accelerator
 from runner.utils.errors import RunnerError
 from runner.utils.modules import repeated_blocks
 from runner.utils.tensors import MIB, stored_bytes, tensor_bytes
 from runner.utils.tpu import is_tpu
 
-if TYPE_CHECKING:
-    from runner.modes.context import RunContext
-
-# What the allocators say that raise a plain RuntimeError.
-_SAID = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "RESOURCE_EXHAUSTED")
+# Texts of the allocators that raise a plain RuntimeError.
+_ALLOCATOR_ERRORS = (
+    "DefaultCPUAllocator",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "RESOURCE_EXHAUSTED",
+)
 _NARROWER = {
     "64-true": "32-true",
     "32-true": "bf16-true",
@@ -31,46 +36,96 @@ _NARROWER = {
     "16-mixed": "bf16-true",
     "bf16-mixed": "bf16-true",
 }
-_TWICE = "train.activation_checkpointing=true"
+_CHECKPOINTING = "train.activation_checkpointing=true"
 _SMALLER_STATE = {"adam": "adam8bit", "adamw": "adamw8bit", "nadam": "adam8bit"}
 
 
 class OutOfMemory(RunnerError):
-    """The run needs more memory than there is. Exit status 1: the config is right elsewhere."""
+    """The run needs more memory than there is.
+
+    The exit status is 1, not that of a config error: the config is right on another machine.
+    """
 
     exit_status = 1
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's allocator, the CPU's, or Python's has nothing left."""
+    """Return whether an allocator (a device's, PyTorch's for the CPU or Python's) raised it."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATOR_ERRORS)
 
 
-@contextmanager
-def explain_out_of_memory(this: "RunContext") -> Iterator[None]:
-    """Context in which an allocator's error becomes an OutOfMemory."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        this.traceback()
-        raise OutOfMemory(out_of_memory_message(this, error)) from error
+class MemoryWatch:
+    """Turns an allocator's error of a run into an OutOfMemory that says what would fit.
+
+    Args:
+        spec: of the run.
+        precision: of the run.
+        accelerator: the device that the run computes on.
+        optimizer: name of the optimizer's option (adamw, sgd, ...), empty for one of the user's.
+        save_traceback: writes the traceback of the error being handled to a file.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        precision: Precision,
+        accelerator: Accelerator,
+        optimizer: str,
+        save_traceback: Callable[[], object],
+    ) -> None:
+        self.spec = spec
+        self.precision = precision
+        self.accelerator = accelerator
+        self.optimizer = optimizer
+        self.state: TrainState | None = None
+        self.loader: Loader | None = None
+        self.other_bytes = 0.0
+        self._save_traceback = save_traceback
+
+    def begin_steps(self, state: TrainState, loader: Loader | None = None) -> None:
+        """Take note of the state that is about to run its first step.
+
+        Args:
+            state: of the training or the evaluation.
+            loader: yields the training batches; an estimate is made for training only.
+        """
+        self.state = state
+        self.loader = loader
+        if loader is not None:
+            taken, _ = memory_limit(self.accelerator.device)
+            # Data in memory, libraries and other processes: no setting of the run changes these.
+            self.other_bytes = taken - stored_bytes(state.model)
+
+    @contextmanager
+    def explain(self) -> Iterator[None]:
+        """Return a context in which an allocator's error becomes an OutOfMemory."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._save_traceback()
+            raise OutOfMemory(out_of_memory_message(self, error)) from error
 
 
-def out_of_memory_message(this: "RunContext", error: BaseException) -> str:
-    """What happened, the memory's table, and settings that would fit by an estimate; without one,
-    settings that need less."""
+def out_of_memory_message(watch: MemoryWatch, error: BaseException) -> str:
+    """Return a message with what failed, what held memory and settings that need less.
+
+    Settings are those that fit by an estimate, where one can be made. Frees the failed step's
+    tensors.
+    """
     # PyTorch's CPU allocator begins with the place in its own source.
-    said = str(error).strip().partition("\n")[0].rpartition("err == 0. ")[2]
-    said = said or type(error).__name__
-    lines = [f"Out of memory {_when(this.state)} on {this.accelerator.name}: {said}"]
-    lines += [f"  {name:<16}{size / MIB:>10.1f} MiB" for name, size in _table(this)]
-    lines += fitting_settings(this, error) or [
-        f"To need less, type {', or '.join(memory_remedies(this))}."
-    ]
+    reason = str(error).strip().partition("\n")[0].rpartition("err == 0. ")[2]
+    reason = reason or type(error).__name__
+    lines = [f"Out of memory {_when(watch.state)} on {watch.accelerator.name}: {reason}"]
+    lines += [f"  {name:<16}{size / MIB:>10.1f} MiB" for name, size in _table(watch)]
+    fitting = fitting_settings(watch, error)
+    if fitting:
+        lines += fitting
+    else:
+        lines.append(f"To need less, type {', or '.join(memory_remedies(watch))}.")
     return "\n".join(lines)
 
 
@@ -82,62 +137,90 @@ def _when(state: TrainState | None) -> str:
     return f"in the evaluation after step {state.step}" if state.step else "in the first evaluation"
 
 
-def _table(this: "RunContext") -> Iterator[tuple[str, float]]:
-    if state := this.state:
+def _table(watch: MemoryWatch) -> Iterator[tuple[str, float]]:
+    """Yield name and bytes of each part of the memory that is known."""
+    state, device = watch.state, watch.accelerator.device
+    if state is not None:
+        gradients = [p.grad for p in state.trainable if p.grad is not None]
         yield "weights", stored_bytes(state.model)
-        yield "gradients", tensor_bytes(*(p.grad for p in state.trainable if p.grad is not None))
+        yield "gradients", tensor_bytes(*gradients)
         yield "optimizer state", tensor_bytes(*state.optimizer_tensors())
-    yield "peak", this.accelerator.peak_memory_mib() * MIB
-    if this.device.type == "cuda":
-        yield "device", torch.cuda.get_device_properties(this.device).total_memory
+    yield "peak", watch.accelerator.peak_memory_mib() * MIB
+    if device.type == "cuda":
+        yield "device", torch.cuda.get_device_properties(device).total_memory
 
 
-def fitting_settings(this: "RunContext", error: BaseException) -> list[str]:
-    """Lines with settings that would fit, or that none does; nothing where no estimate explains
-    why memory ran out."""
-    if this.state is None or this.loader is None or is_tpu(this.device):
-        return []  # room.limit knows no TPU's memory
-    taken, (_, whole) = estimate_step_memory(this, error, this.loader), memory_limit(this.device)
-    size, usable = this.spec.train.batch_size, this.other + USABLE * (whole - this.other)
-    if taken is None or taken.of(size) <= usable:
+def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
+    """Return lines with settings that fit by an estimate, or one that says that none does.
+
+    The list is empty where there is no estimate, or where it does not explain why memory ran out.
+    """
+    device = watch.accelerator.device
+    if watch.state is None or watch.loader is None or is_tpu(device):
+        return []  # memory_limit does not know a TPU's memory
+    compiled = bool(watch.spec.train.compile)
+    estimate = estimate_step_memory(watch.state, error, watch.loader, watch.other_bytes, compiled)
+    _, whole = memory_limit(device)
+    usable = watch.other_bytes + USABLE * (whole - watch.other_bytes)
+    if estimate is None or estimate.of(watch.spec.train.batch_size) <= usable:
         return []
-    found: dict[int, tuple[str, float]] = {}  # by batch size: more of it, or it is not worth more
-    for words, after in _changes(this, taken):
-        fits = [n for n in divisors(size) if after.of(n) <= usable]
-        for n in fits[: 1 if words else 2]:
-            found.setdefault(n, (_batch(this, n) + words, after.of(n)))
-    if not found:
-        words, least = list(_changes(this, taken))[-1]
+    fitting = _fitting_overrides(watch, estimate, usable)
+    if not fitting:
+        words, least = list(_estimates_by_overrides(watch, estimate))[-1]
         text = f"train.batch_size=1{words} takes {_share(least.of(1), whole)} by an estimate"
         return [f"No setting fits: {text}. Type model.<size>=<smaller>."]
-    told = [f" {words} ({_share(size, whole)})" for words, size in found.values()]
-    more = [f"  {_TWICE} keeps less for the backward"] if _may_compute_twice(this) else []
-    return ["By an estimate these fit; type", *told, *more]
+    lines = [f" {words} ({_share(size, whole)})" for words, size in fitting]
+    if _may_checkpoint_activations(watch):
+        lines.append(f"  {_CHECKPOINTING} keeps less for the backward")
+    return ["Settings that should fit (estimated); type", *lines]
 
 
-def _may_compute_twice(this: "RunContext") -> bool:
-    """Whether activation checkpointing is left to try."""
-    if this.state is None or this.spec.mode != "train" or this.precision.unrepeatable:
+def _fitting_overrides(
+    watch: MemoryWatch, estimate: MemoryEstimate, usable: float
+) -> list[tuple[str, float]]:
+    """Return overrides that fit into `usable` bytes, with the bytes of each.
+
+    A change of the precision or of the optimizer is named only where it allows a batch size that
+    the changes before it do not.
+    """
+    size = watch.spec.train.batch_size
+    by_batch_size: dict[int, tuple[str, float]] = {}
+    for words, changed in _estimates_by_overrides(watch, estimate):
+        sizes = [n for n in divisors(size) if changed.of(n) <= usable]
+        for n in sizes[: 1 if words else 2]:
+            by_batch_size.setdefault(n, (_batch_overrides(watch, n) + words, changed.of(n)))
+    return list(by_batch_size.values())
+
+
+def _may_checkpoint_activations(watch: MemoryWatch) -> bool:
+    """Return whether activation checkpointing is possible, and not in use already."""
+    if watch.state is None or watch.spec.mode != "train" or watch.precision.unrepeatable:
         return False
-    return not this.spec.train.activation_checkpointing and bool(repeated_blocks(this.state.model))
+    if watch.spec.train.activation_checkpointing:
+        return False
+    return bool(repeated_blocks(watch.state.model))
 
 
-def _changes(this: "RunContext", taken: MemoryEstimate) -> Iterator[tuple[str, MemoryEstimate]]:
-    """Overrides beside the batch size, and what a step takes with them."""
-    yield "", taken
-    name, optimizer = this.precision.name, this.origin.choices.get("optimizer", "")
-    if smaller := _SMALLER_STATE.get(optimizer):
-        yield f" optimizer={smaller}", taken.smaller_state()
-    if narrower := _NARROWER.get(name):
-        yield f" precision={narrower}", taken.narrower("mixed" in name)
+def _estimates_by_overrides(
+    watch: MemoryWatch, estimate: MemoryEstimate
+) -> Iterator[tuple[str, MemoryEstimate]]:
+    """Yield overrides other than the batch size, and the estimate with them."""
+    yield "", estimate
+    is_mixed = "mixed" in watch.precision.name
+    smaller = _SMALLER_STATE.get(watch.optimizer)
+    narrower = _NARROWER.get(watch.precision.name)
+    if smaller:
+        yield f" optimizer={smaller}", estimate.smaller_state()
+    if narrower:
+        yield f" precision={narrower}", estimate.narrower(is_mixed)
     if smaller and narrower:
-        both = taken.narrower("mixed" in name).smaller_state()
+        both = estimate.narrower(is_mixed).smaller_state()
         yield f" precision={narrower} optimizer={smaller}", both
 
 
-def _batch(this: "RunContext", examples: int) -> str:
-    """For the same step; nothing where the batch stays whole."""
-    train = this.spec.train
+def _batch_overrides(watch: MemoryWatch, examples: int) -> str:
+    """Return overrides for micro-batches of so many examples in the same step."""
+    train = watch.spec.train
     if examples == train.batch_size:
         return ""
     accumulate = train.accumulate * train.batch_size // examples
@@ -148,21 +231,25 @@ def _share(size: float, whole: float) -> str:
     return f"about {size / 2**30:.1f} of {whole / 2**30:.1f} GiB"
 
 
-def memory_remedies(this: "RunContext") -> Iterator[str]:
-    """Overrides that need less: fewer examples at a time for the same step, activations that are
-    computed twice, a narrower precision, an optimizer with less state."""
-    spec, training = this.spec, this.spec.mode == "train"
+def memory_remedies(watch: MemoryWatch) -> Iterator[str]:
+    """Yield overrides that need less memory.
+
+    These are fewer examples at a time for the same step, activation checkpointing, a narrower
+    precision, and an optimizer with less state.
+    """
+    spec, training = watch.spec, watch.spec.mode == "train"
     size = spec.train.batch_size
-    if this.state and size > 1:
+    if watch.state and size > 1:
         part = next(n for n in range(2, size + 1) if size % n == 0)
         accumulate = f" train.accumulate={spec.train.accumulate * part}" if training else ""
         yield f"train.batch_size={size // part}{accumulate}"
-    if _may_compute_twice(this):
-        yield _TWICE
-    if narrower := _NARROWER.get(this.precision.name):
-        yield f"precision={narrower}" + ("" if this.state else " init.low_memory=true")
-    optimizer = this.origin.choices.get("optimizer", "")
-    if training and (smaller := _SMALLER_STATE.get(optimizer)):
+    if _may_checkpoint_activations(watch):
+        yield _CHECKPOINTING
+    narrower = _NARROWER.get(watch.precision.name)
+    if narrower:
+        yield f"precision={narrower}" + ("" if watch.state else " init.low_memory=true")
+    smaller = _SMALLER_STATE.get(watch.optimizer)
+    if training and smaller:
         yield f"optimizer={smaller}"
     elif not narrower:
         yield "model.<size>=<smaller>"

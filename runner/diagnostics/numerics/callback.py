@@ -1,102 +1,136 @@
-"""The looks of a run: taken where they are due, told to the store, left as files at its end."""
+"""Measure the tensors of a run every few steps, record the shares that the precision loses, and
+write the numerics report at the end."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from runner.config.schema import RunSpec
 from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import Numerics, NumericsSnapshot, read
 from runner.distributed.strategy import Strategy
+from runner.tracking.tracker import Tracker
 from runner.training.callbacks.callback import Callback
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms, relative_path
 from runner.utils.layout import NUMERICS
 
-if TYPE_CHECKING:
-    from runner.modes.context import RunContext
-
-_UNWATCHED = nullcontext()
+_UNMEASURED = nullcontext()
 
 
 def check_numerics(spec: RunSpec, strategy: Strategy) -> None:
-    """Raise ConfigError where numbers cannot be looked at."""
+    """Raise ConfigError where the run's tensors cannot be measured."""
     if spec.numerics.every is not None and strategy.shards:
         raise ConfigError(
-            f"numerics.every={spec.numerics.every} looks at whole tensors, and "
-            f"strategy={strategy.name} parts them among processes. Type strategy=ddp, or leave "
+            f"numerics.every={spec.numerics.every} measures whole tensors, and "
+            f"strategy={strategy.name} shards them over processes. Type strategy=ddp, or leave "
             "numerics.every= out."
         )
 
 
+@dataclass(frozen=True)
+class NumericsOutput:
+    """Where the numbers of a run go.
+
+    Attributes:
+        folder: of the run; numerics.json, .png and .html are written there.
+        label: of the run, the title of the page.
+        tracker: takes the shares as metrics.
+        save_artifact: writes a file, given its path and a function that writes it, and uploads it.
+        say: prints a line.
+    """
+
+    folder: Path
+    label: str
+    tracker: Tracker
+    save_artifact: Callable[[Path, Callable[[Path], object]], bool]
+    say: Callable[[str], None]
+
+
 class NumericsCallback(Callback):
-    """Of one process, the first.
+    """Measures a run's tensors at an interval; only the first process has one.
 
     Args:
-        this: the run.
-        state: of it.
-        every: optimizer steps between two looks.
+        state: of the training.
+        every: optimizer steps between two measurements.
+        output: where the numbers go.
     """
 
     key = "numerics"
 
-    def __init__(self, this: "RunContext", state: TrainState, every: int) -> None:
-        self.this, self.state, self.every = this, state, every
-        self.found: list[NumericsSnapshot] = []
-        self._probe = Probe(state, self._see)
+    def __init__(self, state: TrainState, every: int, output: NumericsOutput) -> None:
+        self.state = state
+        self.every = every
+        self.output = output
+        self.snapshots: list[NumericsSnapshot] = []
+        self._probe = Probe(state, self._record)
 
-    def at(self, step: int) -> AbstractContextManager[object]:
-        """The context around a step."""
-        return self._probe if step % self.every == 0 else _UNWATCHED
+    def around_step(self, step: int) -> AbstractContextManager[object]:
+        """Return the context around a step: the probe where a measurement is due."""
+        return self._probe if step % self.every == 0 else _UNMEASURED
 
     @property
     def numerics(self) -> Numerics:
-        """What was found so far."""
-        precision = self.this.precision
+        """All measurements so far."""
+        precision = self.state.precision
         return Numerics(
             self.every,
             precision.name,
             str(precision.storage).removeprefix("torch."),
             str(precision.compute).removeprefix("torch."),
-            tuple(self.found),
+            tuple(self.snapshots),
         )
 
-    def _see(self, look: NumericsSnapshot) -> None:
-        self.found.append(look)
+    def _record(self, snapshot: NumericsSnapshot) -> None:
+        """Keep a snapshot, and record the worst shares of its tensors as metrics."""
+        self.snapshots.append(snapshot)
         numerics = self.numerics
-        lost = [(m.kind, numerics.lost(m, numerics.computed_in)) for m in look.measured]
-        lost = [found for kind, found in lost if kind != "updates"]
-        stored = [m.formats[numerics.stored_in].swallowed for m in look.measured]
+        underflow: list[float] = []
+        overflow: list[float] = []
+        swallowed: list[float] = []
+        for measured in snapshot.measured:
+            # An update is added to a weight: it is lost by being swallowed, not by underflow.
+            if measured.kind != "updates":
+                lost = numerics.lost(measured, numerics.computed_in)
+                underflow.append(lost.vanishing)
+                overflow.append(lost.overflow)
+            share = measured.formats[numerics.stored_in].swallowed
+            if share is not None:
+                swallowed.append(share)
         values = {
-            "numerics/underflow_share": max((x.vanishing for x in lost), default=0.0),
-            "numerics/overflow_share": max((x.overflow for x in lost), default=0.0),
+            "numerics/underflow_share": max(underflow, default=0.0),
+            "numerics/overflow_share": max(overflow, default=0.0),
         }
-        if swallowed := [share for share in stored if share is not None]:
+        if swallowed:
             values["numerics/swallowed_share"] = max(swallowed)
-        self.this.tracker.metrics(look.step, now_ms(), values)
+        self.output.tracker.metrics(snapshot.step, now_ms(), values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A run that goes on keeps what it found before, as far as it has not to do it again."""
-        with suppress(ConfigError):  # none, or damaged: then it begins anew
-            self.found = [k for k in read(self.this.out).looks if k.step <= self.state.step]
+        """On resume, keep the earlier snapshots up to the checkpoint's step."""
+        with suppress(ConfigError):  # the file is missing or damaged: the report begins here
+            earlier = read(self.output.folder).looks
+            self.snapshots = [snap for snap in earlier if snap.step <= self.state.step]
 
     def close(self) -> None:
-        """Leaves the files. Importing what draws takes a second."""
-        this, out = self.this, self.this.out
-        if not self.found:
-            this.say(f"warning: numerics.every={self.every}: no step was looked at.")
+        """Write the numerics report: numbers, heat maps and a page."""
+        if not self.snapshots:
+            self.output.say(f"warning: numerics.every={self.every}: no step was measured.")
             return
+        # Matplotlib takes a second to import, which a run without measurements need not pay.
         from runner.diagnostics.numerics.numerics_page import (
             draw_heat_maps,
             numerics_summary,
             write_page,
         )
 
-        numerics = self.numerics
-        this.leave(out / NUMERICS, numerics.write)
-        this.leave(out / "numerics.png", lambda path: draw_heat_maps(numerics, path))
-        this.leave(out / "numerics.html", lambda path: write_page(numerics, this.label, path))
-        this.say(
-            f"numerics: {numerics_summary(numerics)}. See {relative_path(out / 'numerics.html')}"
+        numerics, output = self.numerics, self.output
+        page = output.folder / "numerics.html"
+        output.save_artifact(output.folder / NUMERICS, numerics.write)
+        output.save_artifact(
+            output.folder / "numerics.png", lambda path: draw_heat_maps(numerics, path)
         )
+        output.save_artifact(page, lambda path: write_page(numerics, output.label, path))
+        output.say(f"numerics: {numerics_summary(numerics)}. See {relative_path(page)}")

@@ -53,7 +53,7 @@ def test_a_run_without_leaves_nothing_and_computes_the_same(quick, folder):
 def test_a_run_that_is_too_short_says_so(quick, folder):
     done = quick("numerics.every=4")
     assert done.rc == 0
-    assert "numerics.every=4: no step was looked at" in done.stdout
+    assert "numerics.every=4: no step was measured" in done.stdout
     assert not (folder() / FILES[0]).exists()
 
 
