@@ -367,7 +367,7 @@ def test_a_folder_that_is_not_shared_is_told_in_one_message(tmp_path, monkeypatc
         n: OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path), "subdir": str(n)}}})
         for n in (0, 1)
     }
-    monkeypatch.setattr(remote, "as_job", lambda config: (tmp_path / "lock").open("w"))
+    monkeypatch.setattr(remote, "job_hydra_config", lambda config: (tmp_path / "lock").open("w"))
     came = JobReturn(status=JobStatus.COMPLETED)
     remote._settle(configs, {0: came, 1: came}, stopped=False)
     said = capsys.readouterr().err

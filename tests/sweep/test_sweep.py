@@ -73,7 +73,7 @@ def test_the_report_holds_every_machines_jobs_whoever_ends_last(
 
 def test_the_report_of_one_machine_is_not_made_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(NoTracker, "run_id", "parent")
-    monkeypatch.setattr(sweeps, "joined", lambda *_: False)
+    monkeypatch.setattr(sweeps, "is_joined_by_others", lambda *_: False)
     monkeypatch.setattr(sweeps, "store_report", None)
     begun(tmp_path, "b", NONE).end(0)
     assert "Only b ended" in (tmp_path / "report.md").read_text()
@@ -84,7 +84,7 @@ def test_the_report_stays_where_the_store_does_not_answer(tmp_path, monkeypatch,
         raise TrackingError("gone")
 
     monkeypatch.setattr(NoTracker, "run_id", "parent")
-    monkeypatch.setattr(sweeps, "joined", silent)
+    monkeypatch.setattr(sweeps, "is_joined_by_others", silent)
     assert begun(tmp_path, "b", NONE).end(0) == 0
     shown = capsys.readouterr().out
     assert "warning: the report tells of the jobs that ran here only: gone" in shown
