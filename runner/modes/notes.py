@@ -4,7 +4,8 @@ the Markdown in which no text of a user's is markup."""
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from runner.modes.result import RunResult, result_rows
+from runner.modes.result import RunResult
+from runner.modes.tables import result_rows
 from runner.utils import terminal
 from runner.utils.formatting import format_number
 from runner.utils.markup import markdown_code, markdown_text

@@ -28,8 +28,9 @@ from runner.modes.context import RunContext, process_folder
 from runner.modes.evaluate import evaluate_checkpoint, with_checkpoint_config
 from runner.modes.plan import plan
 from runner.modes.replay import replay
-from runner.modes.result import RunResult, print_result
+from runner.modes.result import RunResult
 from runner.modes.rewind import with_run_config
+from runner.modes.tables import print_result
 from runner.modes.train import train
 from runner.precision.precision import Precision
 from runner.tracking import journal

@@ -12,7 +12,8 @@ from runner.data.splits import Splits
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes import artifacts
 from runner.modes.context import RunContext
-from runner.modes.result import RunResult, print_result
+from runner.modes.result import RunResult
+from runner.modes.tables import print_result
 from runner.precision.precision import ConversionReport
 from runner.training.callbacks.summary import RunSummary
 from runner.training.state import TrainState

@@ -13,7 +13,8 @@ from rich.console import Console
 from runner.config.overrides import without_program_options
 from runner.config.targets import build_group
 from runner.modes import notes
-from runner.modes.result import RunResult, page_url, sweep_table, ui_command
+from runner.modes.result import RunResult
+from runner.modes.tables import page_url, sweep_table, ui_command
 from runner.sweep.manifest import Manifest
 from runner.sweep.report import advice_page
 from runner.sweep.report.compare import compare

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from runner.modes.result import RunResult, mlflow_location, print_result, read_results, sweep_table
+from runner.modes.result import RunResult, read_results
+from runner.modes.tables import mlflow_location, print_result, sweep_table
 from runner.utils.console import plain_console
 from runner.utils.formatting import format_number
 from runner.utils.layout import RESULT

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from runner.modes.result import RunResult, relative_change, shared_settings
+from runner.modes.result import RunResult
+from runner.modes.tables import relative_change, shared_settings
 from runner.sweep.report.statistics import Difference, Ratio, Spread, quality_difference
 from runner.tracking.metric_names import VAL_LOSS
 

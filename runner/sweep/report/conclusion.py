@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from runner.modes.result import shared_settings
+from runner.modes.tables import shared_settings
 from runner.sweep.report.compare import BASE, Comparison, Group
 from runner.sweep.report.statistics import Difference, Ratio, Spread
 from runner.utils.formatting import format_number

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from runner.modes.result import RunResult, result_columns
+from runner.modes.result import RunResult
+from runner.modes.tables import result_columns
 from runner.sweep.report import advice_page
 from runner.sweep.report.charts import legend, overview, panels
 from runner.sweep.report.compare import BASE, Comparison, Group, compare

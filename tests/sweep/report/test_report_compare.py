@@ -3,7 +3,8 @@ import math
 import pytest
 from scipy import stats
 
-from runner.modes.result import RunResult, sweep_table
+from runner.modes.result import RunResult
+from runner.modes.tables import sweep_table
 from runner.sweep.report.compare import compare, group_jobs, pareto_front
 from runner.sweep.report.conclusion import (
     conclusion,

@@ -1,0 +1,193 @@
+"""The tables that the terminal shows: of one run, and of the jobs of a sweep."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from runner.modes.result import RunResult
+from runner.tracking.metric_names import VAL_LOSS
+from runner.tracking.uri import resolve_experiment, resolve_uri
+from runner.utils.formatting import format_number, format_percent
+from runner.utils.secrets import redact
+from runner.utils.terminal import quote_command
+
+Column = tuple[str, Callable[[RunResult], str]]
+"""Name of a column, and the function that returns its cell for a job's result."""
+
+UI_ADDRESS = "http://127.0.0.1:5000"
+"""Where `runner ui` serves the pages of a store without a server."""
+
+
+def print_result(console: Console, result: RunResult) -> None:
+    """Print the table of one run."""
+    table = Table(
+        title=f"{result.label}  {result.outcome}", title_justify="left", show_header=False
+    )
+    for name, text in result_rows(result):
+        table.add_row(name, text)
+    console.print(table)
+
+
+def result_rows(result: RunResult) -> list[tuple[str, str]]:
+    """Return name and text of each row of a run's table; rows without a text are left out."""
+    rows = [*_metric_rows(result)]
+    rows += [
+        ("steps", str(result.steps)),
+        ("examples per second", format_number(result.examples_per_second)),
+        ("peak memory", f"{format_number(result.peak_memory_mib)} MiB"),
+    ]
+    if result.converted:
+        weights = f"{format_number(result.weights_mib)} MiB, {memory_saved(result)} saved"
+        rows.append(("converted layers", result.converted))
+        rows.append(("converted matrix weights", result.converted_weights))
+        rows.append(("weights", weights))
+    if result.optimizer_mib:
+        rows.append(("optimizer state", f"{format_number(result.optimizer_mib)} MiB"))
+    if result.loss_scale is not None:
+        rows.append(("skipped steps", str(result.skipped_steps)))
+        rows.append(("final loss scale", format_number(result.loss_scale)))
+    rows += [
+        ("kernels", result.kernels),
+        ("device", result.device),
+        ("folder", result.folder),
+        ("MLflow", mlflow_location(result)),
+    ]
+    if result.dashboard:
+        rows.append(("dashboard", page_url(result.tracking_uri, result.dashboard)))
+    return [row for row in rows if row[1]]
+
+
+def _metric_rows(result: RunResult) -> Iterator[tuple[str, str]]:
+    """Yield the metrics, below each its value in the precision that trained the checkpoint."""
+    for name, value in result.metrics.items():
+        yield name, format_number(value)
+        gap = _change(name, result)
+        if gap:
+            before = format_number(result.as_trained[name])
+            yield "  as trained", f"{before} in {result.trained_in}; change {gap}"
+    if result.best is not None and result.best != result.metrics.get(result.quality):
+        yield f"best {result.quality}", format_number(result.best)
+
+
+def mlflow_location(result: RunResult) -> str:
+    """Return the URL of the run's page or the command that shows it; empty without tracking."""
+    if result.run_id is None:
+        return ""
+    run = f"/#/experiments/{result.experiment_id}/runs/{result.run_id}"
+    if (result.tracking_uri or "").startswith("http"):
+        return page_url(result.tracking_uri, run)
+    command = ui_command(result.tracking_uri, result.experiment)
+    return f"run {result.run_id}; to see it: {command}"
+
+
+def page_url(uri: str | None, path: str) -> str:
+    """Return the URL of a page of the store.
+
+    A store without a server has its pages at the address where `runner ui` serves them.
+    """
+    server = uri if uri and uri.startswith("http") else UI_ADDRESS
+    return f"{server}{path}"
+
+
+def ui_command(uri: str | None, experiment: str) -> str:
+    """Return the command that serves the pages of a store without a server."""
+    words = ["python", "-m", "runner", "ui"]
+    if uri and uri != redact(resolve_uri(None, os.environ, Path.cwd())):
+        words.append(f"tracking.uri={uri}")
+    if experiment and experiment != resolve_experiment(None, os.environ):
+        words.append(f"tracking.experiment={experiment}")
+    return quote_command(words)
+
+
+def memory_saved(result: RunResult) -> str:
+    """Return the share of the weights' memory that the precision saves, in percent."""
+    if result.weights_mib is None or not result.plain_weights_mib:
+        return ""
+    if result.weights_mib > result.plain_weights_mib:
+        return "none"
+    return f"{1 - result.weights_mib / result.plain_weights_mib:.0%}"
+
+
+def result_columns(results: Sequence[RunResult]) -> list[Column]:
+    """Return name and cell function of each column of a sweep's table, without empty columns."""
+    qualities = sorted({r.quality for r in results if r.quality})
+    quality = qualities[0] if len(qualities) == 1 else "quality"
+    evaluated = any(r.trained_in for r in results)
+    has_loss = evaluated and quality != VAL_LOSS
+    several = len({r.optimizer_mib for r in results if r.optimizer_mib}) > 1
+    on_cpu = any("threads)" in r.device for r in results)
+    every: list[Column] = [
+        ("job", lambda r: r.label),
+        ("status", lambda r: r.outcome),
+        (quality, lambda r: format_number(r.metrics.get(r.quality))),
+        ("change", lambda r: _change(r.quality, r, results)),
+        ("loss", lambda r: format_number(r.metrics.get(VAL_LOSS)) if has_loss else ""),
+        ("loss change", lambda r: _change(VAL_LOSS, r, results) if quality != VAL_LOSS else ""),
+        ("examples/s", lambda r: format_number(r.examples_per_second)),
+        ("weights MiB", lambda r: format_number(r.weights_mib)),
+        ("saved", memory_saved if evaluated else lambda r: ""),
+        ("state MiB", lambda r: format_number(r.optimizer_mib) if several else ""),
+        ("trains", lambda r: "" if r.trains in (None, 1.0) else format_percent(r.trains)),
+        ("process MiB" if on_cpu else "peak MiB", lambda r: format_number(r.peak_memory_mib)),
+        ("converted", lambda r: r.converted),
+        ("skipped", lambda r: "" if r.skipped_steps is None else str(r.skipped_steps)),
+        ("final scale", lambda r: format_number(r.loss_scale)),
+    ]
+    return [(name, cell) for name, cell in every if any(map(cell, results))]
+
+
+def shared_settings(settings: str) -> str:
+    """Return settings without precision.<key>=..., which the baseline need not share."""
+    words = settings.split()
+    return " ".join(word for word in words if not word.lstrip("+~").startswith("precision."))
+
+
+def relative_change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> float | None:
+    """Return a metric less its value in the precision that trained the checkpoint.
+
+    Args:
+        name: of the metric.
+        result: of an evaluation.
+        others: jobs of the same sweep. Where the checkpoint noted no metrics, the job with the same
+            settings and device that evaluated it in its own precision stands in.
+
+    Returns:
+        The difference; None where one of both values is not known.
+    """
+    before = (result.as_trained or _metrics_as_trained(result, others)).get(name)
+    after = result.metrics.get(name)
+    if before is None or after is None:
+        return None
+    return after - before
+
+
+def _metrics_as_trained(result: RunResult, others: Sequence[RunResult]) -> dict[str, float]:
+    by_settings: dict[str, dict[str, float]] = {}
+    for other in others:
+        in_own_precision = other.precision == other.trained_in == result.trained_in
+        if in_own_precision and other.device == result.device:
+            by_settings.setdefault(other.settings, other.metrics)
+    exact = by_settings.get(result.settings)
+    return exact or by_settings.get(shared_settings(result.settings), {})
+
+
+def _change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> str:
+    gap = relative_change(name, result, others)
+    return "" if gap is None else f"{gap:+.4g}"
+
+
+def sweep_table(results: Sequence[RunResult]) -> Table:
+    """Return the table of a sweep: a row for each job."""
+    trained = sorted({r.trained_in for r in results if r.trained_in})
+    title = f"sweep; change: from the checkpoint's own {', '.join(trained)}" if trained else "sweep"
+    table = Table(title=title, title_justify="left")
+    shown = result_columns(results)
+    for name, _ in shown:
+        is_text = name in ("job", "status")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
+    for result in results:
+        table.add_row(*(cell(result) for _, cell in shown))
+    return table
