@@ -1,5 +1,5 @@
-"""A look at the data before training: numbers that are not finite, labels that are no class, sets
-without a label that counts."""
+"""Check the data before training: values that are not finite, labels outside the classes, and
+sets in which no label counts."""
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
@@ -14,22 +14,24 @@ from runner.data.loader import Batch, Loader
 from runner.data.step_samples import targets_of_samples
 from runner.training.tasks.task import IGNORED, Task, labels_of
 
-ROWS = 4096  # of data in memory, looked at in one piece
-BATCHES, SECONDS = 8, 2.0
+ROWS = 4096
+"""Rows of data in memory that are checked in one piece."""
+BATCHES = 8
+SECONDS = 2.0
 _LEFT_OUT = f"cross entropy leaves {IGNORED} out"
 
 
 def data_problems(loader: Loader, split: str, task: Task, classes: int | None) -> Iterator[str]:
-    """What is wrong with a data set, a message for each kind of fault.
+    """Yield what is wrong with a data set, a message for each kind of problem.
 
-    Data in memory are looked at whole, others in their first BATCHES batches, both for SECONDS at
+    Data in memory is checked whole, other data in its first BATCHES batches, both for SECONDS at
     most.
 
     Args:
         loader: of the set.
         split: "train" or "val", for the message.
         task: knows which targets are labels.
-        classes: how many there are; None where nobody says.
+        classes: number of classes; None where the data set does not say.
     """
     found: dict[str, list[int]] = {"inputs": [], "targets": [], "label": []}
     first: Any = None
@@ -74,19 +76,19 @@ def explain_uncounted_labels(loader: Loader, samples: Sequence[int], task: Task)
 
 
 def _has_labels(task: Task, target: Any) -> bool:
-    """Whether a label counts; also True where the task does not count labels."""
+    """Return whether a label counts; also True where the task does not count labels."""
     labels = labels_of(task, target) if isinstance(target, Tensor) else None
     return labels is None or bool(labels)
 
 
 def label_problem(target: Tensor, classes: int) -> str:
-    """What is wrong with one sample's label, or with one of its tokens."""
+    """Return what is wrong with one sample's label, or with one of its tokens."""
     wrong = target[((target < 0) & (target != IGNORED)) | (target >= classes)]
     label = int(wrong.max())
     widen = f", or type data.meta.classes={label + 1}" if label >= classes else ""
     return (
-        f"its label {label} is none of the {classes} classes (0 to {classes - 1}) of "
-        f"data.meta.classes. Mend it{widen}."
+        f"label {label} is outside the {classes} classes (0 to {classes - 1}) of "
+        f"data.meta.classes. Fix it{widen}."
     )
 
 
@@ -96,7 +98,7 @@ def _whose(samples: list[int], split: str, seen: int) -> str:
 
 
 def _portions(loader: Loader) -> Iterator[tuple[Tensor, Batch]]:
-    """Indices and their samples."""
+    """Yield the indices of samples and their batch."""
     dataset = loader.dataset
     if type(dataset) is TensorDataset:
         for indices in torch.arange(loader.examples).split(ROWS):
@@ -109,7 +111,7 @@ def _portions(loader: Loader) -> Iterator[tuple[Tensor, Batch]]:
 
 
 def _not_finite(nest: Any, count: int) -> Tensor:
-    """Bool [count] on the CPU: which samples of a nest of tensors [count, ...] are not finite."""
+    """Return which samples of a nest of tensors [count, ...] are not finite: bool [count], CPU."""
     wrong = torch.zeros(count, dtype=torch.bool)
     for value in tree_leaves(nest):
         if not isinstance(value, Tensor) or value.shape[:1] != (count,):
@@ -121,6 +123,7 @@ def _not_finite(nest: Any, count: int) -> Tensor:
 
 
 def _all_finite(values: Tensor) -> bool:
-    """In one pass that makes no copy: a NaN is both the least and the greatest."""
+    """Return whether all values are finite, in one pass that makes no copy."""
+    # A NaN is returned as both the least and the greatest.
     low, high = values.aminmax()
     return bool(low.isfinite() & high.isfinite())

@@ -1,4 +1,4 @@
-"""Which dtypes really flowed: watched in a step that runs anyway, so that nothing is disturbed."""
+"""Record which dtypes each module really stores and computes in, in a step that runs anyway."""
 
 from collections import defaultdict
 from contextlib import ExitStack
@@ -34,7 +34,7 @@ def _names(values: Any) -> set[str]:
 
 
 class _ComputeDtypes(TorchDispatchMode):
-    """Notes the dtypes that heavy kernels take, under the module whose forward is running."""
+    """Records the dtypes that matrix kernels take, under the module whose forward is running."""
 
     def __init__(self, probe: "DtypeProbe") -> None:
         super().__init__()
@@ -104,6 +104,7 @@ class DtypeProbe:
             self._stack.callback(handle.remove)
 
     def table(self) -> list[dict[str, str]]:
+        """Return a row for each module that ran, in the model's order."""
         rows = []
         for name, module in self.model.named_modules():
             if not (seen := self.seen.get(name)) or not seen["outputs"]:

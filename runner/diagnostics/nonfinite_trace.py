@@ -1,4 +1,4 @@
-"""Where numbers stop being finite: every module's output, and its gradients, in one step."""
+"""Trace where numbers stop being finite: each module's output and gradients, in one step."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ from runner.utils.tensors import widest_float
 
 
 class TracedTensor(NamedTuple):
-    """One tensor that flowed.
+    """The statistics of one tensor of a step.
 
     Attributes:
         phase: forward or backward.
@@ -34,12 +34,12 @@ class TracedTensor(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """What is the same tensor in another precision."""
+        """Key of the tensor, by which it is found in a trace of another precision."""
         return self.phase, self.module, self.tensor
 
 
 def describe_tensor(phase: str, module: str, kind: str, tensor: str, value: Tensor) -> TracedTensor:
-    """What there is to say of a tensor. Reads the device."""
+    """Return the statistics of a tensor; the host waits for the device."""
     value = value.detach()
     wide = widest_float(value.device)
     magnitude = value.abs().to(wide)
@@ -51,8 +51,11 @@ def describe_tensor(phase: str, module: str, kind: str, tensor: str, value: Tens
 
 
 class NonfiniteTrace:
-    """Context around a forward and a backward; rows are in the order in which tensors were made,
-    so a module's own output comes before that of the module that holds it."""
+    """Context around a forward and a backward that records each module's tensors.
+
+    `rows` are in the order in which the tensors were made, so a module's own output comes before
+    that of the module that holds it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -97,5 +100,5 @@ class NonfiniteTrace:
 
 
 def first_nonfinite(rows: Sequence[TracedTensor]) -> int | None:
-    """Index of the first row that is not finite throughout; None where all are."""
+    """Return the index of the first row that is not all finite; None where every row is."""
     return next((i for i, row in enumerate(rows) if row.lost), None)

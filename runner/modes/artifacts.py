@@ -1,4 +1,4 @@
-"""What a run leaves beside its metrics: config, environment, conversion, dtypes, a picture."""
+"""Write what describes a run in its folder: config, environment, picture of the loss scale."""
 
 import json
 import platform
@@ -26,7 +26,7 @@ PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy"
 
 
 def tables_tag(*names: str) -> dict[str, str]:
-    """The tag that names a run's artifacts of write_table to MLflow."""
+    """Return the tag that tells MLflow which artifacts of a run are tables."""
     return {"mlflow.loggedArtifacts": json.dumps([{"path": n, "type": "table"} for n in names])}
 
 
@@ -36,7 +36,7 @@ def write_config(folder: Path, spec: RunSpec, own: bool = True) -> Path:
     Args:
         folder: of the run.
         spec: of the run.
-        own: this user's commands composed all of it; else it is not signed.
+        own: this user's commands composed all of it; a config from elsewhere is not signed.
     """
     text = OmegaConf.to_yaml(OmegaConf.create(redacted_dict(spec)))
     signed = signature.sign(CONFIG, text) if own else ""
@@ -59,7 +59,7 @@ def signed_config(folder: Path) -> dict[str, Any] | None:
 
 
 def environment_facts(origin: Invocation) -> dict[str, Any]:
-    """Versions, machine and command."""
+    """Return the command, the versions of packages, and the machine."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -77,7 +77,7 @@ def environment_facts(origin: Invocation) -> dict[str, Any]:
 
 
 def git_tags(folder: Path) -> dict[str, str]:
-    """Commit and whether the work tree has changes; nothing outside a repository."""
+    """Return the commit and whether the work tree has changes; empty outside a repository."""
 
     def git(*args: str) -> str:
         done = subprocess.run(
@@ -96,12 +96,12 @@ def git_tags(folder: Path) -> dict[str, str]:
 def draw_loss_scale(
     path: Path, scales: Sequence[tuple[int, float]], overflows: Sequence[int], last: int
 ) -> Path:
-    """The scale over the steps on a log axis, overflows marked.
+    """Draw the loss scale over the steps on a log axis, with the skipped steps marked.
 
     Args:
         path: a .png.
-        scales: (step, scale from this step on), where it changed.
-        overflows: steps that were skipped.
+        scales: (step, scale from this step on), one for each change.
+        overflows: steps that were skipped because a gradient was not finite.
         last: the run's last step.
     """
     from matplotlib.figure import Figure

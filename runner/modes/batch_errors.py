@@ -71,7 +71,7 @@ class BatchFailure:
         return _OUTPUTS.get(type(self.task), "")
 
     def module(self) -> str:
-        """The innermost module whose forward raised, as `layers.0 (Linear)`; empty for none."""
+        """Return the innermost module whose forward raised, as `layers.0 (Linear)`, or empty."""
         found = failing_module(self.error, self.model)
         if found is None:
             return ""
@@ -233,7 +233,7 @@ def _say_task(failure: BatchFailure) -> str:
 
 
 def _fitting_task(failure: BatchFailure) -> str:
-    """The built-in task that takes this output and target; empty for none."""
+    """Return the built-in task that takes this output and target; empty for none."""
     output, target = failure.outputs[-1], failure.target
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
         return ""

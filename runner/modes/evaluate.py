@@ -1,4 +1,7 @@
-"""The body of mode=evaluate, between the tracker's open and close."""
+"""mode=evaluate: compute the metrics of a checkpoint's weights in the run's precision.
+
+The tracker is open already; run.py closes it.
+"""
 
 import math
 from collections.abc import Mapping
@@ -38,7 +41,8 @@ from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
 from runner.utils.reproducibility import seed_all
 
-LEAST_SECONDS = 0.5  # of an evaluation whose speed is told
+LEAST_SECONDS = 0.5
+"""Shortest evaluation whose speed is reported: a shorter one measures the machine's noise."""
 
 
 def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocation]:
@@ -109,8 +113,8 @@ def _evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
         save_dtypes(run, probe, built.report)
         prepare_model(spec, run.precision, run.device, built.model)
         if spec.train.compile:
-            _warm(state, validation)
-        metrics, rate = _measured(run, state, validation)
+            _compile_for_batches(state, validation)
+        metrics, rate = _timed_evaluation(run, state, validation)
     values = {**metrics, "memory/peak_mib": run.accelerator.peak_memory_mib()}
     if rate is not None:
         values["perf/examples_per_second"] = rate
@@ -123,14 +127,14 @@ def _evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
         "steps": content["step"],
         "peak_memory_mib": values["memory/peak_mib"],
         "examples_per_second": rate,
-        **_as_trained(run, content),
+        **_metrics_as_trained(run, content),
     }
     result = build_result(run, sizes | summary, perf_counter() - started)
     return RunOutcome(result, built.report)
 
 
 def _validation(run: RunContext) -> Loader:
-    """Its batches; told, and looked at."""
+    """Build the validation loader, log the data set and check it for bad values."""
     splits = build_splits(run.spec)
     _, loader = build_loaders(run.spec, splits, run.device, run.strategy.place)
     log_data_sets(run, splits)
@@ -139,8 +143,8 @@ def _validation(run: RunContext) -> Loader:
 
 
 @torch.no_grad()
-def _warm(state: TrainState, validation: Loader) -> None:
-    """Compiles for a full batch and for the last one, before time is taken."""
+def _compile_for_batches(state: TrainState, validation: Loader) -> None:
+    """Compile for the shapes of a full batch and of the last one, before time is measured."""
     state.model.eval()
     for start in {0, len(validation) - 1}:
         inputs, _ = next(validation.epoch(0, start))
@@ -148,10 +152,10 @@ def _warm(state: TrainState, validation: Loader) -> None:
             state.model(state.precision.cast(inputs))
 
 
-def _measured(
+def _timed_evaluation(
     run: RunContext, state: TrainState, validation: Loader
 ) -> tuple[dict[str, float], float | None]:
-    """An evaluation, and its examples in a second; shorter ones measure the machine's moods."""
+    """Return the metrics, and examples per second (None where it was too short to tell)."""
     began = perf_counter()
     metrics = evaluate(state, validation, run.stop_requested)
     run.signals.check()
@@ -160,8 +164,8 @@ def _measured(
     return metrics, validation.examples / seconds if seconds >= LEAST_SECONDS else None
 
 
-def _as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str, Any]:
-    """What the checkpoint reached in its own precision, where it was on the same data."""
+def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the precision of the checkpoint, and its metrics where they are of the same data."""
     known = {"trained_in": content["precision"]}
     metrics, saved = content.get("metrics", {}), content["spec"]
     same = saved["data"] == run.spec.data

@@ -1,5 +1,8 @@
-"""How a run's guards act: the data checks, what is kept, how a failure is told. What they watch
-for in the records is in observers/guard.py."""
+"""Check a run's data and first batch, and explain why a run failed.
+
+The guard that judges the records of a training is in training/callbacks/guard.py; here it is given
+what it saves and how it says so.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -62,27 +65,28 @@ def make_guard(run: RunContext, loader: Loader, begun: int) -> Guard:
 
 
 def check_data(run: RunContext, loaders: tuple[Loader | None, Loader]) -> None:
-    """Look at the sets before anything is computed from them, as guard.data says.
+    """Check the data sets before anything is computed from them, and act as guard.data says.
 
     Raises:
-        DataError: with every problem found.
+        DataError: with every problem.
     """
-    action, found = run.spec.guard.data, []
+    action = run.spec.guard.data
+    problems: list[str] = []
     if action == "ignore":
         return
     classes = (run.spec.data.get("meta") or {}).get("classes")
     for split, loader in zip(("train", "val"), loaders, strict=True):
         if loader is not None:
             with _explain_dead_workers(run, split):
-                found += data_problems(loader, split, run.task, classes)
-    if action == "stop" and found:
-        raise DataError("\n".join([*found, "To train on them all the same: guard.data=warn."]))
-    for problem in found:
+                problems += data_problems(loader, split, run.task, classes)
+    if action == "stop" and problems:
+        raise DataError("\n".join([*problems, "To train on them all the same: guard.data=warn."]))
+    for problem in problems:
         run.say(f"warning: {problem}")
 
 
 def require_single_process(state: TrainState, train: TrainSpec) -> None:
-    """Raise ConfigError for what one process can do only."""
+    """Raise ConfigError for settings that several processes cannot run."""
     if state.strategy.place.world_size > 1 and train.max_seconds is not None:
         raise ConfigError(
             f"train.max_seconds={train.max_seconds} ends a run of one process. Type "
@@ -101,12 +105,17 @@ def require_single_process(state: TrainState, train: TrainSpec) -> None:
             what = f"the low-bit state of {type(scheduled.optimizer).__name__}"
     if what:
         name = state.strategy.name
-        raise ConfigError(f"strategy={name} cannot part {what}. Type strategy=ddp.")
+        raise ConfigError(f"strategy={name} cannot shard {what}. Type strategy=ddp.")
 
 
 def try_batch(run: RunContext, state: TrainState, loader: Loader) -> None:
-    """One forward and loss in evaluation mode, which changes nothing, so that a model that does
-    not fit its data or task is told from a run that fails."""
+    """Compute one forward and loss in evaluation mode, which changes nothing.
+
+    So an error here means that model, data and task do not fit, not that the training failed.
+
+    Raises:
+        ConfigError: they do not fit; the message says what to change.
+    """
     inputs, target = next(loader.epoch(0))
     names = {
         key: run.origin.option_name(key, getattr(run.spec, key))
@@ -134,8 +143,9 @@ def try_batch(run: RunContext, state: TrainState, loader: Loader) -> None:
 
 
 def weights_are_finite(run: RunContext, state: TrainState) -> bool:
-    """Whether the weights may be saved; those that are not finite must not replace good ones."""
-    every = [p.detach() for p in state.plain_model.parameters()]  # a mask may hold infinities
+    """Return whether all weights are finite; others must not replace a good checkpoint."""
+    # Parameters only: a buffer may be a mask, which holds infinities.
+    every = [p.detach() for p in state.plain_model.parameters()]
     params = state.strategy.local_shards(every)
     floats = [p for p in params if p.itemsize > 1 and (p.is_floating_point() or p.is_complex())]
     if not floats or bool(torch.stack([t.isfinite().all().cpu() for t in floats]).all()):
@@ -145,9 +155,9 @@ def weights_are_finite(run: RunContext, state: TrainState) -> bool:
 
 
 def last_checkpoint_hint(folder: Path) -> str:
-    """A line that names the newest checkpoint, empty without one."""
-    found = sorted(folder.glob("step-*.pt"))
-    return f"\nThe last good weights: init.weights={relative_path(found[-1])}" if found else ""
+    """Return a line that names the newest checkpoint; empty without one."""
+    paths = sorted(folder.glob("step-*.pt"))
+    return f"\nThe last good weights: init.weights={relative_path(paths[-1])}" if paths else ""
 
 
 def raise_diverged(run: RunContext, result: RunResult, problems: Sequence[str]) -> NoReturn:

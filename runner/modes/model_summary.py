@@ -1,4 +1,4 @@
-"""What a run says of the model that it has built."""
+"""Report the model that a run has built: its size, its conversion, and how much of it trains."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from runner.utils.tensors import MIB, count_elements, stored_bytes
 
 
 def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
-    """What was built, on the console, as tags, artifact and metric; its part of the result."""
+    """Report the built model on the console and in the store; return its fields of RunResult."""
     params = list(built.model.parameters())
     every = sum(map(count_elements, params))
     trainable = sum(count_elements(p) for p in params if p.requires_grad)

@@ -1,5 +1,7 @@
-"""What MLflow's pages say of a run in words: the command, the results, what was converted; and
-the Markdown in which no text of a user's is markup."""
+"""Write the text of a run's page in MLflow: the command, the results, what was converted.
+
+It is Markdown, in which no text of a user's becomes markup.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,23 +17,23 @@ if TYPE_CHECKING:
 
 
 def resumed_note(step: int, changes: Mapping[str, str]) -> str:
-    """Where a run was gone on with, and what was changed there: follows its note."""
-    with_what = ", ".join(f"{key}: {change}" for key, change in changes.items())
-    told = f"Resumed at step {step}; changed: {with_what or 'nothing'}."
-    return f"\n\n{markdown_text(told)}"
+    """Return the lines that say where a run was resumed and which settings changed there."""
+    changed = ", ".join(f"{key}: {change}" for key, change in changes.items())
+    text = f"Resumed at step {step}; changed: {changed or 'nothing'}."
+    return f"\n\n{markdown_text(text)}"
 
 
 def running_note(command: Sequence[str]) -> str:
-    """The note of a run that has not ended.
+    """Return the note of a run that has not ended.
 
     Args:
         command: words, as the shell splits them.
     """
-    return f"Runs, or was cut off.\n\n{command_note(command)}"
+    return f"Running (or interrupted).\n\n{command_note(command)}"
 
 
 def finished_note(command: Sequence[str], result: RunResult, report: "ConversionReport") -> str:
-    """The note of a run that finished."""
+    """Return the note of a run that finished."""
     metrics = ", ".join(f"{name} {format_number(value)}" for name, value in result.metrics.items())
     lines = [(name, text) for name, text in result_rows(result) if name not in result.metrics]
     table = [
@@ -50,17 +52,17 @@ def finished_note(command: Sequence[str], result: RunResult, report: "Conversion
 
 
 def failed_note(command: Sequence[str], status: str, error: str) -> str:
-    """The note of a run that failed or was stopped."""
+    """Return the note of a run that failed or was stopped."""
     return f"**{status}**: {markdown_text(error)}\n\n{command_note(command)}"
 
 
 def conversion_note(report: "ConversionReport") -> list[str]:
-    """What became of the layers, a list in Markdown; nothing where none was looked at."""
+    """Return the lines of a conversion report as one Markdown list; empty without any."""
     lines = [markdown_text(line) for line in report.lines()]
     return ["\n".join(f"- {line}" for line in lines)] if lines else []
 
 
 def command_note(command: Sequence[str]) -> str:
-    """A command to copy, as inline code: a block of code that does not wrap would push the rest of
-    MLflow's page aside."""
+    """Return a command to copy, as inline code."""
+    # A code block does not wrap: a long command would push the rest of MLflow's page aside.
     return markdown_code(terminal.quote_command(command))

@@ -1,4 +1,4 @@
-"""mode=plan: what a run would do, without data and without training."""
+"""mode=plan: print what a run would hold and convert, without data and without training."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -99,22 +99,25 @@ def _overview(
 
 
 def _peak(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str, str]:
-    """Rows on the memory of a step, and the largest batch that fits."""
+    """Return the table's rows on the memory of a step and the largest batch that fits."""
     own = spec.train.batch_size
     try:
-        peak = peak_forecast(spec, precision, device)
-        most, room = peak(own), free_memory(device)
-        fits = largest_fitting_batch(peak, own, USABLE * room)
+        forecast = peak_forecast(spec, precision, device)
+        most, room = forecast(own), free_memory(device)
+        fits = largest_fitting_batch(forecast, own, USABLE * room)
     except ForecastUnavailable as error:
         return {"peak of a step": f"not predicted: {error}"}
     parts = [f"{name} {size / MIB:.1f}" for name, size in most._asdict().items()]
     more = " or more" if fits == LARGEST_FORECAST_BATCH else ""
     here = f"in {USABLE:g} of the {room / GIB:.1f} GiB that are free"
-    return {
+    rows = {
         "peak of a step": f"{most.total / MIB:.1f} MiB",
         "at the peak": f"{', '.join(parts[:3])},\n{', '.join(parts[3:])}",
         "largest batch": f"{'none' if fits is None else fits}{more} {here}",
     }
+    if forecast.fallback:
+        rows["predicted from"] = f"real steps on few examples; on fake tensors: {forecast.fallback}"
+    return rows
 
 
 def _count(params: list[nn.Parameter]) -> int:
@@ -133,8 +136,11 @@ def _dtypes(model: nn.Module) -> str:
 def _state_bytes(
     key: str, node: Mapping[str, Any], params: list[nn.Parameter], model: nn.Module
 ) -> int:
-    """Bytes of optimizer state after the first step, made on the meta device by the optimizer's
-    own code: exact, also where it depends on a tensor's size, and without memory."""
+    """Return the bytes of optimizer state after the first step.
+
+    The optimizer's own code makes the state on the meta device: it takes no memory and is exact,
+    also where the state depends on a tensor's size.
+    """
     wide = embedding_parameters(model)
     twins = {p: nn.Parameter(torch.empty_like(p, device="meta")) for p in params}
     kept = [twin for p, twin in twins.items() if p in wide]
@@ -152,8 +158,10 @@ def _state_bytes(
 
 
 def _probed_bytes(key: str, node: Mapping[str, Any], params: list[nn.Parameter]) -> int:
-    """The same from one real step on a small tensor of each dtype, which tells how many bytes an
-    element of a parameter needs."""
+    """Estimate the bytes of optimizer state from one real step on a small tensor of each dtype.
+
+    The state of 64 elements tells how many bytes an element of a parameter needs.
+    """
     total = 0
     for dtype in {p.dtype for p in params}:
         probe = nn.Parameter(torch.zeros(8, 8, dtype=dtype))

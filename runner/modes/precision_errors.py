@@ -1,5 +1,7 @@
-"""What an error of a model or a loss means where a precision is its cause: a table of texts of
-PyTorch, each with what to type."""
+"""Explain errors of a model or a loss that the precision causes.
+
+A table maps texts of PyTorch's errors to what to change or type.
+"""
 
 import re
 from collections.abc import Callable
@@ -77,8 +79,10 @@ class PrecisionCause:
         return f"precision.keep_fp32=[{','.join(patterns)}]"
 
     def _pattern(self) -> str:
-        """A pattern for the failing module and its like in other blocks, whose names differ in
-        numbers only; its own name where there are none."""
+        """Return a pattern that matches the failing module and those like it in other blocks.
+
+        Their names differ in numbers only. Where there are none, it is the module's own name.
+        """
         if type(self.module).__module__.startswith("torch."):
             return self.name  # every Linear is of that class
         segments = ["*" if part.isdigit() else part for part in self.name.split(".")]
@@ -129,7 +133,7 @@ def _typed(override: str, then: str = "") -> str:
 
 
 def _forward(cause: PrecisionCause) -> str:
-    """Where the code is that has to change."""
+    """Return which forward has to change."""
     if cause.module is None:
         return "that place"
     if type(cause.module).__module__.startswith("torch."):
@@ -209,7 +213,7 @@ def _dtypes(cause: PrecisionCause) -> set[torch.dtype]:
 
 
 def _say_dtypes(cause: PrecisionCause) -> str:
-    """Tensors of two floating dtypes meet in one operation."""
+    """Explain an operation that is given tensors of two floating dtypes."""
     if re.search(r"\b(Long|Int|Byte|Bool|long|int|Char)\b", cause.text):
         return ""
     if built := _built_otherwise(cause):
@@ -228,7 +232,7 @@ def _say_dtypes(cause: PrecisionCause) -> str:
 
 
 def _built_otherwise(cause: PrecisionCause) -> str:
-    """Parameters that a conversion left in a dtype that does not meet what it computes in."""
+    """Explain parameters that a conversion left in a dtype other than the one it computes in."""
     precision = cause.precision
     if precision.storage is not torch.float32:
         return ""  # all were cast

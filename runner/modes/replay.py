@@ -1,7 +1,7 @@
 """mode=replay: forward and backward on a saved batch, to see where its numbers stop being finite.
 
-The weights are those of init.weights=, else those before the step, to which the run is trained once
-more; fresh ones where its config is gone. Nothing is tracked.
+The weights are those of init.weights=, else those right before the step: the run is trained to it
+once more. Where the run's config is gone, they are new ones. Nothing is tracked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,13 +43,22 @@ from runner.utils.formatting import format_number
 from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
 from runner.utils.tensors import MIB, float32_bytes
 
-BEFORE, AFTER, MOST = 3, 4, 5  # rows shown around the beginning; of a sound batch in all
-CHEAP_MIB = 4096.0  # weights in float32 up to which a run in 32-true is made beside it
+ROWS_BEFORE, ROWS_AFTER = 3, 4
+"""Rows that are shown around the first tensor that is not finite."""
+FINITE_ROWS = 5
+"""Rows that are shown where everything is finite."""
+CHEAP_MIB = 4096.0
+"""Weights in float32 up to which the batch is also replayed in 32-true, for comparison."""
 
 
 class ReplayResult(NamedTuple):
-    """A batch's way through a model; rows are of the first micro-batch that is not finite, or of
-    the last."""
+    """The tensors of a batch in a model.
+
+    Attributes:
+        loss: mean over the micro-batches.
+        rows: tensors of the first micro-batch that is not finite, or of the last.
+        weights_mib: of the model's weights, in float32.
+    """
 
     loss: float
     rows: list[TracedTensor]
@@ -76,16 +85,16 @@ def replay(run: RunContext) -> RunResult:
                 LoadedCheckpoint(Path(spec.batch), checkpoint_state_dict(state, own)),
                 rng_state(device),
             )
-            for line in _lost_weights(state.plain_model):
+            for line in _nonfinite_weight_warnings(state.plain_model):
                 console.print(line)
             if all(getattr(own, key) == getattr(spec, key) for key in ("model", "precision")):
                 runs[precision.name] = _traced(state, batches, scale)
     if not runs:
-        runs[precision.name] = _through(run, precision, batches, scale, begin, rng)
+        runs[precision.name] = _replayed(run, precision, batches, scale, begin, rng)
     plain = registry.load_precision("32-true")
     small = runs[precision.name].weights_mib <= CHEAP_MIB
     if precision.name not in (plain.name, "64-true") and small:
-        runs[plain.name] = _through(run, plain, batches, scale, begin, rng)
+        runs[plain.name] = _replayed(run, plain, batches, scale, begin, rng)
     _show(console, saved, runs, weights)
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
@@ -108,7 +117,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
     return list(loader.batches([torch.tensor(micro) for micro in saved.micro_batches]))
 
 
-def _through(
+def _replayed(
     run: RunContext,
     precision: Precision,
     batches: Sequence[Batch],
@@ -116,8 +125,10 @@ def _through(
     begin: LoadedCheckpoint | None,
     rng: Mapping[str, Any] | None,
 ) -> ReplayResult:
-    """What a model made anew with these weights does with the batch; in every precision with one
-    loss scale, so that their gradients can be compared."""
+    """Replay the batch on a new model with these weights.
+
+    Every precision gets the same loss scale, so that their gradients can be compared.
+    """
     spec, device = run.spec, run.device
     seed_all(spec.seed)
     # The run's own weights (rng is given) come with the adapter that its gradients were of.
@@ -133,7 +144,7 @@ def _through(
 
 
 def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> ReplayResult:
-    """Forward and backward of each micro-batch as in a step, without the step."""
+    """Compute forward and backward of each micro-batch as in a step, without the update."""
     rows: list[TracedTensor] = []
     last: list[TracedTensor] = []
     total, whole, task = 0.0, 0.0, type(state.task).__name__
@@ -155,8 +166,8 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
     return ReplayResult(mean(total, whole), rows or last, float32_bytes(state.model) / MIB)
 
 
-def _lost_weights(model: nn.Module) -> Iterator[str]:
-    """Which weights are not finite before the step."""
+def _nonfinite_weight_warnings(model: nn.Module) -> Iterator[str]:
+    """Yield a warning for each weight that is not finite before the step."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not parameter.isfinite().all():
             yield f"warning: {name} is not finite before the step: an earlier update broke it."
@@ -174,7 +185,7 @@ def _show(
     beside = {row.place: row for _, result in others for row in result.rows}
     spot = first_nonfinite(ours.rows)
     if spot is not None:
-        console.print(_told(name, ours.rows[spot], beside))
+        console.print(_verdict(name, ours.rows[spot], beside))
     console.print(_table(name, _around(ours.rows, spot), beside))
     if spot is None:
         console.print(
@@ -183,8 +194,10 @@ def _show(
         )
 
 
-def _told(name: str, row: TracedTensor, beside: Mapping[tuple[str, str, str], TracedTensor]) -> str:
-    """Where it begins, and what that says."""
+def _verdict(
+    name: str, row: TracedTensor, beside: Mapping[tuple[str, str, str], TracedTensor]
+) -> str:
+    """Return where the first tensor that is not finite is, and whether 32-true helps."""
     of = "" if row.module in ("(inputs)", "(loss)") else f" of {row.module}"
     text = f"It begins in the {row.phase}, at the {row.tensor}{of} ({row.dtype})"
     if row.module == "(inputs)":
@@ -199,13 +212,13 @@ def _told(name: str, row: TracedTensor, beside: Mapping[tuple[str, str, str], Tr
 
 
 def _around(rows: Sequence[TracedTensor], spot: int | None) -> Sequence[TracedTensor]:
-    """The rows around the beginning; of a sound batch those nearest to the end of their range."""
+    """Return the rows around the first that is not finite, else those nearest to their limit."""
     if spot is None:
-        return sorted(rows, key=_reach, reverse=True)[:MOST]
-    return rows[max(0, spot - BEFORE) : spot + AFTER]
+        return sorted(rows, key=_share_of_range, reverse=True)[:FINITE_ROWS]
+    return rows[max(0, spot - ROWS_BEFORE) : spot + ROWS_AFTER]
 
 
-def _reach(row: TracedTensor) -> float:
+def _share_of_range(row: TracedTensor) -> float:
     return row.largest / torch.finfo(getattr(torch, row.dtype)).max
 
 
@@ -221,10 +234,10 @@ def _table(
         cells = [*row[:5], f"{row.largest:.4g}", f"{row.lost:.1%}" if row.lost else ""]
         if beside:
             plain = beside.get(row.place)
-            cells.append(_plain(plain) if plain else "")
+            cells.append(_comparison_cell(plain) if plain else "")
         table.add_row(*cells)
     return table
 
 
-def _plain(row: TracedTensor) -> str:
+def _comparison_cell(row: TracedTensor) -> str:
     return f"{row.largest:.4g}" + (f", {row.lost:.1%} not finite" if row.lost else "")

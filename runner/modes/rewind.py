@@ -1,5 +1,7 @@
-"""A run's state right before one of its steps, by training to it once more: a run is the same bit
-by bit each time, from its seed as from a checkpoint."""
+"""Rebuild a run's state right before a step by training it again from its last checkpoint.
+
+Training is bit-exact, from the seed as from a checkpoint, so the state is the original one.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,10 +40,10 @@ OWN = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "i
 
 
 def saved_run_spec(batch: Path) -> RunSpec | None:
-    """Of the run whose guard saved a batch; None where its config is gone.
+    """Return the spec of the run whose guard saved a batch; None where its config is gone.
 
     Raises:
-        ConfigError: it is none that a run leaves.
+        ConfigError: the file is not a config as a run writes it.
     """
     path = batch.absolute().parent.parent / CONFIG
     if not path.is_file():
@@ -54,7 +56,7 @@ def saved_run_spec(batch: Path) -> RunSpec | None:
 def with_run_config(
     spec: RunSpec, origin: Invocation, saved: SavedBatch
 ) -> tuple[RunSpec, Invocation]:
-    """The spec of a replay with its run's own values where none was typed."""
+    """Return the spec of a replay, with its run's values where none was typed."""
     if (own := saved_run_spec(Path(spec.batch or ""))) is None:
         return spec, origin
     untyped = [key for key in OWN if not origin.overrides_key(key)]
@@ -67,10 +69,10 @@ def with_run_config(
 
 
 def checkpoint_before_step(folder: Path, saved: SavedBatch) -> LoadedCheckpoint | None:
-    """The last checkpoint from which the run came to the step.
+    """Return the newest checkpoint before the step; None where the run starts from its seed.
 
     Raises:
-        ConfigError: there is none, and its beginning was another run's.
+        ConfigError: the run was resumed, and no checkpoint from there to the step exists.
     """
     for path in sorted(folder.glob("checkpoints/step-*.pt"), reverse=True):
         with suppress(ConfigError):  # damaged
@@ -89,16 +91,16 @@ def checkpoint_before_step(folder: Path, saved: SavedBatch) -> LoadedCheckpoint 
 def rewind_to_step(
     spec: RunSpec, saved: SavedBatch, device: torch.device, console: Console
 ) -> Iterator[tuple[TrainState, list[Batch], str]]:
-    """Context in which the state is that before the step.
+    """Return a context that yields the state right before a step.
 
     Args:
         spec: the run's own; its batch names the run's folder.
-        saved: what its guard saved.
+        saved: the batch that its guard saved.
         device: where it trains.
-        console: told how many steps that takes.
+        console: prints how many steps are trained again.
 
-    Returns:
-        The state in training mode, the step's micro-batches, and where it came from.
+    Yields:
+        The state in training mode, the step's micro-batches, and words for where they come from.
     """
     begin = checkpoint_before_step(Path(spec.batch or "").absolute().parent.parent, saved)
     origin = f"{begin.path}" if begin else "the beginning"

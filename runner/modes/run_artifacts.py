@@ -1,4 +1,4 @@
-"""What a run leaves beside its metrics: data sets, dtypes, the loss scale's picture, the model."""
+"""Save a run's artifacts: data sets, dtypes, the loss scale's picture, weights and the model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,14 +25,14 @@ from runner.utils.secrets import redact_values
 
 
 def log_data_sets(run: RunContext, splits: Splits) -> None:
-    """The data sets that the run reads."""
+    """Record which data sets the run reads."""
     if run.tracker.takes_runs:
         name = run.origin.option_name("data", run.spec.data)
         run.tracker.inputs(fingerprint.describe_data(name, redact_values(run.spec.data), splits))
 
 
 def log_workers(run: RunContext, loader: Loader) -> None:
-    """Say that loading processes which were asked for have nothing to do."""
+    """Say that train.num_workers has no effect where the data is in memory."""
     if loader.workers and not loader.uses_workers:
         name = run.origin.option_name("data", run.spec.data)
         run.say(
@@ -42,7 +42,7 @@ def log_workers(run: RunContext, loader: Loader) -> None:
 
 
 def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) -> None:
-    """Module by module what stores and computes in which dtype, a table on MLflow's page."""
+    """Save in which dtypes each module stores and computes, a table on MLflow's page."""
     fates = {m.module: "converted" if m.done else f"skipped: {m.why}" for m in report.modules}
     rows = probe.table()
     if fates:
@@ -52,7 +52,7 @@ def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) ->
 
 
 def save_processes(run: RunContext, summary: Mapping[str, Any]) -> float:
-    """What each process took, a table on MLflow's page; the greatest peak of memory, in MiB."""
+    """Save the time and memory of each process; return the highest peak of memory, in MiB."""
     peak, milliseconds = run.accelerator.peak_memory_mib(), summary["step_ms"]
     place = run.strategy.place
     mine = {
@@ -71,7 +71,7 @@ def save_processes(run: RunContext, summary: Mapping[str, Any]) -> float:
 
 
 def save_loss_scale(run: RunContext, tally: RunSummary, steps: int) -> None:
-    """The picture of the loss scale, where there is one."""
+    """Draw the loss scale over the steps, for a precision that has one."""
     if tally.scales:
         seen = tally.scales, tally.overflows, steps
         run.save_artifact(
@@ -123,7 +123,7 @@ def raise_unsaved_weights(run: RunContext, result: RunResult, problems: Sequence
 
 
 def save_model(run: RunContext, state: TrainState, loader: Loader) -> None:
-    """The trained model for MLflow. One that cannot be exported costs no run its end."""
+    """Export the trained model and upload it; a model that cannot be exported is reported."""
     if not run.tracker.takes_models or run.signals.requested():
         return
     with run.signals.at_once():

@@ -64,8 +64,8 @@ def test_a_label_that_is_no_class_is_named(kind):
     x, y = sound()
     y[5] = 12
     assert told(x, y, kind=kind) == [
-        "data: sample 5 of the train set: its label 12 is none of the 10 classes (0 to 9) of "
-        "data.meta.classes. Mend it, or type data.meta.classes=13."
+        "data: sample 5 of the train set: label 12 is outside the 10 classes (0 to 9) of "
+        "data.meta.classes. Fix it, or type data.meta.classes=13."
     ]
 
 
@@ -73,8 +73,8 @@ def test_a_negative_label_is_one_to_mend():
     x, y = sound()
     y[5] = -3
     (message,) = told(x, y)
-    assert "sample 5 of the train set: its label -3 is none of the 10 classes" in message
-    assert message.endswith("Mend it.")
+    assert "sample 5 of the train set: label -3 is outside the 10 classes" in message
+    assert message.endswith("Fix it.")
 
 
 def test_the_label_that_torch_leaves_out_is_none_of_the_faults():
@@ -87,7 +87,7 @@ def test_the_task_knows_what_a_label_is():
     tokens = torch.zeros(6, 4, dtype=torch.int64)
     tokens[2, 3] = 300
     (message,) = told(tokens, tokens, Language(), 256)
-    assert "sample 2 of the train set: its label 300 is none of the 256 classes" in message
+    assert "sample 2 of the train set: label 300 is outside the 256 classes" in message
     assert told(torch.zeros(6, 2), torch.full((6, 2), 99.0), Regression()) == []
     assert told(*sound(), classes=None) == []
 

@@ -296,7 +296,7 @@ def test_a_spike(faulty, action, rc):
         (
             "label",
             [
-                "sample 17 of the train set: its label 12 is none of the 2 classes (0 to 1)",
+                "sample 17 of the train set: label 12 is outside the 2 classes (0 to 1)",
                 "data.meta.classes=13",
             ],
         ),
@@ -328,7 +328,7 @@ def test_a_label_that_the_check_did_not_see_is_told_at_its_step(faulty, faults):
     step = step_of(17)
     told(
         done,
-        f"error: At step {step}: Target 12 is out of bounds. Sample 17: its label 12 is "
+        f"error: At step {step}: Target 12 is out of bounds. Sample 17: label 12 is "
         "none of the 2 classes",
         "error.txt",
         f"guard/batch-{step:06d}.json",
@@ -348,7 +348,7 @@ def test_what_a_device_asserts_late_is_searched_for_in_the_steps_before(faulty):
     told(
         done,
         f"At one of steps 1 to {step}: CUDA error: device-side assert triggered. Sample 17: "
-        "its label 12 is none of the 2 classes",
+        "label 12 is outside the 2 classes",
         "guard/batch-000001.json",
     )
 

@@ -1,4 +1,4 @@
-"""Peak memory of training, by kind, before anything is trained.
+"""Predict the peak memory of training, by kind, before anything is trained.
 
 The run's own step (runner.training.step) and an evaluation are rehearsed on fake tensors, which
 have shapes and no memory, and runner.diagnostics.memory.tracker adds up the storages that every
@@ -10,15 +10,15 @@ torch's MemTracker (torch.distributed._tools) adds up the same. It keeps alive w
 autograd.Function keeps for its backward (bnb-int8-training: a fifth too much), sees nothing of what
 kernels take inside themselves, and knows the peak alone, not the moments that lead to it.
 
-Where operators want values or addresses (4-bit weights, some optimizers), two real steps, of FEW
-examples and of twice as many, tell what an example adds to each moment; the peak is that of the
-moments at the batch size asked for. The peaks themselves would mislead: with few examples another
-moment has it.
+Where operators need values or addresses (4-bit weights, some optimizers), two real steps are run,
+one on FEW examples and one on twice as many. They show what an example adds to each moment of a
+step, and the peak is that of the extrapolated moments. To extrapolate the two peaks would mislead:
+with few examples another moment is the highest. A forecast says when it was made in this way.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -57,7 +57,7 @@ FEW = 2
 def predict_peak(
     spec: RunSpec, precision: Precision, device: torch.device, batch_size: int | None = None
 ) -> MemoryBreakdown:
-    """The peak of a training step.
+    """Predict the peak of a training step.
 
     Args:
         spec: data.meta tells the shape of an example.
@@ -66,7 +66,8 @@ def predict_peak(
         batch_size: examples of a micro-batch; None takes train.batch_size.
 
     Raises:
-        Unknown: no shape is given, or the step runs neither on fake tensors nor on few examples.
+        ForecastUnavailable: no shape is given, or the step runs neither on fake tensors nor on few
+            examples.
     """
     return peak_forecast(spec, precision, device)(batch_size or spec.train.batch_size)
 
@@ -76,7 +77,7 @@ def largest_batch(
 ) -> int | None:
     """Return the largest batch size whose predicted peak is within `room` bytes, of
     train.batch_size and the powers of two up to LARGEST_FORECAST_BATCH; None where a single example
-    is too much. Raises Unknown."""
+    is too much. Raises ForecastUnavailable."""
     return largest_fitting_batch(
         peak_forecast(spec, precision, device), spec.train.batch_size, room
     )
@@ -85,13 +86,25 @@ def largest_batch(
 def largest_fitting_batch(
     peak: Callable[[int], MemoryBreakdown], own: int, room: float
 ) -> int | None:
-    """The same of a forecast, with one batch size of the user's own."""
+    """Return the largest batch size whose predicted peak is within `room` bytes.
+
+    Args:
+        peak: a forecast.
+        own: a size to try in addition to the powers of two.
+        room: bytes.
+
+    Returns:
+        The size; None where a single example is too much.
+    """
     sizes = sorted({own, *(2**power for power in range(LARGEST_FORECAST_BATCH.bit_length()))})
-    fits, low, high = None, 0, len(sizes)
+    fits = None
+    low = 0
+    high = len(sizes)
     while low < high:
         middle = (low + high) // 2
         if _fits(peak, sizes[middle], room):
-            fits, low = sizes[middle], middle + 1
+            fits = sizes[middle]
+            low = middle + 1
         else:
             high = middle
     return fits
@@ -100,26 +113,50 @@ def largest_fitting_batch(
 def _fits(peak: Callable[[int], MemoryBreakdown], size: int, room: float) -> bool:
     try:
         return peak(size).total <= room
-    except (RuntimeError, ValueError):  # as batch normalisation of a single example
+    except (RuntimeError, ValueError):  # for example, batch normalisation of a single example
         return False
 
 
-def peak_forecast(
-    spec: RunSpec, precision: Precision, device: torch.device
-) -> Callable[[int], MemoryBreakdown]:
-    """The peak as a function of the batch size. Raises Unknown."""
+@dataclass(frozen=True)
+class PeakForecast:
+    """The predicted peak of a training step, as a function of the batch size.
+
+    Attributes:
+        peak: returns the peak of a step with micro-batches of so many examples.
+        fallback: why the step was run on real tensors; empty where fake tensors were enough.
+    """
+
+    peak: Callable[[int], MemoryBreakdown]
+    fallback: str = ""
+
+    def __call__(self, batch_size: int) -> MemoryBreakdown:
+        """Return the peak of a step with micro-batches of so many examples."""
+        return self.peak(batch_size)
+
+
+def peak_forecast(spec: RunSpec, precision: Precision, device: torch.device) -> PeakForecast:
+    """Rehearse a training step, on fake tensors where its operators allow it.
+
+    Raises:
+        ForecastUnavailable: no shape is given, or the step runs neither on fake tensors nor on few
+            examples.
+    """
     _refuse(spec, device)
     try:
         rehearsal = _Rehearsal(spec, precision, device, fake=True)
         rehearsal.peak(spec.train.batch_size)
     except RunnerError:
         raise
-    except Exception:
-        return _extrapolated(spec, precision, device)
-    return rehearsal.peak
+    # Whatever fails on fake tensors may work on real ones; the forecast says that it is of these.
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        fallback = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+        return PeakForecast(_extrapolated(spec, precision, device), fallback)
+    return PeakForecast(rehearsal.peak)
 
 
 def _refuse(spec: RunSpec, device: torch.device) -> None:
+    """Raise ForecastUnavailable where no rehearsal can tell the peak."""
     if is_tpu(device):
         raise ForecastUnavailable("a TPU's compiler decides what a step holds.")
     if spec.optimizer.get("_target_") == "torch.optim.LBFGS":
@@ -129,14 +166,19 @@ def _refuse(spec: RunSpec, device: torch.device) -> None:
 
 
 def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device) -> None:
-    """A real step on few examples takes weights, gradients and two averages; where most weights are
-    frozen, them alone, before they are packed."""
-    size, room = 0, USABLE * free_memory(device)
+    """Raise ForecastUnavailable where even a real step on few examples does not fit into memory.
+
+    It takes weights, gradients and two averages; where most weights are frozen, the weights alone,
+    before they are packed.
+    """
+    size = 0
+    room = USABLE * free_memory(device)
     with suppress(NotImplementedError, RuntimeError), META:
         model = build_group("model", spec.model)
         materialize_lazy_layers(spec, model, META)
         size = float32_bytes(model)
-    if (needs := size * (1.5 if precision.freezes else 4)) > room:
+    needs = size * (1.5 if precision.freezes else 4)
+    if needs > room:
         raise ForecastUnavailable(
             f"its operators want real numbers, and steps on a few take about {needs / GIB:.1f} of "
             f"the {room / GIB:.1f} GiB that may be used."
@@ -146,10 +188,11 @@ def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device)
 def _extrapolated(
     spec: RunSpec, precision: Precision, device: torch.device
 ) -> Callable[[int], MemoryBreakdown]:
+    """Return the peak by extrapolation from two real steps."""
     _refuse_too_large(spec, precision, device)
     try:
         rehearsal = _Rehearsal(spec, precision, device, fake=False)
-        less, more = rehearsal.line(FEW), rehearsal.line(2 * FEW)
+        less, more = rehearsal.timeline(FEW), rehearsal.timeline(2 * FEW)
     except RunnerError:
         raise
     except Exception as error:
@@ -173,8 +216,10 @@ def _extrapolated(
 
 
 def build_fake_model(spec: RunSpec, precision: Precision) -> BuiltModel:
-    """The converted model on the meta device, which takes no memory; on the CPU where a model's
-    code reads values."""
+    """Build and convert the model on the meta device, which takes no memory.
+
+    Where the model's code reads values, it is built on the CPU.
+    """
     try:
         return build_model(spec, precision, META, made_on=META)
     except RunnerError:
@@ -190,14 +235,14 @@ class _Rehearsal:
         self, spec: RunSpec, precision: Precision, device: torch.device, fake: bool
     ) -> None:
         self.spec, self.device = spec, device
-        self.peak = cache(lambda size: max(self.line(size), key=sum))
+        self.peak = cache(lambda size: max(self.timeline(size), key=sum))
         self.tensors = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
         making = MemoryTracker(kind=WEIGHTS)  # in float32 before it is converted, and on the CPU
         with making if device.type == "cpu" else nullcontext():
             made = (
                 build_fake_model(spec, precision) if fake else build_model(spec, precision, device)
             )
-        self.making, model = making.line, made.model
+        self.making, model = making.timeline, made.model
         with self.tensors:
             if fake:
                 _replace(model, device)
@@ -217,30 +262,33 @@ class _Rehearsal:
             for p in self.state.trainable:
                 p.grad = None
 
-    def line(self, size: int) -> list[MemoryBreakdown]:
-        """What is held while the model is made, and after each operator of a step on micro-batches
-        of `size` examples."""
+    def timeline(self, size: int) -> list[MemoryBreakdown]:
+        """Return what is held while the model is made and after each operator of a step.
+
+        Args:
+            size: examples of a micro-batch.
+        """
         state, train, precision = self.state, self.spec.train, self.state.precision
         with self.tensors, precision.session(state.model, self.device):
             batches = [example_batch(self.spec, size, self.device) for _ in range(train.accumulate)]
-            ledger = MemoryTracker(accumulates=precision.kernels() == "float32_accumulate")
-            ledger.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
-            ledger.add(OPTIMIZER, *state.optimizer_tensors())
-            ledger.add(ACTIVATIONS, *tree_leaves(batches))
-            with ledger.gradients_of(state.trainable), ledger:
+            tracker = MemoryTracker(accumulates=precision.kernels() == "float32_accumulate")
+            tracker.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
+            tracker.add(OPTIMIZER, *state.optimizer_tensors())
+            tracker.add(ACTIVATIONS, *tree_leaves(batches))
+            with tracker.gradients_of(state.trainable), tracker:
                 # An evaluation's step compares half-precision weights before and after it.
                 watch = Stagnation(state) if precision.storage.itemsize == 2 else None
-                state.before_update = ledger.updates
+                state.before_update = tracker.begin_update
                 train_step(state, batches[:2])  # further micro-batches hold what the second does
                 if watch is not None:
                     watch.close()
                 del watch
                 self._evaluate(*batches[0])
-        return [*self.making, *ledger.line]
+        return [*self.making, *tracker.timeline]
 
     @torch.no_grad()
     def _evaluate(self, inputs: Any, target: Any) -> None:
-        """What loop.evaluate does with a batch."""
+        """Compute what an evaluation computes with a batch."""
         state, precision = self.state, self.state.precision
         state.model.eval()
         with precision.evaluating(state.plain_model), precision.forward(self.device):
@@ -251,10 +299,10 @@ class _Rehearsal:
 
 
 def _replace(model: nn.Module, device: torch.device) -> None:
-    """Fake tensors in place of a model's own, tied ones by the same.
+    """Put fake tensors in the place of a model's own; tied ones stay tied.
 
     Raises:
-        NotImplementedError: it holds tensors of a class of their own.
+        NotImplementedError: the model holds tensors of a library's class.
     """
     made: dict[int, Tensor] = {}
 

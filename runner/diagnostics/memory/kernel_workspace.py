@@ -1,4 +1,4 @@
-"""Memory that CPU kernels take inside themselves and give back: operators do not show it.
+"""Compute the memory that CPU kernels allocate inside themselves, which operators do not show.
 
 Read from torch 2.15's and bitsandbytes' code and held against the allocator by
 bench/memory_plan.py. What GPU libraries take is not known here.
@@ -25,11 +25,14 @@ _BLOCK = 16  # channels that oneDNN keeps together
 def workspace_bytes(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, accumulates: bool
 ) -> int:
-    """Bytes within one call of an operator.
+    """Return the bytes that a kernel allocates and frees within one call of an operator.
 
     Args:
-        func: a torch.ops overload; args, kwargs: of the call; result: what it returned.
-        accumulates: whether runner.precision.emulation.float16 puts float32 kernels under float16.
+        func: a torch.ops overload.
+        args, kwargs: of the call.
+        result: what the call returned.
+        accumulates: runner.precision.emulation.float16 computes float16 operators with float32
+            kernels.
     """
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not given or given[0].device.type != "cpu":
@@ -58,8 +61,11 @@ def workspace_bytes(
 
 
 def _cast(given: Sequence[Tensor], into: torch.dtype | None) -> int:
-    """Arithmetic on several dtypes first casts operands to the widest, and last the result into
-    the tensor that it is written to."""
+    """Return the bytes of the casts in arithmetic on several dtypes.
+
+    Operands are cast to the widest dtype first, and the result last to that of the tensor that it
+    is written to.
+    """
     wide = reduce(torch.promote_types, (t.dtype for t in given if t.ndim), given[0].dtype)
     size = sum(t.numel() for t in given if t.dtype is not wide)
     size += given[0].numel() if into not in (None, wide) else 0
@@ -67,8 +73,11 @@ def _cast(given: Sequence[Tensor], into: torch.dtype | None) -> int:
 
 
 def _convolution(name: str, args: Sequence[Any], result: Any, dtype: torch.dtype) -> int:
-    """oneDNN brings tensors into orders of its own; torch unfolds what oneDNN does not take, every
-    pixel's window for the whole batch. 0 of other operators."""
+    """Return the workspace of a convolution; 0 for other operators.
+
+    oneDNN reorders tensors into layouts of its own. What oneDNN does not take, torch unfolds: every
+    pixel's window, for the whole batch.
+    """
     if name == "convolution":
         inputs, weight, output, (stride, padding) = *args[:2], result, args[3:5]
     elif name == "convolution_backward":

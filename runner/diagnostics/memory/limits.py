@@ -1,4 +1,4 @@
-"""Which settings would fit the memory that there is: an estimate, after it ran out."""
+"""Read how much memory there is, and estimate after a failure how much a step takes."""
 
 import gc
 import resource
@@ -19,14 +19,20 @@ from runner.training.step import loss_of
 from runner.utils.tensors import stored_bytes, tensor_bytes
 
 USABLE = 0.8
-"""Share that an estimate may take of what a run finds: allocators leave gaps, libraries load
-late."""
+"""Share of the free memory that an estimate may use: allocators leave gaps, libraries load late."""
 _CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that a step takes; `example` for each of a micro-batch, `other` outside the run."""
+    """The bytes that a step takes.
+
+    Attributes:
+        weights, gradients, state: of the model and its optimizers.
+        fixed: of the step, whatever the batch size.
+        example: for each example of a micro-batch.
+        other: taken before the first step, the weights left out.
+    """
 
     weights: float
     gradients: float
@@ -36,21 +42,29 @@ class MemoryEstimate:
     other: float
 
     def of(self, examples: int) -> float:
+        """Return the bytes of a step with micro-batches of so many examples."""
         parts = self.weights + self.gradients + self.state + self.fixed + self.other
         return parts + self.example * examples
 
     def narrower(self, mixed: bool) -> "MemoryEstimate":
-        """With numbers of half the width; activations have it already in a mixed precision."""
-        names = ["weights", "gradients", "state", *([] if mixed else ["example"])]
+        """Return the estimate with numbers of half the width.
+
+        Args:
+            mixed: activations have half the width already, as in a mixed precision.
+        """
+        names = ["weights", "gradients", "state"]
+        if not mixed:
+            names.append("example")
         return replace(self, **{name: getattr(self, name) / 2 for name in names})
 
     def smaller_state(self) -> "MemoryEstimate":
-        """With 8 bits for 32, and the scales of its blocks."""
+        """Return the estimate with an 8-bit optimizer."""
+        # 8 bits in place of 32, and the scales of its blocks.
         return replace(self, state=self.state * 0.27)
 
 
 def memory_limit(device: torch.device) -> tuple[float, float]:
-    """What is taken, this run's tensors included, of the tightest limit; both in bytes."""
+    """Return the bytes in use, this run's tensors included, and the tightest limit, in bytes."""
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -61,13 +75,13 @@ def memory_limit(device: torch.device) -> tuple[float, float]:
         return memory.vms, soft
     whole = psutil.virtual_memory().total
     for name in _CGROUPS:
-        with suppress(OSError, ValueError):  # none, or "max"
+        with suppress(OSError, ValueError):  # no such file, or "max" in it
             whole = min(whole, int(Path("/sys/fs/cgroup", name).read_text()))
     return memory.rss, whole
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that a run may yet take of the tightest limit, and of what other processes leave."""
+    """Return the bytes that a run may still take: of the limit, and free of other processes."""
     taken, whole = memory_limit(device)
     if device.type == "cuda":
         return whole - taken
@@ -102,17 +116,24 @@ def estimate_step_memory(
     with suppress(Exception), eager:
         batch = next(loader.epoch(0))
         few = min(2, loader.batch_size // 2)
-        small, large = (_kept(state, batch, n) for n in (few, 2 * few))
+        small, large = (_activation_bytes(state, batch, n) for n in (few, 2 * few))
         example = (large - small) / few
         return MemoryEstimate(
-            weights, gradients, made or _unmade(state), small - few * example, example, other
+            weights,
+            gradients,
+            made or _expected_state_bytes(state),
+            small - few * example,
+            example,
+            other,
         )
     return None
 
 
-def _kept(state: TrainState, batch: Batch, examples: int) -> int:
-    """Bytes that a forward keeps for its backward, and twice its largest tensor for what the
-    backward itself makes."""
+def _activation_bytes(state: TrainState, batch: Batch, examples: int) -> int:
+    """Return the bytes that a forward keeps for its backward.
+
+    Twice the largest tensor is added, for what the backward itself makes.
+    """
     own = {t.data_ptr() for t in (*state.model.parameters(), *state.model.buffers())}
     sizes: dict[int, int] = {}
 
@@ -129,16 +150,16 @@ def _kept(state: TrainState, batch: Batch, examples: int) -> int:
     return sum(sizes.values()) + 2 * max(sizes.values(), default=0)
 
 
-def _unmade(state: TrainState) -> float:
-    """What the optimizers will hold after their first step, by the averages that they keep."""
-    found = 0.0
+def _expected_state_bytes(state: TrainState) -> float:
+    """Return what the optimizers will hold after their first step, by the averages they keep."""
+    total = 0.0
     for scheduled in state.optimizers:
         group = scheduled.optimizer.param_groups[0]
         averages = 2 if "betas" in group else bool(group.get("momentum"))
-        found += averages * tensor_bytes(*scheduled.params)
-    return found
+        total += averages * tensor_bytes(*scheduled.params)
+    return total
 
 
 def divisors(size: int) -> Iterator[int]:
-    """Sizes that divide this one, from it downwards."""
+    """Return the divisors of a size, the largest first."""
     return (n for n in range(size, 0, -1) if size % n == 0)

@@ -1,4 +1,4 @@
-"""What a step holds in memory after each of its operators, by kind, on real and on fake tensors."""
+"""Track what a step holds in memory after each operator, by kind, on real and fake tensors."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,19 +13,20 @@ from torch.utils._pytree import tree_leaves
 from runner.diagnostics.memory.kernel_workspace import workspace_bytes
 from runner.utils.tensors import inner_tensors
 
-_CUDA_BLOCK = 512  # what its allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp)
+_CUDA_BLOCK = 512
+"""Bytes that CUDA's allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 class MemoryBreakdown(NamedTuple):
-    """Bytes at one moment of a step.
+    """The bytes that are held at one moment of a step.
 
     Attributes:
         weights: parameters and buffers.
-        gradients: those of parameters that are whole.
+        gradients: of parameters, once they are complete.
         optimizer: its state.
         activations: the batch, and what the forward makes.
-        temporaries: what the backward and the update make beside the gradients, and what kernels
-            take inside themselves; what activation checkpointing computes anew is among them.
+        temporaries: what the backward and the update make apart from the gradients, what
+            activation checkpointing computes again, and what kernels allocate inside themselves.
     """
 
     weights: int = 0
@@ -36,6 +37,7 @@ class MemoryBreakdown(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Sum of all kinds."""
         return sum(self)
 
 
@@ -43,27 +45,27 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = range(len(MemoryBreakd
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Adds up the storages that live; `line` has an entry for each operator.
+    """Adds up the storages that are alive; `timeline` has an entry for each operator.
 
     Args:
-        kind: of what is made outside of a backward and an update.
+        kind: what tensors count as that are made outside of a backward and an update.
         accumulates: see runner.diagnostics.memory.kernel_workspace.workspace_bytes.
     """
 
     def __init__(self, kind: int = ACTIVATIONS, accumulates: bool = False) -> None:
         super().__init__()
         self.kind, self.accumulates = kind, accumulates
-        self.line: list[MemoryBreakdown] = []
+        self.timeline: list[MemoryBreakdown] = []
         self._now = [0] * len(MemoryBreakdown._fields)
         self._held: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
         self._updates = False
 
-    def updates(self) -> None:
-        """From here on the optimizer works."""
+    def begin_update(self) -> None:
+        """Count what is made from now on as temporaries of the optimizer's update."""
         self._updates = True
 
     def add(self, kind: int, *tensors: Tensor) -> None:
-        """Count storages as of a kind, also those that were of another."""
+        """Count the storages of tensors as a kind, also those that were counted as another."""
         for part in (part for tensor in tensors for part in inner_tensors(tensor)):
             storage = part.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
@@ -79,7 +81,7 @@ class MemoryTracker(TorchDispatchMode):
         self._now[kind] -= size
 
     def gradients_of(self, params: Sequence[Tensor]) -> ExitStack:
-        """Context in which what becomes a parameter's gradient counts as one."""
+        """Return a context in which a parameter's complete gradient is counted as one."""
         stack = ExitStack()
         for p in params:
             stack.callback(p.register_post_accumulate_grad_hook(self._gradient).remove)
@@ -97,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):
         self.add(TEMPORARIES if backward or self._updates else self.kind, *self._new(result))
         now = list(self._now)
         now[TEMPORARIES] += workspace_bytes(func, args, kwargs or {}, result, self.accumulates)
-        self.line.append(MemoryBreakdown(*now))
+        self.timeline.append(MemoryBreakdown(*now))
         return result
 
     def _new(self, result: Any) -> Iterator[Tensor]:

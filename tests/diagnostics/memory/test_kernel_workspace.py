@@ -54,11 +54,13 @@ def norms(dtype):
     ],
 )
 def test_an_operator_takes_what_the_allocator_gives(made, dtype, within):
-    run, ledger = made(dtype), MemoryTracker()
+    run, tracker = made(dtype), MemoryTracker()
     taken = most_held(run)
     inputs = [cell.cell_contents for cell in run.__closure__ or ()]
     held = [t for t in inputs if isinstance(t, Tensor)]
-    ledger.add(0, *held, *(t for group in inputs if isinstance(group, list) for t in group))
-    with ledger:
+    tracker.add(0, *held, *(t for group in inputs if isinstance(group, list) for t in group))
+    with tracker:
         run()
-    assert max(sum(peak[1:]) for peak in ledger.line) == pytest.approx(taken, rel=within, abs=64)
+    assert max(sum(peak[1:]) for peak in tracker.timeline) == pytest.approx(
+        taken, rel=within, abs=64
+    )
