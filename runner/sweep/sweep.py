@@ -98,8 +98,8 @@ class Sweep:
         """
         cls.current = cls(folder, overrides, tracking, resume, left_out)
 
-    def asks_for(self, jobs: int) -> None:
-        """How many jobs it has, once that is known."""
+    def set_job_count(self, jobs: int) -> None:
+        """Write to the manifest how many jobs the sweep has."""
         self.manifest = replace(self.manifest, jobs=jobs)
         self.manifest.write(self.folder)
 

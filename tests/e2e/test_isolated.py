@@ -96,12 +96,12 @@ TINY = (
     "hydra/launcher=isolated",
 )
 WAYS = {
-    "exits": "Its process ended with exit status 3 before its result.",
+    "exits": "Its process ended with exit status 3 before it wrote a result.",
     "killed": "Its process was ended by SIGKILL",
     "segfault": "Its process was ended by SIGSEGV. Last lines: Fatal Python error: Segmentation",
     "memory": "Out of memory in step 2 on ",
     "raises": "ArithmeticError: failed as it was told to",
-    "orphaned": "The process that starts jobs was killed, and this one with it.",
+    "orphaned": "The fork server was killed, and this job with it.",
     "well": "",
 }
 

@@ -369,7 +369,7 @@ def test_a_folder_that_is_not_shared_is_told_in_one_message(tmp_path, monkeypatc
     }
     monkeypatch.setattr(remote, "job_hydra_config", lambda config: (tmp_path / "lock").open("w"))
     came = JobReturn(status=JobStatus.COMPLETED)
-    remote._settle(configs, {0: came, 1: came}, stopped=False)
+    remote._record_missing_results(configs, {0: came, 1: came}, stopped=False)
     said = capsys.readouterr().err
     assert said.count("error:") == 1
     assert said.startswith(f"error: job 0, 1: It ran, but left no result in {tmp_path}")

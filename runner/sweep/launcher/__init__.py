@@ -1,1 +1,18 @@
-"""What runs the jobs of a sweep: processes of our own, or those of a plugin of Hydra's."""
+"""Run the jobs of a sweep as processes: on this machine, or through a plugin of Hydra's.
+
+Why a process for each job: a job that crashes or is killed fails alone, `n_jobs` of them run at
+once, a stop signal to the sweep reaches all of them, and no job inherits memory, a device or random
+state from the one before. A fork of a process that has imported torch already saves the 5.5 CPU
+seconds that imports cost a new Python process (bench/results/launcher_cost.md).
+
+How a job starts: Hydra calls IsolatedLauncher, which asks the fork server for a child process and
+sends it a pickled JobRequest. What comes back: Hydra's JobReturn through a pipe, the exit status
+through another one, output through two more, and `result.json` in the job's folder. The job's
+record goes through a socket to the sweep's writer process, which imports MLflow once for all jobs.
+
+Reading order: `isolated` (the launcher), `job_process` (one job, seen from the sweep),
+`fork_server` (the process that forks), `job_main` (the job's own process), then
+`runner/tracking/shared_writer.py` (the socket), `writer_process.py` and `writer/uploader.py`
+(journal to MLflow). Not on that path: `job_request` (what is sent), `job_output` (output and exit
+reasons), `stop_requests` (signals), and `remote`, `remote_job`, `submitit` (Slurm, Ray, joblib).
+"""

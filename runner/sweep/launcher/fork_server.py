@@ -1,5 +1,12 @@
-"""The nursery: a process that has imported torch, computes nothing, and forks once per job, so
-that a job starts in milliseconds. It holds no thread, no device and nothing of any job."""
+"""Fork one process per job from a process that has imported torch already.
+
+The fork server computes nothing: it holds no thread, no device and nothing of any job, so that a
+fork of it is a clean start. It runs as a process of its own, and ends with the sweep's process.
+
+multiprocessing's fork server is not used: it passes the end of the pipe that it waits on to its
+children, so that they outlive a killed sweep; a terminal's Ctrl-C reaches it; and it does not know
+which processes a job has left running.
+"""
 
 import gc
 import os
@@ -15,9 +22,12 @@ from typing import Any
 from runner.sweep.launcher.job_request import STATUS_STRUCT
 from runner.utils.stop_signals import SIGNALS, ignore_signals
 
-FDS = 5
-"""What comes with each request: the job's order, its line to the tracking writer, the pipe that
-tells of its life, its stdout and its stderr."""
+REQUEST_FDS = 5
+"""Number of file descriptors in a request: the pipe that the JobRequest comes through, the socket
+to the tracking writer, the status pipe, stdout and stderr."""
+
+# A module that is renamed, and not here, gives no error: every job would import it again, and start
+# seconds later. tests/arch/test_module_names.py fails for a name of ours that leads nowhere.
 PRELOAD = (
     (
         "runner.modes.run",
@@ -31,86 +41,100 @@ PRELOAD = (
     if sys.platform == "linux"
     else ()  # Apple's frameworks break in a forked process
 )
+"""Modules that most jobs need, imported before the first fork."""
 
 
-def main(line: int) -> None:
-    """Runs until the sweep's process closes its end of the socket `line`, or is gone."""
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    ignore_signals()  # the sweep's process tells its jobs
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA that was asked here fails in forks
+def main(fd: int) -> None:
+    """Serve requests until the sweep's process closes its end of the socket, or is gone.
+
+    Args:
+        fd: file descriptor of the socket that requests come through.
+    """
+    job_handlers: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    # The sweep's process decides what a signal means, and forwards it to its jobs.
+    ignore_signals()
+    # Without NVML, asking for CUDA initialises it, and an initialised CUDA fails in forked jobs.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     for name in PRELOAD:
-        with suppress(ImportError):  # the job that needs it will say so
+        with suppress(ImportError):  # a job that needs the module reports the error
             import_module(name)
+    # A garbage collection in a job would write to every page that it shares with this process.
     gc.collect()
-    gc.freeze()  # a collection in a job would copy every page that it touches
-    ForkServer(socket.socket(fileno=line), handlers).run()
-    os._exit(0)  # taking the imports down takes longer than all else
+    gc.freeze()
+    ForkServer(socket.socket(fileno=fd), job_handlers).run()
+    # Python's own exit would take the imported modules down, which takes longer than all else.
+    os._exit(0)
 
 
 class ForkServer:
-    """Takes requests, forks, and tells how each job's process ended.
+    """A loop that forks a process for each request, and reports how each process ended.
 
     Args:
-        line: where requests come from.
-        handlers: of signals in the jobs.
+        requests: socket that requests come through.
+        job_handlers: handlers of signals that jobs start with.
     """
 
-    def __init__(self, line: socket.socket, handlers: Mapping[int, Any]) -> None:
-        self._line, self._handlers = line, handlers
-        self._lives: dict[int, int] = {}
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
+    def __init__(self, requests: socket.socket, job_handlers: Mapping[int, Any]) -> None:
+        self._requests = requests
+        self._job_handlers = job_handlers
+        self._status_pipes: dict[int, int] = {}  # by process id
+        self._wakeup_read, self._wakeup_write = os.pipe()
+        os.set_blocking(self._wakeup_write, False)
 
     def run(self) -> None:
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # else the wake-up is never written
-        signal.set_wakeup_fd(self._wake)
+        """Serve requests until the socket closes, then kill the jobs that still run."""
+        # Python writes to the wake-up pipe only for signals that have a handler.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup_write)
         while True:
-            ready = select.select([self._line, self._woken], [], [])[0]
-            if self._woken in ready:
-                os.read(self._woken, 4096)
-                self._reap()
-            if self._line in ready:
-                data, fds, *_ = socket.recv_fds(self._line, 1, FDS)
+            ready = select.select([self._requests, self._wakeup_read], [], [])[0]
+            if self._wakeup_read in ready:
+                os.read(self._wakeup_read, 4096)
+                self._report_ended_jobs()
+            if self._requests in ready:
+                data, fds, *_ = socket.recv_fds(self._requests, 1, REQUEST_FDS)
                 if not data:
                     break
                 self._fork(fds)
-        for pid in self._lives:
+        for pid in self._status_pipes:
             _kill_group(pid)
 
     def _fork(self, fds: list[int]) -> None:
-        order, tracking, life, out, err = fds
+        request, tracking, status, out, err = fds
         pid = os.fork()
         if pid == 0:
-            self._forget()
+            self._release_server_state()
             from runner.sweep.launcher.job_main import run_job_process
 
-            run_job_process(order, tracking, life, out, err)
-        self._lives[pid] = life
-        for fd in (order, tracking, out, err):
+            run_job_process(request, tracking, status, out, err)
+        self._status_pipes[pid] = status
+        for fd in (request, tracking, out, err):
             os.close(fd)
 
-    def _forget(self) -> None:
-        """In a new job's process: the signals as they were, none of our files."""
+    def _release_server_state(self) -> None:
+        """Restore signal handling and close the fork server's files in a new job's process."""
         signal.set_wakeup_fd(-1)
-        for number, handler in {**self._handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
+        for number, handler in {**self._job_handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
             signal.signal(number, handler)
-        self._line.close()
-        for fd in (self._woken, self._wake, *self._lives.values()):
+        self._requests.close()
+        # An open copy of another job's status pipe would hide that job's end from the sweep.
+        for fd in (self._wakeup_read, self._wakeup_write, *self._status_pipes.values()):
             os.close(fd)
 
-    def _reap(self) -> None:
-        """Tells the ends of processes; what those have left running ends, too."""
-        while self._lives:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+    def _report_ended_jobs(self) -> None:
+        """Write the exit status of each ended job to its status pipe, and end its children."""
+        while self._status_pipes:
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
             _kill_group(pid)
-            life = self._lives.pop(pid)
+            pipe = self._status_pipes.pop(pid)
             with suppress(BrokenPipeError):
-                os.write(life, STATUS_STRUCT.pack(status))
-            os.close(life)
+                os.write(pipe, STATUS_STRUCT.pack(wait_status))
+            os.close(pipe)
 
 
 def _kill_group(pid: int) -> None:
+    """Kill what a job has left running: each job leads a process group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The launcher that Hydra calls."""
+"""The launcher that Hydra calls: run each job of a sweep in a process of its own."""
 
 import atexit
 import os
@@ -29,91 +29,129 @@ from runner.sweep.launcher.stop_requests import StopRequests
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.writer_process import shared_writer
 from runner.utils.errors import ConfigError
+from runner.utils.layout import RESULT
 from runner.utils.terminal import print_error, sanitize
 
 GRACE_SECONDS = 10.0
-"""From the second signal until a job that does not end is killed."""
+"""Time that jobs have to end after the second signal, before they are killed."""
 _STORE_SECONDS = 60.0
+"""Longest wait without progress for the records of jobs that died."""
 
-_nursery: ForkServerClient | None = None
+_fork_server: ForkServerClient | None = None
 
 
 def prepare_launcher() -> None:
-    """Makes the launcher known to Hydra, and has the nursery import what jobs need while we import
-    what we need."""
+    """Register the launcher with Hydra, and start the fork server.
+
+    It imports what jobs need while this process imports what the sweep needs.
+    """
     register(IsolatedLauncher)
     fork_server()
 
 
 def fork_server() -> ForkServerClient:
-    """This process's, for all its sweeps; another one where it was killed."""
-    global _nursery
-    if _nursery is None:
-        atexit.register(lambda: _nursery and _nursery.close())
-        _nursery = ForkServerClient()
-    if not _nursery.lives:
-        _nursery.close()
-        _nursery = ForkServerClient()
-    return _nursery
+    """Return this process's fork server, one for all its sweeps; a new one if it was killed."""
+    global _fork_server
+    if _fork_server is None:
+        atexit.register(lambda: _fork_server and _fork_server.close())
+        _fork_server = ForkServerClient()
+    if not _fork_server.is_alive:
+        _fork_server.close()
+        _fork_server = ForkServerClient()
+    return _fork_server
 
 
 @final
 class IsolatedLauncher(Launcher):
-    """Runs each job in a process of its own, whose death is that job's failure and nothing more.
+    """A launcher of Hydra whose jobs are processes: one that dies is a failed job, nothing more.
 
     Args:
         n_jobs: how many run at once, 1 or more.
-        asked: the file that asks for a stop, see StopRequests.
-        sweep: the order for jobs of another process's sweep, see LateOrder.
+        stop_file: requests a stop, see StopRequests.
+        sweep_request: a pickled JobRequest of the sweep, for jobs of another process's sweep, see
+            RemoteJobRequest.
     """
 
     def __init__(
-        self, n_jobs: int = 1, asked: Path | None = None, sweep: bytes | None = None
+        self,
+        n_jobs: int = 1,
+        stop_file: Path | None = None,
+        sweep_request: bytes | None = None,
     ) -> None:
-        self._n_jobs, self._asked, self._sweep = n_jobs, asked, sweep
+        self._n_jobs = n_jobs
+        self._stop_file = stop_file
+        self._sweep_request = sweep_request
         self._running: dict[int, tuple[JobProcess, DictConfig]] = {}
-        self._open_ends: list[JournalStatus] = []
+        self._unsaved_journals: list[JournalStatus] = []
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Raises ConfigError for an n_jobs below 1."""
+        """Take what Hydra gives every launcher.
+
+        Raises:
+            ConfigError: n_jobs is below 1.
+        """
         if self._n_jobs < 1:
             raise ConfigError(f"hydra.launcher.n_jobs={self._n_jobs}: type 1 or more.")
-        self._context, self._task, self._config = hydra_context, task_function, config
+        self._context = hydra_context
+        self._task = task_function
+        self._config = config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Raises SystemExit where a signal has stopped the sweep."""
+        """Run jobs, and return what Hydra expects of each, in order.
+
+        Args:
+            job_overrides: overrides of each job.
+            initial_job_idx: number of the first one.
+
+        Raises:
+            SystemExit: a signal has stopped the sweep.
+        """
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
         announce_job(self._config, initial_job_idx + len(job_overrides))
-        todo = deque(enumerate(job_overrides, initial_job_idx))
-        done: dict[int, JobReturn] = {}
-        with DefaultSelector() as selector, StopRequests(self._asked) as stop, self._none_left():
-            selector.register(stop, EVENT_READ, lambda: self._forward(stop.new()))
-            while self._running or (todo and not stop.came):
-                self._forward(stop.new())
-                while todo and len(self._running) < self._n_jobs and not stop.came:
-                    self._start(*todo.popleft(), selector)
-                for key, _ in selector.select(timeout=1.0):
-                    key.data()
-                if stop.waited() > GRACE_SECONDS:
-                    self._forward([signal.SIGKILL])
-                for number in [n for n, (job, _) in self._running.items() if job.ended]:
-                    done[number] = self._end(number, stop)
-            stop.new()
-        for followed in self._open_ends:
-            shared_writer().wait(followed, _STORE_SECONDS, lambda: bool(stop.came))
-        if stop.came:
-            raise SystemExit(128 + stop.came[0])
+        waiting = deque(enumerate(job_overrides, initial_job_idx))
+        with (
+            DefaultSelector() as selector,
+            StopRequests(self._stop_file) as stop,
+            self._kill_at_exit(),
+        ):
+            done = self._run_all(waiting, selector, stop)
+        for journal in self._unsaved_journals:
+            shared_writer().wait(journal, _STORE_SECONDS, lambda: bool(stop.received))
+        if stop.received:
+            raise SystemExit(128 + stop.received[0])
         return [done[number] for number in sorted(done)]
 
+    def _run_all(
+        self,
+        waiting: deque[tuple[int, Sequence[str]]],
+        selector: BaseSelector,
+        stop: StopRequests,
+    ) -> dict[int, JobReturn]:
+        """Run jobs, at most n_jobs at once; after a stop request start no further one."""
+        done: dict[int, JobReturn] = {}
+        selector.register(stop, EVENT_READ, lambda: self._forward(stop.read_new()))
+        while self._running or (waiting and not stop.received):
+            self._forward(stop.read_new())
+            while waiting and len(self._running) < self._n_jobs and not stop.received:
+                self._start(*waiting.popleft(), selector)
+            for key, _ in selector.select(timeout=1.0):
+                key.data()
+            if stop.seconds_since_second() > GRACE_SECONDS:
+                self._forward([signal.SIGKILL])
+            for number in [n for n, (job, _) in self._running.items() if job.ended]:
+                done[number] = self._finish(number, stop)
+        stop.read_new()
+        return done
+
     @contextmanager
-    def _none_left(self) -> Iterator[None]:
-        """However it ends, no job outlives the launch."""
+    def _kill_at_exit(self) -> Iterator[None]:
+        """Kill the jobs that run when the context is left: no job outlives the launch."""
         try:
             yield
         finally:
@@ -122,46 +160,53 @@ class IsolatedLauncher(Launcher):
                 job.close()
             self._running.clear()
 
-    def _forward(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
+    def _forward(self, signals: Sequence[int]) -> None:
+        """Send signals to every job that runs."""
+        for number in signals:
             for job, _ in self._running.values():
                 job.send_signal(number)
 
     def _start(self, number: int, overrides: Sequence[str], selector: BaseSelector) -> None:
         config = compose_job_config(self._context, self._config, number, overrides)
-        if not config.hydra.callbacks.sweep.resume:
-            (job_folder(config) / "result.json").unlink(missing_ok=True)  # of another sweep
-        if self._sweep is None:
-            order = JobRequest.pickled(config, self._task, self._context)
+        resumes = bool(config.hydra.callbacks.sweep.resume)
+        if not resumes:
+            # A result of another sweep in the same folder would be taken for this job's.
+            (job_folder(config) / RESULT).unlink(missing_ok=True)
+        if self._sweep_request is None:
+            request = JobRequest.to_pickle(config, self._task, self._context)
         else:
-            again = bool(config.hydra.callbacks.sweep.resume)
-            order = pickle.dumps(RemoteJobRequest(self._sweep, number, overrides, again))
-        mark = f"[job {number}] " if self._n_jobs > 1 else ""
-        job = JobProcess(
-            fork_server(), selector, ProcessEnvironment.ours(self._n_jobs), order, mark
-        )
+            request = pickle.dumps(
+                RemoteJobRequest(self._sweep_request, number, overrides, resumes)
+            )
+        prefix = f"[job {number}] " if self._n_jobs > 1 else ""
+        environment = ProcessEnvironment.current(self._n_jobs)
+        job = JobProcess(fork_server(), selector, environment, request, prefix)
         self._running[number] = job, config
 
-    def _end(self, number: int, stop: StopRequests) -> JobReturn:
+    def _finish(self, number: int, stop: StopRequests) -> JobReturn:
+        """Take an ended job's answer; record the job's death if it wrote no result."""
         job, config = self._running.pop(number)
         job.close()
         if isinstance(job.answer, JobReturn):
             return job.answer
-        told = job.answer is not None and (job_folder(config) / "result.json").exists()
-        if not told:
-            self._bury(number, job, config, stop.came)
+        has_result = job.answer is not None and (job_folder(config) / RESULT).exists()
+        if not has_result:
+            self._record_dead_job(number, job, config, stop.received)
         overrides = OmegaConf.to_container(config.hydra.overrides.task)
         assert isinstance(overrides, list)
+        # Any other status would make Hydra's sweeper raise, and end the sweep; result.json has the
+        # job's own status.
         return JobReturn(overrides=overrides, cfg=config, status=JobStatus.COMPLETED)
 
-    def _bury(
-        self, number: int, job: JobProcess, config: DictConfig, asked: Collection[int]
+    def _record_dead_job(
+        self, number: int, job: JobProcess, config: DictConfig, stop_signals: Collection[int]
     ) -> None:
-        """Says, records and stores why a job died."""
+        """Print why a job died, write it to the job's result, and end the job's MLflow run."""
         from runner.modes import notes
         from runner.sweep.job_result import job_origin, record_result
 
-        reason, stopped = job.reason(asked), bool(asked)
+        reason = job.death_reason(stop_signals)
+        stopped = bool(stop_signals)
         if stopped:
             print(sanitize(f"job {number}: {reason}"), flush=True)
         else:
@@ -171,25 +216,30 @@ class IsolatedLauncher(Launcher):
             command = job_origin(sweeping=True).command
         status = "KILLED" if stopped else "FAILED"
         note = notes.failed_note(command, status, reason)
-        self._open_ends += job.lent.end_journals(status, reason, note)
+        self._unsaved_journals += job.writer_proxy.end_journals(status, reason, note)
 
 
 def announce_job(config: DictConfig, jobs: int) -> None:
-    """Tells this process's sweep how many jobs it has; a search may say so itself."""
+    """Set how many jobs this process's sweep has, if it runs one.
+
+    Args:
+        config: the sweep's; a search may have more trials than are launched so far.
+        jobs: known so far.
+    """
     from runner.sweep.sweep import Sweep
 
     if Sweep.current:
-        Sweep.current.asks_for(max(jobs, config.hydra.sweeper.get("n_trials", 0)))
+        Sweep.current.set_job_count(max(jobs, config.hydra.sweeper.get("n_trials", 0)))
 
 
 def job_folder(config: DictConfig) -> Path:
-    """A job's, absolute."""
+    """Return a job's folder as an absolute path."""
     return Path(os.path.abspath(config.hydra.sweep.dir), config.hydra.sweep.subdir)  # noqa: PTH100
 
 
 @contextmanager
 def job_hydra_config(config: DictConfig) -> Iterator[None]:
-    """Context with HydraConfig as it is in the job."""
+    """Context in which HydraConfig is a job's, as it is in the job's process."""
     hydra = HydraConfig.instance()
     before = hydra.cfg
     hydra.set_config(config)

@@ -1,4 +1,4 @@
-"""A job's process, from the fork to its end."""
+"""Run one job in its own process, from the fork to the exit."""
 
 import atexit
 import ctypes
@@ -21,15 +21,25 @@ from runner.utils.stop_signals import CommandSignals, Interrupted
 _PR_SET_PDEATHSIG = 1
 
 
-def run_job_process(order: int, tracking: int, life: int, out: int, err: int) -> NoReturn:
-    """Does what the order says. What it came to goes back through `order`: a JobReturn, or the exit
-    status with which the job was stopped; nothing where it failed beyond what the job can tell."""
+def run_job_process(request: int, tracking: int, status_pipe: int, out: int, err: int) -> NoReturn:
+    """Run the job that comes through the request pipe, and exit.
+
+    The answer goes back through the same pipe: a JobReturn, or the exit status of a job that was
+    stopped. There is no answer from a job that fails outside its own error handling.
+
+    Args:
+        request: file descriptor of a duplex pipe.
+        tracking: file descriptor of the socket to the sweep's tracking writer.
+        status_pipe: file descriptor that takes the process id once the process handles signals.
+        out: file descriptor that becomes stdout.
+        err: file descriptor that becomes stderr.
+    """
     status = 1
     try:
         with CommandSignals(lambda: True):
-            _settle(life, out, err)
+            _set_up_process(status_pipe, out, err)
             writer_process.use_writer(WriterProxy(socket.socket(fileno=tracking)))
-            status = _work(Connection(order))
+            status = _run_request(Connection(request))
             atexit._run_exitfuncs()
     except Interrupted as error:
         status = error.exit_status
@@ -41,33 +51,35 @@ def run_job_process(order: int, tracking: int, life: int, out: int, err: int) ->
         os._exit(status)
 
 
-def _settle(life: int, out: int, err: int) -> None:
-    """A process group of its own, an end together with its parent, the job's own output."""
+def _set_up_process(status_pipe: int, out: int, err: int) -> None:
+    """Make this process a process group of its own that ends with its parent, with its output."""
     parent = os.getppid()
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the fork server died before prctl took effect
         os._exit(1)
     for source, target in ((out, 1), (err, 2)):
         os.dup2(source, target)
         os.close(source)
-    # Anew, for the nursery's may have been no terminal; by lines, so that a death costs none.
+    # The fork server's stdout may have been buffered for a file. Line buffering here, so that a
+    # job that is killed loses no line.
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb"), line_buffering=True)  # noqa: SIM115
     faulthandler.enable(all_threads=False)
-    atexit._clear()  # what the nursery does at its own end
-    os.write(life, STATUS_STRUCT.pack(os.getpid()))
-    os.close(life)
+    atexit._clear()  # exit functions of the fork server's imports
+    os.write(status_pipe, STATUS_STRUCT.pack(os.getpid()))
+    os.close(status_pipe)
 
 
-def _work(line: Connection) -> int:
-    surroundings: ProcessEnvironment = line.recv()
-    surroundings.enter()
+def _run_request(connection: Connection) -> int:
+    """Receive and run a job request; return the exit status."""
+    environment: ProcessEnvironment = connection.recv()
+    environment.apply()
     try:
-        order: JobRequest = pickle.loads(line.recv_bytes())
-        line.send(order.run())
+        request: JobRequest = pickle.loads(connection.recv_bytes())
+        connection.send(request.run())
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 1
-        line.send(status)
+        connection.send(status)
         return status
     return 0

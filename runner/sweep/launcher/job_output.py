@@ -1,4 +1,4 @@
-"""A job's output, and what its end says."""
+"""Forward a job's output to the sweep's, and explain from its last lines why the job died."""
 
 import os
 import signal
@@ -7,76 +7,99 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
 
-_KEPT = 8000
-_LINES = 3
-_FATAL = "Fatal Python error"
+_TAIL_CHARACTERS = 8000
+_REASON_LINES = 3
+_PYTHON_CRASH = "Fatal Python error"
 
 
-class Stream:
-    """A job's output on its way to ours; of several jobs at once each line is marked.
+class OutputStream:
+    """A job's stdout or stderr on its way to this process's.
+
+    Args:
+        target: this process's stream.
+        prefix: begins each line, where several jobs run at once; empty for one that runs alone.
 
     Attributes:
-        tail: the last that was written.
+        tail: the last characters of the output, without prefixes.
     """
 
-    def __init__(self, target: TextIO, mark: str) -> None:
-        self._target, self._mark = target, mark
+    def __init__(self, target: TextIO, prefix: str) -> None:
+        self.tail = ""
+        self._target = target
+        self._prefix = prefix
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._held = self.tail = ""
+        self._unfinished_line = ""
 
     def feed(self, data: bytes) -> bool:
-        """Takes what was read; False for nothing, the end."""
-        text = self._held + self._decoder.decode(data, final=not data)
-        cut = text.rfind("\n") + 1 if self._mark and data else len(text)
-        shown, self._held = text[:cut], text[cut:]
-        self.tail = (self.tail + shown)[-_KEPT:]
-        if self._mark:
-            shown = "".join(self._mark + line for line in shown.splitlines(keepends=True))
+        """Forward data that was read; return False at the end of the output.
+
+        Args:
+            data: empty at the end.
+        """
+        text = self._unfinished_line + self._decoder.decode(data, final=not data)
+        end = len(text)
+        if self._prefix and data:
+            # Jobs at once must not write into each other's lines.
+            end = text.rfind("\n") + 1
+        shown = text[:end]
+        self._unfinished_line = text[end:]
+        self.tail = (self.tail + shown)[-_TAIL_CHARACTERS:]
+        if self._prefix:
+            shown = "".join(self._prefix + line for line in shown.splitlines(keepends=True))
         self._target.write(shown)
         self._target.flush()
         return bool(data)
 
 
-def exit_reason(status: int | None, tail: str, kills: int, asked: Collection[int] = ()) -> str:
-    """Why a job's process ended without a result.
+def exit_reason(
+    status: int | None, tail: str, kills: int, stop_signals: Collection[int] = ()
+) -> str:
+    """Return why a job's process ended without a result.
 
     Args:
-        status: what os.waitpid said; None where nobody was there to ask.
-        tail: what it wrote last.
-        kills: processes that the kernel killed meanwhile for want of memory.
-        asked: signals that it was sent to stop it.
+        status: status of os.waitpid; None for a job whose fork server died.
+        tail: end of the job's output.
+        kills: processes that the kernel killed for lack of memory while the job ran.
+        stop_signals: signals that the sweep sent to stop the job.
     """
-    if status is not None and (number := _signal(status)) in asked:
-        return f"Stopped by {signal.Signals(number).name} before its result."
+    if status is not None and _signal_number(status) in stop_signals:
+        name = signal.Signals(_signal_number(status)).name
+        return f"Stopped by {name} before it wrote a result."
     if status is None:
-        how = "The process that starts jobs was killed, and this one with it."
+        reason = "The fork server was killed, and this job with it."
     elif os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
-        how = f"Its process was ended by {name}"
+        reason = f"Its process was ended by {name}"
         if name == "SIGKILL" and kills:
-            how += " (out of memory: the kernel killed a process for it meanwhile)"
-        how += "."
+            reason += " (out of memory: the kernel killed a process for it meanwhile)"
+        reason += "."
     else:
-        how = f"Its process ended with exit status {os.WEXITSTATUS(status)} before its result."
+        code = os.WEXITSTATUS(status)
+        reason = f"Its process ended with exit status {code} before it wrote a result."
     lines = last_lines(tail)
-    return f"{how} Last lines: {' | '.join(lines)}" if lines else how
+    return f"{reason} Last lines: {' | '.join(lines)}" if lines else reason
 
 
-def _signal(status: int) -> int:
-    """That ended it, itself or as shells tell it."""
+def _signal_number(status: int) -> int:
+    """Return the signal that ended a process, directly or as an exit status of 128 + number."""
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) - 128
 
 
 def last_lines(text: str) -> list[str]:
-    """The last lines that say something; of Python's own report of a crash its first ones."""
-    _, found, report = text.rpartition(_FATAL)
-    lines = [line.strip() for line in (found + report).splitlines() if line.strip()]
-    return lines[: _LINES + 1] if found else lines[-_LINES:]
+    """Return the last lines of an output that are not blank, without surrounding spaces.
+
+    Of Python's report of a crash it is the first lines, which say where the crash happened.
+    """
+    _, crash, report = text.rpartition(_PYTHON_CRASH)
+    lines = [line.strip() for line in (crash + report).splitlines() if line.strip()]
+    return lines[: _REASON_LINES + 1] if crash else lines[-_REASON_LINES:]
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory, of the whole machine; 0 where it
-    does not say."""
+    """Return how many processes the kernel has killed for lack of memory since the machine started.
+
+    It is 0 where the kernel does not say.
+    """
     try:
         words = Path("/proc/vmstat").read_text().split()
         return int(words[words.index("oom_kill") + 1])

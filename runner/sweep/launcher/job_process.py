@@ -1,4 +1,8 @@
-"""The sweep's side: the nursery, and each job's process with its output and its end."""
+"""One job's process as the sweep sees it: its request, its output, its answer and its end.
+
+Also the sweep's handle on the fork server. Nothing here blocks: every pipe is registered with the
+launcher's selector, which calls back when there is something to read.
+"""
 
 import io
 import os
@@ -15,154 +19,187 @@ from selectors import EVENT_READ, BaseSelector
 
 from hydra.core.utils import JobReturn
 
-from runner.sweep.launcher.job_output import Stream, exit_reason, oom_kills
+from runner.sweep.launcher.job_output import OutputStream, exit_reason, oom_kills
 from runner.sweep.launcher.job_request import STATUS_STRUCT, ProcessEnvironment
 from runner.tracking.writer_proxy import WriterProxyServer
 from runner.utils.stop_signals import signals_blocked
 
 Source = Connection | socket.socket | io.FileIO
 
+_READ_BYTES = 65536
 _COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); "
 _COMMAND += "from runner.sweep.launcher.fork_server import main; "
 _COMMAND += "main(int(sys.argv[2]))"
 
 
 class ForkServerClient:
-    """The nursery's process, which imports what jobs need while we import what we need."""
+    """The fork server's process, started at construction.
+
+    It imports what jobs need while the sweep's process imports what the sweep needs.
+    """
 
     def __init__(self) -> None:
-        self._line, theirs = socket.socketpair()
+        self._requests, server_end = socket.socketpair()
         root = str(Path(__file__).resolve().parents[2])
-        with theirs, signals_blocked():
-            # A session of its own keeps Ctrl-C away from it, -P a user's files from its imports.
+        with server_end, signals_blocked():
+            # Its own session keeps a terminal's Ctrl-C away from it; -P keeps files in the
+            # working directory from shadowing what it imports.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _COMMAND, root, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-c", _COMMAND, root, str(server_end.fileno())],
+                pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
+        """Return whether the fork server's process runs."""
         return self._process.poll() is None
 
     def fork(self, fds: list[int]) -> None:
-        """Asks for a process that gets these; see nursery.FDS."""
-        socket.send_fds(self._line, [b"j"], fds)
+        """Ask for a job's process that gets these file descriptors.
+
+        Args:
+            fds: as fork_server.REQUEST_FDS lists them.
+
+        Raises:
+            OSError: the fork server is gone.
+        """
+        socket.send_fds(self._requests, [b"j"], fds)
 
     def close(self) -> None:
-        """Ends it, and with it the jobs that it has."""
-        self._line.close()
+        """End the fork server, and with it the jobs that it has forked."""
+        self._requests.close()
         self._process.wait()
 
 
 class JobProcess:
-    """One job's process, heard through a selector whose keys hold what takes their data.
+    """One job's process, whose pipes are registered with a selector.
+
+    The data of each selector key is the function that reads the pipe.
 
     Args:
-        order: pickled, see runner.sweep.launcher.job_request.
-        mark: begins each line of its output; empty where it runs alone.
+        fork_server: forks the process.
+        selector: the launcher's.
+        environment: what the job's process takes over from this one.
+        request: a pickled JobRequest or RemoteJobRequest.
+        prefix: begins each line of the job's output; empty for a job that runs alone.
 
     Attributes:
-        ended: it is gone, with all that it had started.
-        answer: a JobReturn, the exit status with which it was stopped, or None where it died.
+        ended: the process is gone, with all that it had started.
+        answer: a JobReturn, the exit status with which the job was stopped, or None for a job that
+            died.
+        writer_proxy: connects the job to the sweep's tracking writer.
     """
 
     def __init__(
         self,
-        nursery: ForkServerClient,
+        fork_server: ForkServerClient,
         selector: BaseSelector,
-        surroundings: ProcessEnvironment,
-        order: bytes,
-        mark: str,
+        environment: ProcessEnvironment,
+        request: bytes,
+        prefix: str,
     ) -> None:
         self.ended = False
         self.answer: JobReturn | int | None = None
-        self._selector, self._life, self._kills = selector, b"", oom_kills()
-        self._taking: dict[Source, Callable[[], bool]] = {}
-        self._unsent: list[int] = []
-        self._out, self._err = Stream(sys.stdout, mark), Stream(sys.stderr, mark)
-        self._line, line = Pipe()
-        ours, tracking = socket.socketpair()
-        self.lent = WriterProxyServer(ours)
-        self._watch(self._line, self._hear)
-        self._watch(ours, self.lent.read_requests)
-        pipes = [
-            self._pipe(self._hear_life),
-            # A terminal shows progress as it shows it without us.
-            self._pipe(self._out.feed) if mark or not sys.stdout.isatty() else os.dup(1),
-            self._pipe(self._err.feed),
-        ]
-        with line, tracking, suppress(OSError):  # of a dead nursery the job's life tells: it ends
-            nursery.fork([line.fileno(), tracking.fileno(), *pipes])
-            self._line.send(surroundings)
-            self._line.send_bytes(order)
+        self._selector = selector
+        self._status_data = b""
+        self._oom_kills_before = oom_kills()
+        self._readers: dict[Source, Callable[[], bool]] = {}
+        self._unsent_signals: list[int] = []
+        self._out = OutputStream(sys.stdout, prefix)
+        self._err = OutputStream(sys.stderr, prefix)
+        self._connection, job_connection = Pipe()
+        writer_socket, job_writer_socket = socket.socketpair()
+        self.writer_proxy = WriterProxyServer(writer_socket)
+        self._watch(self._connection, self._read_answer)
+        self._watch(writer_socket, self.writer_proxy.read_requests)
+        status_pipe = self._open_pipe(self._read_status)
+        # A job that runs alone writes to the terminal itself, so that progress bars work.
+        has_terminal = not prefix and sys.stdout.isatty()
+        out_pipe = os.dup(1) if has_terminal else self._open_pipe(self._out.feed)
+        pipes = [status_pipe, out_pipe, self._open_pipe(self._err.feed)]
+        # If the fork server is dead, the status pipe closes and the job is reported as ended.
+        with job_connection, job_writer_socket, suppress(OSError):
+            fork_server.fork([job_connection.fileno(), job_writer_socket.fileno(), *pipes])
+            self._connection.send(environment)
+            self._connection.send_bytes(request)
         for fd in pipes:
             os.close(fd)
 
     @property
     def pid(self) -> int | None:
-        """None until it takes signals."""
-        return (
-            STATUS_STRUCT.unpack_from(self._life)[0]
-            if len(self._life) >= STATUS_STRUCT.size
-            else None
-        )
+        """Return the process id, or None until the process handles signals."""
+        if len(self._status_data) < STATUS_STRUCT.size:
+            return None
+        return STATUS_STRUCT.unpack_from(self._status_data)[0]
 
     def send_signal(self, number: int) -> None:
-        """At once, or as soon as it takes signals."""
+        """Send a signal at once, or as soon as the process handles signals."""
         if self.pid is None:
-            self._unsent.append(number)
+            self._unsent_signals.append(number)
         elif not self.ended:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def reason(self, asked: Collection[int]) -> str:
-        """Why it died; `asked` are signals that were to stop it."""
-        told = len(self._life) == 2 * STATUS_STRUCT.size
-        status = STATUS_STRUCT.unpack_from(self._life, STATUS_STRUCT.size)[0] if told else None
+    def death_reason(self, stop_signals: Collection[int]) -> str:
+        """Return why the process ended without a result.
+
+        Args:
+            stop_signals: signals that the sweep sent to stop it.
+        """
+        status = None
+        if len(self._status_data) == 2 * STATUS_STRUCT.size:
+            status = STATUS_STRUCT.unpack_from(self._status_data, STATUS_STRUCT.size)[0]
         tail = self._err.tail.strip() or self._out.tail
-        return exit_reason(status, tail, oom_kills() - self._kills, asked)
+        return exit_reason(status, tail, oom_kills() - self._oom_kills_before, stop_signals)
 
     def close(self) -> None:
-        """Takes what it has left unread. What escaped its process group may hold a pipe open."""
-        while self._taking and (ready := select([*self._taking], [], [], 0)[0]):
+        """Read what is left in the pipes, and close them.
+
+        A process that left the job's process group may hold a pipe open: nothing is waited for.
+        """
+        while self._readers:
+            ready = select([*self._readers], [], [], 0)[0]
+            if not ready:
+                break
             for source in ready:
-                self._take(source)
-        for source in [*self._taking]:
+                self._read(source)
+        for source in [*self._readers]:
             self._drop(source)
 
-    def _pipe(self, feed: Callable[[bytes], bool]) -> int:
-        """Has `feed` take what is written to the file that is returned."""
-        ours, theirs = os.pipe()
-        file = open(ours, "rb", buffering=0)  # noqa: PTH123, SIM115
-        self._watch(file, lambda: feed(file.read(65536)))
-        return theirs
+    def _open_pipe(self, feed: Callable[[bytes], bool]) -> int:
+        """Return the end to write to of a pipe whose data goes to `feed`."""
+        read_end, write_end = os.pipe()
+        file = open(read_end, "rb", buffering=0)  # noqa: PTH123, SIM115
+        self._watch(file, lambda: feed(file.read(_READ_BYTES)))
+        return write_end
 
-    def _watch(self, source: Source, take: Callable[[], bool]) -> None:
-        self._taking[source] = take
-        self._selector.register(source, EVENT_READ, lambda: self._take(source))
+    def _watch(self, source: Source, read: Callable[[], bool]) -> None:
+        self._readers[source] = read
+        self._selector.register(source, EVENT_READ, lambda: self._read(source))
 
-    def _take(self, source: Source) -> None:
-        if not self._taking[source]():
+    def _read(self, source: Source) -> None:
+        if not self._readers[source]():
             self._drop(source)
 
     def _drop(self, source: Source) -> None:
         self._selector.unregister(source)
-        del self._taking[source]
+        del self._readers[source]
         source.close()
 
-    def _hear(self) -> bool:
+    def _read_answer(self) -> bool:
         try:
-            self.answer = self._line.recv()
+            self.answer = self._connection.recv()
         except (EOFError, OSError):
             return False
         return True
 
-    def _hear_life(self, data: bytes) -> bool:
-        self._life += data
+    def _read_status(self, data: bytes) -> bool:
+        """Read the process id, then the exit status; the pipe closes when the process is gone."""
+        self._status_data += data
         if self.pid is not None and not self.ended:
-            while self._unsent:
-                self.send_signal(self._unsent.pop(0))
+            while self._unsent_signals:
+                self.send_signal(self._unsent_signals.pop(0))
         self.ended = not data
         return bool(data)

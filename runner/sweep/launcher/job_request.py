@@ -1,4 +1,4 @@
-"""What a job's process is told to do."""
+"""What the sweep sends to a job's process: the environment to take over, then the job to run."""
 
 import os
 import pickle
@@ -14,14 +14,23 @@ from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
+STATUS_STRUCT = struct.Struct("i")
+"""Written twice to a job's status pipe: the process id, then the status of os.waitpid."""
+
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """What a job finds around it. Sent before its order, whose objects may be of modules that are
-    found only then.
+    """What a job's process takes over from the process that asks for it.
+
+    Sent before the job request: unpickling the request may import modules that are found only with
+    this sys.path.
 
     Attributes:
-        threads: of torch; None leaves what the environment says.
+        path: sys.path.
+        argv: sys.argv.
+        folder: the working directory.
+        environ: environment variables.
+        threads: threads of torch; None keeps what the environment says.
     """
 
     path: Sequence[str]
@@ -31,15 +40,21 @@ class ProcessEnvironment:
     threads: int | None
 
     @classmethod
-    def ours(cls, jobs: int) -> "ProcessEnvironment":
-        """This process's; `jobs` at once share the processors."""
-        share = max(1, (os.cpu_count() or 1) // jobs)
-        told = jobs == 1 or "OMP_NUM_THREADS" in os.environ
-        return cls([*sys.path], [*sys.argv], os.getcwd(), {**os.environ}, None if told else share)  # noqa: PTH109
+    def current(cls, jobs: int) -> "ProcessEnvironment":
+        """Return this process's environment for one of several jobs that share the processors.
 
-    def enter(self) -> None:
-        """Make them this process's own."""
-        sys.path[:], sys.argv[:] = self.path, self.argv
+        Args:
+            jobs: jobs that run at once.
+        """
+        threads = None
+        if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
+            threads = max(1, (os.cpu_count() or 1) // jobs)
+        return cls([*sys.path], [*sys.argv], os.getcwd(), {**os.environ}, threads)  # noqa: PTH109
+
+    def apply(self) -> None:
+        """Make this process's environment the stored one."""
+        sys.path[:] = self.path
+        sys.argv[:] = self.argv
         os.environ.clear()
         os.environ.update(self.environ)
         os.chdir(self.folder)
@@ -51,7 +66,14 @@ class ProcessEnvironment:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job as Hydra sees it."""
+    """One job as Hydra sees it: the composed config, and the function that runs it.
+
+    Attributes:
+        config: the job's, or the sweep's where a RemoteJobRequest composes the job's from it.
+        task: Hydra's task function.
+        context: Hydra's.
+        singletons: Hydra's global state, by class.
+    """
 
     config: DictConfig
     task: TaskFunction
@@ -59,70 +81,84 @@ class JobRequest:
     singletons: Mapping[Any, Any]
 
     @classmethod
-    def pickled(cls, config: DictConfig, task: TaskFunction, context: HydraContext) -> bytes:
-        """With what Hydra knows in this process."""
-        # Plugins would go with their classes, of which each process finds its own.
-        known = {kind: one for kind, one in Singleton._instances.items() if kind is not Plugins}
-        return pickle.dumps(cls(config, task, context, known))
+    def to_pickle(cls, config: DictConfig, task: TaskFunction, context: HydraContext) -> bytes:
+        """Return a pickled request with this process's global state of Hydra."""
+        # Plugins would be pickled with their classes, and each process has to find its own ones.
+        state = {kind: one for kind, one in Singleton._instances.items() if kind is not Plugins}
+        return pickle.dumps(cls(config, task, context, state))
 
     def run(self) -> JobReturn:
-        """Raises what the task raised."""
-        Singleton._instances.update(self.singletons)  # set_state would look for plugins anew
+        """Run the job in this process, and return what Hydra's task function returned.
+
+        Raises:
+            Exception: what the task function raised.
+        """
+        Singleton._instances.update(self.singletons)  # set_state would search for plugins again
         setup_globals()
-        done = run_job(
+        job_return = run_job(
             hydra_context=self.context,
             task_function=self.task,
             config=self.config,
             job_dir_key="hydra.sweep.dir",
             job_subdir_key="hydra.sweep.subdir",
         )
-        if done.status != JobStatus.COMPLETED:
-            raise done._return_value
-        return done
+        if job_return.status != JobStatus.COMPLETED:
+            raise job_return._return_value
+        return job_return
 
 
 @dataclass(frozen=True)
 class RemoteJobRequest:
-    """An order for one job of a sweep, composed by the job: what Hydra composes in a process that
-    a plugin started holds classes of its own, which cannot be passed on.
+    """A job request whose config is composed in the job's own process.
+
+    Configs that are composed inside a plugin's worker hold classes that cannot be pickled.
 
     Attributes:
-        sweep: a pickled order whose config is the sweep's.
-        again: the job goes on with what it left.
+        sweep: a pickled JobRequest whose config is the sweep's.
+        number: the job's, from 0.
+        overrides: the job's.
+        resumes: the job resumes from what its folder holds.
     """
 
     sweep: bytes
     number: int
     overrides: Sequence[str]
-    again: bool
+    resumes: bool
 
     def run(self) -> JobReturn:
-        """Raises what the task raised."""
-        order: JobRequest = pickle.loads(self.sweep)
-        Singleton._instances.update(order.singletons)
+        """Compose the job's config and run the job in this process.
+
+        Raises:
+            Exception: what the task function raised.
+        """
+        request: JobRequest = pickle.loads(self.sweep)
+        Singleton._instances.update(request.singletons)
         setup_globals()
-        config = with_resume(order.config) if self.again else order.config
-        job = compose_job_config(order.context, config, self.number, self.overrides)
-        return replace(order, config=job).run()
+        config = with_resume(request.config) if self.resumes else request.config
+        job_config = compose_job_config(request.context, config, self.number, self.overrides)
+        return replace(request, config=job_config).run()
 
 
 def compose_job_config(
     context: HydraContext, config: DictConfig, number: int, overrides: Sequence[str]
 ) -> DictConfig:
-    """A job's config, from the sweep's."""
-    job = context.config_loader.load_sweep_config(config, list(overrides))
-    with open_dict(job):
-        job.hydra.job.id = job.hydra.job.num = number
-    return job
+    """Return a job's config, composed from the sweep's config and the job's overrides.
+
+    Args:
+        context: Hydra's.
+        config: the sweep's.
+        number: the job's, from 0.
+        overrides: the job's.
+    """
+    job_config = context.config_loader.load_sweep_config(config, list(overrides))
+    with open_dict(job_config):
+        job_config.hydra.job.id = job_config.hydra.job.num = number
+    return job_config
 
 
 def with_resume(config: DictConfig) -> DictConfig:
-    """A sweep's config whose jobs go on with what they left."""
+    """Return a sweep's config whose jobs resume from what their folders hold."""
     config = config.copy()
     with read_write(config), open_dict(config):
         config.hydra.overrides.hydra.append("hydra.callbacks.sweep.resume=true")
     return config
-
-
-STATUS_STRUCT = struct.Struct("i")
-"""Written twice into a job's life: its process id, then what os.waitpid said of it."""

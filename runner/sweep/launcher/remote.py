@@ -1,4 +1,8 @@
-"""The launchers of Hydra's plugins (submitit, Ray, joblib, any other): the sweep's side."""
+"""Run the jobs of a sweep through a launcher of Hydra's plugins: submitit, Ray, joblib, any other.
+
+This is the sweep's side: it hands a RemoteJob to the plugin's launcher, and records every job that
+comes back without a result. The job's side is remote_job.
+"""
 
 import copy
 import os
@@ -27,17 +31,23 @@ from runner.utils.stop_signals import Interrupted
 from runner.utils.terminal import print_error
 
 _VISIBLE_SECONDS = 15.0
-"""What a shared file system may take until it shows here what was written elsewhere."""
+"""Longest time that a shared file system takes to show here what another machine wrote."""
 _POLL_SECONDS = 0.2
-_STORE_BYTES = 2**27
-"""Of Ray's store, which a sweep hardly uses; its own default is a third of the memory."""
+_RAY_STORE_BYTES = 2**27
+"""Size of Ray's object store, which a sweep hardly uses; Ray's default is a third of the memory."""
+
+Outcome = JobReturn | str
+"""What Hydra expects of a job, or why there is none."""
 
 
 def prepare_remote(config: DictConfig) -> None:
-    """Puts RemoteLauncher before the plugin's launcher that a sweep names.
+    """Put RemoteLauncher in the place of the plugin's launcher that a sweep names.
+
+    Args:
+        config: the sweep's; changed in place.
 
     Raises:
-        ConfigError: it is Slurm's, and that is not here.
+        ConfigError: the launcher is Slurm's, and this machine has no Slurm.
     """
     target = str(config.hydra.launcher._target_)
     if target.endswith(".SlurmLauncher") and not shutil.which("sbatch"):
@@ -55,17 +65,16 @@ def prepare_remote(config: DictConfig) -> None:
             "launcher": config.hydra.launcher,
         }
         config.hydra.sweep.dir = folder
-        # Jobs are composed anew, in processes that may have been started in another folder.
+        # Jobs compose their configs in processes that may have been started in another folder.
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{quoted}'")
 
 
 @final
 class RemoteLauncher(Launcher):
-    """Has another launcher run the jobs, wherever that does it, and sees to it that each comes to
-    a result, however it ends.
+    """A launcher of Hydra that runs jobs through another one, and records a result for each.
 
     Args:
-        launcher: the config of the other one.
+        launcher: config of the other launcher.
     """
 
     def __init__(self, launcher: DictConfig) -> None:
@@ -74,14 +83,24 @@ class RemoteLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """What Hydra tells every launcher."""
-        self._context, self._task, self._config = hydra_context, task_function, config
+        """Take what Hydra gives every launcher."""
+        self._context = hydra_context
+        self._task = task_function
+        self._config = config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Raises ConfigError where the other launcher takes none of the jobs, and SystemExit where
-        a signal has stopped the sweep."""
+        """Run jobs, and return what Hydra expects of each, in order.
+
+        Args:
+            job_overrides: overrides of each job.
+            initial_job_idx: number of the first one.
+
+        Raises:
+            ConfigError: the other launcher accepts none of the jobs.
+            SystemExit: a signal has stopped the sweep.
+        """
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         announce_job(self._config, initial_job_idx + len(job_overrides))
@@ -89,45 +108,59 @@ class RemoteLauncher(Launcher):
             number: compose_job_config(self._context, self._config, number, overrides)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         }
-        before = {number for number, config in jobs.items() if job_folder(config).exists()}
-        asked = Path(self._config.hydra.sweep.dir, STOP)
-        asked.unlink(missing_ok=True)
-        for number in before if not self._config.hydra.callbacks.sweep.resume else ():
-            (job_folder(jobs[number]) / RESULT).unlink(missing_ok=True)  # of another sweep
-        job = self._job(frozenset(before), len(jobs))
+        existing = {number for number, config in jobs.items() if job_folder(config).exists()}
+        stop_file = Path(self._config.hydra.sweep.dir, STOP)
+        stop_file.unlink(missing_ok=True)
+        if not self._config.hydra.callbacks.sweep.resume:
+            for number in existing:
+                # A result of another sweep in the same folder would be taken for this job's.
+                (job_folder(jobs[number]) / RESULT).unlink(missing_ok=True)
+        remote_job = self._remote_job(frozenset(existing), len(jobs))
         if self._node.get("ray"):
-            self._start_ray()  # which takes SIGTERM for itself
-        with StopFile(asked) as stop:
+            # Before the signal handlers here: ray.init installs its own for SIGTERM.
+            self._start_ray()
+        with StopFile(stop_file) as stop:
             try:
-                came = self._run(job, job_overrides, initial_job_idx, stop)
+                outcomes = self._run(remote_job, job_overrides, initial_job_idx, stop)
             except Interrupted:
-                came = ["Stopped at once by a second signal."] * len(jobs)
+                outcomes = ["Stopped at once by a second signal."] * len(jobs)
             except Exception as error:
-                if not stop.came and not any(
-                    job_folder(jobs[n]).exists() for n in {*jobs} - before
-                ):
-                    raise self._refused(error) from error
-                came = [explain_launcher_error(error)] * len(jobs)
-        done = dict(zip(jobs, came, strict=True))
-        _settle(jobs, done, bool(stop.came))
-        asked.unlink(missing_ok=True)
-        if stop.came:
-            raise SystemExit(128 + stop.came)
-        return [_returned(config, done[number]) for number, config in jobs.items()]
+                started = any(job_folder(jobs[n]).exists() for n in {*jobs} - existing)
+                if not stop.received and not started:
+                    raise self._launcher_error(error) from error
+                outcomes = [explain_launcher_error(error)] * len(jobs)
+        by_job = dict(zip(jobs, outcomes, strict=True))
+        _record_missing_results(jobs, by_job, bool(stop.received))
+        stop_file.unlink(missing_ok=True)
+        if stop.received:
+            raise SystemExit(128 + stop.received)
+        return [_job_return(config, by_job[number]) for number, config in jobs.items()]
 
-    def _job(self, before: frozenset[int], jobs: int) -> RemoteJob:
-        # Ray's processes may have been started before the command. Others get its environment.
-        passed = "MLFLOW_" if self._node.get("ray") else "HYDRA_"
-        environ = {key: value for key, value in os.environ.items() if key.startswith(passed)}
-        sweep = JobRequest.pickled(self._config, self._task, self._context)
-        here = os.getcwd()  # noqa: PTH109
-        at_once, child = _at_once(self._node, jobs), _name(self._node) == "JoblibLauncher"
-        return RemoteJob(sweep, here, [*sys.path], environ, before, at_once, child)
+    def _remote_job(self, existing: frozenset[int], jobs: int) -> RemoteJob:
+        # Ray's processes may have been started before the command, so that MLflow's variables are
+        # missing there. Other launchers' processes get the command's environment.
+        prefix = "MLFLOW_" if self._node.get("ray") else "HYDRA_"
+        return RemoteJob(
+            sweep_request=JobRequest.to_pickle(self._config, self._task, self._context),
+            folder=os.getcwd(),  # noqa: PTH109
+            path=[*sys.path],
+            environ={key: value for key, value in os.environ.items() if key.startswith(prefix)},
+            existing=existing,
+            jobs_at_once=_jobs_at_once(self._node, jobs),
+            is_child=_launcher_name(self._node) == "JoblibLauncher",
+        )
 
     def _run(
         self, job: RemoteJob, overrides: Sequence[Sequence[str]], first: int, stop: StopFile
-    ) -> Sequence[JobReturn | str]:
-        """What each job came to; text says why one came to nothing."""
+    ) -> Sequence[Outcome]:
+        """Run jobs through the other launcher; return the outcome of each, in order.
+
+        Args:
+            job: what the other launcher runs for each job.
+            overrides: overrides of each job.
+            first: number of the first job.
+            stop: the context that signals go to.
+        """
         config = copy.deepcopy(self._config)
         with read_write(config), open_dict(config):
             config.hydra.launcher = self._node
@@ -141,20 +174,20 @@ class RemoteLauncher(Launcher):
         return launcher.launch(overrides, first)
 
     def _start_ray(self) -> None:
-        """Begins a Ray cluster of this machine, or joins the one that an address names."""
+        """Start a Ray cluster of this machine, or join the one that an address names."""
         import ray  # pyright: ignore[reportMissingImports]
 
-        given = OmegaConf.to_container(self._node.ray.init, resolve=True)
-        assert isinstance(given, dict)
-        if not (given.get("address") or os.environ.get("RAY_ADDRESS")):
-            given.setdefault("object_store_memory", _STORE_BYTES)
+        settings = OmegaConf.to_container(self._node.ray.init, resolve=True)
+        assert isinstance(settings, dict)
+        if not (settings.get("address") or os.environ.get("RAY_ADDRESS")):
+            settings.setdefault("object_store_memory", _RAY_STORE_BYTES)
         if not ray.is_initialized():
             try:
-                ray.init(**{str(key): value for key, value in given.items()})
+                ray.init(**{str(key): value for key, value in settings.items()})
             except Exception as error:
-                raise self._refused(error) from error
+                raise self._launcher_error(error) from error
 
-    def _refused(self, error: Exception) -> ConfigError:
+    def _launcher_error(self, error: Exception) -> ConfigError:
         choice = self._config.hydra.runtime.choices.get("hydra/launcher")
         return ConfigError(
             f"hydra/launcher={choice} takes no jobs: {explain_launcher_error(error)}"
@@ -162,60 +195,72 @@ class RemoteLauncher(Launcher):
 
 
 def explain_launcher_error(error: Exception) -> str:
-    """What went wrong in a launcher, in a line."""
+    """Return an error of a launcher as one line: its type, and the last lines of its message."""
     lines = last_lines(str(error))
     return f"{type(error).__name__}: {' | '.join(lines)}" if lines else type(error).__name__
 
 
-def _at_once(node: DictConfig, jobs: int) -> int:
-    """How many jobs this machine runs at the same time."""
-    if _name(node) == "JoblibLauncher":
-        asked = int(node.n_jobs)
-        return min(jobs, asked if asked > 0 else max(1, (os.cpu_count() or 1) + 1 + asked))
-    return jobs if _name(node) == "LocalLauncher" else 1
+def _jobs_at_once(node: DictConfig, jobs: int) -> int:
+    """Return how many jobs this machine runs at the same time."""
+    if _launcher_name(node) == "JoblibLauncher":
+        limit = int(node.n_jobs)
+        if limit <= 0:
+            # joblib's rule: -1 is all processors, -2 all but one.
+            limit = max(1, (os.cpu_count() or 1) + 1 + limit)
+        return min(jobs, limit)
+    return jobs if _launcher_name(node) == "LocalLauncher" else 1
 
 
-def _name(node: DictConfig) -> str:
+def _launcher_name(node: DictConfig) -> str:
     return str(node._target_).rpartition(".")[2]
 
 
-def _settle(
-    jobs: Mapping[int, DictConfig], done: Mapping[int, JobReturn | str], stopped: bool
+def _record_missing_results(
+    jobs: Mapping[int, DictConfig], outcomes: Mapping[int, Outcome], stopped: bool
 ) -> None:
-    """Waits for results to show here; says and records why there are none of some jobs."""
+    """Wait for the jobs' results to show here; print and record why some have none.
+
+    Args:
+        jobs: config of each job by number.
+        outcomes: outcome of each job by number.
+        stopped: a signal has stopped the sweep; jobs that had not begun then get no result.
+    """
     from runner.sweep.job_result import record_result
 
-    end = time.monotonic() + _VISIBLE_SECONDS
+    deadline = time.monotonic() + _VISIBLE_SECONDS
     reasons: dict[str, list[str]] = {}
     for number, config in jobs.items():
-        came, folder = done[number], job_folder(config)
-        ran = isinstance(came, JobReturn) and came.status == JobStatus.COMPLETED
-        while ran and not (folder / RESULT).exists() and time.monotonic() < end:
+        outcome = outcomes[number]
+        folder = job_folder(config)
+        completed = isinstance(outcome, JobReturn) and outcome.status == JobStatus.COMPLETED
+        while completed and not (folder / RESULT).exists() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        if not (folder / RESULT).exists() and (folder.exists() or not stopped):
-            reason = _reason(came, folder.parent)
-            reasons.setdefault(reason, []).append(str(number))
-            with job_hydra_config(config):
-                record_result(config, folder, "stopped" if stopped else "failed", reason)
+        if (folder / RESULT).exists() or (stopped and not folder.exists()):
+            continue
+        reason = _missing_result_reason(outcome, folder.parent)
+        reasons.setdefault(reason, []).append(str(number))
+        with job_hydra_config(config):
+            record_result(config, folder, "stopped" if stopped else "failed", reason)
     for reason, numbers in reasons.items():
         print_error(f"job {', '.join(numbers)}: {reason}")
 
 
-def _reason(came: JobReturn | str, sweep: Path) -> str:
-    if isinstance(came, str):
-        return came
-    if came.status == JobStatus.FAILED:
-        return str(came._return_value)
+def _missing_result_reason(outcome: Outcome, sweep_folder: Path) -> str:
+    if isinstance(outcome, str):
+        return outcome
+    if outcome.status == JobStatus.FAILED:
+        return str(outcome._return_value)
     return (
-        f"It ran, but left no result in {sweep} as this machine sees it. The machines of a "
+        f"It ran, but left no result in {sweep_folder} as this machine sees it. The machines of a "
         "launcher must share that folder: type hydra.sweep.dir=<folder that all of them see>."
     )
 
 
-def _returned(config: DictConfig, came: JobReturn | str) -> JobReturn:
-    """What Hydra takes; of a job without a result, no number."""
-    if isinstance(came, JobReturn) and came.status == JobStatus.COMPLETED:
-        return came
+def _job_return(config: DictConfig, outcome: Outcome) -> JobReturn:
+    """Return what Hydra expects of a job; without a number for one that has no result."""
+    if isinstance(outcome, JobReturn) and outcome.status == JobStatus.COMPLETED:
+        return outcome
     overrides = OmegaConf.to_container(config.hydra.overrides.task)
     assert isinstance(overrides, list)
+    # Any other status would make Hydra's sweeper raise, and end the sweep.
     return JobReturn(overrides=overrides, cfg=config, status=JobStatus.COMPLETED)

@@ -1,4 +1,4 @@
-"""The launchers of Hydra's plugins: the job's side, in a process of theirs on some machine."""
+"""Run one job in a process that a launcher of Hydra's plugins has started, on some machine."""
 
 import os
 import pickle
@@ -17,65 +17,65 @@ from omegaconf import DictConfig, OmegaConf
 from runner.sweep.launcher.isolated import IsolatedLauncher
 from runner.sweep.launcher.job_request import JobRequest, with_resume
 from runner.utils.errors import ConfigError
-from runner.utils.layout import MANIFEST as SWEEP
-from runner.utils.layout import RESULT
+from runner.utils.layout import MANIFEST, RESULT
 
 STOP = "stop"
-"""The file in a sweep's folder that asks its jobs to stop: the number of a signal."""
+"""Name of the file in a sweep's folder that requests a stop of its jobs; it holds the number of a
+signal."""
 
 _POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """Hydra's task function where a plugin runs the jobs. Each runs in a process of its own there,
-    too, so that its death costs the plugin's process nothing.
+    """Hydra's task function for jobs that a plugin's launcher runs.
+
+    The job runs in a process of its own there, too, so that the plugin's process survives its
+    death.
 
     Attributes:
-        sweep: a pickled order whose config is the sweep's.
-        folder: that the command was typed in.
-        path: sys.path there.
-        environ: variables that processes may lack.
-        before: numbers of the jobs whose folders were there before the sweep began. Another one
-            that finds files in its folder has begun before, and goes on.
-        at_once: jobs that share the machine's processors.
-        child: runs in a child of the sweep's process, and stops when that is gone.
+        sweep_request: a pickled JobRequest whose config is the sweep's.
+        folder: the working directory of the command.
+        path: sys.path of the command.
+        environ: variables that the plugin's processes may lack.
+        existing: numbers of the jobs whose folders existed before the sweep began. Any other job
+            that finds files in its folder was started before by this sweep, and resumes.
+        jobs_at_once: jobs that share the machine's processors.
+        is_child: the plugin's process is a child of the sweep's, and has to stop when that is gone.
     """
 
-    sweep: bytes
+    sweep_request: bytes
     folder: str
     path: Sequence[str]
     environ: Mapping[str, str]
-    before: frozenset[int]
-    at_once: int
-    child: bool
+    existing: frozenset[int]
+    jobs_at_once: int
+    is_child: bool
 
     def __call__(self, config: DictConfig) -> object:
-        """Returns what the task returns, None where it was stopped.
+        """Run the job that HydraConfig describes.
+
+        Args:
+            config: the job's, composed by the plugin.
+
+        Returns:
+            What the task function returns; None for a job that was stopped.
 
         Raises:
-            ConfigError: the sweep's folder is not on this machine.
-            SystemExit: the job was stopped, and its batch system decides what becomes of it.
+            ConfigError: this machine does not see the sweep's folder.
+            SystemExit: the job was stopped by its batch system, which decides about a restart.
         """
-        self._enter()
+        self._enter_environment()
         hydra = HydraConfig.get()
-        number, folder = int(hydra.job.num), Path(hydra.runtime.output_dir)
-        left = {path.name for path in folder.iterdir()} - {str(hydra.output_subdir)}
-        again = bool(left) and number not in self.before
-        asked = Path(hydra.sweep.dir, STOP)
-        order: JobRequest = pickle.loads(self.sweep)
-        launcher = IsolatedLauncher(self.at_once, asked, self.sweep)
-        launcher.setup(
-            hydra_context=order.context,
-            task_function=order.task,
-            config=with_resume(order.config) if again else order.config,
-        )
+        folder = Path(hydra.runtime.output_dir)
+        stop_file = Path(hydra.sweep.dir, STOP)
         overrides = OmegaConf.to_container(hydra.overrides.task)
         assert isinstance(overrides, list)
+        launcher = self._launcher(stop_file)
         try:
-            with _ending_with_parent() if self.child else nullcontext():
-                (done,) = launcher.launch([overrides], number)
-            return done.return_value
+            with _stop_with_parent() if self.is_child else nullcontext():
+                (job_return,) = launcher.launch([overrides], int(hydra.job.num))
+            return job_return.return_value
         except SystemExit as stop:
             status = int(str(stop.code))
         if not (folder / RESULT).exists():
@@ -83,19 +83,32 @@ class RemoteJob:
 
             name = signal.Signals(status - 128).name
             record_result(config, folder, "stopped", f"Stopped by {name} before it began.")
-        if not asked.exists():
-            _hand_over(status)
+        if not stop_file.exists():
+            _return_to_batch_system(status)
         return None
 
-    def _enter(self) -> None:
-        """Makes the command's surroundings this process's own, as far as they are here."""
+    def _launcher(self, stop_file: Path) -> IsolatedLauncher:
+        """Return a launcher that runs this job in a process of its own, resumed if it began."""
+        hydra = HydraConfig.get()
+        files = {path.name for path in Path(hydra.runtime.output_dir).iterdir()}
+        has_begun = bool(files - {str(hydra.output_subdir)})
+        resumes = has_begun and int(hydra.job.num) not in self.existing
+        request: JobRequest = pickle.loads(self.sweep_request)
+        launcher = IsolatedLauncher(self.jobs_at_once, stop_file, self.sweep_request)
+        launcher.setup(
+            hydra_context=request.context,
+            task_function=request.task,
+            config=with_resume(request.config) if resumes else request.config,
+        )
+        return launcher
+
+    def _enter_environment(self) -> None:
+        """Take over the command's working directory, import path and missing variables."""
         sweep = Path(HydraConfig.get().sweep.dir)
-        if not (sweep / SWEEP).is_file() or not Path(self.folder).is_dir():
-            missing = sweep if Path(self.folder).is_dir() else self.folder
-            raise ConfigError(
-                f"{socket.gethostname()} does not see {missing}. The machines of a launcher must "
-                "share the folder that the command is typed in and hydra.sweep.dir=<folder>."
-            )
+        if not Path(self.folder).is_dir():
+            raise _not_shared(Path(self.folder))
+        if not (sweep / MANIFEST).is_file():
+            raise _not_shared(sweep)
         sys.path += [path for path in self.path if path not in sys.path]
         os.chdir(self.folder)
         for key, value in self.environ.items():
@@ -105,18 +118,26 @@ class RemoteJob:
             os.environ.setdefault("OMP_NUM_THREADS", cpus)
 
 
-@contextmanager
-def _ending_with_parent() -> Iterator[None]:
-    """Context of a job that stops when this process's parent is gone; the process ends with it."""
-    parent, ended = os.getppid(), threading.Event()
+def _not_shared(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"{socket.gethostname()} does not see {folder}. The machines of a launcher must "
+        "share the folder that the command is typed in and hydra.sweep.dir=<folder>."
+    )
 
-    def watch() -> None:
+
+@contextmanager
+def _stop_with_parent() -> Iterator[None]:
+    """Context of a job that is stopped when this process's parent is gone; then exit."""
+    parent = os.getppid()
+    ended = threading.Event()
+
+    def watch_parent() -> None:
         while not ended.wait(_POLL_SECONDS):
             if os.getppid() != parent:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_parent, daemon=True).start()
     try:
         yield
     finally:
@@ -125,13 +146,17 @@ def _ending_with_parent() -> Iterator[None]:
             os._exit(1)
 
 
-def _hand_over(status: int) -> None:
-    """Leaves a job that a batch system has stopped to that system: submitit has Slurm start it
-    again for its own signal, Slurm itself does so for others."""
+def _return_to_batch_system(status: int) -> None:
+    """Leave a stopped job to its batch system, which may start it again.
+
+    submitit asks Slurm to queue the job again after its own signal; Slurm itself decides about
+    others.
+    """
     if "SUBMITIT_EXECUTOR" not in os.environ:
         return
     from submitit.core.job_environment import JobEnvironment
 
     if status - 128 == JobEnvironment._usr_sig():
-        signal.raise_signal(status - 128)  # submitit's handler is back in its place
+        # The launcher's handlers are removed by now, so this reaches submitit's.
+        signal.raise_signal(status - 128)
     raise SystemExit(status)

@@ -1,4 +1,4 @@
-"""Signals to the process of a sweep."""
+"""Stop signals to the process of a sweep, for its launcher to read or to write down."""
 
 import os
 import time
@@ -10,76 +10,88 @@ from runner.utils.stop_signals import TOGETHER, Interrupted, SignalHandler
 
 
 class StopRequests(SignalHandler):
-    """Context that turns signals into something to read, so that none interrupts what a launcher
-    does.
+    """Context that queues signals for a selector, so that none interrupts the launcher.
 
     Args:
-        asked: a file that holds a signal's number once it is asked for where no signal reaches.
+        stop_file: a file that holds a signal's number once a stop is requested from a process that
+            cannot send signals here.
 
     Attributes:
-        came: their numbers, in order.
+        received: numbers of the signals that `read_new` has returned, in order.
     """
 
-    def __init__(self, asked: Path | None = None) -> None:
+    def __init__(self, stop_file: Path | None = None) -> None:
         super().__init__()
-        self._asked = asked
-        self.came: list[int] = []
-        self._read, self._write = os.pipe()
-        self._since: float | None = None
-        self._urgent_since: float | None = None
+        self.received: list[int] = []
+        self._stop_file = stop_file
+        self._read_end, self._write_end = os.pipe()
+        self._first_at: float | None = None
+        self._second_at: float | None = None
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__()
-        os.close(self._read)
-        os.close(self._write)
+        os.close(self._read_end)
+        os.close(self._write_end)
 
     def take(self, number: int) -> None:
-        """Notes it for `new`."""
-        os.write(self._write, bytes([number]))
+        """Queue a signal for `read_new`."""
+        os.write(self._write_end, bytes([number]))
 
     def fileno(self) -> int:
-        return self._read
+        """Return the file descriptor that a selector waits on."""
+        return self._read_end
 
-    def new(self) -> list[int]:
-        """Those that came since; what comes together is one."""
-        if self._since is None and self._asked is not None and self._asked.exists():
-            number, self._asked = int(self._asked.read_text()), None
-            self.take(number)
-        new = [*os.read(self._read, 64)] if select([self], [], [], 0)[0] else []
+    def read_new(self) -> list[int]:
+        """Return signals received since the last call; those within 0.5 s count as one."""
+        self._read_stop_file()
+        new = [*os.read(self._read_end, 64)] if select([self], [], [], 0)[0] else []
         now = time.monotonic()
-        if new and self._since is None:
-            self._since = now
+        if new and self._first_at is None:
+            self._first_at = now
             del new[1:]
-        elif self._since is not None and now - self._since < TOGETHER:
+        elif self._first_at is not None and now - self._first_at < TOGETHER:
+            # A batch system may signal every process, and a process may pass a signal on.
             return []
-        elif new and self._urgent_since is None:
-            self._urgent_since = now
-        self.came += new
+        elif new and self._second_at is None:
+            self._second_at = now
+        self.received += new
         return new
 
-    def waited(self) -> float:
-        """Seconds since the second one came."""
-        return 0.0 if self._urgent_since is None else time.monotonic() - self._urgent_since
+    def _read_stop_file(self) -> None:
+        """Queue the signal that the stop file names, once, unless one came already."""
+        if self._first_at is None and self._stop_file is not None and self._stop_file.exists():
+            self.take(int(self._stop_file.read_text()))
+            self._stop_file = None
+
+    def seconds_since_second(self) -> float:
+        """Return the seconds since the second signal, 0 before it."""
+        return 0.0 if self._second_at is None else time.monotonic() - self._second_at
 
 
 class StopFile(SignalHandler):
-    """Context of jobs that this process cannot signal: the first signal goes into a file that they
-    look for, another one raises Interrupted.
+    """Context that writes the first signal to a file, for jobs that this process cannot signal.
+
+    A second signal raises Interrupted.
+
+    Args:
+        path: the file, which jobs look for.
 
     Attributes:
-        came: the number of the first one; 0 before.
+        received: number of the first signal; 0 before it.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._path, self._since = path, 0.0
-        self.came = 0
+        self.received = 0
+        self._path = path
+        self._first_at = 0.0
 
     def take(self, number: int) -> None:
-        """Writes it down; raises Interrupted."""
+        """Write the first signal's number to the file, or raise Interrupted for another one."""
         now = time.monotonic()
-        if not self.came:
-            self.came, self._since = number, now
+        if not self.received:
+            self.received = number
+            self._first_at = now
             write_text(self._path, str(number))
-        elif now - self._since > TOGETHER:
+        elif now - self._first_at > TOGETHER:
             raise Interrupted(number)
