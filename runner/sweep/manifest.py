@@ -1,4 +1,4 @@
-"""What a sweep leaves of itself in its folder: the file sweep.json."""
+"""Read and write sweep.json, the file that says what a sweep was asked for and how far it got."""
 
 import json
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ _WORDS = ("command", "overrides", "left_out")
 
 @dataclass(frozen=True)
 class Manifest:
-    """A sweep as it was asked for.
+    """The command of a sweep, and how far the sweep got.
 
     Attributes:
-        id: under which its jobs are found in the store.
-        command: its words.
-        overrides: those of its words that Hydra composes the jobs from.
-        cwd: the folder that the command was typed in.
+        id: tag under which the store finds the sweep's jobs.
+        command: words of the command line.
+        overrides: words of the command that Hydra composes the jobs from.
+        cwd: the working directory of the command.
         began_ms: Unix time in milliseconds.
-        jobs: how many it asks for; 0 where the launcher does not say.
-        finished: every job came to an end that need not be tried again.
+        jobs: number of jobs; 0 where the launcher does not say.
+        finished: no job needs to run again.
         left_out: `<precision> <key>` for each key under precision that the command sets and that
             one of its precisions does not take; jobs of that precision run without it.
     """
@@ -46,7 +46,11 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Raises ConfigError where there is none, or a damaged one."""
+        """Read the manifest of a sweep's folder.
+
+        Raises:
+            ConfigError: the folder holds none, or a damaged one.
+        """
         path = folder / MANIFEST
         if not path.is_file():
             raise ConfigError(f"{folder} is not a sweep: it holds no {MANIFEST}.")
@@ -58,5 +62,9 @@ class Manifest:
             raise ConfigError(f"{path} is damaged: {error}") from error
 
     def write(self, folder: Path) -> None:
-        """Whole or not at all, without secrets. Raises OSError."""
+        """Write the manifest to a sweep's folder, atomically and without secrets.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         write_text(folder / MANIFEST, json.dumps(redact_values(asdict(self)), indent=2) + "\n")

@@ -1,4 +1,8 @@
-"""A sweep: its parent run, and its jobs' results in one table and one report at the end."""
+"""Open a sweep's parent run before its first job; print and store its report after the last one.
+
+The jobs' results are read from their folders, so that the report does not depend on which process
+ran them, nor on whether a job's process survived.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,9 +39,22 @@ from runner.utils.terminal import print_error, quote_command
 
 
 class Sweep:
-    """The sweep that this process runs. Its manifest lies in its folder, where jobs in other
-    processes find its id. With tracking.sweep it joins one that was begun elsewhere, whose parent
-    run then gets its jobs and the report over all of them."""
+    """The sweep that this process runs: its manifest, its folder's lock and its parent run.
+
+    The manifest is a file in the sweep's folder, where jobs in other processes find the sweep's id.
+    With tracking.sweep the sweep joins one that began on another machine: that one's parent run
+    then gets these jobs, and the report over the jobs of all machines.
+
+    Args:
+        folder: the sweep's; locked until the sweep ends.
+        overrides: words of the command that Hydra composes the jobs from.
+        tracking: the config group.
+        resume: resume the sweep that the folder holds.
+        left_out: keys that some of its precisions do not take, see Manifest.
+
+    Attributes:
+        current: the sweep of this process, if it runs one.
+    """
 
     current: "Sweep | None" = None
 
@@ -49,36 +66,39 @@ class Sweep:
         resume: bool = False,
         left_out: Sequence[str] = (),
     ) -> None:
-        self.folder, self._held = folder, ExitStack()
+        self.folder = folder
+        self._lock = ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
-        self._held.enter_context(folder_lock(folder))
-        self.manifest = Manifest.read(folder) if resume else _asked(overrides, tracking)
-        self.manifest = replace(self.manifest, left_out=left_out)
+        self._lock.enter_context(folder_lock(folder))
+        manifest = Manifest.read(folder) if resume else _new_manifest(overrides, tracking)
+        self.manifest = replace(manifest, left_out=left_out)
+        # A sweep that is killed from here on is found as unfinished by sweep.resume=last.
         replace(self.manifest, finished=False).write(folder)
         self.tracker: Tracker = build_group("tracking", tracking)
         self.joins = tracking.get("sweep") is not None and self.tracker.takes_runs
         if self.joins:
             self.tracker.check_sweep()
         else:
-            self._open(resume)
+            self._open_parent_run(resume)
 
     @property
     def id(self) -> str:
+        """Return the id under which the store finds the sweep's jobs."""
         return self.manifest.id
 
-    def _open(self, resume: bool) -> None:
+    def _open_parent_run(self, resume: bool) -> None:
         command = self.manifest.command
         words = (redact_override(word).removeprefix("++") for word in self.manifest.overrides)
+        # Cut after redacting: a cut credential would not be recognised.
         name = f"sweep {' '.join(words)}"[:250]
         tags = {
             "sweep_id": self.id,
             "output_dir": str(self.folder),
             "command": quote_command(command),
         }
-        before = latest_journal(self.folder) if resume else None
-        self.tracker.open(
-            RunInfo(self.folder, {}, tags, name, sweep=self.id, role="sweep", continues=before)
-        )
+        previous = latest_journal(self.folder) if resume else None
+        info = RunInfo(self.folder, {}, tags, name, sweep=self.id, role="sweep", continues=previous)
+        self.tracker.open(info)
         self.tracker.note(notes.running_note(command))
 
     @classmethod
@@ -90,11 +110,9 @@ class Sweep:
         resume: bool,
         left_out: Sequence[str] = (),
     ) -> None:
-        """Open the parent run, so that the store exists before any job needs it.
+        """Open this process's sweep, so that the store exists before any job needs it.
 
-        Args:
-            resume: go on with the sweep that the folder holds.
-            left_out: keys that some of its precisions do not take, see Manifest.
+        The arguments are those of the class.
         """
         cls.current = cls(folder, overrides, tracking, resume, left_out)
 
@@ -104,44 +122,44 @@ class Sweep:
         self.manifest.write(self.folder)
 
     def end(self, status: int) -> int:
-        """Print the table, leave the report with the parent run, close it and print the verdict
-        over the jobs of all machines.
+        """Print the table, store the report, close the parent run and print the conclusion.
+
+        The conclusion is over the jobs of all machines.
+
+        Args:
+            status: exit status of the jobs so far, as Hydra returned it.
 
         Returns:
             0 when every job finished; 1 when any failed; 2 when none failed and this machine lacks
-            what some need; the status itself for a stop.
+            what some need; `status` itself after a stop.
         """
         data = load_from_folder(self.folder, stopped=status > 128)
         self.manifest = replace(self.manifest, finished=not data.unfinished)
         results = [job.result for job in data.jobs]
-        console = plain_console()
-        bad = [r for r in results if r.status in ("failed", "stopped")]
-        lacking = any(r.status == "unavailable" for r in results)
-        if data.question and not data.stopped:  # what a precision cannot do is an answer
-            answered = data.advice is not None and data.advice.pick is not None
-            bad, lacking = [] if answered else bad, False
-        if status == 2 and bad:  # a search gives up where no job came to a number
+        failed, is_unavailable = _count_failed(data, results)
+        if status == 2 and failed:
+            # A search gives up with 2 where no job gave it a number.
             status = 1
-        word: Status = "KILLED" if status > 128 else "FAILED" if status or bad else "FINISHED"
+        console = plain_console()
         if results and not data.question:
-            self._show(console, results)
-        jobs = self._store(data)
-        error = f"{len(bad)} of {len(results)} jobs did not finish." if bad else None
-        self.tracker.close(word, error)
-        reached = self.joins or self.tracker.complete
-        whole = self._whole(console, data, jobs) if jobs and reached else data
-        if whole.jobs and whole.stopped:
-            console.print("Stopped. So far:")
-        if whole.jobs:
-            _conclude(console, whole)
-        if results or status != 2:  # refused before its first job, it would be refused again
-            self._say_where(console, results)
+            _print_results(console, results)
+        jobs_file = self._store_report(data)
+        error = f"{failed} of {len(results)} jobs did not finish." if failed else None
+        self.tracker.close(_run_status(status, failed), error)
+        _print_conclusion(console, self._with_other_machines(console, data, jobs_file))
+        # A sweep that was refused before its first job would be refused again: no location.
+        if results or status != 2:
+            self._print_locations(console, results)
         self.manifest.write(self.folder)
-        self._held.close()
-        return status or (1 if bad or self._refused() else 2 if lacking else 0)
+        self._lock.close()
+        if status:
+            return status
+        if failed or self._is_rejected():
+            return 1
+        return 2 if is_unavailable else 0
 
-    def _refused(self) -> bool:
-        """Whether the store does not take the sweep, which is then said."""
+    def _is_rejected(self) -> bool:
+        """Return whether the store rejected the sweep, after printing why."""
         try:
             self.tracker.check()
         except RunnerError as error:
@@ -149,70 +167,126 @@ class Sweep:
             return True
         return False
 
-    def _show(self, console: Console, results: Sequence[RunResult]) -> None:
-        console.print()
-        console.print(sweep_table(results))
-        errors: dict[str, list[str]] = {}
-        for result in results:
-            if result.error:
-                errors.setdefault(result.error, []).append(result.label)
-        for error, labels in errors.items():
-            console.print(f"{join_names(labels)}: {error}", markup=False)
+    def _store_report(self, data: SweepData) -> Path | None:
+        """Write the report over the jobs that ran here, and upload it to the parent run.
 
-    def _store(self, data: SweepData) -> Path | None:
-        """The report over the jobs that ran here, in the folder and, of a sweep that began here,
-        with the parent run; the file of their results."""
+        Returns:
+            The file of the jobs' results, which reports on other machines read; None without jobs.
+        """
         if not data.jobs:
             return None
         paths = write_report(data, self.folder)
-        jobs = write_job_facts(self.folder, data, self.manifest.began_ms)
+        jobs_file = write_job_facts(self.folder, data, self.manifest.began_ms)
+        # A sweep that joins another one leaves the report to _with_other_machines.
         if not self.joins:
-            self.tracker.artifact(jobs, JOBS)
+            self.tracker.artifact(jobs_file, JOBS)
             for path in paths:
                 self.tracker.artifact(path)
-            again = notes.command_note(resume_command(self.folder)) if data.unfinished else ""
-            self.tracker.note(summary_markdown(data) + (again and f"\nTo go on: {again}\n"))
-        return jobs
+            note = summary_markdown(data)
+            if data.unfinished:
+                note += f"\nResume with: {notes.command_note(resume_command(self.folder))}\n"
+            self.tracker.note(note)
+        return jobs_file
 
-    def _whole(self, console: Console, data: SweepData, jobs: Path) -> SweepData:
-        """The sweep with the jobs of other machines, whose report then replaces that of ours."""
-        uri, parent = getattr(self.tracker, "uri", ""), self.tracker.run_id
+    def _with_other_machines(
+        self, console: Console, data: SweepData, jobs_file: Path | None
+    ) -> SweepData:
+        """Return the sweep's data with the jobs of other machines, and store that report.
+
+        It replaces the report over the jobs that ran here. Without other machines, or where the
+        store does not answer, return the data as given.
+        """
+        if jobs_file is None or not (self.joins or self.tracker.complete):
+            return data
+        uri = getattr(self.tracker, "uri", "")
+        parent = self.tracker.run_id
         try:
-            if self.joins or (parent and is_joined_by_others(uri, parent, jobs.name)):
-                return store_report(uri, parent or self.id, self.folder, jobs)[1]
+            if self.joins or (parent and is_joined_by_others(uri, parent, jobs_file.name)):
+                return store_report(uri, parent or self.id, self.folder, jobs_file)[1]
         except RunnerError as error:
-            console.print(f"warning: the report tells of the jobs that ran here only: {error}")
+            console.print(
+                f"warning: the report covers only the jobs that ran on this machine: {error}"
+            )
         return data
 
-    def _say_where(self, console: Console, results: Sequence[RunResult]) -> None:
+    def _print_locations(self, console: Console, results: Sequence[RunResult]) -> None:
+        """Print where the parent run, the dashboard and the report are, and how to resume."""
         uri = redact(getattr(self.tracker, "uri", ""))
         if self.tracker.run_id:
             command = ui_command(uri, getattr(self.tracker, "experiment", ""))
             console.print(f"MLflow: parent run {self.tracker.run_id}; to see it: {command}")
-        told = [self.tracker.dashboard, *(result.dashboard for result in results)]
-        if path := next(filter(None, told), None):
+        dashboards = [self.tracker.dashboard, *(result.dashboard for result in results)]
+        if path := next(filter(None, dashboards), None):
             console.print(f"dashboard: {page_url(uri, path)}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
         if not self.manifest.finished:
-            console.print(f"to go on: {quote_command(resume_command(self.folder))}", soft_wrap=True)
+            command = quote_command(resume_command(self.folder))
+            console.print(f"Resume with: {command}", soft_wrap=True)
 
 
-def _conclude(console: Console, data: SweepData) -> None:
+def _count_failed(data: SweepData, results: Sequence[RunResult]) -> tuple[int, bool]:
+    """Return how many jobs failed or were stopped, and whether this machine lacks what some need.
+
+    In mode=advise a precision that fails or is not available is an answer: nothing failed once one
+    precision is recommended.
+    """
+    failed = sum(result.status in ("failed", "stopped") for result in results)
+    is_unavailable = any(result.status == "unavailable" for result in results)
+    if data.question and not data.stopped:
+        is_answered = data.advice is not None and data.advice.pick is not None
+        return (0 if is_answered else failed), False
+    return failed, is_unavailable
+
+
+def _run_status(status: int, failed: int) -> Status:
+    """Return the status of the parent run."""
+    if status > 128:
+        return "KILLED"
+    return "FAILED" if status or failed else "FINISHED"
+
+
+def _print_results(console: Console, results: Sequence[RunResult]) -> None:
+    """Print a row for each job, then each error with the jobs that failed by it."""
+    console.print()
+    console.print(sweep_table(results))
+    labels_by_error: dict[str, list[str]] = {}
+    for result in results:
+        if result.error:
+            labels_by_error.setdefault(result.error, []).append(result.label)
+    for error, labels in labels_by_error.items():
+        console.print(f"{join_names(labels)}: {error}", markup=False)
+
+
+def _print_conclusion(console: Console, data: SweepData) -> None:
+    """Print what the comparison of the jobs says, or the advice of mode=advise."""
+    if not data.jobs:
+        return
+    if data.stopped:
+        console.print("Stopped. Results so far:")
     if data.advice:
         advice_page.print_advice(console, data.advice)
     else:
         console.print(conclusion(compare([job.result for job in data.jobs]), data.missing))
 
 
-def _asked(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:
-    words = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
-    begun = str(tracking.get("sweep") or uuid4().hex[:12])
-    return Manifest(begun, words, overrides, str(Path.cwd()), now_ms())
+def _new_manifest(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of the sweep that this process's command begins."""
+    command = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
+    sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
+    return Manifest(sweep_id, command, overrides, str(Path.cwd()), now_ms())
 
 
 def finish_sweep(status: int) -> int:
-    """End the sweep of this process, if there is one; the exit status of the command."""
+    """End the sweep of this process, if it runs one.
+
+    Args:
+        status: exit status so far.
+
+    Returns:
+        The exit status of the command.
+    """
     if Sweep.current is None:
         return status
-    sweep, Sweep.current = Sweep.current, None
+    sweep = Sweep.current
+    Sweep.current = None
     return sweep.end(status)

@@ -1,4 +1,4 @@
-"""Going on with a sweep: the command that does it, and the jobs that need not run again."""
+"""Resume a sweep: rebuild its command from its folder, and skip jobs that need not run again."""
 
 import os
 import shlex
@@ -16,116 +16,161 @@ from runner.utils.terminal import sanitize
 
 KEY = "sweep.resume"
 COMMAND = ["python", "-m", "runner"]
-_FREE = "tracking."
-"""What may change: where jobs are recorded, not what they compute nor how many at once, which their
-speed depends on."""
+_CHANGEABLE = "tracking."
+"""Prefix of the keys that may change on resuming: where jobs are recorded, but not what they
+compute, nor how many run at once, which their speed depends on."""
+_REDACTED = "***"
 
 
 def expand_resume_command(argv: Sequence[str]) -> list[str]:
-    """The command of the sweep that `sweep.resume=` names, as it was typed, in its own folder.
+    """Return the command of the sweep that `sweep.resume=` names, with its own folder.
+
+    Args:
+        argv: arguments of the command line, `sweep.resume=` among them.
 
     Raises:
-        ConfigError: there is no such sweep here, or the command asks for something else as well.
+        ConfigError: there is no such sweep here, or the command changes more than it may.
     """
-    asked = [text for text in argv if override_key(text) == KEY]
-    beside = [text for text in argv if text not in (*asked, "-m", "--multirun")]
-    where = asked[-1].partition("=")[2].strip("'\"")
-    uri = next((t.partition("=")[2] for t in beside if t.startswith("tracking.uri=")), None)
-    folder = _last() if where == "last" else _folder(where, uri)
+    resume = [text for text in argv if override_key(text) == KEY]
+    added = [text for text in argv if text not in (*resume, "-m", "--multirun")]
+    name = resume[-1].partition("=")[2].strip("'\"")
+    folder = _last_unfinished() if name == "last" else _find_folder(name, _tracking_uri(added))
     manifest = Manifest.read(folder)
     if [*manifest.command[:3]] != COMMAND:
-        raise ConfigError(f"{folder / MANIFEST} is damaged: its command is none of the runner's.")
-    secret = {override_key(word) for word in manifest.command if "***" in word}
-    if alien := [t for t in beside if not t.startswith(_FREE) and override_key(t) not in secret]:
         raise ConfigError(
-            f"{KEY} goes on with a sweep as it was asked for. Leave {alien[0]} out; beside it, "
-            "only tracking.* may change. Other settings are a new sweep."
+            f"{folder / MANIFEST} is damaged: its command is not a command of the runner."
         )
-    if lacking := sorted(secret - {override_key(text) for text in beside}):
+    _check_added(added, manifest, name)
+    _check_working_directory(manifest, name)
+    command = [word for word in manifest.command[3:] if _REDACTED not in word]
+    _keep_store(folder, [*command, *added])
+    return [*command, *added, *_folder_overrides(folder)]
+
+
+def _tracking_uri(words: Sequence[str]) -> str | None:
+    """Return the value of the first `tracking.uri=` among words."""
+    values = (text.partition("=")[2] for text in words if text.startswith("tracking.uri="))
+    return next(values, None)
+
+
+def _check_added(added: Sequence[str], manifest: Manifest, name: str) -> None:
+    """Refuse words that would change the sweep, and ask for secrets that its manifest lacks.
+
+    Args:
+        added: words of the resuming command.
+        manifest: the sweep's.
+        name: value of `sweep.resume=`.
+    """
+    secret_keys = {override_key(word) for word in manifest.command if _REDACTED in word}
+    for word in added:
+        if not word.startswith(_CHANGEABLE) and override_key(word) not in secret_keys:
+            raise ConfigError(
+                f"{KEY} runs a sweep with the settings that it was started with. Leave {word} out: "
+                "only tracking.* may change. Other settings are a new sweep."
+            )
+    missing = sorted(secret_keys - {override_key(word) for word in added})
+    if missing:
         raise ConfigError(
-            f"{KEY}={where}: the sweep's command held secrets, which are kept nowhere. Type them "
-            f"again: {' '.join(f'{key}=<value>' for key in lacking)}"
+            f"{KEY}={name}: the sweep's command held secrets, which are not stored. Type them "
+            f"again: {' '.join(f'{key}=<value>' for key in missing)}"
         )
-    if (typed_in := Path(manifest.cwd).absolute()) != Path.cwd() and typed_in.is_dir():
+
+
+def _check_working_directory(manifest: Manifest, name: str) -> None:
+    """Refuse another working directory than the sweep's, if that one still exists."""
+    original = Path(manifest.cwd).absolute()
+    if original != Path.cwd() and original.is_dir():
         raise ConfigError(
-            f"{KEY}={where}: its command was typed in another folder, which its files are relative "
-            f"to. Type cd {shlex.quote(str(typed_in))} first."
+            f"{KEY}={name}: its command was typed in another folder, which its files are relative "
+            f"to. Type cd {shlex.quote(str(original))} first."
         )
+
+
+def _folder_overrides(folder: Path) -> list[str]:
+    """Return the overrides that make Hydra run the sweep again in its own folder."""
     quoted = str(folder.absolute()).replace("\\", "\\\\").replace("'", "\\'")
-    here = [
+    return [
         f"hydra.sweep.dir='{quoted}'",
         "hydra.callbacks.sweep.resume=true",
         "hydra.mode=MULTIRUN",
     ]
-    command = [word for word in manifest.command[3:] if "***" not in word]
-    _keep_store(folder, [*command, *beside])
-    return [*command, *beside, *here]
 
 
 def _keep_store(folder: Path, words: Sequence[str]) -> None:
-    """Have the sweep record where it did: its command may have taken the store from the
-    environment, which its jobs take it from, too. A URI there is in no file and no command."""
+    """Set the store that the sweep was recorded in, unless the command names another one.
+
+    The sweep's command may have taken the store from the environment, and its jobs take it from
+    there, too. A URI in the environment is in no file and no command.
+    """
     if any(word.startswith("tracking=") for word in words):
         return
-    typed = [word.partition("=")[2] for word in words if override_key(word) == "tracking.uri"]
-    uri = resumed_sweep_store(folder, typed[-1].strip("'\"") if typed else None)
+    uris = [word.partition("=")[2] for word in words if override_key(word) == "tracking.uri"]
+    uri = resumed_sweep_store(folder, uris[-1].strip("'\"") if uris else None)
     if uri is not None:
         print(sanitize(f"continues the sweep in {redact(uri)}"), flush=True)
-        if not typed:
+        if not uris:
             os.environ["MLFLOW_TRACKING_URI"] = uri
 
 
 def override_key(override: str) -> str:
-    """Without marks and value."""
+    """Return the key of an override, without its marks (`+`, `~`) and its value."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def resume_command(folder: Path) -> list[str]:
-    """Words of the command that goes on with the sweep in a folder."""
+    """Return the words of the command that resumes the sweep in a folder."""
     return [*COMMAND, f"{KEY}={os.path.relpath(folder)}"]
 
 
 def finished_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:
-    """What a job came to that need not run again: it finished, or a guard stopped it for its
-    numbers, which it would do again.
+    """Return the result of a job that need not run again, None for one that must.
+
+    A job is not run again if it finished, or if a guard stopped it for its numbers: they would be
+    the same again.
 
     Args:
         folder: the job's.
-        overrides: of the job; a search may ask for others this time.
+        overrides: the job's this time; a search may choose others than before.
     """
     if not (folder / RESULT).exists():
         return None
     result = RunResult.read(folder)
-    settled = result.status == "finished" or result.diverged
-    return result if settled and same_settings(result.overrides, overrides) else None
+    is_final = result.status == "finished" or result.diverged
+    return result if is_final and same_settings(result.overrides, overrides) else None
 
 
 def same_settings(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two jobs' overrides ask for the same, wherever they are recorded."""
+    """Return whether two jobs' overrides agree, apart from where the jobs are recorded."""
     return _settings(one) == _settings(other)
 
 
 def _settings(overrides: Sequence[str]) -> set[str]:
-    return {redact(text) for text in overrides if not text.lstrip("+~").startswith(_FREE)}
+    return {redact(text) for text in overrides if not text.lstrip("+~").startswith(_CHANGEABLE)}
 
 
-def _folder(where: str, uri: str | None) -> Path:
-    """Of the sweep that a folder, or the id of its parent run or of a job, names."""
-    path = Path(where)
-    if not path.exists() and "/" not in where:
-        path = folder_of_run(where, uri, KEY)
+def _find_folder(name: str, uri: str | None) -> Path:
+    """Return the folder of a sweep.
+
+    Args:
+        name: the folder, or the id of the sweep's parent run or of one of its jobs.
+        uri: store in which ids are looked up; None for the default one.
+    """
+    path = Path(name)
+    if not path.exists() and "/" not in name:
+        path = folder_of_run(name, uri, KEY)
     for folder in (path, path.parent):
         if (folder / MANIFEST).is_file():
             return folder
     raise ConfigError(
-        f"{KEY}={where}: no sweep is there. Type {KEY}=last, or the folder of a sweep "
+        f"{KEY}={name}: no sweep is there. Type {KEY}=last, or the folder of a sweep "
         "(outputs/sweeps/<time>), or the MLflow id of a parent run whose sweep ran on this machine."
     )
 
 
-def _last() -> Path:
-    found = sorted(Path("outputs/sweeps").glob(f"*/{MANIFEST}"), reverse=True)
-    for path in found:
+def _last_unfinished() -> Path:
+    """Return the folder of the newest sweep that has not finished."""
+    manifests = sorted(Path("outputs/sweeps").glob(f"*/{MANIFEST}"), reverse=True)
+    for path in manifests:
         if not Manifest.read(path.parent).finished:
             return path.parent
     raise ConfigError(

@@ -107,7 +107,7 @@ def test_a_stopped_sweep_ends_as_an_uncut_one(cut, main, lab, tmp_path_factory):
     status, out, err, folder = cut(signal.SIGTERM, uri, "tracking.log_model=false")
     assert (status, "Traceback" in err) == (143, False)
     assert "Only 2 of the sweep's 3 jobs began" in " ".join(out.split())
-    assert f"to go on: python -m runner sweep.resume=outputs/sweeps/{folder.name}" in out
+    assert f"Resume with: python -m runner sweep.resume=outputs/sweeps/{folder.name}" in out
     before = (folder / "0" / "result.json").read_bytes()
     ids = [json.loads((folder / str(n) / "journal.state").read_text())["run_id"] for n in (0, 1)]
     done = main("sweep.resume=last", uri, "tracking.patience=30")

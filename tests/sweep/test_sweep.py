@@ -87,7 +87,7 @@ def test_the_report_stays_where_the_store_does_not_answer(tmp_path, monkeypatch,
     monkeypatch.setattr(sweeps, "is_joined_by_others", silent)
     assert begun(tmp_path, "b", NONE).end(0) == 0
     shown = capsys.readouterr().out
-    assert "warning: the report tells of the jobs that ran here only: gone" in shown
+    assert "warning: the report covers only the jobs that ran on this machine: gone" in shown
     assert "Only b ended" in shown
     assert "Only b ended" in (tmp_path / "report.md").read_text()
 
