@@ -1,4 +1,7 @@
-"""The Hydra callback that opens a sweep's parent run."""
+"""Hydra's callback for sweeps: refuse what cannot work, open the sweep, keep secrets out of files.
+
+Hydra calls it in the command's process before the first job, and in every job's process.
+"""
 
 import logging
 from contextlib import suppress
@@ -23,21 +26,31 @@ _DIRECTIONS = {"max": "maximize", "min": "minimize"}
 
 
 class SweepCallback(Callback):
-    """The command line ends the sweep when Hydra returns, however the jobs ended: Hydra itself
-    skips on_multirun_end after a failure.
+    """Hydra's callback that checks a sweep's config and opens the sweep before its first job.
+
+    The command line ends the sweep when Hydra returns, however the jobs ended: Hydra skips
+    on_multirun_end after a failure.
 
     Args:
-        resume: go on with the sweep whose folder this is.
+        resume: resume the sweep that the folder holds.
     """
 
     def __init__(self, resume: bool = False) -> None:
         self._resume = resume
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        launcher = config.hydra.launcher.get("_target_")
-        if launcher == ISOLATED:
+        """Open the sweep.
+
+        Args:
+            config: the sweep's; its launcher may be replaced in place.
+
+        Raises:
+            SystemExit: the sweep is refused, after its message was printed.
+        """
+        if config.hydra.launcher.get("_target_") == ISOLATED:
             from runner.sweep.launcher.isolated import prepare_launcher
 
+            # First of all: the fork server imports torch while this process does what follows.
             prepare_launcher()
         from runner.sweep.sweep import Sweep
 
@@ -48,43 +61,61 @@ class SweepCallback(Callback):
         overrides = [str(text) for text in config.hydra.overrides.task]
         folder = Path(config.hydra.sweep.dir).absolute()
         try:
-            if config.checkpoint.resume is not None:
-                raise ConfigError(
-                    "checkpoint.resume goes on with one run. Leave -m out, or type "
-                    "sweep.resume=<folder of a sweep>."
-                )
-            sweeper = str(config.hydra.sweeper.get("_target_"))
-            if (sweeper == ADVISE) != (config.mode == "advise"):
-                raise ConfigError(LONE_ADVICE)
-            if sweeper == ADVISE:
-                from runner.sweep.advisor import sweeper as advisor
-
-                advisor.prepare_sweeper(config)
-            if sweeper.startswith(_OPTUNA):
-                prepare_search(config)
-            if launcher not in (ISOLATED, _BASIC):
-                from runner.sweep.launcher import remote
-
-                remote.prepare_remote(config)
-            pairs = [] if sweeper == ADVISE else keys_left_out(config, _runs_as_it_is)
-            Sweep.begin(folder, overrides, tracking, self._resume, pairs)  # type: ignore[arg-type]
-            for message in left_out_messages(pairs):
+            _prepare(config)
+            left_out = []
+            if config.hydra.sweeper.get("_target_") != ADVISE:  # which has its own rule for keys
+                left_out = keys_left_out(config, _needs_no_emulation)
+            Sweep.begin(folder, overrides, tracking, self._resume, left_out)  # type: ignore[arg-type]
+            for message in left_out_messages(left_out):
                 print(sanitize(message), flush=True)
-        except RunnerError as error:  # Hydra turns a callback's Exception into a warning
+        except RunnerError as error:
+            # Hydra would turn an Exception of a callback into a warning.
             print_error(str(error))
             raise SystemExit(error.exit_status) from error
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        """Hydra has written the command and the config; secrets have no place there."""
-        kept = [*Path(config.hydra.runtime.output_dir, str(config.hydra.output_subdir)).glob("*")]
-        for path in [*kept, Path(config.hydra.sweep.dir, "multirun.yaml")]:
+        """Redact secrets in the command and the config that Hydra has written to files.
+
+        Args:
+            config: the job's.
+        """
+        folder = Path(config.hydra.runtime.output_dir, str(config.hydra.output_subdir))
+        for path in [*folder.glob("*"), Path(config.hydra.sweep.dir, "multirun.yaml")]:
             if path.is_file():
                 content = OmegaConf.to_container(OmegaConf.load(path))
-                if (hidden := redact_values(content)) != content:
-                    path.write_text(OmegaConf.to_yaml(OmegaConf.create(hidden)))
+                redacted = redact_values(content)
+                if redacted != content:
+                    path.write_text(OmegaConf.to_yaml(OmegaConf.create(redacted)))
 
 
-def _runs_as_it_is(config: DictConfig) -> bool:
+def _prepare(config: DictConfig) -> None:
+    """Check a sweep's config, and prepare its sweeper and its launcher.
+
+    Raises:
+        ConfigError: the command combines what does not go together.
+        Unavailable: mode=advise cannot run on this machine.
+    """
+    if config.checkpoint.resume is not None:
+        raise ConfigError(
+            "checkpoint.resume goes on with one run. Leave -m out, or type "
+            "sweep.resume=<folder of a sweep>."
+        )
+    sweeper = str(config.hydra.sweeper.get("_target_"))
+    if (sweeper == ADVISE) != (config.mode == "advise"):
+        raise ConfigError(LONE_ADVICE)
+    if sweeper == ADVISE:
+        from runner.sweep.advisor.sweeper import prepare_sweeper
+
+        prepare_sweeper(config)
+    if sweeper.startswith(_OPTUNA):
+        prepare_search(config)
+    if config.hydra.launcher.get("_target_") not in (ISOLATED, _BASIC):
+        from runner.sweep.launcher.remote import prepare_remote
+
+        prepare_remote(config)
+
+
+def _needs_no_emulation(config: DictConfig) -> bool:
     """Return whether the precision of a job's config runs on this machine's device, which cannot
     emulate it."""
     from runner.config.resolve import resolve
@@ -104,11 +135,15 @@ def _runs_as_it_is(config: DictConfig) -> bool:
 
 
 def prepare_search(config: DictConfig) -> None:
-    """Has Optuna look in the task's direction unless the user names one: it minimises by default,
-    whatever the number is, and would look for the lowest accuracy.
+    """Set Optuna's direction to the task's, unless the user names one, and silence its warnings.
+
+    Optuna minimises by default, whatever the number is: it would search for the lowest accuracy.
+
+    Args:
+        config: the sweep's; changed in place.
 
     Raises:
-        ConfigError: the direction cannot be known, or there is nothing to look for.
+        ConfigError: the direction is unknown, or the mode measures nothing.
     """
     if config.mode == "plan":
         raise ConfigError(
@@ -124,26 +159,30 @@ def prepare_search(config: DictConfig) -> None:
     if isinstance(config.hydra.sweeper.direction, Enum):
         with read_write(config):
             config.hydra.sweeper.direction = _direction(config)
-    # It would say that each failed job gave no number; the job itself has said why.
+    # Optuna would report each failed job as one without a number; the job itself has said why.
     logging.getLogger(_OPTUNA.rstrip(".")).setLevel(logging.CRITICAL)
-    with quiet_imports():  # it calls what SQLAlchemy has moved elsewhere
+    with quiet_imports():  # Optuna 2 uses names that SQLAlchemy deprecates
         import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 def _direction(config: DictConfig) -> str:
-    """The direction of the chosen task's quality; the task of a checkpoint is not known here."""
+    """Return the direction of the task's quality, `maximize` or `minimize`.
+
+    Raises:
+        ConfigError: it is unknown; the task of a checkpoint is not read here.
+    """
     from runner.config.targets import locate
 
-    known = None
+    direction = None
     if config.mode == "train":
         target = locate(str(config.task.get("_target_")))
-        known = _DIRECTIONS.get(str(getattr(target, "direction", None)))
-    if known is None:
+        direction = _DIRECTIONS.get(str(getattr(target, "direction", None)))
+    if direction is None:
         raise ConfigError(
             f"Optuna cannot tell here whether more or less is better (mode={config.mode}, "
             f"task._target_={config.task.get('_target_')}). Type hydra.sweeper.direction=maximize "
             "or hydra.sweeper.direction=minimize."
         )
-    return known
+    return direction

@@ -1,4 +1,8 @@
-"""Write a job's result where the job itself wrote none."""
+"""Describe the job that HydraConfig holds, and write a result for a job that wrote none itself.
+
+A job that fails before training, or dies with its process, still needs a result.json: the sweep's
+table and report are made from these files alone.
+"""
 
 import os
 from pathlib import Path
@@ -19,8 +23,10 @@ if TYPE_CHECKING:
 
 
 def job_overrides() -> tuple[str, ...]:
-    """Without secrets: they are labels, and stored. Without keys that a sweep leaves out for the
-    job's precision."""
+    """Return the overrides of HydraConfig's job, redacted: they become labels and are stored.
+
+    Keys that a sweep leaves out for the job's precision are missing.
+    """
     texts = tuple(redact_override(str(text)) for text in HydraConfig.get().overrides.task)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return without_keys(texts, keys_left_out_of_job())
@@ -28,37 +34,50 @@ def job_overrides() -> tuple[str, ...]:
 
 
 def keys_left_out_of_job() -> list[str]:
-    """Keys under precision that HydraConfig's job, one of a sweep, runs without."""
+    """Return the keys under precision that HydraConfig's job runs without, as one of a sweep."""
     settings = HydraConfig.get()
     manifest = Manifest.read(Path(settings.sweep.dir))
     return manifest.keys_left_out(str(settings.runtime.choices.get("precision")))
 
 
 def job_origin(sweeping: bool) -> Invocation:
-    """Where the config of HydraConfig's job comes from."""
+    """Return where the config of HydraConfig's job comes from.
+
+    Args:
+        sweeping: the job is one of a sweep, whose manifest is in hydra.sweep.dir.
+    """
     choices = {str(k): str(v) for k, v in HydraConfig.get().runtime.choices.items() if v}
     overrides = job_overrides()
-    own = [
+    config_dirs = [
         source.path
         for source in HydraConfig.get().runtime.config_sources
         if source.provider == "command-line"
     ]
-    mine = os.path.relpath(own[0]) if own else None
+    config_dir = os.path.relpath(config_dirs[0]) if config_dirs else None
     if not sweeping:
-        return Invocation(choices, overrides, config_dir=mine)
+        return Invocation(choices, overrides, config_dir=config_dir)
     sweep = Manifest.read(Path(HydraConfig.get().sweep.dir))
-    # By key: the text of a value changes when Hydra quotes it again for a job.
+    # Compared by key: the text of a value changes when Hydra quotes it again for a job.
     typed = OverridesParser.create().parse_overrides([*sweep.overrides])
     fixed = {override.key_or_group for override in typed if not override.is_sweep_override()}
     keyed = ((text.lstrip("+~").partition("=")[0], text) for text in overrides)
-    # Where a run is recorded names no job; sweep.resume takes it beside the sweep's own overrides.
-    swept = (t for key, t in keyed if key not in fixed and not key.startswith("tracking."))
+    # Keys of tracking say where a run is recorded and name no job; sweep.resume may change them.
+    swept = (text for key, text in keyed if key not in fixed and not key.startswith("tracking."))
     left_out = tuple(keys_left_out_of_job())
-    return Invocation(choices, overrides, tuple(swept), sweep.id, mine, left_out)
+    return Invocation(choices, overrides, tuple(swept), sweep.id, config_dir, left_out)
 
 
 def record_result(config: DictConfig, folder: Path, status: "Status", message: str) -> None:
-    """The result of a job that came to none. HydraConfig is that job's."""
+    """Write result.json for a job that failed before producing a result.
+
+    HydraConfig must be that job's, see job_hydra_config.
+
+    Args:
+        config: the job's.
+        folder: the job's.
+        status: how the job ended.
+        message: why, for the table, the report and MLflow.
+    """
     from runner.modes.result import RunResult
 
     swept = job_origin(True).swept_overrides
