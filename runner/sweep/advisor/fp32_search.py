@@ -1,7 +1,11 @@
-"""What to keep out of a precision that fails, found by trials and verified by other seeds."""
+"""Search for the modules to keep out of a precision that fails, by trials.
+
+One seed chooses the set of modules; other seeds then verify it, for a set that was chosen by a
+seed's loss is biased towards that seed.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import isnan
+from math import inf, isnan
 from time import perf_counter
 
 import torch
@@ -19,148 +23,184 @@ from runner.sweep.report.ranking import Advice, PrecisionVerdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
 
-_IGNORE = "precision.ignore_modules"
-CLOSED = 0.25
-"""A set that leaves so much of the gap to float32, or less, heals."""
+_IGNORE_KEY = "precision.ignore_modules"
+ACCEPTED_GAP_SHARE = 0.25
+"""A set of modules is accepted if at most this share of the gap to float32's loss is left."""
 
 
 class Float32ModuleSearch:
-    """The search for islands.
+    """The search for modules that have to stay in float32.
 
     Args:
-        asked: the command.
-        trials: where jobs run.
-        words: overrides that set the length of a precision's trial.
-        advice: on what the trials so far say.
+        request: the command.
+        trials: runs the jobs.
+        length_overrides: returns the overrides that set the length of a precision's trial.
+        advice: returns what the trials so far say.
     """
 
     def __init__(
         self,
-        asked: AdviseRequest,
+        request: AdviseRequest,
         trials: Trials,
-        words: Callable[[str], Sequence[str]],
+        length_overrides: Callable[[str], Sequence[str]],
         advice: Callable[[], Advice],
     ) -> None:
-        self.asked, self.trials, self.words, self.advice = asked, trials, words, advice
-        self.console, self.took = plain_console(), 0.0
+        self.request = request
+        self.trials = trials
+        self.length_overrides = length_overrides
+        self.advice = advice
+        self.console = plain_console()
+        self.longest_trial = 0.0  # seconds
 
     def run(self, suspects: Mapping[str, Sequence[str]]) -> None:
-        """Each precision that fails, the one that promises most first, while there is time.
+        """Search for each precision that fails, the fastest one first, while there is time.
 
         Args:
-            suspects: of each, modules by dotted name, the most suspicious first.
+            suspects: modules by dotted name for each precision, the most suspicious first.
         """
         advice = self.advice()
-        tree = _tree(self.asked)
+        tree = _module_tree(self.request)
         if isnan(advice.spread):
-            self.console.print("no time to look for modules that heal what fails")
+            self.console.print("no time to search for modules to keep out of what fails")
             return
-        for line in sorted(self._failing(advice), key=_promise, reverse=True):
-            self._heal(line, advice, tree, suspects.get(line.group.precision, ()))
+        for line in sorted(self._failing(advice), key=_expected_gain, reverse=True):
+            self._search(line, advice, tree, suspects.get(line.group.precision, ()))
 
-    def _heal(
+    def _search(
         self,
         line: PrecisionVerdict,
         advice: Advice,
         tree: Mapping[str, Sequence[str]],
         suspects: Sequence[str],
     ) -> None:
-        name, key = line.group.precision, _key(line.group.precision)
-        allowed = self._allowed(line, advice)
-        base = self._base()[self.asked.seed]
-        # Without any module it would convert nothing: what it is then needs no trial.
-        all_out = frozenset(tree[""]) if key == _IGNORE else None
-        tried: dict[frozenset[str] | None, bool] = {all_out: True}
+        """Search for the smallest set of modules for one precision, and verify it.
 
-        def heals(found: Modules) -> bool:
-            if frozenset(found) not in tried:
-                result = self._try(name, key, found, self.asked.seed)
-                gap = _gap(result, base) if result else float("inf")
-                tried[frozenset(found)] = gap <= allowed
-            return tried[frozenset(found)]
+        Args:
+            line: the verdict on the precision.
+            advice: what the trials so far say.
+            tree: children of each module by dotted name.
+            suspects: modules by dotted name, the most suspicious first.
+        """
+        name = line.group.precision
+        key = _exclusion_key(name)
+        seed = self.request.seed
+        max_gap = self._max_gap(line, advice)
+        base_loss = self._base_losses()[seed]
+        # A precision that converts no module at all is float32: that set needs no trial.
+        every_module = frozenset(tree[""]) if key == _IGNORE_KEY else None
+        tried: dict[frozenset[str] | None, bool] = {every_module: True}
 
-        self.console.print(f"{name} fails: looking for modules to keep out of it")
-        found = smallest_set(tree, suspects, heals)
-        if found is None or frozenset(found) == all_out:
-            late = " in the time that there was" if self.trials.left < self.took else ""
-            self.console.print(f"{name}: nothing that was tried heals it{late}")
+        def is_enough(modules: Modules) -> bool:
+            if frozenset(modules) not in tried:
+                result = self._try(name, key, modules, seed)
+                gap = _gap(result, base_loss) if result else inf
+                tried[frozenset(modules)] = gap <= max_gap
+            return tried[frozenset(modules)]
+
+        self.console.print(f"{name} fails: searching for modules to keep out of it")
+        modules = smallest_set(tree, suspects, is_enough)
+        if modules is None or frozenset(modules) == every_module:
+            limit = " in the time that was left" if self.trials.left < self.longest_trial else ""
+            self.console.print(f"{name}: no set of modules that was tried helps{limit}")
             return
-        self.console.print(f"{name}: {_word(key, found)} heals it; verifying")
-        first, count = self.asked.seed, self.asked.spec.advise.seeds
-        for seed in range(first + 1, first + count + 1):  # the first one has chosen the set
-            if seed not in self._base() and self.trials.left > self.took:
-                self.trials.launch([self.asked.trial(BASE, seed, *self.words(BASE))])
-            if self._try(name, key, found, seed) is None:
+        self._verify(name, key, modules)
+
+    def _verify(self, name: str, key: str, modules: Modules) -> None:
+        """Run trials of a set of modules with other seeds than the one that chose it."""
+        override = _override(key, modules)
+        self.console.print(f"{name}: {override} helps; verifying it with other seeds")
+        first = self.request.seed
+        for seed in range(first + 1, first + self.request.spec.advise.seeds + 1):
+            if seed not in self._base_losses() and self.trials.left > self.longest_trial:
+                trial = self.request.trial(BASE, seed, *self.length_overrides(BASE))
+                self.trials.launch([trial])
+            if self._try(name, key, modules, seed) is None:
                 break
-        healed = f"{name} {_word(key, found)}"
-        if any(one.name == healed and one.failing for one in self.advice().lines):
-            self.console.print(f"{healed}: other seeds say that it does not heal it")
+        verified = f"{name} {override}"
+        if any(one.name == verified and one.failing for one in self.advice().lines):
+            self.console.print(f"{verified}: with other seeds it does not help")
 
     def _failing(self, advice: Advice) -> Iterator[PrecisionVerdict]:
-        """Precisions whose numbers fail, and that can leave modules out, as nobody has said yet."""
+        """Yield verdicts on precisions that fail and can leave modules out.
+
+        Precisions for which the user has named modules are not searched.
+        """
         for line in advice.lines:
             name = line.group.precision
-            key = "" if line.group.settings or not line.failing else _key(name)
-            if key and not any(word.startswith(key) for word in self.asked.own.get(name, ())):
+            if line.group.settings or not line.failing:
+                continue
+            key = _exclusion_key(name)
+            own = self.request.precision_overrides.get(name, ())
+            if key and not any(word.startswith(key) for word in own):
                 yield line
 
-    def _try(self, name: str, key: str, found: Modules, seed: int) -> RunResult | None:
-        """One trial with the set; None where the budget has no time for it."""
-        if self.trials.left < self.took:
+    def _try(self, name: str, key: str, modules: Modules, seed: int) -> RunResult | None:
+        """Return the result of one trial with the set, None if the budget has no time for it."""
+        if self.trials.left < self.longest_trial:
             return None
         began = perf_counter()
-        trial = self.asked.trial(name, seed, *self.words(name), _word(key, found))
-        result = self.trials.launch([trial])[0]
-        self.took = max(self.took, perf_counter() - began)
+        words = [*self.length_overrides(name), _override(key, modules)]
+        result = self.trials.launch([self.request.trial(name, seed, *words)])[0]
+        self.longest_trial = max(self.longest_trial, perf_counter() - began)
         return result
 
-    def _base(self) -> dict[int | None, float]:
-        """Float32's losses by seed."""
-        found = (r for r in self.trials.results() if r.group == BASE and r.outcome == "finished")
-        return {r.seed: r.metrics[VAL_LOSS] for r in found}
+    def _base_losses(self) -> dict[int | None, float]:
+        """Return float32's final losses by seed."""
+        results = (r for r in self.trials.results() if r.group == BASE and r.outcome == "finished")
+        return {r.seed: r.metrics[VAL_LOSS] for r in results}
 
-    def _allowed(self, line: PrecisionVerdict, advice: Advice) -> float:
-        """Gap of one seed that counts as healed."""
+    def _max_gap(self, line: PrecisionVerdict, advice: Advice) -> float:
+        """Return the largest gap to float32's loss with which a set of modules is accepted.
+
+        It is two standard deviations of float32's loss between seeds, or a share of the gap that
+        the whole precision has, if that is larger.
+        """
         margin = 2 * advice.spread
-        if line.judged is None:
+        if line.judged is None or line.outcome != "worse":
             return margin
-        return max(margin, CLOSED * line.judged.gap) if line.outcome == "worse" else margin
+        return max(margin, ACCEPTED_GAP_SHARE * line.judged.gap)
 
 
-def _gap(result: RunResult, base: float) -> float:
+def _gap(result: RunResult, base_loss: float) -> float:
+    """Return how far a trial's loss is above float32's, infinity if it did not finish."""
     loss = result.metrics.get(VAL_LOSS)
     if result.outcome != "finished" or loss is None:
-        return float("inf")
-    return loss - base
+        return inf
+    return loss - base_loss
 
 
-def _promise(line: PrecisionVerdict) -> float:
-    return line.beside.speed.value if line.beside and line.beside.speed else 0.0
+def _expected_gain(line: PrecisionVerdict) -> float:
+    """Return a precision's speed over float32's, 0 if it is unknown."""
+    if line.beside is None or line.beside.speed is None:
+        return 0.0
+    return line.beside.speed.value
 
 
-def _key(precision: str) -> str:
-    """What leaves modules out of a precision; empty where nothing does."""
+def _exclusion_key(precision: str) -> str:
+    """Return the key that leaves modules out of a precision, empty if there is none."""
     policy: Precision = load_precision(precision)
-    if policy.freezes:  # what it freezes is no matter of its numbers
+    if policy.freezes:
+        # Frozen weights stay quantized: float32 modules would not train either.
         return ""
     if hasattr(policy, "ignore_modules"):
-        return _IGNORE
+        return _IGNORE_KEY
     return "precision.keep_fp32" if policy.compute.itemsize < 4 else ""
 
 
-def _word(key: str, found: Modules) -> str:
-    """An override; names that YAML or Hydra would read as numbers are quoted."""
-    names = (name if name.replace(".", "_").isidentifier() else f"'{name}'" for name in found)
+def _override(key: str, modules: Modules) -> str:
+    """Return the override that leaves modules out."""
+    # YAML or Hydra would read names such as `0` as numbers.
+    names = (name if name.replace(".", "_").isidentifier() else f"'{name}'" for name in modules)
     return f"{key}=[{','.join(names)}]"
 
 
-def _tree(asked: AdviseRequest) -> dict[str, list[str]]:
-    """The children of every module, by dotted name; the model's own is empty."""
-    node = asked.spec.model
+def _module_tree(request: AdviseRequest) -> dict[str, list[str]]:
+    """Return the children of every module by dotted name; the model's own name is empty."""
+    node = request.spec.model
     try:
         with torch.device("meta"):
             model: nn.Module = build_group("model", node)
-    except (NotImplementedError, RuntimeError):  # its code reads values
+    except (NotImplementedError, RuntimeError):  # its constructor reads values of tensors
         model = build_group("model", node)
     tree: dict[str, list[str]] = {}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""The smallest set of modules that heals a precision when they are kept out of it."""
+"""Find the smallest set of modules that has to be kept out of a precision, with few trials."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,66 +6,78 @@ Modules = tuple[str, ...]
 
 
 def smallest_set(
-    tree: Mapping[str, Sequence[str]], suspects: Sequence[str], heals: Callable[[Modules], bool]
+    tree: Mapping[str, Sequence[str]],
+    suspects: Sequence[str],
+    is_enough: Callable[[Modules], bool],
 ) -> Modules | None:
-    """A set of modules none of which can be left out, or be narrowed to its parts.
+    """Return a set of modules that is enough, and of which none can be left out or narrowed.
 
-    First the most suspicious modules alone, then all; of those that heal, one after another is
-    left out (Zeller's ddmin, one at a time, the least suspicious first), then replaced by its
-    parts.
+    First the most suspicious modules are tried alone, then all modules together. From the first
+    set that is enough, one module after another is left out, the least suspicious first (Zeller and
+    Hildebrandt's ddmin, "Simplifying and Isolating Failure-Inducing Input", 2002, one at a time);
+    then modules are replaced by their parts. Another set of the same size may be enough as well.
 
     Args:
-        tree: the children of each module by dotted name; the model's own is empty.
-        suspects: names, the most suspicious first; others come after them.
-        heals: whether a set does; False once nothing more may be tried.
+        tree: the children of each module by dotted name; the model's own name is empty.
+        suspects: names, the most suspicious first; modules that are not among them come last.
+        is_enough: returns whether a set is; False once nothing more may be tried.
 
     Returns:
-        None where not even all modules together heal it.
+        None if not even all modules together are enough.
     """
     rank = {name: place for place, name in enumerate(suspects)}
-    top = sorted(tree[""], key=lambda name: _rank(name, rank))
-    found = next((s for s in _first(suspects, top) if heals(s)), None)
-    if found is None:
+    top = sorted(tree[""], key=lambda name: _suspicion_rank(name, rank))
+    starts = _starting_sets(suspects, top)
+    modules = next((start for start in starts if is_enough(start)), None)
+    if modules is None:
         return None
-    found = _without(found, rank, heals)
-    while (narrower := _narrowed(found, tree, rank, heals)) is not None:
-        found = narrower
-    return found
+    modules = _leave_out(modules, rank, is_enough)
+    while (narrower := _narrow_once(modules, tree, rank, is_enough)) is not None:
+        modules = narrower
+    return modules
 
 
-def _first(suspects: Sequence[str], top: Sequence[str]) -> list[Modules]:
-    """Sets to begin with: one, two and four suspects, then everything."""
-    tries: list[Modules] = [tuple(suspects[:n]) for n in (1, 2, 4) if n <= len(suspects)]
-    return [*tries, tuple(top)]
+def _starting_sets(suspects: Sequence[str], top: Sequence[str]) -> list[Modules]:
+    """Return the sets to begin with: one, two and four suspects, then everything."""
+    sets: list[Modules] = [tuple(suspects[:n]) for n in (1, 2, 4) if n <= len(suspects)]
+    return [*sets, tuple(top)]
 
 
-def _rank(name: str, rank: Mapping[str, int]) -> int:
-    """A module is as suspicious as the most suspicious one in it."""
-    inside = [p for s, p in rank.items() if s == name or s.startswith(f"{name}.")]
-    return min(inside, default=len(rank))
+def _suspicion_rank(name: str, rank: Mapping[str, int]) -> int:
+    """Return the rank of a module: that of the most suspicious module in it, 0 the highest."""
+    ranks = [place for s, place in rank.items() if s == name or s.startswith(f"{name}.")]
+    return min(ranks, default=len(rank))
 
 
-def _without(found: Modules, rank: Mapping[str, int], heals: Callable[[Modules], bool]) -> Modules:
-    for name in sorted(found, key=lambda name: -_rank(name, rank)):
-        fewer = tuple(other for other in found if other != name)
-        if fewer and heals(fewer):
-            found = fewer
-    return found
+def _leave_out(
+    modules: Modules, rank: Mapping[str, int], is_enough: Callable[[Modules], bool]
+) -> Modules:
+    """Return the set without the modules that can be left out one after another."""
+    for name in sorted(modules, key=lambda name: -_suspicion_rank(name, rank)):
+        fewer = tuple(other for other in modules if other != name)
+        if fewer and is_enough(fewer):
+            modules = fewer
+    return modules
 
 
-def _narrowed(
-    found: Modules,
+def _narrow_once(
+    modules: Modules,
     tree: Mapping[str, Sequence[str]],
     rank: Mapping[str, int],
-    heals: Callable[[Modules], bool],
+    is_enough: Callable[[Modules], bool],
 ) -> Modules | None:
-    """The set with one of its modules replaced by as few of its parts as do."""
-    for name in found:
-        others = tuple(other for other in found if other != name)
-        parts = sorted(tree.get(name, ()), key=lambda part: _rank(part, rank))
-        for chosen in [(part,) for part in parts[:2]] if len(parts) > 1 else []:
-            if heals((*others, *chosen)):
-                return (*others, *chosen)
-        if parts and heals((*others, *parts)):
-            return _without((*others, *parts), rank, heals)
+    """Return the set with one module replaced by as few of its parts as are enough.
+
+    Returns:
+        None if no module can be replaced.
+    """
+    for name in modules:
+        others = tuple(other for other in modules if other != name)
+        parts = sorted(tree.get(name, ()), key=lambda part: _suspicion_rank(part, rank))
+        # The two most suspicious parts are tried alone; a single part is tried as all parts.
+        for part in parts[:2] if len(parts) > 1 else []:
+            if is_enough((*others, part)):
+                return (*others, part)
+        if parts and is_enough((*others, *parts)):
+            return _leave_out((*others, *parts), rank, is_enough)
     return None

@@ -1,7 +1,10 @@
-"""What a command with mode=advise asks for: its precisions, and the words of every trial."""
+"""Read a command with mode=advise: which precisions to try, and the overrides of each trial.
+
+Everything that cannot be compared is refused here, before the first trial.
+"""
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,14 +29,15 @@ from runner.sweep.report.compare import BASE
 from runner.utils.accelerator import choose_accelerator
 from runner.utils.errors import ConfigError
 
-_NOTHING_KEPT = (
+_NO_CHECKPOINTS = (
     "checkpoint.final=false",
     "checkpoint.best=false",
     "checkpoint.every_steps=null",
     "checkpoint.safetensors=false",
 )
-_OURS = ("mode", "precision", "seed", "advise", "hydra")
-_RIVALS = (
+_SCHEDULED_GROUPS = ("mode", "precision", "seed", "advise", "hydra")
+"""Keys and groups that the advisor sets for every trial."""
+_TRIAL_KEYS = (
     "train.max_steps",
     "train.max_seconds",
     "train.eval_every",
@@ -42,101 +46,109 @@ _RIVALS = (
     "tracking.log_model",
     "numerics",
 )
-"""Keys that a trial sets itself; a command that recommends keeps the user's."""
+"""Keys that a trial sets itself; the recommended command keeps the user's values."""
+_EMULATE = "precision.emulate"
 
 
 @dataclass(frozen=True)
 class AdviseRequest:
-    """A command, taken apart.
+    """A command with mode=advise, taken apart.
 
     Attributes:
         spec: resolved, with the baseline's precision or the one that was typed.
-        words: the user's, without precision, seed, mode and advise.
-        seeded: the seed as it was typed, if it was.
-        command: words of a command before them.
+        overrides: the user's, without those of precision, seed, mode and advise.
+        seed_override: the override of the seed, if one was typed.
+        command: words of a command that come before its overrides.
         precisions: to try, the baseline first.
-        own: further words of a precision.
-        emulated: precisions whose arithmetic is imitated.
+        precision_overrides: further overrides of each precision.
+        emulated: precisions that this machine emulates.
         absent: precisions that this machine lacks, as `tf32: why`.
         seed: the first one.
     """
 
     spec: RunSpec
-    words: Sequence[str]
-    seeded: Sequence[str]
+    overrides: Sequence[str]
+    seed_override: Sequence[str]
     command: Sequence[str]
     precisions: Sequence[str]
-    own: Mapping[str, Sequence[str]]
+    precision_overrides: Mapping[str, Sequence[str]]
     emulated: Sequence[str]
     absent: Sequence[str]
     seed: int
 
     @classmethod
-    def of(cls, config: DictConfig) -> "AdviseRequest":
-        """Raises ConfigError and Unavailable for what cannot be compared."""
-        _refuse_elsewhere(config)
-        typed = _parsed([str(text) for text in config.hydra.overrides.task])
-        _refuse_sweeps(typed)
-        keys = {o.get_key_element().lstrip("+~"): o for o in typed}
-        extras = {k: o for k, o in keys.items() if k.startswith("precision.")}
-        spec = _spec(config, extras)
-        rows = supported_precisions(
-            choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
-        )
-        named = next((_names(o) for o in typed if o.get_key_element() == "precision"), None)
-        if unknown := [name for name in named or () if name not in precision_names()]:
-            raise ConfigError(
-                f"precision={unknown[0]}: mode=advise does not know it. Allowed: "
-                f"{', '.join(precision_names())}."
-            )
-        imitated = _imitated(extras)
-        emulated = [s.name for s in rows if s.why and imitated and _takes(s.name, "emulate")]
-        chosen = named or [*_here(spec, emulated, rows)]
-        precisions = [BASE, *(name for name in chosen if name != BASE)]
-        if len(precisions) == 1:
-            raise ConfigError(
-                f"mode=advise compares precisions with {BASE}, and was given no other. Leave "
-                "precision= out to try all that this machine has, or name some: "
-                "precision=bf16-mixed,16-mixed."
-            )
-        fitting = {name: [*_fitting(name, extras, name in emulated)] for name in precisions}
-        _refuse_alien(extras, fitting)
-        emulated = [name for name in precisions if name in emulated]
-        absent = [
-            f"{s.name}: {s.why}" for s in rows if s.why and not named and s.name not in chosen
-        ]
-        words = [o.input_line for o in typed if _head(o) not in _OURS and o.input_line]
-        seeded = [o.input_line for o in typed if o.get_key_element() == "seed" and o.input_line]
+    def from_config(cls, config: DictConfig) -> "AdviseRequest":
+        """Read the config of a sweep with mode=advise.
+
+        Raises:
+            ConfigError: the command asks for what cannot be compared.
+            Unavailable: the device is not there.
+        """
+        _check_launcher(config)
+        overrides = _parse([str(text) for text in config.hydra.overrides.task])
+        _check_sweeps(overrides)
+        extras = _precision_extras(overrides)
+        spec = _baseline_spec(config, extras)
+        accelerator = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
+        supported = supported_precisions(accelerator.device)
+        typed = _typed_precisions(overrides)
+        emulatable = _emulatable(supported, extras)
+        chosen = typed or [*_trainable_here(spec, emulatable, supported)]
+        precisions = _with_baseline(chosen)
+        fitting = {
+            name: [*_fitting_extras(name, extras, name in emulatable)] for name in precisions
+        }
+        _check_extras(extras, fitting)
         return cls(
-            spec, words, seeded, _command(config), precisions, fitting, emulated, absent, spec.seed
+            spec=spec,
+            overrides=_input_lines(overrides, lambda o: _group(o) not in _SCHEDULED_GROUPS),
+            seed_override=_input_lines(overrides, lambda o: o.get_key_element() == "seed"),
+            command=_command_words(config),
+            precisions=precisions,
+            precision_overrides=fitting,
+            emulated=[name for name in precisions if name in emulatable],
+            absent=[] if typed else [*_absent(supported, chosen)],
+            seed=spec.seed,
         )
 
     def trial(self, precision: str, seed: int, *more: str) -> list[str]:
-        """Overrides of one job."""
-        return [*self._kept(_RIVALS), *self._one(precision, seed), *self._unkept(), *more]
+        """Return the overrides of one trial, which the sweep's store records.
 
-    def look(self, precision: str, seed: int, *more: str) -> list[str]:
-        """The same of a job that nothing records."""
-        kept = self._kept((*_RIVALS, "tracking"))
-        return [*kept, *self._one(precision, seed), "tracking=none", *more]
+        Args:
+            precision: its name.
+            seed: the trial's.
+            more: further overrides.
+        """
+        # No model is stored of a trial.
+        tracking = ["tracking.log_model=false"] if "log_model" in self.spec.tracking else []
+        own = self._own_overrides(precision, seed)
+        return [*self._user_overrides(_TRIAL_KEYS), *own, *tracking, *more]
 
-    def _kept(self, without: tuple[str, ...]) -> list[str]:
-        return [word for word in self.words if not word.lstrip("+~").startswith(without)]
+    def untracked_trial(self, precision: str, seed: int, *more: str) -> list[str]:
+        """Return the overrides of one trial that no store records.
 
-    def _one(self, precision: str, seed: int) -> list[str]:
-        own = self.own.get(precision, ())
-        return ["mode=train", f"precision={precision}", *own, f"seed={seed}", *_NOTHING_KEPT]
+        Args:
+            precision: its name.
+            seed: the trial's.
+            more: further overrides.
+        """
+        user = self._user_overrides((*_TRIAL_KEYS, "tracking"))
+        return [*user, *self._own_overrides(precision, seed), "tracking=none", *more]
 
-    def _unkept(self) -> list[str]:
-        """No model is stored of a trial."""
-        return ["tracking.log_model=false"] if "log_model" in self.spec.tracking else []
+    def _user_overrides(self, without: tuple[str, ...]) -> list[str]:
+        return [word for word in self.overrides if not word.lstrip("+~").startswith(without)]
+
+    def _own_overrides(self, precision: str, seed: int) -> list[str]:
+        extra = self.precision_overrides.get(precision, ())
+        return ["mode=train", f"precision={precision}", *extra, f"seed={seed}", *_NO_CHECKPOINTS]
 
 
-def _refuse_elsewhere(config: DictConfig) -> None:
-    """Trials are timed against each other: one after another, on this machine."""
+def _check_launcher(config: DictConfig) -> None:
+    """Refuse launchers that run jobs elsewhere or at once: trials are timed against each other."""
     hydra = config.hydra
-    launcher, count = str(hydra.launcher.get("_target_")), hydra.launcher.get("n_jobs", 1)
-    if launcher == REMOTE or "hydra_plugins." in launcher.replace(ISOLATED, "") or count != 1:
+    launcher = str(hydra.launcher.get("_target_"))
+    is_plugin = "hydra_plugins." in launcher.replace(ISOLATED, "")
+    if launcher == REMOTE or is_plugin or hydra.launcher.get("n_jobs", 1) != 1:
         raise ConfigError(
             "mode=advise times its trials on this machine, one after another. Leave launcher= and "
             "hydra.launcher.n_jobs= out; on a cluster, start the command in a job of its own."
@@ -147,100 +159,172 @@ def _refuse_elsewhere(config: DictConfig) -> None:
         )
 
 
-def _spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
-    """Of the baseline, which has no use for the keys of other precisions."""
+def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
+    """Return the resolved spec without the keys under precision that were typed.
+
+    They may belong to another precision than the baseline.
+    """
     own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     spec = resolve(own)
-    kept = {k: v for k, v in spec.precision.items() if f"precision.{k}" not in extras}
-    spec = replace(spec, precision=kept)
+    precision = {k: v for k, v in spec.precision.items() if f"precision.{k}" not in extras}
+    spec = replace(spec, precision=precision)
     if problems := [*spec.problems(), *check_targets(spec)]:
         raise ConfigError(*problems)
     return spec
 
 
-def _command(config: DictConfig) -> list[str]:
+def _command_words(config: DictConfig) -> list[str]:
+    """Return the words of a command with the same config folder and config name."""
+    words = ["python", "-m", "runner"]
     sources = config.hydra.runtime.config_sources
-    mine = [os.path.relpath(s.path) for s in sources if s.provider == "command-line"]
-    named = [] if (name := config.hydra.job.config_name) == "config" else ["--config-name", name]
-    return ["python", "-m", "runner", *(["--config-dir", *mine] if mine else []), *named]
+    folders = [os.path.relpath(s.path) for s in sources if s.provider == "command-line"]
+    if folders:
+        words += ["--config-dir", *folders]
+    if config.hydra.job.config_name != "config":
+        words += ["--config-name", config.hydra.job.config_name]
+    return words
 
 
-def _parsed(words: Sequence[str]) -> list[Override]:
+def _parse(words: Sequence[str]) -> list[Override]:
     return OverridesParser.create().parse_overrides([*words])
 
 
-def _head(override: Override) -> str:
+def _input_lines(overrides: Sequence[Override], is_wanted: Callable[[Override], bool]) -> list[str]:
+    """Return overrides as they were typed."""
+    return [o.input_line for o in overrides if is_wanted(o) and o.input_line]
+
+
+def _group(override: Override) -> str:
+    """Return the first part of an override's key."""
     return override.get_key_element().lstrip("+~").partition(".")[0].partition("/")[0]
 
 
-def _names(override: Override) -> list[str]:
-    listed = (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP)
-    if override.is_sweep_override() and override.value_type not in listed:
-        raise ConfigError(f"{override.input_line}: name the precisions, one after another.")
-    found = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
-    bare = (str(name).strip("'\"") for name in found)
-    return list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in bare))
+def _precision_extras(overrides: Sequence[Override]) -> dict[str, Override]:
+    """Return the overrides of keys under precision, by key."""
+    by_key = {o.get_key_element().lstrip("+~"): o for o in overrides}
+    return {key: o for key, o in by_key.items() if key.startswith("precision.")}
 
 
-def _refuse_sweeps(typed: Sequence[Override]) -> None:
-    several = [o for o in typed if o.is_sweep_override() and o.get_key_element() != "precision"]
-    if several:
-        key = several[0].get_key_element()
+def _typed_precisions(overrides: Sequence[Override]) -> list[str] | None:
+    """Return the names after `precision=`, None where it was not typed.
+
+    Raises:
+        ConfigError: one of them is not the name of a precision.
+    """
+    override = next((o for o in overrides if o.get_key_element() == "precision"), None)
+    if override is None:
+        return None
+    lists = (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP)
+    values = [override.value()]
+    if override.is_sweep_override():
+        if override.value_type not in lists:
+            raise ConfigError(f"{override.input_line}: name the precisions, one after another.")
+        values = [*override.sweep_string_iterator()]
+    names = (str(value).strip("'\"") for value in values)
+    names = list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in names))
+    if unknown := [name for name in names if name not in precision_names()]:
         raise ConfigError(
-            f"mode=advise answers for one config, and {several[0].input_line} names several. Type "
+            f"precision={unknown[0]}: mode=advise does not know it. Allowed: "
+            f"{', '.join(precision_names())}."
+        )
+    return names
+
+
+def _with_baseline(names: Sequence[str]) -> list[str]:
+    """Return precisions with the baseline first.
+
+    Raises:
+        ConfigError: there is none to compare with the baseline.
+    """
+    precisions = [BASE, *(name for name in names if name != BASE)]
+    if len(precisions) == 1:
+        raise ConfigError(
+            f"mode=advise compares precisions with {BASE}, and was given no other. Leave "
+            "precision= out to try all that this machine has, or name some: "
+            "precision=bf16-mixed,16-mixed."
+        )
+    return precisions
+
+
+def _check_sweeps(overrides: Sequence[Override]) -> None:
+    """Refuse several values of any key but precision."""
+    swept = [o for o in overrides if o.is_sweep_override() and o.get_key_element() != "precision"]
+    if swept:
+        key = swept[0].get_key_element()
+        raise ConfigError(
+            f"mode=advise answers for one config, and {swept[0].input_line} names several. Type "
             f"one value of {key}; advise.seeds=5 repeats trials with other seeds."
         )
 
 
-def _refuse_alien(extras: Mapping[str, Override], fitting: Mapping[str, Sequence[str]]) -> None:
+def _check_extras(extras: Mapping[str, Override], fitting: Mapping[str, Sequence[str]]) -> None:
+    """Refuse keys under precision that no precision takes."""
     used = {word.partition("=")[0] for words in fitting.values() for word in words}
-    if "precision.emulate" in {*extras} - used:
+    if _EMULATE in {*extras} - used:
         raise ConfigError(
             "precision.emulate=true: this machine lacks none of "
             f"{', '.join(fitting)} that could be emulated. Leave it out."
         )
-    if alien := [key for key in extras if key not in used]:
+    if unused := [key for key in extras if key not in used]:
         raise ConfigError(
-            f"{alien[0]}: none of {', '.join(fitting)} has such a key. Leave it out, or name the "
+            f"{unused[0]}: none of {', '.join(fitting)} has such a key. Leave it out, or name the "
             "precisions that it is for."
         )
 
 
-def _imitated(extras: dict[str, Override]) -> bool:
-    """Whether what is missing is to be emulated; to say that it is not says nothing."""
-    if "precision.emulate" not in extras:
-        return False
-    wanted = extras["precision.emulate"]
-    if not isinstance(wanted.value(), bool):
-        raise ConfigError(f"precision.emulate={wanted.value()} is not known. Allowed: true, false.")
-    if not wanted.value():
-        del extras["precision.emulate"]
-    return bool(wanted.value())
+def _emulatable(supported: Sequence[PrecisionSupport], extras: dict[str, Override]) -> list[str]:
+    """Return precisions that this machine lacks and emulates, if precision.emulate=true was typed.
+
+    Args:
+        supported: what this machine has and lacks.
+        extras: overrides of keys under precision; precision.emulate=false is removed, which no
+            precision needs to be told.
+
+    Raises:
+        ConfigError: precision.emulate is neither true nor false.
+    """
+    if _EMULATE not in extras:
+        return []
+    value = extras[_EMULATE].value()
+    if not isinstance(value, bool):
+        raise ConfigError(f"precision.emulate={value} is not known. Allowed: true, false.")
+    if not value:
+        del extras[_EMULATE]
+        return []
+    return [row.name for row in supported if row.why and _takes(row.name, "emulate")]
 
 
-def _here(
-    spec: RunSpec, emulated: Collection[str], rows: Sequence[PrecisionSupport]
+def _absent(supported: Sequence[PrecisionSupport], chosen: Collection[str]) -> Iterator[str]:
+    """Yield the precisions that this machine lacks, each with the reason."""
+    for row in supported:
+        if row.why and row.name not in chosen:
+            yield f"{row.name}: {row.why}"
+
+
+def _trainable_here(
+    spec: RunSpec, emulated: Collection[str], supported: Sequence[PrecisionSupport]
 ) -> Iterator[str]:
-    """Precisions that this device has or that are emulated, and that train this config: float64
-    only where the best quality is looked for, frozen 4-bit and 8-bit weights only beside an
-    adapter."""
-    adapts = bool(spec.adapter.get("_target_"))
-    for row in rows:
+    """Yield the precisions that this device has or emulates, and that are worth a trial."""
+    has_adapter = bool(spec.adapter.get("_target_"))
+    for row in supported:
         precision: Precision = load_precision(row.name)
-        useless = (precision.freezes and not adapts) or (
-            precision.storage is torch.float64 and spec.advise.objective != "quality"
-        )
-        if not useless and (row.runs or row.name in emulated):
+        # Frozen 4-bit and 8-bit weights train nothing without an adapter; float64 costs time and
+        # memory, and can only win on quality.
+        trains_nothing = precision.freezes and not has_adapter
+        is_float64 = precision.storage is torch.float64
+        is_useless = trains_nothing or (is_float64 and spec.advise.objective != "quality")
+        if not is_useless and (row.runs or row.name in emulated):
             yield row.name
 
 
 def _takes(name: str, key: str) -> bool:
+    """Return whether a precision's config has a key."""
     return key in OmegaConf.load(CONF / f"{name}.yaml")
 
 
-def _fitting(name: str, extras: Mapping[str, Override], emulated: bool) -> Iterator[str]:
-    """Of the keys under precision, those that this one has; what runs is not emulated."""
+def _fitting_extras(name: str, extras: Mapping[str, Override], is_emulated: bool) -> Iterator[str]:
+    """Yield the overrides of keys that a precision has; what runs here is not emulated."""
     for key, override in extras.items():
-        if _takes(name, key.split(".")[1]) and (emulated or key != "precision.emulate"):
+        if _takes(name, key.split(".")[1]) and (is_emulated or key != _EMULATE):
             assert override.input_line is not None
             yield override.input_line.lstrip("+")

@@ -1,4 +1,7 @@
-"""What a command with mode=advise asked, and what it learned beside its trials."""
+"""Read and write advise.json: what a command with mode=advise asked for and learned.
+
+The report is made from this file and the trials' results. Its field names are keys of the file.
+"""
 
 import json
 from collections.abc import Sequence
@@ -15,21 +18,21 @@ from runner.utils.secrets import redact_values
 
 @dataclass(frozen=True)
 class AdviseSettings:
-    """What was asked.
+    """Settings of a command with mode=advise, and what it measured besides its trials.
 
     Attributes:
         objective: time, memory or quality.
-        tolerance: in standard deviations of 32-true's loss between seeds.
+        tolerance: accepted loss above 32-true's, in standard deviations of that one between seeds.
         steps: of each trial.
-        seconds: after which a trial is cut.
-        seeds: that were asked for.
+        seconds: time limit of a trial.
+        seeds: number of trials of each precision.
         budget: as it was typed.
         command: words of the command, without precision and mode, that trains the config.
-        emulated: precisions whose arithmetic is imitated here, which tells nothing of speed.
-        own: further words of a precision, as `float8-rowwise precision.emulate=true`.
+        emulated: precisions that this machine emulates, whose speed is unknown.
+        own: further overrides of a precision, as `float8-rowwise precision.emulate=true`.
         absent: precisions that this machine lacks, as `tf32: why`.
-        found: what float32's numbers say of a precision that fails, as `16-mixed: what`.
-        memory: predicted of a precision, as `16-mixed: <MiB at the peak> <largest batch>`.
+        found: what float32's numbers say of a precision that fails, as `16-mixed: text`.
+        memory: forecast for a precision, as `16-mixed: <MiB at the peak> <largest batch>`.
         busy: share of the processors that other programs kept busy when it began.
     """
 
@@ -48,38 +51,51 @@ class AdviseSettings:
     busy: float = 0.0
 
     def told(self, precision: str) -> str:
-        """What was found of a precision."""
-        return _of(precision, self.found)
+        """Return what float32's numbers say of a precision, empty if it was not diagnosed."""
+        return _text_after(precision, self.found)
 
     def predicted(self, precision: str) -> tuple[float, int] | None:
-        """MiB at the peak, and the largest batch that fits (0: unknown)."""
+        """Return a precision's forecast memory, None without a forecast.
+
+        Returns:
+            MiB at the peak, and the largest batch size that fits (0: unknown).
+        """
         with suppress(ValueError):
-            peak, batch = _of(precision, self.memory).split()
+            peak, batch = _text_after(precision, self.memory).split()
             return float(peak), int(batch)
         return None
 
     @classmethod
     def of(cls, values: object) -> "AdviseSettings | None":
-        """From what was written; None where nothing that fits was."""
+        """Return the settings from parsed JSON, None if it does not hold settings.
+
+        Args:
+            values: content of advise.json.
+        """
         try:
-            found: dict[str, Any] = dataclass_fields_from_json(cls, values)
-            lists = {key: tuple(value) for key, value in found.items() if isinstance(value, list)}
-            return cls(**{**found, **lists})
+            fields: dict[str, Any] = dataclass_fields_from_json(cls, values)
+            lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+            return cls(**{**fields, **lists})
         except ValueError:
             return None
 
     @classmethod
     def read(cls, folder: Path) -> "AdviseSettings | None":
-        """That of a sweep's folder; None where it asked nothing."""
+        """Return the settings in a sweep's folder, None for a sweep of another mode."""
         with suppress(OSError, ValueError):
             return cls.of(json.loads((folder / ADVICE).read_text()))
         return None
 
     def write(self, folder: Path) -> None:
-        """Whole or not at all, without secrets. Raises OSError."""
+        """Write the settings to a sweep's folder, atomically and without secrets.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         write_text(folder / ADVICE, json.dumps(redact_values(asdict(self)), indent=2) + "\n")
 
 
-def _of(precision: str, texts: Sequence[str]) -> str:
+def _text_after(precision: str, texts: Sequence[str]) -> str:
+    """Return what follows `<precision>: ` in the first text that begins so, else an empty text."""
     start = f"{precision}: "
     return next((text[len(start) :] for text in texts if text.startswith(start)), "")

@@ -1,4 +1,8 @@
-"""The sweeper that Hydra calls for mode=advise: it chooses the jobs as their results come in."""
+"""The sweeper that Hydra calls for mode=advise, which chooses jobs as results come in.
+
+Hydra's launcher runs the jobs, so that processes, signals, resuming and the report are those of any
+sweep.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,36 +21,47 @@ from runner.sweep.advisor.trials import Trials
 
 
 def prepare_sweeper(config: DictConfig) -> None:
-    """Makes the sweeper known to Hydra, once what is asked for is known to be sound.
+    """Register the sweeper with Hydra, and check the command.
+
+    Args:
+        config: the sweep's.
 
     Raises:
-        ConfigError, Unavailable: it is not.
+        ConfigError: the command asks for what cannot be compared.
+        Unavailable: the device is not there.
     """
     register(AdviseSweeper)
-    AdviseRequest.of(config)
+    AdviseRequest.from_config(config)
 
 
 @final
 class AdviseSweeper(Sweeper):
-    """Runs trials until the budget is used; their report is the sweep's."""
+    """A sweeper of Hydra that runs trials until the budget is used up."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        self.hydra_context, self.config = hydra_context, config
+        """Take what Hydra gives every sweeper."""
+        self.hydra_context = hydra_context
+        self.config = config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: Sequence[str]) -> Any:
+        """Run all trials; the sweep's report is made of their results.
+
+        Args:
+            arguments: overrides of the command, which are read from the config instead.
+        """
         assert self.config is not None
         assert self.launcher is not None
         folder = Path(self.config.hydra.sweep.dir).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
-        asked = AdviseRequest.of(self.config)
+        request = AdviseRequest.from_config(self.config)
         resumes = bool(self.config.hydra.callbacks.sweep.resume)
         resumed = AdviseSettings.read(folder) if resumes else None
-        trials = Trials(self.launcher, folder, asked.spec.advise.seconds or 0.0, resumes)
-        TrialScheduler(asked, trials, resumed).run()
+        trials = Trials(self.launcher, folder, request.spec.advise.seconds or 0.0, resumes)
+        TrialScheduler(request, trials, resumed).run()
         return None

@@ -1,4 +1,4 @@
-"""What other programs take of this machine, which speeds measured beside them suffer from."""
+"""Measure how busy other programs keep this machine: speeds measured meanwhile are unreliable."""
 
 import os
 from contextlib import suppress
@@ -7,29 +7,38 @@ from time import perf_counter
 import psutil
 import torch
 
-SECONDS = 0.5
-"""That a look takes: the kernel counts in hundredths."""
+MEASURED_SECONDS = 0.5
+"""Time that a measurement takes: the kernel counts in hundredths of a second."""
 
 
 def other_programs_load(device: torch.device) -> float:
-    """Share of the processors that this process may use, and that programs which are not of its
-    own tree keep busy while it waits; 0 where the device is no CPU."""
+    """Return the share of this process's processors that other programs keep busy, from 0 to 1.
+
+    This process and those below it do not count. It is 0 for a device that is no CPU.
+
+    Args:
+        device: that trials run on.
+    """
     if device.type != "cpu":
         return 0.0
-    ours, began = _spent(), perf_counter()
-    shares = psutil.cpu_percent(SECONDS, percpu=True)
-    seconds, ours = perf_counter() - began, _spent() - ours  # the tracking's writer may be at work
+    own_before = _own_cpu_seconds()
+    began = perf_counter()
+    percents = psutil.cpu_percent(MEASURED_SECONDS, percpu=True)
+    seconds = perf_counter() - began
+    own_seconds = _own_cpu_seconds() - own_before  # the tracking writer may be at work
     if hasattr(os, "sched_getaffinity"):  # Linux
-        shares = [share for n, share in enumerate(shares) if n in os.sched_getaffinity(0)]
-    taken = sum(shares) / 100 - ours / seconds
-    return min(1.0, max(0.0, taken / max(len(shares), 1)))
+        usable = os.sched_getaffinity(0)
+        percents = [percent for n, percent in enumerate(percents) if n in usable]
+    busy = sum(percents) / 100 - own_seconds / seconds
+    return min(1.0, max(0.0, busy / max(len(percents), 1)))
 
 
-def _spent() -> float:
-    """Seconds on processors so far, of this process and those below it."""
-    here, spent = psutil.Process(), 0.0
-    for process in (here, *here.children(recursive=True)):
+def _own_cpu_seconds() -> float:
+    """Return the CPU seconds so far of this process and those below it."""
+    process = psutil.Process()
+    total = 0.0
+    for one in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):  # ended meanwhile
-            times = process.cpu_times()
-            spent += times.user + times.system
-    return spent
+            times = one.cpu_times()
+            total += times.user + times.system
+    return total

@@ -1,4 +1,4 @@
-"""Trials as jobs of the sweep, and the time that they take."""
+"""Run trials as jobs of the sweep, and keep the budget of time."""
 
 import io
 import shutil
@@ -18,65 +18,81 @@ from runner.utils.formatting import format_number
 
 
 class Trials:
-    """Launches jobs and reads what they left.
+    """The sweep's jobs as trials: launches them, reads their results, keeps the budget.
 
     Args:
         launcher: set up.
         folder: the sweep's.
         budget: seconds from now.
-        resumes: goes on with the jobs that the folder holds.
+        resumes: continue with the jobs that the folder holds.
     """
 
     def __init__(self, launcher: Launcher, folder: Path, budget: float, resumes: bool) -> None:
-        self.launcher, self.folder, self.budget = launcher, folder, budget
+        self.launcher = launcher
+        self.folder = folder
+        self.budget = budget
         self._began = perf_counter()
-        self._before = {int(Path(r.folder).name): r for r in self.results() if resumes}
-        self._next = max(self._before, default=-1) + 1
+        self._earlier = {int(Path(r.folder).name): r for r in self.results() if resumes}
+        self._next_number = max(self._earlier, default=-1) + 1
 
     @property
     def left(self) -> float:
-        """Seconds of the budget."""
+        """Return the seconds that are left of the budget."""
         return self.budget - (perf_counter() - self._began)
 
     def launch(self, jobs: Sequence[Sequence[str]]) -> list[RunResult]:
-        """Their results, in order; what an earlier command has done is not done again. Raises
-        SystemExit where a signal has stopped the sweep."""
+        """Run jobs, and return their results in order.
+
+        A job that finished in an earlier command is not run again.
+
+        Args:
+            jobs: overrides of each job.
+
+        Raises:
+            SystemExit: a signal has stopped the sweep.
+        """
         numbers = [self._number(words) for words in jobs]
-        for job, words in zip(numbers, jobs, strict=True):
-            if job not in self._before or not finished_result(self.folder / str(job), words):
-                self.launcher.launch([[*words]], initial_job_idx=job)
-        found = {int(Path(r.folder).name): r for r in self.results()}
-        return [found[job] for job in numbers if job in found]
+        for number, words in zip(numbers, jobs, strict=True):
+            if number in self._earlier and finished_result(self.folder / str(number), words):
+                continue
+            self.launcher.launch([[*words]], initial_job_idx=number)
+        results = {int(Path(r.folder).name): r for r in self.results()}
+        return [results[number] for number in numbers if number in results]
 
     def _number(self, words: Sequence[str]) -> int:
-        """That it had before; else the next."""
-        for job, result in self._before.items():
+        """Return the number that a job had in an earlier command, else the next one."""
+        for number, result in self._earlier.items():
             if same_settings(result.overrides, words):
-                return job
-        self._next += 1
-        return self._next - 1
+                return number
+        self._next_number += 1
+        return self._next_number - 1
 
-    def settle(self, words: Sequence[str]) -> None:
-        """Overrides that all jobs share, so that none is named after them."""
+    def share_overrides(self, words: Sequence[str]) -> None:
+        """Write the overrides that all jobs share to the manifest: no job is named after them."""
         if sweep := Sweep.current:
             sweep.manifest = replace(sweep.manifest, overrides=[*words])
             sweep.manifest.write(self.folder)
 
     def results(self) -> list[RunResult]:
-        """Of all jobs so far."""
+        """Return the results of all jobs so far."""
         return read_results(self.folder)
 
     def discard(self) -> None:
-        """Forget the jobs so far: their numbers are given again."""
-        for job in range(self._next):
-            shutil.rmtree(self.folder / str(job), ignore_errors=True)
-        self._before, self._next = {}, 0
+        """Delete the jobs so far; their numbers are used again."""
+        for number in range(self._next_number):
+            shutil.rmtree(self.folder / str(number), ignore_errors=True)
+        self._earlier = {}
+        self._next_number = 0
 
 
 def print_one_line_result(work: Callable[[Console], RunResult]) -> RunResult:
-    """What a run comes to in one line, instead of all that it says."""
+    """Run a trial silently, and print its result in one line.
+
+    Args:
+        work: runs the trial, printing to the console that it is given.
+    """
     result = work(Console(file=io.StringIO()))
     numbers = [f"{name} {format_number(value)}" for name, value in result.metrics.items()]
-    took = f"{result.steps} steps, {result.seconds:.1f} s"
-    plain_console().print("  ".join([f"{result.label}:", *numbers, took]), soft_wrap=True)
+    duration = f"{result.steps} steps, {result.seconds:.1f} s"
+    plain_console().print("  ".join([f"{result.label}:", *numbers, duration]), soft_wrap=True)
     return result
