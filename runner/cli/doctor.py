@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from runner.config.overrides import config_dir
 from runner.precision.registry import supported_precisions, yaml_header
 from runner.utils.accelerator import available_kinds, choose_accelerator
 
@@ -22,11 +24,16 @@ def _found(library: str) -> str:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print the support table. Exit status 2 for arguments, which it does not take."""
+    """Print the support table; return the exit status, 2 for arguments that it does not take."""
     console = Console(highlight=False, markup=False)
-    if argv:
-        text = f"doctor takes no arguments, and was given: {' '.join(argv)}."
+    folder = config_dir(argv)
+    if argv and (folder is None or len(argv) > 2 or not argv[0].startswith("-")):
+        text = f"doctor takes no arguments but --config-dir, and was given: {' '.join(argv)}."
         print(f"error: {text} Type doctor.", file=sys.stderr)
+        return 2
+    if folder is not None and not folder.is_dir():
+        text = f"--config-dir={folder} is no folder in {Path.cwd()}."
+        print(f"error: {text} Type --config-dir <folder of your configs>.", file=sys.stderr)
         return 2
     console.print(", ".join([f"torch {torch.__version__}", *map(_found, LIBRARIES)]))
     for kind in available_kinds():
@@ -34,8 +41,8 @@ def doctor(argv: Sequence[str]) -> int:
         table = Table(title=f"accelerator={kind}: {accelerator.name}", title_justify="left")
         for column in ("precision", "runs", "what it is, or why not and what to type"):
             table.add_column(column, overflow="fold")
-        for row in supported_precisions(accelerator.device):
-            text = yaml_header(row.name)[0] if row.runs else f"{row.why} {row.remedy}"
+        for row in supported_precisions(accelerator.device, folder):
+            text = yaml_header(row.name, folder)[0] if row.runs else f"{row.why} {row.remedy}"
             table.add_row(row.name, "yes" if row.runs else "no", text)
         console.print(table)
     return 0

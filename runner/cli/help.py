@@ -27,9 +27,10 @@ Keys (key=value) and their values, as `--cfg job` prints them; `--hydra-help` te
 """
 
 COMMAND_HELP = {
-    "doctor": """python -m runner doctor
+    "doctor": """python -m runner doctor [--config-dir <folder>]
 
-Every precision on this machine: whether it runs, why not, what to install.""",
+Every precision on this machine: whether it runs, why not, what to install. With a folder of
+your own configs, its precisions too.""",
     "report": """python -m runner report [sweep folder, parent run id or sweep id] [keys]
 
 Rebuilds the report of a sweep, of the newest one without a name, from its folder or from MLflow.

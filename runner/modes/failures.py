@@ -61,7 +61,7 @@ def make_guard(run: RunContext, loader: Loader, begun: int) -> Guard:
         finally:
             set_host_rng_state(drawn)  # a data set may draw random numbers for its samples
 
-    return Guard(run.spec, run.precision.name, run.say, save, cause)
+    return Guard(run.spec, run.precision, run.say, save, cause)
 
 
 def check_data(run: RunContext, loaders: tuple[Loader | None, Loader]) -> None:

@@ -18,7 +18,6 @@ from runner.precision.precision import Precision
 from runner.utils.modules import matches_pattern
 
 _HALVES = (torch.float16, torch.bfloat16)
-_MIXED = {"16-true": "16-mixed", "bf16-true": "bf16-mixed"}
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
@@ -96,7 +95,24 @@ class PrecisionCause:
     def mixed(self) -> str:
         """Return the mixed precision whose autocast computes linalg and fft operations in float32;
         empty where there is none."""
-        return _MIXED.get(self.precision.name, "") if self.device.type == "cpu" else ""
+        stores_half = self.precision.storage in _HALVES
+        if self.device.type != "cpu" or not stores_half or self.precision.converts_layers:
+            return ""
+        return _half_precision(self.precision.storage, torch.float32)
+
+    def other_half(self, compute: torch.dtype, instead: torch.dtype) -> str:
+        """Return the precision that differs in its half format only: in `instead` where this one
+        computes in `compute`; empty where it does not, or converts layers."""
+        if self.precision.compute is not compute or self.precision.converts_layers:
+            return ""
+        stores_half = self.precision.storage in _HALVES
+        return _half_precision(instead, instead if stores_half else torch.float32)
+
+
+def _half_precision(compute: torch.dtype, storage: torch.dtype) -> str:
+    """Return the built-in precision that computes in a half format and stores in it or float32."""
+    width = "16" if compute is torch.float16 else "bf16"
+    return f"{width}-true" if storage is compute else f"{width}-mixed"
 
 
 def precision_advice(error: Exception, model: nn.Module, precision: Precision) -> str:
@@ -159,7 +175,7 @@ def _say_kernel(cause: PrecisionCause) -> str:
 
 
 def _say_overflow(cause: PrecisionCause) -> str:
-    wide = {"16-true": "bf16-true", "16-mixed": "bf16-mixed"}.get(cause.precision.name, "")
+    wide = cause.other_half(torch.float16, torch.bfloat16)
     half = cause.precision.compute
     dtype = str(half).removeprefix("torch.")
     return (
@@ -175,7 +191,7 @@ def _say_overflow(cause: PrecisionCause) -> str:
 
 
 def _say_numpy_dtype(cause: PrecisionCause) -> str:
-    float16 = {"bf16-true": "16-true", "bf16-mixed": "16-mixed"}.get(cause.precision.name, "")
+    float16 = cause.other_half(torch.bfloat16, torch.float16)
     return (
         f"{cause.where()} NumPy has no bfloat16. "
         + _alternatives(

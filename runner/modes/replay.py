@@ -93,7 +93,8 @@ def replay(run: RunContext) -> RunResult:
         runs[precision.name] = _replayed(run, precision, batches, scale, begin, rng)
     plain = registry.load_precision("32-true")
     small = runs[precision.name].weights_mib <= CHEAP_MIB
-    if precision.name not in (plain.name, "64-true") and small:
+    is_narrower = precision.name != plain.name and precision.storage is not torch.float64
+    if is_narrower and small:
         runs[plain.name] = _replayed(run, plain, batches, scale, begin, rng)
     _show(console, saved, runs, weights)
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)

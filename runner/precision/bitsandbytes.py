@@ -166,6 +166,11 @@ class BitsandbytesPrecision(Precision):
             return f"int8 in linear layers, {super().computes} elsewhere"
         return super().computes
 
+    @property
+    def sort_key(self) -> tuple[float, ...]:
+        # After the FP8 precisions, 8 bits before 4.
+        return (-1, 2) if self.mode.startswith("int8") else (-0.5,)
+
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.compute is torch.float32:
             return nullcontext()

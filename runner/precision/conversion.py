@@ -215,7 +215,10 @@ _LOW = (
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether a module is a low-precision layer of one of the libraries already."""
+    """Return whether a module is a low-precision layer already: of a library, of the runner, or of
+    a class of the user's own that says so by an attribute `is_low_precision = True`."""
+    if getattr(type(module), "is_low_precision", False):
+        return True
     if type(module).__name__ in ("Embedding", "StableEmbedding"):  # bitsandbytes' in float32
         return False
     return any(kind.__module__.startswith(_LOW) for kind in type(module).__mro__)

@@ -18,8 +18,8 @@ from runner.precision.keep_fp32 import find_islands, make_islands
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
 from runner.precision.layers.padding import pad_rows
-from runner.precision.options import DTYPES, check_kernels, float32_matmul
-from runner.precision.precision import CPU, ConversionReport, Precision
+from runner.precision.options import DTYPES, FP8_LAYERS, check_kernels, float32_matmul
+from runner.precision.precision import CPU, ComputeFormat, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.quiet_import import quiet_imports
 from runner.utils.tpu import accelerator_kind, is_tpu
@@ -118,6 +118,14 @@ class Float8Precision(Precision):
     @property
     def computes(self) -> str:
         return f"FP8 in linear layers, {super().computes} elsewhere"
+
+    @property
+    def formats(self) -> tuple[ComputeFormat, ...]:
+        return (FP8_LAYERS, *super().formats)
+
+    @property
+    def sort_key(self) -> tuple[float, ...]:
+        return (-1, 1)  # after TransformerEngine's
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         kind = device.type

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runner.precision.emulation.float16 import Choice, choose_kernels, float32_accumulate
-from runner.precision.precision import Precision
+from runner.precision.precision import ComputeFormat, Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import accelerator_kind
 
@@ -23,6 +23,9 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+# Operands are scaled to the format's range first. Output gradients are in e4m3 too in most recipes,
+# and e5m2, which the others take, is wider.
+FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradients"))
 
 
 def cpu_kernels(

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import cast_floats
+from runner.precision.emulation.formats import FORMATS
 from runner.precision.keep_fp32 import make_islands
 from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.utils.errors import Unavailable
@@ -135,12 +136,30 @@ def summarize_modules(rows: Iterable[ModuleConversion], most: int = 4) -> list[s
     return texts
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without torch's prefix, as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _percent(part: int, whole: int) -> str:
     """Return a share in whole percent; "100 %" is said of all of it only."""
     share = 100 * part / max(whole, 1)
     if 0 < share < 1:
         return "under 1 %"
     return f"{min(round(share), 99) if part < whole else 100} %"
+
+
+class ComputeFormat(NamedTuple):
+    """A number format narrower than float32 in which a precision computes.
+
+    Attributes:
+        name: a key of runner.precision.emulation.formats.FORMATS.
+        kinds: the tensors that are rounded to it: "activations", "weights", "gradients" (only
+            where no loss scale lifts them), "updates" (where weights are stored in it).
+    """
+
+    name: str
+    kinds: tuple[str, ...]
 
 
 class Precision(ABC):
@@ -257,12 +276,64 @@ class Precision(ABC):
     @property
     def stores(self) -> str:
         """What parameters, gradients and optimizer state are in, in words."""
-        return str(self.storage).removeprefix("torch.")
+        return dtype_name(self.storage)
 
     @property
     def computes(self) -> str:
         """What the products are in, in words."""
-        return str(self.compute).removeprefix("torch.")
+        return dtype_name(self.compute)
+
+    # What messages, lists and the advisor ask of a precision, in place of its name. The defaults
+    # follow from the dtypes, so that a precision of the user's own has them, too.
+
+    @property
+    def converts_layers(self) -> bool:
+        """Return whether layers are replaced, so that precision.ignore_modules can leave some."""
+        return hasattr(self, "ignore_modules")
+
+    @property
+    def formats(self) -> tuple[ComputeFormat, ...]:
+        """Return the formats under 32 bits that it computes in, the narrowest first."""
+        name = dtype_name(self.compute)
+        if name not in FORMATS:
+            return ()
+        kinds = ["activations", "weights"]
+        if self.scale(CPU).value is None:
+            kinds.append("gradients")
+        if self.storage == self.compute:
+            kinds.append("updates")
+        return (ComputeFormat(name, tuple(kinds)),)
+
+    @property
+    def has_limited_range(self) -> bool:
+        """Return whether values that float32 holds can overflow in float16."""
+        return torch.float16 in (self.compute, self.storage)
+
+    @property
+    def wider_precision(self) -> str:
+        """Return the precision to type when this one's numbers are out of range or too coarse;
+        empty where it computes in float32 or float64 throughout."""
+        if self.converts_layers:
+            return "bf16-mixed"
+        if self.compute.itemsize >= 4:
+            return ""
+        is_bf16_mixed = (self.compute, self.storage) == (torch.bfloat16, torch.float32)
+        return "32-true" if is_bf16_mixed else "bf16-mixed"
+
+    @property
+    def narrower_precision(self) -> str:
+        """Return the precision to type when memory is short; empty where none is known to need
+        less."""
+        if self.converts_layers:
+            return ""
+        return {torch.float64: "32-true", torch.float32: "bf16-true"}.get(self.storage, "")
+
+    @property
+    def sort_key(self) -> tuple[float, ...]:
+        """Return its place in lists, which begin with the widest: by the bytes of what it computes
+        in and of what it stores, then by range. Names order what is equal."""
+        narrowest = FORMATS[self.formats[0].name].dtype if self.formats else self.compute
+        return (-narrowest.itemsize, -self.storage.itemsize, -torch.finfo(self.compute).max)
 
     @property
     def loss_dtype(self) -> torch.dtype:

@@ -1,5 +1,8 @@
-"""Every precision that is built, and whether it runs on a device: read from conf/precision/ and
-asked of require(), never kept by hand."""
+"""Find the precisions by their yamls, load them, and ask each whether it runs on a device.
+
+There is no table to keep: a yaml in conf/precision/, or in the folder `precision` of a
+`--config-dir`, is a precision.
+"""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -7,18 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from runner.config.targets import instantiate
 from runner.precision.precision import Precision
-from runner.utils.errors import Unavailable
+from runner.utils.errors import ConfigError, Unavailable
 
 CONF = Path(str(files("runner.conf"))) / "precision"
 
 
 @dataclass(frozen=True)
 class PrecisionSupport:
-    """A precision on a device: why is empty where it runs."""
+    """Whether a precision runs on a device.
+
+    Attributes:
+        name: of its yaml.
+        device: as torch writes it, for example "cuda:0".
+        why: what is missing; empty where it runs.
+        remedy: what to type; empty where it runs.
+    """
 
     name: str
     device: str
@@ -27,53 +37,91 @@ class PrecisionSupport:
 
     @property
     def runs(self) -> bool:
+        """Return whether nothing is missing."""
         return not self.why
 
 
-def precision_names() -> list[str]:
-    """Names of the precisions, by width and then by name."""
-    return sorted((path.stem for path in CONF.glob("*.yaml")), key=_order)
+def precision_names(config_dir: Path | None = None) -> list[str]:
+    """Return the names of the built-in precisions and of a config folder's, the widest first."""
+    names = {path.stem for folder in _folders(config_dir) for path in folder.glob("*.yaml")}
+    return sorted(names, key=lambda name: _sort_key(name, config_dir))
 
 
-def _order(name: str) -> tuple[int, str]:
-    widths = (
-        "64-true",
-        "32-true",
-        "tf32",
-        "bf16-mixed",
-        "16-mixed",
-        "bf16-true",
-        "16-true",
-        "transformer-engine",
-        "float8",
-        "bnb-int8",
-        "bnb",
+def _folders(config_dir: Path | None) -> list[Path]:
+    """Return the folders that hold yamls. Hydra takes a built-in one of the same name first."""
+    return [CONF] if config_dir is None else [CONF, config_dir / "precision"]
+
+
+def _sort_key(name: str, config_dir: Path | None) -> tuple[bool, tuple[float, ...], str]:
+    # A yaml that does not load is listed, last: the caller that loads it reports the error.
+    try:
+        return False, load_precision(name, config_dir).sort_key, name
+    except Exception:
+        return True, (), name
+
+
+def precision_config(name: str, config_dir: Path | None = None) -> dict[str, Any]:
+    """Return a precision's yaml as keywords and `_target_`, with the yamls of the same folder that
+    its `defaults` name below it.
+
+    Raises:
+        ConfigError: no folder has it.
+    """
+    node = OmegaConf.load(_yaml_path(name, config_dir))
+    assert isinstance(node, DictConfig)
+    for base in node.pop("defaults", ()):
+        if isinstance(base, str) and base != "_self_":
+            node = OmegaConf.merge(precision_config(base, config_dir), node)
+    container = OmegaConf.to_container(node)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _yaml_path(name: str, config_dir: Path | None) -> Path:
+    for folder in _folders(config_dir):
+        path = folder / f"{name}.yaml"
+        if path.is_file():
+            return path
+    raise ConfigError(
+        f"precision={name} is not known. Allowed: {', '.join(precision_names(config_dir))}."
     )
-    places = [i for i, width in enumerate(widths) if name == width or name.startswith(f"{width}-")]
-    return (min(places, default=len(widths)), name)
 
 
-def yaml_header(name: str) -> tuple[str, str]:
-    """The two comments that a precision's yaml opens with: what it is, and why to use it."""
-    what, why = (CONF / f"{name}.yaml").read_text().splitlines()[:2]
-    return what.lstrip("# "), why.removeprefix("# Why: ")
+def yaml_header(name: str, config_dir: Path | None = None) -> tuple[str, str]:
+    """Return the two comments that a precision's yaml opens with: what it is, and why to use it.
+    One that a user's yaml lacks is empty."""
+    lines = _yaml_path(name, config_dir).read_text().splitlines()[:2]
+    comments = [line.lstrip("# ") for line in lines if line.startswith("#")]
+    what, why = [*comments, "", ""][:2]
+    return what, why.removeprefix("Why: ")
 
 
-def load_precision(name: str, **changes: Any) -> Precision:
-    """A precision from its yaml, with some keywords changed."""
-    node = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
-    assert isinstance(node, dict)
-    return instantiate({**node, **changes})  # type: ignore[arg-type]
+def load_precision(name: str, config_dir: Path | None = None, **changes: Any) -> Precision:
+    """Return a precision made from its yaml, with some keywords changed.
+
+    Raises:
+        ConfigError: there is no such yaml, its target does not import, or refuses a value.
+        TypeError: its target has no such keyword.
+    """
+    node = precision_config(name, config_dir)
+    if "_target_" not in node:
+        raise ConfigError(f"{_yaml_path(name, config_dir)} has no _target_. Name a class there.")
+    return instantiate({**node, **changes})
 
 
-def supported_precisions(device: torch.device) -> list[PrecisionSupport]:
-    """What require() says of every precision on a device."""
+def supported_precisions(
+    device: torch.device, config_dir: Path | None = None
+) -> list[PrecisionSupport]:
+    """Return what require() says of every precision on a device, the widest first."""
     rows = []
-    for name in precision_names():
+    for name in precision_names(config_dir):
         try:
-            load_precision(name).require(device)
+            load_precision(name, config_dir).require(device)
         except Unavailable as error:
             rows.append(PrecisionSupport(name, str(device), error.what, error.remedy))
+        except (ConfigError, TypeError) as error:  # a user's yaml or class that does not load
+            remedy = f"Correct {_yaml_path(name, config_dir)}."
+            rows.append(PrecisionSupport(name, str(device), str(error), remedy))
         else:
             rows.append(PrecisionSupport(name, str(device), "", ""))
     return rows

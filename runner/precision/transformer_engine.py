@@ -21,8 +21,8 @@ from runner.precision.emulation.formats import E4M3
 from runner.precision.keep_fp32 import find_islands, make_islands
 from runner.precision.layers.backward_checks import refuse_recompute
 from runner.precision.layers.te_layers import convert_layers, unfit
-from runner.precision.options import DTYPES, check_eps, float32_matmul
-from runner.precision.precision import CPU, ConversionReport, Precision
+from runner.precision.options import DTYPES, FP8_LAYERS, check_eps, float32_matmul
+from runner.precision.precision import CPU, ComputeFormat, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
 
 WEIGHTS = ("bfloat16", "float16")
@@ -146,6 +146,14 @@ class TransformerEnginePrecision(Precision):
     def computes(self) -> str:
         width = "FP4" if self.recipe["kind"] == "nvfp4" else "FP8"
         return f"{width} in linear layers, {super().computes} elsewhere"
+
+    @property
+    def formats(self) -> tuple[ComputeFormat, ...]:
+        return (FP8_LAYERS, *super().formats)
+
+    @property
+    def sort_key(self) -> tuple[float, ...]:
+        return (-1, 0)  # nvfp4 stands with the other recipes of its library
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type not in self._forward:

@@ -29,13 +29,6 @@ _ALLOCATOR_ERRORS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "RESOURCE_EXHAUSTED",
 )
-_NARROWER = {
-    "64-true": "32-true",
-    "32-true": "bf16-true",
-    "tf32": "bf16-true",
-    "16-mixed": "bf16-true",
-    "bf16-mixed": "bf16-true",
-}
 _CHECKPOINTING = "train.activation_checkpointing=true"
 _SMALLER_STATE = {"adam": "adam8bit", "adamw": "adamw8bit", "nadam": "adam8bit"}
 
@@ -206,15 +199,15 @@ def _estimates_by_overrides(
 ) -> Iterator[tuple[str, MemoryEstimate]]:
     """Yield overrides other than the batch size, and the estimate with them."""
     yield "", estimate
-    is_mixed = "mixed" in watch.precision.name
+    has_half_activations = watch.precision.compute.itemsize < watch.precision.storage.itemsize
     smaller = _SMALLER_STATE.get(watch.optimizer)
-    narrower = _NARROWER.get(watch.precision.name)
+    narrower = watch.precision.narrower_precision
     if smaller:
         yield f" optimizer={smaller}", estimate.smaller_state()
     if narrower:
-        yield f" precision={narrower}", estimate.narrower(is_mixed)
+        yield f" precision={narrower}", estimate.narrower(has_half_activations)
     if smaller and narrower:
-        both = estimate.narrower(is_mixed).smaller_state()
+        both = estimate.narrower(has_half_activations).smaller_state()
         yield f" precision={narrower} optimizer={smaller}", both
 
 
@@ -245,7 +238,7 @@ def memory_remedies(watch: MemoryWatch) -> Iterator[str]:
         yield f"train.batch_size={size // part}{accumulate}"
     if _may_checkpoint_activations(watch):
         yield _CHECKPOINTING
-    narrower = _NARROWER.get(watch.precision.name)
+    narrower = watch.precision.narrower_precision
     if narrower:
         yield f"precision={narrower}" + ("" if watch.state else " init.low_memory=true")
     smaller = _SMALLER_STATE.get(watch.optimizer)

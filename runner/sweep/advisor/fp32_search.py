@@ -14,7 +14,6 @@ from torch import nn
 from runner.config.targets import build_group
 from runner.modes.result import RunResult
 from runner.precision.precision import Precision
-from runner.precision.registry import load_precision
 from runner.sweep.advisor.minimal_set import Modules, smallest_set
 from runner.sweep.advisor.request import AdviseRequest
 from runner.sweep.advisor.trials import Trials
@@ -82,7 +81,7 @@ class Float32ModuleSearch:
             suspects: modules by dotted name, the most suspicious first.
         """
         name = line.group.precision
-        key = _exclusion_key(name)
+        key = _exclusion_key(self.request.load_precision(name))
         seed = self.request.seed
         max_gap = self._max_gap(line, advice)
         base_loss = self._base_losses()[seed]
@@ -129,7 +128,7 @@ class Float32ModuleSearch:
             name = line.group.precision
             if line.group.settings or not line.failing:
                 continue
-            key = _exclusion_key(name)
+            key = _exclusion_key(self.request.load_precision(name))
             own = self.request.precision_overrides.get(name, ())
             if key and not any(word.startswith(key) for word in own):
                 yield line
@@ -176,15 +175,14 @@ def _expected_gain(line: PrecisionVerdict) -> float:
     return line.beside.speed.value
 
 
-def _exclusion_key(precision: str) -> str:
+def _exclusion_key(precision: Precision) -> str:
     """Return the key that leaves modules out of a precision, empty if there is none."""
-    policy: Precision = load_precision(precision)
-    if policy.freezes:
+    if precision.freezes:
         # Frozen weights stay quantized: float32 modules would not train either.
         return ""
-    if hasattr(policy, "ignore_modules"):
+    if precision.converts_layers:
         return _IGNORE_KEY
-    return "precision.keep_fp32" if policy.compute.itemsize < 4 else ""
+    return "precision.keep_fp32" if precision.compute.itemsize < 4 else ""
 
 
 def _override(key: str, modules: Modules) -> str:

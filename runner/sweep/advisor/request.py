@@ -6,6 +6,7 @@ Everything that cannot be compared is refused here, before the first trial.
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,10 +20,9 @@ from runner.config.schema import RunSpec
 from runner.config.targets import check_targets
 from runner.precision.precision import Precision
 from runner.precision.registry import (
-    CONF,
     PrecisionSupport,
     load_precision,
-    precision_names,
+    precision_config,
     supported_precisions,
 )
 from runner.sweep.report.compare import BASE
@@ -64,6 +64,7 @@ class AdviseRequest:
         emulated: precisions that this machine emulates.
         absent: precisions that this machine lacks, as `tf32: why`.
         seed: the first one.
+        config_dir: the user's configs, among them further precisions; None without --config-dir.
     """
 
     spec: RunSpec
@@ -75,6 +76,7 @@ class AdviseRequest:
     emulated: Sequence[str]
     absent: Sequence[str]
     seed: int
+    config_dir: Path | None = None
 
     @classmethod
     def from_config(cls, config: DictConfig) -> "AdviseRequest":
@@ -90,13 +92,15 @@ class AdviseRequest:
         extras = _precision_extras(overrides)
         spec = _baseline_spec(config, extras)
         accelerator = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
-        supported = supported_precisions(accelerator.device)
-        typed = _typed_precisions(overrides)
-        emulatable = _emulatable(supported, extras)
-        chosen = typed or [*_trainable_here(spec, emulatable, supported)]
+        config_dir = _config_dir(config)
+        supported = supported_precisions(accelerator.device, config_dir)
+        typed = _typed_precisions(overrides, [row.name for row in supported])
+        emulatable = _emulatable(supported, extras, config_dir)
+        chosen = typed or [*_trainable_here(spec, emulatable, supported, config_dir)]
         precisions = _with_baseline(chosen)
         fitting = {
-            name: [*_fitting_extras(name, extras, name in emulatable)] for name in precisions
+            name: [*_fitting_extras(name, extras, name in emulatable, config_dir)]
+            for name in precisions
         }
         _check_extras(extras, fitting)
         return cls(
@@ -109,7 +113,12 @@ class AdviseRequest:
             emulated=[name for name in precisions if name in emulatable],
             absent=[] if typed else [*_absent(supported, chosen)],
             seed=spec.seed,
+            config_dir=config_dir,
         )
+
+    def load_precision(self, name: str) -> Precision:
+        """Return one of the precisions, built-in or the user's, as its yaml says."""
+        return load_precision(name, self.config_dir)
 
     def trial(self, precision: str, seed: int, *more: str) -> list[str]:
         """Return the overrides of one trial, which the sweep's store records.
@@ -176,13 +185,19 @@ def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
 def _command_words(config: DictConfig) -> list[str]:
     """Return the words of a command with the same config folder and config name."""
     words = ["python", "-m", "runner"]
-    sources = config.hydra.runtime.config_sources
-    folders = [os.path.relpath(s.path) for s in sources if s.provider == "command-line"]
-    if folders:
-        words += ["--config-dir", *folders]
+    config_dir = _config_dir(config)
+    if config_dir is not None:
+        words += ["--config-dir", os.path.relpath(config_dir)]
     if config.hydra.job.config_name != "config":
         words += ["--config-name", config.hydra.job.config_name]
     return words
+
+
+def _config_dir(config: DictConfig) -> Path | None:
+    """Return the folder that --config-dir names; None without one."""
+    sources = config.hydra.runtime.config_sources
+    folders = [Path(s.path) for s in sources if s.provider == "command-line"]
+    return folders[0] if folders else None
 
 
 def _parse(words: Sequence[str]) -> list[Override]:
@@ -205,7 +220,9 @@ def _precision_extras(overrides: Sequence[Override]) -> dict[str, Override]:
     return {key: o for key, o in by_key.items() if key.startswith("precision.")}
 
 
-def _typed_precisions(overrides: Sequence[Override]) -> list[str] | None:
+def _typed_precisions(
+    overrides: Sequence[Override], known: Sequence[str]
+) -> list[str] | None:
     """Return the names after `precision=`, None where it was not typed.
 
     Raises:
@@ -222,10 +239,10 @@ def _typed_precisions(overrides: Sequence[Override]) -> list[str] | None:
         values = [*override.sweep_string_iterator()]
     names = (str(value).strip("'\"") for value in values)
     names = list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in names))
-    if unknown := [name for name in names if name not in precision_names()]:
+    if unknown := [name for name in names if name not in known]:
         raise ConfigError(
             f"precision={unknown[0]}: mode=advise does not know it. Allowed: "
-            f"{', '.join(precision_names())}."
+            f"{', '.join(known)}."
         )
     return names
 
@@ -272,7 +289,11 @@ def _check_extras(extras: Mapping[str, Override], fitting: Mapping[str, Sequence
         )
 
 
-def _emulatable(supported: Sequence[PrecisionSupport], extras: dict[str, Override]) -> list[str]:
+def _emulatable(
+    supported: Sequence[PrecisionSupport],
+    extras: dict[str, Override],
+    config_dir: Path | None,
+) -> list[str]:
     """Return precisions that this machine lacks and emulates, if precision.emulate=true was typed.
 
     Args:
@@ -291,7 +312,7 @@ def _emulatable(supported: Sequence[PrecisionSupport], extras: dict[str, Overrid
     if not value:
         del extras[_EMULATE]
         return []
-    return [row.name for row in supported if row.why and _takes(row.name, "emulate")]
+    return [row.name for row in supported if row.why and _takes(row.name, "emulate", config_dir)]
 
 
 def _absent(supported: Sequence[PrecisionSupport], chosen: Collection[str]) -> Iterator[str]:
@@ -302,29 +323,36 @@ def _absent(supported: Sequence[PrecisionSupport], chosen: Collection[str]) -> I
 
 
 def _trainable_here(
-    spec: RunSpec, emulated: Collection[str], supported: Sequence[PrecisionSupport]
+    spec: RunSpec,
+    emulated: Collection[str],
+    supported: Sequence[PrecisionSupport],
+    config_dir: Path | None,
 ) -> Iterator[str]:
     """Yield the precisions that this device has or emulates, and that are worth a trial."""
     has_adapter = bool(spec.adapter.get("_target_"))
     for row in supported:
-        precision: Precision = load_precision(row.name)
+        if not row.runs and row.name not in emulated:
+            continue
+        precision = load_precision(row.name, config_dir)
         # Frozen 4-bit and 8-bit weights train nothing without an adapter; float64 costs time and
         # memory, and can only win on quality.
         trains_nothing = precision.freezes and not has_adapter
         is_float64 = precision.storage is torch.float64
         is_useless = trains_nothing or (is_float64 and spec.advise.objective != "quality")
-        if not is_useless and (row.runs or row.name in emulated):
+        if not is_useless:
             yield row.name
 
 
-def _takes(name: str, key: str) -> bool:
+def _takes(name: str, key: str, config_dir: Path | None) -> bool:
     """Return whether a precision's config has a key."""
-    return key in OmegaConf.load(CONF / f"{name}.yaml")
+    return key in precision_config(name, config_dir)
 
 
-def _fitting_extras(name: str, extras: Mapping[str, Override], is_emulated: bool) -> Iterator[str]:
+def _fitting_extras(
+    name: str, extras: Mapping[str, Override], is_emulated: bool, config_dir: Path | None
+) -> Iterator[str]:
     """Yield the overrides of keys that a precision has; what runs here is not emulated."""
     for key, override in extras.items():
-        if _takes(name, key.split(".")[1]) and (is_emulated or key != _EMULATE):
+        if _takes(name, key.split(".")[1], config_dir) and (is_emulated or key != _EMULATE):
             assert override.input_line is not None
             yield override.input_line.lstrip("+")

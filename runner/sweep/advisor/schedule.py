@@ -14,7 +14,6 @@ from runner.diagnostics.memory.limits import USABLE, free_memory
 from runner.diagnostics.numerics import read
 from runner.modes.result import RunResult
 from runner.precision.precision import Precision
-from runner.precision.registry import load_precision
 from runner.sweep.advisor.diagnosis import describe_shortage, suspect_modules
 from runner.sweep.advisor.fp32_search import Float32ModuleSearch
 from runner.sweep.advisor.request import AdviseRequest
@@ -121,7 +120,7 @@ class TrialScheduler:
         """Return a precision's entry of AdviseSettings.memory, empty without a forecast."""
         spec = self.request.spec
         device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
-        precision: Precision = load_precision(name)
+        precision = self.request.load_precision(name)
         batch_size = spec.train.batch_size
         try:
             forecast = peak_forecast(spec, precision, device)
@@ -153,9 +152,11 @@ class TrialScheduler:
         except RunnerError:
             return {}
         nothing = f"in every module {BASE}'s numbers fit its formats"
-        found = [f"{name}: {describe_shortage(numbers, name) or nothing}" for name in failing]
+        precisions = {name: self.request.load_precision(name) for name in failing}
+        shortages = {name: describe_shortage(numbers, p) for name, p in precisions.items()}
+        found = [f"{name}: {text or nothing}" for name, text in shortages.items()]
         self._write(replace(self.settings, found=found))
-        return {name: suspect_modules(numbers, name) for name in failing}
+        return {name: suspect_modules(numbers, p) for name, p in precisions.items()}
 
     def _measure_baseline(self) -> tuple[float, float, int]:
         """Train float32 for a short while, in a job that is then discarded.

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from runner.config.schema import RunSpec
+from runner.precision.precision import Precision
 from runner.training.callbacks.callback import Callback
 from runner.training.records import EvalRecord, StepRecord, Steps
 
@@ -28,7 +29,7 @@ class Guard(Callback):
 
     Args:
         spec: of the run; its guard section decides.
-        precision: its name.
+        precision: of the run.
         say: prints a warning.
         keep: saves the samples of a record's step; returns where they are and how to replay them.
         cause: returns why the loss of a record's step is not finite, and what to do about it,
@@ -41,7 +42,7 @@ class Guard(Callback):
     def __init__(
         self,
         spec: RunSpec,
-        precision: str,
+        precision: Precision,
         say: Callable[[str], None],
         keep: Callable[[StepRecord, str], str],
         cause: Callable[[StepRecord], str | None] = lambda _: None,
@@ -120,7 +121,8 @@ class Guard(Callback):
                 "stagnant",
                 f"{record.stagnant:.0%} of the parameter elements with a gradient did not move at "
                 f"step {record.step}: the update is under half a unit in the last place of "
-                f"precision={self.precision}. Type a larger optimizer.lr, or a -mixed precision.",
+                f"precision={self.precision.name}. Type a larger optimizer.lr, or a -mixed "
+                "precision.",
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,15 +143,14 @@ class Guard(Callback):
             self.say(f"warning: {message}")
 
 
-def guard_remedies(spec: RunSpec, precision: str, key: str) -> Iterator[str]:
+def guard_remedies(spec: RunSpec, precision: Precision, key: str) -> Iterator[str]:
     """Settings that may help, as they are typed; those of the range where that may be the cause."""
     scale = spec.precision.get("loss_scale") or {}
     if key != "spike" and scale.get("fixed"):
         yield "precision.loss_scale.fixed=null"
-    float16 = precision.startswith("16") or precision.endswith("float16")
-    if key != "spike" and precision not in ("32-true", "64-true", "tf32"):
-        yield "precision=32-true" if precision == "bf16-mixed" else "precision=bf16-mixed"
-        if float16:
+    if key != "spike" and precision.wider_precision:
+        yield f"precision={precision.wider_precision}"
+        if precision.has_limited_range:
             yield "precision.keep_fp32=[<module>]"
     rate = spec.optimizer.get("lr")
     if isinstance(rate, float | int):

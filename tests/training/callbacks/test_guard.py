@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from runner.config.schema import GuardSpec, RunSpec, TrainSpec
+from runner.precision.registry import load_precision
 from runner.training.callbacks.guard import ENOUGH, Guard
 
 KEPT = "The samples are in x.json"
@@ -32,7 +33,7 @@ def made(heard, precision="16-mixed", optimizer=None, train=None, **guard):
         train=train or TrainSpec(),
         optimizer={"lr": 0.1} if optimizer is None else optimizer,
     )
-    return Guard(spec, precision, heard.append, heard.keep)
+    return Guard(spec, load_precision(precision), heard.append, heard.keep)
 
 
 def overflowing(step, count, scale=8.0):

@@ -1,0 +1,139 @@
+"""A precision of the user's own: one class in a folder of his, one yaml in its config folder."""
+
+import json
+
+import pytest
+import torch
+
+from runner.precision import registry
+
+CLASS = '''
+import torch
+
+from runner.precision.casting import cast_nest
+from runner.precision.precision import Precision
+
+
+class Half(Precision):
+    """Everything in float16, without a loss scale."""
+
+    storage = compute = torch.float16
+
+    def __init__(self, name, keep_fp32=()):
+        self.name, self.keep_fp32 = name, keep_fp32
+
+    def cast(self, inputs):
+        return cast_nest(inputs, self.storage)
+
+
+class Single(Precision):
+    """Everything in float32."""
+
+    def __init__(self, name):
+        self.name = name
+'''
+HALF = "# float16 of my own\n# Why: to try\nname: own-half\n_target_: mine.Half\nkeep_fp32: []\n"
+CONFIGS = ("--config-dir", "conf")
+DIGITS = (*CONFIGS, "model=mlp", "data=digits", "tracking=none", "seed=0")
+
+
+@pytest.fixture
+def own(main, tmp_path, monkeypatch):
+    """`python -m runner <args>` beside a module and two yamls of the user's."""
+    folder = tmp_path / "conf" / "precision"
+    folder.mkdir(parents=True)
+    (tmp_path / "mine.py").write_text(CLASS)
+    (folder / "own-half.yaml").write_text(HALF)
+    (folder / "own-single.yaml").write_text("name: own-single\n_target_: mine.Single\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return main
+
+
+def in_order(text, *words):
+    places = [text.index(word) for word in words]
+    return places == sorted(places)
+
+
+def test_doctor_lists_it_by_its_width(own, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = own("doctor", *CONFIGS)
+    assert done.rc == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if "own-half" in line)
+    assert [cell.strip() for cell in row.split("│")[1:4]] == ["own-half", "yes", "float16 of my own"]
+    assert in_order(done.stdout, "32-true", "own-single", "tf32", "16-true", "own-half", "float8")
+
+
+def test_doctor_shows_why_one_does_not_load(own, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "conf" / "precision" / "own-half.yaml").write_text("name: x\n_target_: mine.No\n")
+    done = own("doctor", *CONFIGS)
+    assert done.rc == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if "own-half" in line)
+    assert "no" in row.split("│")[2]
+    assert "mine.No" in row
+
+
+def test_doctor_names_a_folder_that_is_not_there(own):
+    done = own("doctor", "--config-dir=nowhere")
+    assert done.rc == 2
+    assert "--config-dir=nowhere is no folder" in done.stderr
+
+
+def test_a_built_in_yaml_is_the_base_of_one(own, tmp_path):
+    folder = tmp_path / "conf"
+    (folder / "precision" / "own-16.yaml").write_text(
+        "defaults:\n  - 16-mixed\n  - _self_\n\nname: own-16\nloss_scale:\n  init_scale: 256.0\n"
+    )
+    precision = registry.load_precision("own-16", folder)
+    assert precision.name == "own-16"
+    assert precision.scale(torch.device("cpu")).value == 256.0
+    names = registry.precision_names(folder)
+    assert names[names.index("16-mixed") :][:2] == ["16-mixed", "own-16"]
+
+
+def test_what_a_name_told_once_follows_from_the_dtypes(own, tmp_path):
+    half, single = (
+        registry.load_precision(name, tmp_path / "conf") for name in ("own-half", "own-single")
+    )
+    assert (half.wider_precision, half.narrower_precision) == ("bf16-mixed", "")
+    assert (single.wider_precision, single.narrower_precision) == ("", "bf16-true")
+    assert (half.has_limited_range, single.has_limited_range) == (True, False)
+    kinds = ("activations", "weights", "gradients", "updates")
+    assert [tuple(one) for one in half.formats] == [("float16", kinds)]
+    assert single.formats == ()
+    assert not half.converts_layers
+
+
+def test_plan_shows_it(own):
+    done = own(*DIGITS, "precision=own-half", "mode=plan")
+    assert done.rc == 0, done.stderr
+    assert "own-half" in done.stdout
+
+
+def test_a_failing_run_gets_the_remedy_of_its_range(own):
+    # Adam's eps is 0 in float16, so that a gradient of 0 is divided by 0.
+    done = own(*DIGITS, "precision=own-half", "train.max_steps=3", "optimizer=adamw")
+    assert done.rc == 1
+    assert "Try precision=bf16-mixed or precision.keep_fp32=[<module>]" in done.stderr
+
+
+def test_a_sweep_reports_it(own, tmp_path):
+    words = ("train.max_steps=3", "optimizer=sgd", "optimizer.lr=0.01")
+    done = own(*DIGITS, *words, "-m", "precision=32-true,own-half")
+    assert done.rc == 0, done.stderr
+    (page,) = tmp_path.glob("outputs/sweeps/*/report.md")
+    assert "own-half" in page.read_text()
+    results = [json.loads(p.read_text()) for p in tmp_path.glob("outputs/sweeps/*/*/result.json")]
+    assert {r["precision"] for r in results} == {"32-true", "own-half"}
+    assert {r["status"] for r in results} == {"finished"}
+
+
+@pytest.mark.slow
+def test_advice_names_the_cause_of_its_failure(own, tmp_path):
+    words = ("mode=advise", "precision=own-half,own-single", "advise.steps=30", "advise.seeds=3")
+    done = own(*DIGITS, *words, "optimizer=adamw", "advise.islands=false", "advise.budget=3m")
+    assert done.rc == 0, done.stderr
+    (page,) = tmp_path.glob("outputs/sweeps/*/report.md")
+    text = page.read_text()
+    assert "short of float16's range" in text
+    assert "own-single" in text
