@@ -1,1 +1,1 @@
-"""Plain nn.Modules: they import torch only, never runner."""
+"""Built-in models: plain nn.Modules that import torch and torchvision, never runner."""

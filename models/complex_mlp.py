@@ -1,4 +1,4 @@
-"""Complex-valued regression: complex weights inside, real numbers out."""
+"""A multilayer perceptron with complex weights and a real output."""
 
 import math
 from collections.abc import Sequence
@@ -29,8 +29,11 @@ class ComplexLinear(nn.Module):
 
 
 class ModReLU(nn.Module):
-    """relu(|z| + b) · z / |z|: shrinks magnitudes, keeps phases. The real bias b [features]
-    starts at 0, where it is the identity (Arjovsky et al. 2016, arXiv:1511.06464, equation 8)."""
+    """The activation relu(|z| + b) · z / |z|, which shrinks magnitudes and keeps phases.
+
+    The real bias b [features] starts at 0, where it is the identity (Arjovsky et al. 2016,
+    arXiv:1511.06464, equation 8).
+    """
 
     def __init__(self, features: int) -> None:
         super().__init__()

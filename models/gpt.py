@@ -19,6 +19,7 @@ class Attention(nn.Module):
         self.projection = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Map float [B, T, width] to the same shape; a position sees itself and earlier ones."""
         batch, length, width = hidden.shape
         qkv = self.qkv(hidden).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, width / heads]
@@ -41,6 +42,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Map float [B, T, width] to the same shape."""
         hidden = hidden + self.drop(self.attention(self.norm1(hidden)))
         return hidden + self.drop(self.contract(self.activation(self.expand(self.norm2(hidden)))))
 
@@ -60,7 +62,7 @@ class GPT(nn.Module):
         ValueError: a size is below 1, or heads does not divide width.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
         self,
         vocab_size: int,
         context: int,
@@ -84,6 +86,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
         self._initialise(layers)
+        # After the initialisation, which would draw a shared weight twice.
         if tie_weights:
             self.head.weight = self.token_embedding.weight
 
@@ -103,8 +106,11 @@ class GPT(nn.Module):
         return self.head(self.norm(hidden))
 
     def _initialise(self, layers: int) -> None:
-        """Normal(0, 0.02), zero biases; the 2 x layers projections that write to the residual
-        stream start smaller by 1 / sqrt(2 x layers) (Radford et al. 2019, section 2.3)."""
+        """Draw weights from normal(0, 0.02) and set biases to zero.
+
+        The 2 x layers projections that write to the residual stream start smaller by
+        1 / sqrt(2 x layers) (Radford et al. 2019, section 2.3).
+        """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith(("attention.projection", "contract"))

@@ -1,4 +1,4 @@
-"""ResNet for any image size and channel count, on torchvision's blocks."""
+"""A ResNet for any image size and channel count, on torchvision's blocks."""
 
 from collections.abc import Callable, Sequence
 
@@ -42,7 +42,9 @@ def resnet(
         )
     channels, *sides = input_shape
     model = _BUILDERS[depth](weights=None, num_classes=classes)
-    if small_images if small_images is not None else max(sides) <= _SMALL:
+    if small_images is None:
+        small_images = max(sides) <= _SMALL
+    if small_images:
         model.conv1 = _stem(channels, kernel=3, stride=1)
         model.maxpool = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
     elif channels != 3:
@@ -51,6 +53,7 @@ def resnet(
 
 
 def _stem(channels: int, kernel: int, stride: int) -> nn.Conv2d:
+    """Return the first convolution, [B, channels, h, w] to [B, 64, h / stride, w / stride]."""
     conv = nn.Conv2d(channels, 64, kernel, stride, padding=kernel // 2, bias=False)
     # The initialisation that torchvision's ResNet gives to its convolutions.
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")

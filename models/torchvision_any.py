@@ -42,6 +42,7 @@ def torchvision_any(name: str, classes: int, input_shape: Sequence[int]) -> nn.M
 
 
 def _check_name(name: str) -> None:
+    """Raise ValueError, with close matches, for a model that torchvision does not have."""
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
         close = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
@@ -52,14 +53,16 @@ def _check_name(name: str) -> None:
 
 
 def _options(name: str, height: int, width: int) -> dict[str, Any]:
+    """Return the keywords that a family of models needs besides the number of classes."""
     if name in ("googlenet", "inception_v3"):
         # With auxiliary heads they return a tuple in training; init_weights unset is a warning.
         return {"aux_logits": False, "init_weights": True}
     if name.startswith(("vit_", "maxvit")):
         if height != width:
             raise ValueError(f"{name} needs square images, got {height} x {width}")
-        maxvit = name.startswith("maxvit")
-        return {"input_size": (height, width)} if maxvit else {"image_size": height}
+        if name.startswith("maxvit"):
+            return {"input_size": (height, width)}
+        return {"image_size": height}
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Vision transformer for any square image and channel count, on torchvision's encoder.
+"""A vision transformer for any square image and channel count, on torchvision's encoder.
 
 torchvision starts the head at zero, so an untrained model's logits are exactly zero.
 """
@@ -12,7 +12,7 @@ from torchvision.models import VisionTransformer
 _PATCHES = range(16, 197)  # 196 is the 14 x 14 grid of ViT-B/16 on 224 pixels
 
 
-def vit(
+def vit(  # noqa: PLR0913 - its parameters are the keys of the yaml
     input_shape: Sequence[int],
     classes: int,
     patch_size: int | None = None,
@@ -81,6 +81,7 @@ def patches(side: int) -> int:
 
 
 def _projection(channels: int, width: int, patch: int) -> nn.Conv2d:
+    """Return the convolution that makes a token of `width` numbers of each patch."""
     conv = nn.Conv2d(channels, width, patch, patch)
     # torchvision's initialisation of conv_proj, with this fan-in.
     nn.init.trunc_normal_(conv.weight, std=math.sqrt(1 / (channels * patch**2)))

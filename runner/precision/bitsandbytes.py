@@ -48,7 +48,7 @@ class BitsandbytesPrecision(Precision):
         ConfigError: a value that is not allowed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
         self,
         name: str,
         mode: str,
@@ -73,7 +73,7 @@ class BitsandbytesPrecision(Precision):
         self.layout = f"bnb-{mode}" if self.freezes else ""
         self.whole = "packed weights cannot be parted from their scales" if self.freezes else ""
         self._kernels = ""
-        self._spill = DiskOffload()
+        self._offload = DiskOffload()
 
     def require(self, device: torch.device) -> None:
         least = (7, 5) if self.mode.startswith("int8") else (6, 0)
@@ -121,7 +121,7 @@ class BitsandbytesPrecision(Precision):
         return self._kernels
 
     def building(self) -> AbstractContextManager[Any]:
-        return self._spill if self.freezes else nullcontext()
+        return self._offload if self.freezes else nullcontext()
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU
@@ -135,7 +135,7 @@ class BitsandbytesPrecision(Precision):
             swap: Swap = lambda module: self._swap(module, device)  # noqa: E731
             report = convert_modules(model, dict.fromkeys(linear_classes(), swap), rules)
         finally:
-            self._spill.take_back(model)
+            self._offload.load_unconverted(model)
         make_islands(model, self.keep_fp32, self.storage)
         return model, report
 

@@ -1,6 +1,8 @@
-"""Casting tensors, nests of tensors and modules. Only floating tensors follow a float policy:
-integers and booleans stay; complex tensors follow the width (complex64 <-> complex128) and never
-lose their imaginary part."""
+"""Cast tensors, nests of tensors and modules to a floating dtype.
+
+Only floating tensors follow it: integers and booleans keep their dtype; complex tensors follow the
+width (complex64 <-> complex128) and never lose their imaginary part.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -17,21 +19,22 @@ _COMPLEX = {torch.float64: torch.complex128}
 
 
 def target_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a tensor takes under a policy of the given floating dtype."""
+    """Return the dtype that a tensor takes in a precision of the given floating dtype."""
     if tensor.is_complex():
         return _COMPLEX.get(dtype, torch.complex64)
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in its target dtype; itself where nothing changes."""
+    """Return the tensor in its target dtype; the same object where nothing changes."""
     wanted = target_dtype(tensor, dtype)
     return tensor if tensor.dtype is wanted else tensor.to(wanted)
 
 
 def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
-    """A copy of nested dicts, lists, tuples and dataclasses with every tensor cast."""
-    if type(nest) is Tensor and nest.dtype is dtype:  # in a third of the time, in every step
+    """Return a copy of nested dicts, lists, tuples and dataclasses with every tensor cast."""
+    # The usual case of every step, answered in a third of the time.
+    if type(nest) is Tensor and nest.dtype is dtype:
         return nest
     if isinstance(nest, Tensor):
         return cast_tensor(nest, dtype)
@@ -51,41 +54,47 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
 
 
 def float64_to_float32(nest: Any) -> Any:
-    """Float64 and complex128 tensors of a nest in float32 and complex64, which float32 weights can
-    meet; everything else as it is."""
+    """Return a copy of a nest with float64 and complex128 tensors in float32 and complex64, which
+    can be multiplied with float32 weights; other tensors are unchanged."""
 
-    def single(value: Any) -> Any:
-        wide = isinstance(value, Tensor) and value.dtype in (torch.float64, torch.complex128)
-        return cast_tensor(value, torch.float32) if wide else value
+    def to_single(value: Any) -> Any:
+        is_wide = isinstance(value, Tensor) and value.dtype in (torch.float64, torch.complex128)
+        return cast_tensor(value, torch.float32) if is_wide else value
 
-    return single(nest) if isinstance(nest, Tensor) else tree_map(single, nest)
+    return to_single(nest) if isinstance(nest, Tensor) else tree_map(to_single, nest)
 
 
 def cast_floats(model: nn.Module, dtype: torch.dtype, islands: Collection[str] = ()) -> None:
-    """Cast parameters and buffers in place, outside the islands (dotted module names). A
-    parameter object stays the same, so ties, hooks and frozen flags survive; a buffer that modules
-    share is cast once, so that they still share it."""
-    done = _tensors_of(model, islands)
+    """Cast a model's parameters and buffers in place, outside the islands.
 
-    def convert(tensor: Tensor) -> Tensor:
-        if id(tensor) not in done:
-            done[id(tensor)] = tensor, cast_tensor(tensor, dtype)
-        return done[id(tensor)][1]
+    A parameter object stays the same, so ties, hooks and frozen flags survive; a buffer that
+    modules share is cast once, so that they still share it.
+
+    Args:
+        model: changed in place.
+        dtype: of floating tensors after.
+        islands: dotted names of modules that are left as they are.
+    """
+    # Each tensor's replacement, by identity. The tensor itself is stored too: it must live, or
+    # another one could get its id.
+    replacements: dict[int, tuple[Tensor, Tensor]] = {}
+    for name in islands:
+        island = model.get_submodule(name)
+        for tensor in (*island.parameters(), *island.buffers()):
+            replacements[id(tensor)] = (tensor, tensor)
+
+    def cast_once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in replacements:
+            replacements[id(tensor)] = (tensor, cast_tensor(tensor, dtype))
+        return replacements[id(tensor)][1]
 
     with torch.no_grad():
-        model._apply(convert)
-
-
-def _tensors_of(model: nn.Module, islands: Collection[str]) -> dict[int, tuple[Tensor, Tensor]]:
-    """The islands' tensors by identity, each with what becomes of it: itself."""
-    modules = [model.get_submodule(name) for name in islands]
-    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-    return {id(tensor): (tensor, tensor) for tensor in tensors}
+        model._apply(cast_once)
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """torch's default dtype inside, the previous one after, also after an exception."""
+    """Set torch's default dtype and restore the previous one after, also after an exception."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -95,7 +104,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class DefaultDtype:
-    """default_dtype as a reusable context without a generator's cost, for the step path."""
+    """A context that sets torch's default dtype, like default_dtype, for the training step: it can
+    be entered again and again, nested too, and costs no generator."""
 
     __slots__ = ("dtype", "previous")
 

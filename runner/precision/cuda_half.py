@@ -1,4 +1,8 @@
-"""Half precision on CUDA devices: whether there are bfloat16 units, and the sums of products."""
+"""Ask whether a CUDA device has bfloat16 units, and set how it adds half-precision products.
+
+Both matter because torch is silent about them: it emulates bfloat16 on older GPUs, and it lets
+products be summed in half precision unless told otherwise.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,19 +63,19 @@ def half_precision_sums(reduced: bool) -> Iterator[None]:
 
     Source: pytorch.org/docs/stable/notes/numerical_accuracy.html, reduced precision reduction.
     """
-    before = {switch: _read(switch) for switch in _SWITCHES}
-    for switch, (_, *split_k) in before.items():
+    previous = {switch: _read(switch) for switch in _SWITCHES}
+    for switch, (_, *split_k) in previous.items():
         # torch refuses reduced sums where sums may not be split at all.
         _write(switch, (True,) if reduced else (False, *split_k))
     try:
         yield
     finally:
-        for switch, values in before.items():
+        for switch, values in previous.items():
             _write(switch, values)
 
 
 def _read(switch: str) -> tuple[bool, ...]:
-    """A switch and, in versions of torch that have it, whether sums may be split at all."""
+    """Return a switch and, in versions of torch that have it, whether sums may be split at all."""
     matmul = torch.backends.cuda.matmul
     values = (getattr(matmul, switch), getattr(matmul, f"{switch}_split_k", None))
     return tuple(value for value in values if value is not None)

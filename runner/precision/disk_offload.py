@@ -1,8 +1,9 @@
-"""Building a model that does not fit in memory before it is packed: the weights of its linear
-layers lie in files until the conversion takes them, one at a time.
+"""Build a model that is larger than memory, with the weights of its linear layers in files.
 
-Packing a weight as soon as it is made would be wrong: constructors initialise their layers again
-at the end (GPT-2's does), tie them, and nobody knows yet which ones are left unconverted.
+For `init.low_memory=true` with packed (4-bit and 8-bit) weights: the conversion then reads one
+weight at a time and packs it. Packing a weight as soon as it is made would be wrong: constructors
+initialise their layers again at the end (GPT-2's does) and tie them, and it is not known yet which
+ones are left unconverted.
 """
 
 import os
@@ -20,53 +21,61 @@ from runner.utils.errors import ConfigError
 
 
 class DiskOffload:
-    """Context around a model's construction. Every float weight of a new nn.Linear or Conv1D on the
-    CPU is mapped from a file of its own, already unlinked, whose pages the system may write out;
-    the parameter object and its values are the ordinary ones.
+    """A context around a model's construction that keeps the weights of linear layers in files.
 
-    The files lie in $TMPDIR, else in /var/tmp, which is on a disk where /tmp may be memory.
+    Every float weight of a new nn.Linear or Conv1D on the CPU is mapped from a file of its own,
+    already unlinked, whose pages the system may write out; the parameter object and its values are
+    the ordinary ones. The files are in $TMPDIR, else in /var/tmp, which is on a disk where /tmp may
+    be memory.
     """
 
     def __init__(self) -> None:
-        self._spilled: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+        self._offloaded: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
         self._stack: list[Any] = []
 
     def __enter__(self) -> None:
-        here = torch.device("cpu")
-        here.__enter__()
-        self._stack.append((here, register_module_parameter_registration_hook(self._spill)))
+        # Contexts may nest, and each exit undoes the latest entry.
+        cpu = torch.device("cpu")
+        cpu.__enter__()
+        self._stack.append((cpu, register_module_parameter_registration_hook(self._offload)))
 
     def __exit__(self, *error: Any) -> None:
-        here, handle = self._stack.pop()
+        cpu, handle = self._stack.pop()
         handle.remove()
-        here.__exit__(*error)
+        cpu.__exit__(*error)
 
-    def _spill(self, module: nn.Module, name: str, parameter: Any) -> None:
-        fits = isinstance(parameter, nn.Parameter) and parameter.is_floating_point()
-        if not fits or type(module) not in linear_classes() or name != "weight":
+    def _offload(self, module: nn.Module, name: str, parameter: Any) -> None:
+        if name != "weight" or type(module) not in linear_classes():
             return
-        if (
-            parameter.device.type != "cpu"
-            or id(parameter) in self._spilled
-            or parameter.numel() == 0
-        ):
+        if not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
             return
-        self._spilled[id(parameter)] = parameter
-        parameter.data = _mapped(parameter.shape, parameter.dtype).copy_(parameter.data)
+        if parameter.device.type != "cpu" or parameter.numel() == 0:
+            return
+        if id(parameter) in self._offloaded:  # tied to a layer that was built before
+            return
+        self._offloaded[id(parameter)] = parameter
+        parameter.data = _mapped_tensor(parameter.shape, parameter.dtype).copy_(parameter.data)
 
-    def take_back(self, model: nn.Module) -> None:
-        """Bring weights that no conversion took into memory, and forget the others."""
+    def load_unconverted(self, model: nn.Module) -> None:
+        """Copy the weights that the conversion left as they were from their files into memory,
+        and forget the others."""
         for parameter in model.parameters():
-            if id(parameter) in self._spilled:
+            if id(parameter) in self._offloaded:
                 parameter.data = parameter.data.clone()
-        self._spilled.clear()
+        self._offloaded.clear()
 
 
-def _mapped(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def _mapped_tensor(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor whose memory is an unlinked file.
+
+    Raises:
+        ConfigError: the disk is full.
+    """
     folder = os.environ.get("TMPDIR") or ("/var/tmp" if Path("/var/tmp").is_dir() else None)
     with tempfile.NamedTemporaryFile(dir=folder, prefix="weight-") as file:
         size = shape.numel()
-        try:  # else a full disk would be a bus error at the first write
+        # Without room reserved, a full disk would be a bus error at the first write.
+        try:
             os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
         except OSError as error:
             where = Path(file.name).parent

@@ -60,7 +60,7 @@ class Float8Precision(Precision):
     Source: torchao.float8 (github.com/pytorch/ao, torchao/float8/README.md).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
         self,
         name: str,
         recipe: str,

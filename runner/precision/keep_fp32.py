@@ -1,8 +1,8 @@
-"""keep_fp32: modules that store and compute in float32 inside a model of another precision.
+"""Keep the modules that `precision.keep_fp32` names in float32 inside a model of another precision.
 
-The module's class is swapped for a subclass whose forward casts at the border (the way
-torch.nn.utils.parametrize does it): names, state dict, hooks, isinstance and deepcopy survive,
-and torch.compile sees an ordinary forward.
+Such a module is called an island: it stores and computes in float32. Its class is swapped for a
+subclass whose forward casts at the border (the way torch.nn.utils.parametrize does it): names,
+state dict, hooks, isinstance and deepcopy survive, and torch.compile sees an ordinary forward.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,7 +20,8 @@ from runner.utils.modules import select_modules
 
 
 class Float32Island:
-    """Mixin before a module's own class: float32 inside, the surroundings' dtype out."""
+    """Mixin before a module's own class, whose forward computes in float32 and returns the dtype of
+    the modules around it."""
 
     _surroundings: torch.dtype
 
@@ -41,7 +42,7 @@ class Float32Island:
 
 
 def find_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
-    """Dotted names of the outermost modules that the patterns match; changes nothing.
+    """Return the dotted names of the outermost modules that the patterns match.
 
     Args:
         model: not changed.
@@ -57,23 +58,31 @@ def find_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
     # A module that is registered twice can be meant by either name.
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     chosen = select_modules("precision.keep_fp32", patterns, names)
-    outermost = {n for n in chosen if not any(_holds(m, n) for m in chosen)}
+    outermost = {name for name in chosen if not any(_contains(other, name) for other in chosen)}
     if storage is not torch.float32:
         _refuse_ties(model, outermost)
     return outermost
 
 
 def make_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
-    """Turn the modules that find_islands finds into islands, whose outputs return to the dtype of
-    the surroundings; their names. It raises what find_islands raises."""
+    """Turn the outermost modules that the patterns match into islands; return their dotted names.
+
+    Args:
+        model: changed in place.
+        patterns: see runner.utils.modules.
+        storage: dtype of the surroundings, to which the islands' outputs are cast.
+
+    Raises:
+        ConfigError: as find_islands.
+    """
     islands = find_islands(model, patterns, storage)
     for name in islands:
         _make_island(model.get_submodule(name), storage)
     return islands
 
 
-def _holds(outer: str, inner: str) -> bool:
-    """Whether one name is that of a module inside the other; the model's own name is empty."""
+def _contains(outer: str, inner: str) -> bool:
+    """Return whether the module named `inner` is inside `outer`; the model's own name is empty."""
     return outer != inner and (not outer or inner.startswith(f"{outer}."))
 
 
@@ -81,23 +90,26 @@ def _make_island(module: nn.Module, storage: torch.dtype) -> None:
     if not isinstance(module, Float32Island):
         module.__class__ = _island_class(type(module))
         module._surroundings = storage  # type: ignore[assignment]
-        # nn.TransformerEncoderLayer reads its parts' weights and passes their forward by in
-        # evaluation, but for parts with hooks.
+        # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call their
+        # forward, unless a part has a hook.
         module.register_forward_pre_hook(no_op_hook)
         if storage is not torch.float32:
-            _Recomputed().watch(module)
+            _RecomputationDtype().watch(module)
     cast_floats(module, torch.float32)
 
 
-class _Recomputed:
-    """Hooks on an island's parts, which the island's own torch.utils.checkpoint computes again in
-    the backward, outside the island's forward: float32 is the default dtype there too. Autocast is
-    restored by torch."""
+class _RecomputationDtype:
+    """Hooks on an island's parts that make float32 the default dtype while they are recomputed.
+
+    The island's own torch.utils.checkpoint recomputes them in the backward, outside the island's
+    forward. Autocast is restored by torch.
+    """
 
     def __init__(self) -> None:
         self.previous: list[torch.dtype] = []
 
     def watch(self, island: nn.Module) -> None:
+        """Register the hooks on every module inside the island."""
         for part in island.modules():
             if part is not island:
                 part.register_forward_pre_hook(self._before)
@@ -114,7 +126,7 @@ class _Recomputed:
 
 
 def no_op_hook(module: nn.Module, args: Any) -> None:
-    """A hook that does nothing, so that fast paths see one; see _make_island."""
+    """Do nothing: a module with a hook is called where a fast path would read its weights."""
 
 
 @cache
@@ -123,14 +135,15 @@ def _island_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _refuse_ties(model: nn.Module, islands: Collection[str]) -> None:
-    """A tied parameter has one dtype, so both its modules are in float32 or neither is."""
-    held = {part for name in islands for part in model.get_submodule(name).modules()}
-    inside = {id(p) for part in held for p in part.parameters(recurse=False)}
-    outside = [
-        name
-        for name, module in model.named_modules()
-        if module not in held and any(id(p) in inside for p in module.parameters(recurse=False))
-    ]
+    """Raise ConfigError where a parameter is shared by an island and a module outside it: a tied
+    parameter has one dtype, so both modules are in float32 or neither is."""
+    parts = {part for name in islands for part in model.get_submodule(name).modules()}
+    inside = {id(p) for part in parts for p in part.parameters(recurse=False)}
+    outside = []
+    for name, module in model.named_modules():
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if module not in parts and own & inside:
+            outside.append(name)
     if outside:
         raise ConfigError(
             f"precision.keep_fp32: {', '.join(sorted(islands))} shares a parameter with "

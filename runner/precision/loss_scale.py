@@ -1,9 +1,10 @@
-"""The loss scale: a null-object pair, so that the step has no branch on precision.
+"""Multiply the loss by a scale, so that small float16 gradients do not become zero.
 
-DynamicScale follows torch.amp.GradScaler value for value (a test compares them over random
-overflows) and differs in three points that a record of every step needs: nothing is read on
-the host unless an optimizer cannot skip on the device, each optimizer has a found-inf of its
-own, and its state keeps one name in checkpoints.
+NoLossScale and DynamicLossScale have the same methods, so that the training step has no branch on
+the precision. DynamicLossScale follows torch.amp.GradScaler value for value (a test compares them
+over random overflows) and differs in three points: nothing is read on the host unless an optimizer
+cannot skip on the device, each optimizer has a found-inf of its own, and its state keeps one name
+in checkpoints.
 
 Source: PyTorch AMP; Micikevicius et al., Mixed Precision Training, arXiv:1710.03740.
 """
@@ -26,28 +27,36 @@ class LossScale(ABC):
     @property
     @abstractmethod
     def value(self) -> Tensor | None:
-        """The scale in force, float32, a tensor that later updates do not change."""
+        """Return the current scale, a float32 scalar that later updates do not change."""
 
     @abstractmethod
     def multiply(self, loss: Tensor) -> Tensor:
-        """The loss times the scale."""
+        """Return the loss times the scale."""
 
     @abstractmethod
     def unscale(self, grads: Sequence[Tensor]) -> Tensor | None:
-        """Divide one optimizer's gradients by the scale in place; 1.0 where any was not finite."""
+        """Divide one optimizer's gradients by the scale in place; return its found-inf, a float32
+        scalar that is 1.0 where any gradient is not finite and 0.0 else."""
 
     @abstractmethod
     def step(self, optimizer: Optimizer, found_inf: Tensor | None) -> None:
-        """Step the optimizer unless its gradients overflowed."""
+        """Step the optimizer, or skip the step where its gradients overflowed."""
 
     @abstractmethod
     def update(self, found_infs: Sequence[Tensor | None]) -> None:
         """Grow or back off, once per iteration, after every optimizer has stepped."""
 
     def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint stores of the scale; empty without one."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what state_dict returned.
+
+        Raises:
+            ConfigError: the checkpoint holds a loss scale and this precision has none, or the
+                reverse.
+        """
         if state:
             raise ConfigError(
                 "The checkpoint holds a loss scale and this precision has none. "
@@ -56,7 +65,7 @@ class LossScale(ABC):
 
 
 class NoLossScale(LossScale):
-    """No loss scale: every operation is the plain one."""
+    """The loss scale of precisions that need none: every operation is the plain one."""
 
     value: Final = None  # type: ignore[assignment]
 
@@ -74,15 +83,15 @@ class NoLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """Backs off at an overflow, grows after growth_interval steps without one.
+    """A loss scale that backs off at an overflow and grows after a row of steps without one.
 
     Args:
         device: where the gradients are.
         init_scale: first value; 65536 as in GradScaler.
-        growth_factor: above 1.
-        backoff_factor: between 0 and 1.
+        growth_factor: multiplies the scale when it grows; above 1.
+        backoff_factor: multiplies the scale at an overflow; between 0 and 1.
         growth_interval: applied steps in a row before it grows.
-        fixed: a constant scale instead; overflowing steps are skipped all the same.
+        fixed: a constant scale in place of a dynamic one; overflowing steps are skipped, too.
 
     Raises:
         ConfigError: a value outside its range.
@@ -106,14 +115,17 @@ class DynamicLossScale(LossScale):
                 "growth_interval": growth_interval,
             }
         )
-        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
-        self.growth_interval, self.fixed = int(growth_interval), fixed is not None
         self.device = device
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = int(growth_interval)
+        self.is_fixed = fixed is not None
         self._scale = torch.tensor(fixed or init_scale, dtype=torch.float32, device=device)
         self._applied_in_a_row = torch.zeros((), dtype=torch.int32, device=device)
 
     @property
     def value(self) -> Tensor:
+        # _scale is updated in place, and a step's record keeps what this returns.
         return self._scale.clone()
 
     def multiply(self, loss: Tensor) -> Tensor:
@@ -121,24 +133,28 @@ class DynamicLossScale(LossScale):
 
     def unscale(self, grads: Sequence[Tensor]) -> Tensor:
         found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
+        # GradScaler's: multiplying by the inverse is one fused kernel, and exact for powers of two.
         inverse = self._scale.reciprocal()
-        for group in _by_dtype(grads):
+        for group in _gradients_by_dtype(grads):
             torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
         return found_inf
 
     def step(self, optimizer: Optimizer, found_inf: Tensor | None) -> None:
         assert found_inf is not None
-        if self.device.type != "cpu" and _skips_by_itself(optimizer):
-            optimizer.found_inf, optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
+        if self.device.type != "cpu" and _skips_on_device(optimizer):
+            # A fused kernel reads found-inf on the device and skips there, so that the host does
+            # not wait. grad_scale is None because the gradients are unscaled already.
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
             try:
-                optimizer.step()  # a fused kernel reads found-inf on the device and skips there
+                optimizer.step()
             finally:
                 del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
         elif not HostFlag(found_inf).raised:
             optimizer.step()
 
     def update(self, found_infs: Sequence[Tensor | None]) -> None:
-        if self.fixed:
+        if self.is_fixed:
             return
         flags = [flag for flag in found_infs if flag is not None]
         found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
@@ -152,7 +168,8 @@ class DynamicLossScale(LossScale):
         )
 
     def state_dict(self) -> dict[str, float]:
-        """Read from the device; for checkpoints, never on the step path."""
+        """Return the scale and its growth counter. Reading them waits for the device, so this is
+        for checkpoints, never for the step."""
         return {
             "scale": self._scale.item(),
             "applied_in_a_row": self._applied_in_a_row.item(),
@@ -163,7 +180,7 @@ class DynamicLossScale(LossScale):
             raise ConfigError(
                 "The checkpoint holds no loss scale: it was trained in another precision."
             )
-        if not self.fixed:
+        if not self.is_fixed:
             self._scale.fill_(state["scale"])
         self._applied_in_a_row.fill_(int(state["applied_in_a_row"]))
 
@@ -184,24 +201,27 @@ def check_loss_scale(values: dict[str, Any]) -> None:
                 f"precision.loss_scale.{key} is not known. Allowed: {', '.join(rules)}."
             )
             continue
-        holds, allowed = rules[key]
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        known = (number and math.isfinite(value)) or (value is None and key == "fixed")
-        if not (known and holds(value)):
+        is_in_range, allowed = rules[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_null = value is None and key == "fixed"
+        if not (is_null or (is_number and math.isfinite(value) and is_in_range(value))):
             problems.append(f"precision.loss_scale.{key}={value} cannot work. Allowed: {allowed}.")
     if problems:
         raise ConfigError(*problems)
 
 
-def _skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether a fused kernel reads found-inf and skips. Not SGD before it has its momentum: torch
-    allocates that without filling it and leaves the filling to the step that is skipped."""
-    unfilled = not optimizer.state and any(g.get("momentum") for g in optimizer.param_groups)
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not unfilled
+def _skips_on_device(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's fused kernel reads found-inf and skips the step by itself."""
+    # SGD does not before it has its momentum: torch allocates that without filling it and leaves
+    # the filling to the step that would be skipped.
+    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    is_unfilled = has_momentum and not optimizer.state
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not is_unfilled
 
 
-def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Groups that one native call takes; a complex gradient counts as its two real halves."""
+def _gradients_by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the gradients in groups of one dtype, as the native call takes them; a complex
+    gradient is seen as its real and imaginary parts."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
         real = torch.view_as_real(grad) if grad.is_complex() else grad
@@ -210,8 +230,11 @@ def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class HostFlag:
-    """A device flag on its way to the host. Reading it waits for the flag alone, not for what
-    was queued after it; on the CPU its memory is read in place."""
+    """A scalar flag that is copied from the device to the host in the background.
+
+    Reading it waits for the copy alone, not for what was queued on the device after it. On the CPU
+    its memory is read in place.
+    """
 
     __slots__ = ("_event", "_value")
 
@@ -227,6 +250,7 @@ class HostFlag:
 
     @property
     def raised(self) -> bool:
+        """Return whether the flag is not zero; waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return bool(self._value.numpy()[()] != 0.0)

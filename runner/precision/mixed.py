@@ -40,7 +40,7 @@ class MixedPrecision(Precision):
         ConfigError: a value that is not allowed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
         self,
         name: str,
         dtype: str,

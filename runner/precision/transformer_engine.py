@@ -58,7 +58,7 @@ class TransformerEnginePrecision(Precision):
         ConfigError: a value that is not allowed, or a key that the recipe does not have.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
         self,
         name: str,
         weights: str,

@@ -133,7 +133,7 @@ def test_taken_back_a_weight_is_an_ordinary_one_with_the_same_object_and_value(f
     model = made(spill)
     before = dict(model.named_parameters())
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
-    spill.take_back(model)
+    spill.load_unconverted(model)
     assert mapped(folder) == 0
     for name, parameter in model.named_parameters():
         assert parameter is before[name]
@@ -148,7 +148,7 @@ def test_weights_that_were_never_spilled_are_not_copied():
     spill, model = DiskOffload(), made()
     pointers = [p.data_ptr() for p in model.parameters()]
     made(spill)
-    spill.take_back(model)
+    spill.load_unconverted(model)
     assert [p.data_ptr() for p in model.parameters()] == pointers
 
 
@@ -156,12 +156,12 @@ def test_weights_that_were_never_spilled_are_not_copied():
 def test_it_serves_again_and_forgets_the_last_model(folder):
     spill = DiskOffload()
     first = made(spill)
-    spill.take_back(nn.Linear(1, 1))  # another model: the first's weights are forgotten
-    spill.take_back(first)
+    spill.load_unconverted(nn.Linear(1, 1))  # another model: the first's weights are forgotten
+    spill.load_unconverted(first)
     assert mapped(folder) == 9
     second = made(spill)
     assert mapped(folder) == 18
-    spill.take_back(second)
+    spill.load_unconverted(second)
     assert mapped(folder) == 9
 
 

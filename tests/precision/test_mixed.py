@@ -47,7 +47,7 @@ def test_float16_has_a_live_scale_and_bfloat16_has_none():
     assert isinstance(registry.load_precision("bf16-mixed").scale(CPU), NoLossScale)
     assert isinstance(registry.load_precision("16-mixed", loss_scale=None).scale(CPU), NoLossScale)
     fixed = registry.load_precision("16-mixed", loss_scale={"fixed": 128.0}).scale(CPU)
-    assert (fixed.value.item(), fixed.fixed) == (128.0, True)
+    assert (fixed.value.item(), fixed.is_fixed) == (128.0, True)
 
 
 def test_bad_values_are_refused():

@@ -59,7 +59,8 @@ def test_doctor_lists_it_by_its_width(own, monkeypatch):
     done = own("doctor", *CONFIGS)
     assert done.rc == 0, done.stderr
     row = next(line for line in done.stdout.splitlines() if "own-half" in line)
-    assert [cell.strip() for cell in row.split("│")[1:4]] == ["own-half", "yes", "float16 of my own"]
+    cells = [cell.strip() for cell in row.split("│")[1:4]]
+    assert cells == ["own-half", "yes", "float16 of my own"]
     assert in_order(done.stdout, "32-true", "own-single", "tf32", "16-true", "own-half", "float8")
 
 
