@@ -1,8 +1,10 @@
-"""Converting layers: who is converted, who is not and why, and how one module becomes another.
+"""Replace a model's linear layers by low-precision ones, in place, with a reason for each one that
+is not replaced.
 
-Every decision is made before the first module changes, so that a refusal leaves the model as it
-was. A module becomes another in place: its object stays, and with it names, references that the
-model keeps elsewhere, sharing, hooks, training mode and the user's own attributes.
+Every decision is made before the first module changes, so that a refusal leaves the model
+unchanged. A module's object stays and gets the class and the tensors of the new layer, so that
+names, references that the model keeps elsewhere, sharing, hooks, training mode and the user's own
+attributes survive.
 """
 
 from collections import defaultdict
@@ -20,9 +22,9 @@ from runner.precision.precision import ConversionReport, ModuleConversion, summa
 from runner.utils.errors import ConfigError
 from runner.utils.modules import select_modules
 
-ROOT = "(model)"  # what a model is called that is itself a layer
-# What nn.Module keeps hooks in; the dictionaries stay the same objects, so that handles that the
-# user holds still remove their hooks.
+ROOT = "(model)"  # name in reports of a model that is itself a layer
+# Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
+# holds still remove their hooks.
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -43,16 +45,16 @@ Swap = Callable[[nn.Module], None]
 
 @dataclass(frozen=True)
 class ConversionRules:
-    """Who may be converted.
+    """The rules by which modules are converted or skipped.
 
     Attributes:
-        name: the precision's, for messages.
-        ignore: patterns of modules that `precision.ignore_modules` leaves alone.
-        islands: dotted names of modules that `precision.keep_fp32` keeps.
-        judge: why this precision cannot hold a module; empty where it can.
+        name: of the precision, for messages.
+        ignore: the patterns of `precision.ignore_modules`.
+        islands: dotted names of the modules that `precision.keep_fp32` selects.
+        judge: returns why this precision cannot hold a module; empty where it can.
         new_weights: the weight becomes another object, so that no other module may share it and
-            no hook may hang on it.
-        bypassed: reasons to leave modules alone, by dotted name; see Precision.bypassed.
+            no hook may be registered on it.
+        bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
     """
 
     name: str
@@ -66,24 +68,24 @@ class ConversionRules:
 def convert_modules(
     model: nn.Module, swaps: Mapping[type[nn.Module], Swap], rules: ConversionRules
 ) -> ConversionReport:
-    """Convert every module that can be, in place.
+    """Convert every module that the rules allow, in place; return a row for each module looked at.
 
     Args:
         model: changed in place.
-        swaps: the plain class of a layer, and what turns one of its objects into another.
-        rules: who may be converted.
+        swaps: by the plain class of a layer, the function that converts one of its objects.
+        rules: which modules are converted.
 
     Raises:
-        ConfigError: nothing would be converted, a pattern matches nothing, or a module carries
-            what a swap would lose.
+        ConfigError: nothing would be converted, a pattern matches nothing, or a hook is registered
+            on a weight that would be replaced.
     """
     rows = list(classify_modules(model, tuple(swaps), rules))
     chosen = [(row.module, module) for row, module in rows if row.done]
     report = ConversionReport(tuple(row for row, _ in rows))
     _check(rules, report, chosen)
     for _, module in chosen:
-        # nn.TransformerEncoderLayer reads its parts' weights and passes their forward by in
-        # evaluation, but for parts with hooks.
+        # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call their
+        # forward, unless a part has a hook.
         module.register_forward_pre_hook(no_op_hook)
     for path, module in chosen:
         swap = next(s for kind, s in swaps.items() if isinstance(module, kind))
@@ -101,37 +103,49 @@ def convert_modules(
 def classify_modules(
     model: nn.Module, kinds: tuple[type[nn.Module], ...], rules: ConversionRules
 ) -> Iterator[tuple[ModuleConversion, nn.Module]]:
-    """Yield what is to become of every module that holds matrix weights, is of one of these kinds,
-    or is a library's own already."""
+    """Yield each module with a row that says whether it is to be converted: every module that holds
+    matrix weights, is of one of these kinds, or is converted already. Nothing is changed."""
     # By identity: a module that is registered twice can be meant by either name.
-    every = dict(model.named_modules(remove_duplicate=False))
-    ignored = {every[n] for n in select_modules("precision.ignore_modules", rules.ignore, every)}
-    kept = {part for name in rules.islands for part in every[name].modules()}
-    holders = _holders(model)
-    found: list[tuple[ModuleConversion, nn.Module]] = []
+    modules = dict(model.named_modules(remove_duplicate=False))
+    ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
+    ignored = {modules[name] for name in ignored_names}
+    islands = {part for name in rules.islands for part in modules[name].modules()}
+    holders = _holders_by_parameter(model)
+    pairs: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():
         kind = next((k for k in kinds if isinstance(module, k)), None)
-        layer = kind is not None or is_converted(module)
+        is_layer = kind is not None or is_converted(module)
         if isinstance(module, parametrize.ParametrizationList):
-            continue  # what it holds is the weight of the module around it
-        if not layer and not weight_matrices(module):
+            continue  # it holds the weight of the module around it, which has a row
+        if not is_layer and not weight_matrices(module):
             continue
         path = name or ROOT
-        why = (
-            ("kept in float32 by precision.keep_fp32" if module in kept else "")
-            or ("named by precision.ignore_modules" if module in ignored else "")
-            or rules.bypassed.get(path, "")
-            or (_foreign(module, kind) if layer else _other(module, rules.name))
-            or (_tied(path, module, holders) if rules.new_weights else "")
-            or rules.judge(module)
-        )
-        found.append((ModuleConversion(path, type(module).__name__, not why, why), module))
-    yield from _counted(found)
+        # The user's own choice is named first, then what the model does, then what the layer is.
+        why = ""
+        if module in islands:
+            why = "kept in float32 by precision.keep_fp32"
+        elif module in ignored:
+            why = "named by precision.ignore_modules"
+        why = why or rules.bypassed.get(path, "")
+        why = why or _reason_of_class(module, kind, is_layer, rules.name)
+        if rules.new_weights:
+            why = why or _reason_of_sharing(path, module, holders)
+        why = why or rules.judge(module)
+        pairs.append((ModuleConversion(path, type(module).__name__, not why, why), module))
+    yield from _with_counts(pairs)
+
+
+def _reason_of_class(
+    module: nn.Module, kind: type[nn.Module] | None, is_layer: bool, precision: str
+) -> str:
+    """Return why a module of this class is not converted; empty where it can be."""
+    return _reason_of_layer(module, kind) if is_layer else _reason_of_other(module, precision)
 
 
 def weight_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's own parameters of two dimensions or more; of a parametrized weight what it
-    is computed from. A lazy layer's have no dimensions yet."""
+    """Return a module's own floating or complex parameters of two dimensions or more, by name; for
+    a parametrized weight the parameters that it is computed from. Those of a lazy layer are left
+    out: they have no dimensions yet."""
     own = dict(module.named_parameters(recurse=False))
     if parametrize.is_parametrized(module):
         parametrizations = module.get_submodule("parametrizations")
@@ -145,34 +159,37 @@ def weight_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _counted(
-    found: Sequence[tuple[ModuleConversion, nn.Module]],
+def _with_counts(
+    pairs: Sequence[tuple[ModuleConversion, nn.Module]],
 ) -> Iterator[tuple[ModuleConversion, nn.Module]]:
-    """Yield the rows with the elements of their matrix weights. What modules share is counted once:
-    with the first that is converted, else with the first."""
+    """Yield the rows with the number of elements of their matrix weights.
+
+    A shared weight is counted once: with the first module that is converted, else with the first.
+    """
     owners: dict[int, str] = {}
-    for row, module in sorted(found, key=lambda pair: not pair[0].done):
+    for row, module in sorted(pairs, key=lambda pair: not pair[0].done):
         for parameter in weight_matrices(module).values():
             owners.setdefault(id(parameter), row.module)
-    for row, module in found:
-        held = {
-            name: parameter.numel()
-            for name, parameter in weight_matrices(module).items()
-            if owners[id(parameter)] == row.module
-        }
-        others = {owners[id(parameter)] for parameter in weight_matrices(module).values()}
-        others.discard(row.module)
+    for row, module in pairs:
+        elements: dict[str, int] = {}
+        other_owners: set[str] = set()
+        for name, parameter in weight_matrices(module).items():
+            owner = owners[id(parameter)]
+            if owner == row.module:
+                elements[name] = parameter.numel()
+            else:
+                other_owners.add(owner)
         counted = replace(
             row,
-            elements=sum(held.values()),
-            converted=held.get("weight", 0) if row.done else 0,
-            counted_with="" if held else ", ".join(sorted(others)),
+            elements=sum(elements.values()),
+            converted=elements.get("weight", 0) if row.done else 0,
+            counted_with="" if elements else ", ".join(sorted(other_owners)),
         )
         yield counted, module
 
 
-def _other(module: nn.Module, name: str) -> str:
-    """Why a module with matrix weights is no layer that a precision of this name converts."""
+def _reason_of_other(module: nn.Module, name: str) -> str:
+    """Return why a module with matrix weights is not a layer that the named precision converts."""
     if isinstance(module, nn.MultiheadAttention):
         packed = "in_proj_weight" if module._qkv_same_embed_dim else "q_proj_weight"
         return f"its packed {packed} is read by F.multi_head_attention_forward"
@@ -180,32 +197,37 @@ def _other(module: nn.Module, name: str) -> str:
         return "an embedding is a lookup without a product"
     if type(module).__module__.startswith("torch.nn."):
         return f"precision={name} converts linear layers only"
-    held = ", ".join(weight_matrices(module))
-    return f"holds its own {held}; precision={name} converts linear layers only"
+    names = ", ".join(weight_matrices(module))
+    return f"holds its own {names}; precision={name} converts linear layers only"
 
 
 def _check(
     rules: ConversionRules, report: ConversionReport, chosen: Sequence[tuple[str, nn.Module]]
 ) -> None:
+    """Raise ConfigError where no module is chosen, or a chosen one's weight has a hook that the new
+    weight would not have."""
     if not chosen:
         reasons = summarize_modules(report.modules)
-        more = [f"and {len(reasons) - 4} more"] if len(reasons) > 4 else []
+        if len(reasons) > 4:
+            reasons = [*reasons[:4], f"and {len(reasons) - 4} more"]
         _, weights = report.weights
-        of_what = f"the model's {weights:,} matrix weights" if weights else "the model"
+        total = f"the model's {weights:,} matrix weights" if weights else "the model"
         raise ConfigError(
-            f"precision={rules.name} would convert nothing of {of_what}: "
-            f"{'; '.join(reasons[:4] + more) or 'it has no layer of a kind that it converts'}. "
+            f"precision={rules.name} would convert nothing of {total}: "
+            f"{'; '.join(reasons) or 'it has no layer of a kind that it converts'}. "
             "Type a precision without conversion, for example precision=bf16-mixed."
         )
-    if rules.new_weights and (hooked := [path for path, m in chosen if _weight_hooks(m)]):
+    hooked = [path for path, module in chosen if _has_weight_hook(module)]
+    if rules.new_weights and hooked:
+        patterns = ",".join("*" if path == ROOT else path for path in hooked)
         raise ConfigError(
             f"precision={rules.name} replaces weights, and a hook hangs on that of "
-            f"{', '.join(hooked)}. Type precision.ignore_modules="
-            f"[{','.join('*' if path == ROOT else path for path in hooked)}]."
+            f"{', '.join(hooked)}. Type precision.ignore_modules=[{patterns}]."
         )
 
 
-_LOW = (
+# Modules whose classes are low-precision layers. Those of the libraries cannot say it themselves.
+_LAYER_MODULES = (
     "bitsandbytes.",
     "transformer_engine.",
     "torchao.",
@@ -219,13 +241,14 @@ def is_converted(module: nn.Module) -> bool:
     a class of the user's own that says so by an attribute `is_low_precision = True`."""
     if getattr(type(module), "is_low_precision", False):
         return True
-    if type(module).__name__ in ("Embedding", "StableEmbedding"):  # bitsandbytes' in float32
-        return False
-    return any(kind.__module__.startswith(_LOW) for kind in type(module).__mro__)
+    if type(module).__name__ in ("Embedding", "StableEmbedding"):
+        return False  # bitsandbytes' own, which are in float32
+    return any(kind.__module__.startswith(_LAYER_MODULES) for kind in type(module).__mro__)
 
 
-def _foreign(module: nn.Module, kind: type[nn.Module] | None) -> str:
-    """Why a module is not the plain layer that a conversion may replace."""
+def _reason_of_layer(module: nn.Module, kind: type[nn.Module] | None) -> str:
+    """Return why a layer is not a plain one of its kind, which a conversion may replace; empty
+    where it is."""
     if kind is None or is_converted(module):
         return f"is a {type(module).__name__} already"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
@@ -243,18 +266,20 @@ def _foreign(module: nn.Module, kind: type[nn.Module] | None) -> str:
 
 
 def find_shared_weights(model: nn.Module) -> dict[str, list[str]]:
-    """Of each module that shares a parameter with others, or has further names itself: those."""
-    holders = _holders(model, twice=True)
-    return {
-        name: others
-        for name, module in model.named_modules()
-        if (others := _others(name or ROOT, module, holders))
-    }
+    """Return, by dotted name, the other modules that share a parameter with a module. A module that
+    is registered twice has its other name among them."""
+    holders = _holders_by_parameter(model, twice=True)
+    shared = {}
+    for name, module in model.named_modules():
+        others = _sharing_modules(name or ROOT, module, holders)
+        if others:
+            shared[name] = others
+    return shared
 
 
-def _holders(model: nn.Module, twice: bool = False) -> dict[int, list[str]]:
-    """Names of the modules that hold each parameter; more than one where it is tied. `twice`: a
-    module that is registered twice counts as two."""
+def _holders_by_parameter(model: nn.Module, twice: bool = False) -> dict[int, list[str]]:
+    """Return the names of the modules that hold each parameter, by its id; more than one where it
+    is tied. `twice`: a module that is registered twice counts as two."""
     holders: dict[int, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=not twice):
         for parameter in {id(p) for p in module.parameters(recurse=False)}:
@@ -262,17 +287,21 @@ def _holders(model: nn.Module, twice: bool = False) -> dict[int, list[str]]:
     return holders
 
 
-def _others(path: str, module: nn.Module, holders: Mapping[int, list[str]]) -> list[str]:
-    mine = [holders[id(parameter)] for parameter in module.parameters(recurse=False)]
-    return sorted({name for names in mine for name in names} - {path})
+def _sharing_modules(path: str, module: nn.Module, holders: Mapping[int, list[str]]) -> list[str]:
+    """Return the names of the other modules that hold a parameter of this one."""
+    names: set[str] = set()
+    for parameter in module.parameters(recurse=False):
+        names.update(holders[id(parameter)])
+    return sorted(names - {path})
 
 
-def _tied(path: str, module: nn.Module, holders: Mapping[int, list[str]]) -> str:
-    others = _others(path, module, holders)
+def _reason_of_sharing(path: str, module: nn.Module, holders: Mapping[int, list[str]]) -> str:
+    """Return that other modules share a parameter of this one; empty where none does."""
+    others = _sharing_modules(path, module, holders)
     return f"shares a parameter with {', '.join(others)}" if others else ""
 
 
-def _weight_hooks(module: nn.Module) -> bool:
+def _has_weight_hook(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     return weight is not None and bool(
         weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
@@ -281,24 +310,25 @@ def _weight_hooks(module: nn.Module) -> bool:
 
 @cache
 def low_precision_class(low: type[nn.Module], kind: type[nn.Module]) -> Any:
-    """A low-precision layer's class, before the user's own where the module had one, whose methods
-    and isinstance hold."""
+    """Return the class of a converted module: the low-precision layer's, or a subclass of it and of
+    the module's own class where that is the user's, so that its methods and isinstance still work.
+    """
     if kind.__module__.startswith("torch.nn.modules."):
         return low
     return type(low.__name__, (low, kind), {"__module__": low.__module__})
 
 
 def replace_in_place(module: nn.Module, made: nn.Module) -> None:
-    """Turn `module` into `made`, keeping its object, its hooks and what the user put on it."""
+    """Turn `module` into `made`, keeping its object, its hooks and the user's own attributes."""
     for key in ("_parameters", "_buffers", "_modules"):
         vars(made)[key] = {**vars(module)[key], **vars(made)[key]}
     made._non_persistent_buffers_set |= module._non_persistent_buffers_set
     hooks = {key: vars(module)[key] for key in _HOOKS}
-    for key, held in hooks.items():
-        held.update(vars(made)[key])
+    for key, registered in hooks.items():
+        registered.update(vars(made)[key])
     if module._is_full_backward_hook is not None:
         hooks["_is_full_backward_hook"] = module._is_full_backward_hook
-    mine = {key: value for key, value in vars(module).items() if key not in vars(made)}
+    own = {key: value for key, value in vars(module).items() if key not in vars(made)}
     training = module.training
     module.__class__ = type(made)
-    vars(module).update(mine | vars(made) | hooks | {"training": training})
+    vars(module).update(own | vars(made) | hooks | {"training": training})

@@ -1,9 +1,8 @@
-"""Proof of a conversion: which converted layers run in a forward, and whose weights are read by
-anything but the layer itself.
+"""Watch a forward for converted layers that do not run, or whose weight something else reads.
 
-A model may take a layer's weight (`F.linear(x, layer.weight)`) and never call the layer: nothing of
-it then computes in the converted format. Where the weight is packed the reader gets codes instead
-of numbers, and `x.to(layer.weight.dtype)` rounds activations to uint8.
+A model may take a layer's weight (`F.linear(x, layer.weight)`) and never call the layer: then
+nothing is computed in the converted format. Where the weight is packed, the reader gets codes
+instead of numbers, and `x.to(layer.weight.dtype)` rounds activations to uint8.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from runner.precision.conversion import ROOT
 from runner.precision.precision import ConversionReport
 
 _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-# Answers that differ between a packed weight [bytes, 1] and the weight that it stands for.
+# Questions whose answers differ between a packed weight [bytes, 1] and the weight it represents.
 _SHAPES = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
@@ -61,20 +60,20 @@ def holds_matrix(layer: nn.Module) -> bool:
 
 
 class ForwardWatch(TorchFunctionMode):
-    """Context that watches converted layers in one forward and changes no module for good.
+    """A context that watches the converted layers in one forward and restores every module after.
 
-    A foreign read of a packed weight gets the numbers that the weight stands for, so that the
-    forward continues and all such readers show in one pass.
+    Code outside a layer that reads its packed weight gets the numbers that the weight represents,
+    so that the forward continues and one pass finds all such readers.
 
     Args:
-        model: that holds the layers.
+        model: the model that holds the layers.
         layers: converted modules by name.
-        strict: whether asking for a packed weight's dtype counts as a read; else only passing that
-            dtype on to an operator does.
+        strict: asking for a packed weight's dtype counts as a read; else only passing that dtype
+            to an operator does.
 
     Attributes:
         ran: names of the layers whose own forward ran.
-        read: names of the layers whose weight something else computed with.
+        read: names of the layers whose weight other code computed with.
     """
 
     def __init__(
@@ -84,30 +83,35 @@ class ForwardWatch(TorchFunctionMode):
         self.model, self.layers, self.strict = model, layers, strict
         self.ran: set[str] = set()
         self.read: set[str] = set()
-        self.asked: dict[torch.dtype, str] = {}  # the last layer whose packed dtype was asked for
+        # By dtype, the last layer whose packed weight was asked for its dtype.
+        self.asked: dict[torch.dtype, str] = {}
         self._names = {id(layer._parameters.get("weight")): n for n, layer in layers.items()}
-        self._inside = 0  # converted layers whose forward is running
-        self._holders: list[set[int]] = []  # weights of other modules whose forward is running
-        self._depth = 0  # of the model's own forward; an optimizer reads weights, too
-        self._forwards: list[tuple[nn.Module, Any]] = []  # what modules had as their own forward
+        # Nesting depth of converted layers' forwards, in which reads are the layer's own.
+        self._layer_depth = 0
+        # Nesting depth of the model's forward. Outside it an optimizer reads weights, too.
+        self._model_depth = 0
+        # Ids of the weights that the running forwards of other modules hold as their own.
+        self._held_weights: list[set[int]] = []
+        # Each module whose forward is replaced, and the instance attribute that it had before.
+        self._forwards: list[tuple[nn.Module, Any]] = []
 
     @property
     def bypassed(self) -> set[str]:
-        """Names of the layers that count as not converted: a plain weight may be read by others
-        as long as the layer runs too, a packed one may not."""
+        """Return the names of the layers that must not be converted: a plain weight may be read by
+        other code as long as the layer runs too, a packed one may not."""
         return {n for n in self.read if n not in self.ran or _is_packed(self.layers[n])}
 
     def __enter__(self) -> "ForwardWatch":
-        # Not by hooks: `layer.forward(x)` passes them by, and their presence changes the path that
-        # some modules take.
+        # Not by hooks: `layer.forward(x)` does not call them, and their presence changes the path
+        # that some modules take.
         names = {id(layer): name for name, layer in self.layers.items()}
         for module in self.model.modules():
-            held = {id(p) for p in module._parameters.values()} & self._names.keys()
+            weights = {id(p) for p in module._parameters.values()} & self._names.keys()
             if id(module) in names:
-                self._replace(module, self._converted(module, names[id(module)]))
-            elif held:
-                self._replace(module, self._holding(module, held))
-        self._replace(self.model, self._rooted(self.model))
+                self._replace(module, self._watched_layer_forward(module, names[id(module)]))
+            elif weights:
+                self._replace(module, self._watched_holder_forward(module, weights))
+        self._replace(self.model, self._watched_model_forward(self.model))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -122,44 +126,44 @@ class ForwardWatch(TorchFunctionMode):
         self._forwards.append((module, vars(module).get("forward")))
         vars(module)["forward"] = forward
 
-    def _rooted(self, module: nn.Module) -> Any:
-        """The model's forward, in which alone reads count."""
+    def _watched_model_forward(self, module: nn.Module) -> Any:
+        """Return the model's forward, wrapped so that reads count inside it only."""
         forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._depth += 1
+            self._model_depth += 1
             try:
                 return forward(*args, **kwargs)
             finally:
-                self._depth -= 1
+                self._model_depth -= 1
 
         return run
 
-    def _converted(self, module: nn.Module, name: str) -> Any:
-        """A converted layer's forward, in which no read counts."""
+    def _watched_layer_forward(self, module: nn.Module, name: str) -> Any:
+        """Return a converted layer's forward, wrapped so that no read inside it counts."""
         forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.ran.add(name)
-            self._inside += 1
+            self._layer_depth += 1
             try:
                 return forward(*args, **kwargs)
             finally:
-                self._inside -= 1
+                self._layer_depth -= 1
 
         return run
 
-    def _holding(self, module: nn.Module, weights: set[int]) -> Any:
-        """The forward of a module that holds a converted layer's weight as its own, as an
-        embedding may, and may read it."""
+    def _watched_holder_forward(self, module: nn.Module, weights: set[int]) -> Any:
+        """Return the forward of a module that shares a converted layer's weight, as an embedding
+        may, wrapped so that its reads of that weight do not count."""
         forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._holders.append(weights)
+            self._held_weights.append(weights)
             try:
                 return forward(*args, **kwargs)
             finally:
-                self._holders.pop()
+                self._held_weights.pop()
 
         return run
 
@@ -171,12 +175,12 @@ class ForwardWatch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = (args, kwargs or {})
-        if self._inside or not self._depth:
-            return func(*given[0], **given[1])
-        names = set(self._foreign(given))
+        if self._layer_depth or not self._model_depth:
+            return func(*args, **given[1])
+        names = set(self._read_layers(given))
         packed = {n: self.layers[n] for n in names if _is_packed(self.layers[n])}
         if packed:
-            return self._unpacked(func, given, names, packed)
+            return self._call_on_unpacked(func, given, names, packed)
         if self.asked:
             given = self._without_packed_dtypes(given)
         made = func(*given[0], **given[1])
@@ -184,19 +188,19 @@ class ForwardWatch(TorchFunctionMode):
             self.read |= names
         return made
 
-    def _foreign(self, given: Any) -> Iterator[str]:
-        """Names of the layers whose weight is among a function's arguments, and in no module that
-        holds it as its own and runs."""
+    def _read_layers(self, given: Any) -> Iterator[str]:
+        """Yield the names of the layers whose weight is among a function's arguments, and which no
+        running module holds as its own."""
         for leaf in tree_leaves(given):
             if not isinstance(leaf, Tensor) or id(leaf) not in self._names:
                 continue
-            if not any(id(leaf) in held for held in self._holders):
+            if not any(id(leaf) in held for held in self._held_weights):
                 yield self._names[id(leaf)]
 
-    def _unpacked(
+    def _call_on_unpacked(
         self, func: Any, given: Any, names: set[str], packed: Mapping[str, nn.Module]
     ) -> Any:
-        """A function's result on the numbers that packed weights stand for."""
+        """Return a function's result on the numbers that packed weights represent."""
         plain = {id(m._parameters["weight"]): m.unpacked_weight() for m in packed.values()}  # type: ignore[operator]
         args, kwargs = tree_map(lambda leaf: plain.get(id(leaf), leaf), given)
         made = func(*args, **kwargs)
@@ -213,8 +217,8 @@ class ForwardWatch(TorchFunctionMode):
         return real
 
     def _without_packed_dtypes(self, given: Any) -> Any:
-        """A function's arguments with the dtype of a packed weight, on which floating numbers would
-        be lost, replaced by that of the weight that it stands for."""
+        """Return a function's arguments with a packed weight's dtype replaced by that of the weight
+        it represents: floating numbers that are cast to the packed one would be lost."""
         leaves = tree_leaves(given)
         dtypes = {leaf for leaf in leaves if isinstance(leaf, torch.dtype)} & self.asked.keys()
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)

@@ -203,8 +203,8 @@ def check_loss_scale(values: dict[str, Any]) -> None:
             continue
         is_in_range, allowed = rules[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_null = value is None and key == "fixed"
-        if not (is_null or (is_number and math.isfinite(value) and is_in_range(value))):
+        is_known = (is_number and math.isfinite(value)) or (value is None and key == "fixed")
+        if not (is_known and is_in_range(value)):
             problems.append(f"precision.loss_scale.{key}={value} cannot work. Allowed: {allowed}.")
     if problems:
         raise ConfigError(*problems)

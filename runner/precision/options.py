@@ -1,4 +1,7 @@
-"""Check the options that several precisions share, and set the kernels that they ask for."""
+"""Check the options that several precisions share, and set the kernels that they ask for.
+
+Every check raises before the first step, with the value that was given and what to type.
+"""
 
 import math
 import warnings
@@ -14,9 +17,7 @@ from runner.precision.precision import ComputeFormat, Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import accelerator_kind
 
-MATMUL = ("highest", "high", "medium")
-
-
+MATMUL = ("highest", "high", "medium")  # what torch.set_float32_matmul_precision takes
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -31,13 +32,15 @@ FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradient
 def cpu_kernels(
     precision: Precision, choice: Choice, model: nn.Module, device: torch.device
 ) -> tuple[str, AbstractContextManager[Any]]:
-    """Which kernels half precision takes on a CPU, and the context that puts them in place; empty
-    where the question does not arise."""
+    """Return the name of the kernels that half precision takes on a CPU, and the context that puts
+    them in place; an empty name and no change where there is no choice."""
     half = precision.compute
     if device.type != "cpu" or not (half is torch.float16 or precision.emulated):
         return "", nullcontext()
     kernels = choose_kernels("float32_accumulate" if precision.emulated else choice, model)
-    return kernels, float32_accumulate(half) if kernels != "native" else nullcontext()
+    if kernels == "native":
+        return kernels, nullcontext()
+    return kernels, float32_accumulate(half)
 
 
 def check_line_search(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -49,17 +52,18 @@ def check_line_search(name: str, optimizers: Sequence[torch.optim.Optimizer]) ->
         )
 
 
+# How far one step may move a weight before check_eps warns, and before it refuses.
 LARGE_STEP = 0.2
 DESTRUCTIVE_STEP = 1.0
 
 
 def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse, or warn of, an eps that cannot stand in for squared gradients which vanish in
-    float16, in which the state follows the weights (an optimizer that keeps a wider state of its
-    own says so: `wide_state`).
+    """Refuse, or warn of, an eps that is too small for squared gradients in float16.
 
-    A square that rounds to 0 leaves eps alone under the fraction, so that a gradient g moves its
-    weight by lr * g / eps. Above 1 that destroys any initialisation; above 0.2 it hurts.
+    The optimizer's state has the weights' dtype, float16 (an optimizer that keeps a wider one has
+    an attribute `wide_state`). A square that rounds to 0 leaves eps alone in the denominator, so
+    that a gradient g moves its weight by lr * g / eps. Above 1 that destroys any initialisation;
+    above 0.2 it hurts.
 
     Raises:
         ConfigError: eps is 0 in float16, or a single step can move a weight by more than 1.
@@ -69,20 +73,21 @@ def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if getattr(optimizer, "wide_state", False) or not isinstance(eps, float) or eps <= 0:
             continue
         key = "optimizer.eps" if len(optimizers) == 1 else "optimizer.<name>.eps"
-        says = f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
+        given = f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
         vanishes, reach = _largest_blind_step(optimizer)
-        works = 10.0 ** math.ceil(math.log10(max(1e-4, reach / LARGE_STEP)) - 1e-9)
-        remedy = f"Type {key}={works:.0e}, or precision=16-mixed.".replace("e-0", "e-")
+        # The least power of ten that keeps a step below LARGE_STEP, from 1e-4.
+        suggested = 10.0 ** math.ceil(math.log10(max(1e-4, reach / LARGE_STEP)) - 1e-9)
+        remedy = f"Type {key}={suggested:.0e}, or precision=16-mixed.".replace("e-0", "e-")
         if torch.tensor(eps).half().item() == 0.0:
             raise ConfigError(
-                f"{says}under precision={name}, where {eps:g} is 0 (the least above is 6e-08), "
+                f"{given}under precision={name}, where {eps:g} is 0 (the least above is 6e-08), "
                 f"and divides by it at a step whose squared gradients underflow. {remedy}"
             )
         step = reach / eps
         if step <= LARGE_STEP:
             continue
         message = (
-            f"{says}under precision={name}, where the squares of gradients under {vanishes:.2g} "
+            f"{given}under precision={name}, where the squares of gradients under {vanishes:.2g} "
             f"round to 0, so that one step can move a weight by lr * {vanishes:.2g} / eps = "
             f"{step:.2g}. {remedy}"
         )
@@ -92,20 +97,23 @@ def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def _largest_blind_step(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-    """The gradient under which an optimizer's square rounds to 0 in float16 (half of the least
-    number above 0, 2**-24), and the largest product of it and a learning rate; zeros for an
+    """Return the gradient under which an optimizer's squares round to 0 in float16, and its product
+    with the learning rate, of the parameter group where the product is largest; zeros for an
     optimizer that keeps no squares."""
-    found = (0.0, 0.0)
+    largest = (0.0, 0.0)
     for group in optimizer.param_groups:
         weight = _weight_of_square(optimizer, group)
         if weight > 0:
+            # Half of float16's least number above 0, 2**-24, rounds to 0.
             vanishes = math.sqrt(2**-25 / weight)
-            found = max(found, (vanishes, float(group["lr"]) * vanishes), key=lambda pair: pair[1])
-    return found
+            step = float(group["lr"]) * vanishes
+            largest = max(largest, (vanishes, step), key=lambda pair: pair[1])
+    return largest
 
 
 def _weight_of_square(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
-    """What a new squared gradient is multiplied by when it enters the state; 0 for no squares."""
+    """Return the factor of a new squared gradient in the optimizer's state; 0 for an optimizer that
+    keeps no squares."""
     if isinstance(optimizer, torch.optim.Adagrad):
         return 1.0
     if isinstance(optimizer, torch.optim.RMSprop):
@@ -121,25 +129,32 @@ def check_kernels(
     emulate: object = False,
     reduced_precision_reduction: object = False,
 ) -> None:
-    """Raise ConfigError for values that are not known; torch only warns of the first."""
-    allowed = {
-        "float32_matmul": (float32_matmul, MATMUL),
-        "cpu_float16": (cpu_float16, get_args(Choice)),
-        "emulate": (emulate if isinstance(emulate, bool) else str(emulate), (True, False)),
-        "reduced_precision_reduction": (
-            reduced_precision_reduction
-            if isinstance(reduced_precision_reduction, bool)
-            else str(reduced_precision_reduction),
-            (True, False),
-        ),
-    }
-    problems = [
-        f"precision.{key}={value} is not known. Allowed: {', '.join(map(str, known)).lower()}."
-        for key, (value, known) in allowed.items()
-        if value not in known
-    ]
+    """Raise ConfigError for values that are not known.
+
+    torch only warns of a float32_matmul that it does not know.
+    """
+    problems = []
+    for key, value, names in (
+        ("float32_matmul", float32_matmul, MATMUL),
+        ("cpu_float16", cpu_float16, get_args(Choice)),
+    ):
+        if value not in names:
+            allowed = ", ".join(names)
+            problems.append(f"precision.{key}={value} is not known. Allowed: {allowed}.")
+    problems += problems_of_switches(
+        emulate=emulate, reduced_precision_reduction=reduced_precision_reduction
+    )
     if problems:
         raise ConfigError(*problems)
+
+
+def problems_of_switches(**switches: object) -> list[str]:
+    """Return a sentence for each key under precision that must be true or false and is neither."""
+    return [
+        f"precision.{key}={value} is not known. Allowed: true, false."
+        for key, value in switches.items()
+        if not isinstance(value, bool)
+    ]
 
 
 def require_cpu(name: str, device: torch.device) -> None:
@@ -172,14 +187,18 @@ def require_tf32(name: str, device: torch.device) -> None:
 
 @contextmanager
 def float32_matmul(precision: str) -> Iterator[None]:
-    """PyTorch's TF32 switches for matmul and cuDNN, restored after. It leaves cuDNN's on by
-    default. One family of switches only: mixing it with `fp32_precision` raises in PyTorch."""
+    """Set PyTorch's TF32 switches for matmul and cuDNN, and restore them after.
+
+    PyTorch leaves cuDNN's switch on by default.
+    """
+    # One family of switches only: mixing it with `fp32_precision` raises in PyTorch.
     cudnn = torch.backends.cudnn
-    previous = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    previous_matmul = torch.get_float32_matmul_precision()
+    previous_cudnn = cudnn.allow_tf32
     torch.set_float32_matmul_precision(precision)
     cudnn.allow_tf32 = precision != "highest"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(previous[0])
-        cudnn.allow_tf32 = previous[1]
+        torch.set_float32_matmul_precision(previous_matmul)
+        cudnn.allow_tf32 = previous_cudnn

@@ -1,7 +1,9 @@
 """The precision contract: what the rest of the runner may ask of a precision.
 
 An abstract base and final subclasses, no deeper inheritance. A new precision is one class and
-one yaml in conf/precision/; the contract test, `doctor` and the docs pick it up from there.
+one yaml in conf/precision/, or in the user's own --config-dir; the contract test, `doctor`,
+mode=advise and the docs pick it up from there. No other module looks at a precision's name: what
+messages, lists and the advisor need is a member here, with a default that follows from the dtypes.
 """
 
 from abc import ABC
@@ -22,7 +24,8 @@ from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.utils.errors import Unavailable
 
 CPU = torch.device("cpu")
-_NOTHING = nullcontext()
+# One object for all precisions: the backward enters it once per micro-batch.
+_NO_CONTEXT = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,11 @@ class ModuleConversion:
         module: its dotted name.
         kind: its class before the conversion.
         done: whether it was converted.
-        why: why it was not; what else there is to say of it where it was.
-        elements: of its matrix weights: its own parameters of two dimensions or more, as it was
-            built. A parameter that modules share is in one row only.
-        converted: how many of these elements are in the converted format; they count where done.
-        counted_with: the module whose row holds the elements of a weight that both share.
+        why: the reason why it was not converted; a remark, or empty, where it was.
+        elements: number of elements of its matrix weights, which are its own parameters of two
+            dimensions or more, as it was built. A shared parameter is counted in one row only.
+        converted: how many of these elements are in the converted format, if `done`.
+        counted_with: the module in whose row the elements of a shared weight are counted.
     """
 
     module: str
@@ -55,16 +58,17 @@ class ModuleConversion:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Every module that a conversion looked at, among them every one that holds matrix weights.
+    """A row for every module that a conversion looked at, converted or skipped.
 
-    Empty where a precision converts no modules. A layer is a module that holds matrix weights.
+    It has every layer, that is every module that holds matrix weights. Empty where a precision
+    converts no modules.
     """
 
     modules: tuple[ModuleConversion, ...] = ()
 
     def __str__(self) -> str:
-        done, every = self.layers
-        return f"{done}/{every}"
+        converted, total = self.layers
+        return f"{converted}/{total}"
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -84,8 +88,9 @@ class ConversionReport:
             return
         done = [row.module for row in self.modules if row.done and row.elements]
         names = ", ".join(done[:most])
-        more = f", and {len(done) - most} more" if len(done) > most else ""
-        yield f"converted {self._counts()}{': ' * bool(done)}{names}{more}"
+        if len(done) > most:
+            names += f", and {len(done) - most} more"
+        yield f"converted {self._counts()}: {names}" if done else f"converted {self._counts()}"
         skipped = summarize_modules(row for row in self.modules if not row.done)
         notes = summarize_modules(row for row in self.modules if row.done and row.why)
         texts = [f"  skipped {text}" for text in skipped]
@@ -95,42 +100,48 @@ class ConversionReport:
             yield f"  and {len(texts) - most} more, all in conversion.json"
 
     def _counts(self) -> str:
-        (done, layers), (converted, weights) = self.layers, self.weights
+        """Return the numbers of converted layers, weights and norms as a phrase."""
+        done, layers = self.layers
+        converted, weights = self.weights
         text = (
             f"{done} of {layers} layers, {converted:,} of {weights:,} matrix weights "
             f"({_percent(converted, weights)})"
         )
+        # A converted module without matrix weights of its own or shared ones is a norm.
         norms = sum(row.done and not row.elements and not row.counted_with for row in self.modules)
-        if norms:
-            text += f" and {norms} norm{'s' * (norms > 1)}"
+        if norms == 1:
+            text += " and 1 norm"
+        elif norms:
+            text += f" and {norms} norms"
         return text
 
     def tags(self) -> dict[str, str]:
-        """Return the counts as a run's tags; empty where a precision converts no modules."""
+        """Return the counts as tags of a run; empty where a precision converts no modules."""
         if not self.modules:
             return {}
         converted, weights = self.weights
         return {"converted": str(self), "converted_weights": f"{converted}/{weights}"}
 
     def to_list(self) -> list[dict[str, Any]]:
+        """Return the rows as conversion.json has them."""
         return [asdict(module) for module in self.modules]
 
 
 def summarize_modules(rows: Iterable[ModuleConversion], most: int = 4) -> list[str]:
-    """Return a text for the modules of each class and reason: up to `most` by their names, more as
-    a number and the first names."""
-    alike: dict[tuple[str, str, str], list[ModuleConversion]] = {}
+    """Return a phrase for the modules of each class and reason, with up to `most` names; for more
+    modules than that, their number and the first names."""
+    groups: dict[tuple[str, str, str], list[ModuleConversion]] = {}
     for row in rows:
-        alike.setdefault((row.kind, row.why, row.counted_with), []).append(row)
+        groups.setdefault((row.kind, row.why, row.counted_with), []).append(row)
     texts = []
-    for (kind, why, counted_with), found in alike.items():
-        elements = sum(row.elements for row in found)
+    for (kind, why, counted_with), group in groups.items():
+        elements = sum(row.elements for row in group)
         size = f", {elements:,} weights" if elements else ""
         if counted_with:
             size += f", counted with {counted_with}"
-        names = ", ".join(row.module for row in found[:most])
-        if len(found) > most:
-            texts.append(f"{len(found)} {kind} ({names}, …{size}): {why}")
+        names = ", ".join(row.module for row in group[:most])
+        if len(group) > most:
+            texts.append(f"{len(group)} {kind} ({names}, …{size}): {why}")
         else:
             texts.append(f"{names} ({kind}{size}): {why}")
     return texts
@@ -141,12 +152,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _percent(part: int, whole: int) -> str:
-    """Return a share in whole percent; "100 %" is said of all of it only."""
-    share = 100 * part / max(whole, 1)
+def _percent(part: int, total: int) -> str:
+    """Return a share in whole percent; "100 %" only where nothing is missing."""
+    share = 100 * part / max(total, 1)
     if 0 < share < 1:
         return "under 1 %"
-    return f"{min(round(share), 99) if part < whole else 100} %"
+    if part >= total:
+        return "100 %"
+    return f"{min(round(share), 99)} %"
 
 
 class ComputeFormat(NamedTuple):
@@ -166,20 +179,20 @@ class Precision(ABC):
     """One numerical precision.
 
     Attributes:
-        name: its label, the name of its yaml.
+        name: label of the run, which is the name of its yaml.
         storage: dtype of floating parameters, gradients and optimizer state.
         compute: dtype of the matrix products in the forward.
         keep_fp32: patterns of modules that store and compute in float32.
-        autocast_loss: the precision holds in the loss too, not in the forward only.
-        layout: what a converted model's state dict holds in place of plain weights; empty where
-            it can be loaded into the model that was never converted.
+        autocast_loss: the loss is computed in this precision too, not only the forward.
+        layout: name of the format of a converted model's state dict; empty where the state dict
+            can be loaded into a model that was never converted.
         freezes: converted weights do not train.
-        whole: why its weights cannot be parted among processes; empty where they can.
-        emulated: its arithmetic is imitated, so that speed and memory tell nothing of it.
-        unrepeatable: why a forward can neither be compiled nor computed a second time for the
-            backward, and what to type; empty where it can.
-        bypassed: dotted names of modules that a conversion leaves as they were, because the model
-            passes their forward by, with the reason.
+        whole: reason why its weights cannot be sharded among processes; empty where they can.
+        emulated: its arithmetic is emulated, so that speed and memory mean nothing.
+        unrepeatable: reason why a forward can neither be compiled nor recomputed in the backward,
+            with what to type; empty where it can.
+        bypassed: modules that a conversion skips because the model does not call their forward:
+            the reason, by dotted name.
     """
 
     name: str
@@ -195,10 +208,11 @@ class Precision(ABC):
     bypassed: Mapping[str, str] = MappingProxyType({})
 
     def require(self, device: torch.device) -> None:
-        """Raise Unavailable, with what is missing and the remedy, where it cannot run."""
+        """Raise Unavailable, with what is missing and the remedy, where the precision cannot run
+        on the device."""
 
     def require_strategy(self, strategy: Strategy) -> None:
-        """Raise Unavailable where its layers cannot be trained by several processes in this way."""
+        """Raise Unavailable where the strategy cannot train the precision's layers."""
         if strategy.shards and self.whole:
             raise Unavailable(
                 f"precision={self.name} with strategy={strategy.name}: {self.whole}.",
@@ -206,85 +220,92 @@ class Precision(ABC):
             )
 
     def session(self, model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
-        """Context around the whole run: the process-wide switches it needs, restored after."""
+        """Return the context around the whole run, which sets the process-wide switches that the
+        precision needs and restores them after."""
         return nullcontext()
 
     def building(self) -> AbstractContextManager[Any]:
-        """Context around the construction of a model that must never be whole in float32
-        (init.low_memory)."""
+        """Return the context around the construction of a model that does not fit in memory in
+        float32 (init.low_memory=true)."""
         return nullcontext()
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU
     ) -> tuple[nn.Module, ConversionReport]:
-        """The model in this precision. Called once, before the optimizer exists.
+        """Return the model in this precision and a row per module that a conversion looked at.
+
+        Called once, before the optimizer exists.
 
         Args:
-            model: changed in place; where it is still wherever it was made.
+            model: changed in place; still on the device where it was built.
             device: where it will run; converted layers are made there.
+
+        Raises:
+            ConfigError: a pattern matches nothing, or a module cannot be converted.
         """
         islands = make_islands(model, self.keep_fp32, self.storage)
         cast_floats(model, self.storage, islands)
         return model, ConversionReport()
 
     def leave_unconverted(self, reasons: Mapping[str, str]) -> None:
-        """Leave further modules, by dotted name, as they were in later conversions."""
+        """Skip further modules, by dotted name and with the reason, in later conversions."""
         self.bypassed = {**self.bypassed, **reasons}
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ConfigError for an optimizer that cannot work in this precision."""
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Context around the model's forward; reusable, entered once per micro-batch."""
+        """Return the context around the model's forward; reusable, entered once per micro-batch."""
         return nullcontext()
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return the context around the backward; reusable, entered once per micro-batch.
 
-        A model's own activation checkpointing computes forwards again there. Autocast is not in
-        it: torch.utils.checkpoint restores that by itself.
+        A model's own activation checkpointing recomputes forwards there. It needs no autocast:
+        torch.utils.checkpoint restores that by itself.
         """
-        return _NOTHING
+        return _NO_CONTEXT
 
     def cast(self, inputs: Any) -> Any:
-        """A batch's model inputs in the dtype that the model wants."""
+        """Return a batch's model inputs, a nest of tensors, in the dtype that the model needs."""
         return inputs
 
     def scale(self, device: torch.device) -> LossScale:
-        """The loss scale of a run."""
+        """Return the loss scale of a run, whose tensors are on the device."""
         return NoLossScale()
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Context around an evaluation during training, which leaves no trace in the training."""
+        """Return the context around an evaluation during training, so that the evaluation does not
+        change the training that follows."""
         return nullcontext()
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """What the precision itself must remember: tensors and plain values, for checkpoints."""
+        """Return the precision's own state for checkpoints: tensors and plain values."""
         return {}
 
     def load_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Take back what state_dict gave."""
+        """Restore what state_dict returned."""
 
     def gauges(self, model: nn.Module) -> dict[str, Tensor]:
-        """Scalars on the device to log at the log interval, under their metric names."""
+        """Return scalars on the device to log at the log interval, by metric name."""
         return {}
 
     def kernels(self) -> str:
-        """Which kernels ran, where a precision has a choice (a tag of the run)."""
+        """Return which kernels ran (a tag of the run); empty where there is no choice."""
         return ""
 
     @property
     def stores(self) -> str:
-        """What parameters, gradients and optimizer state are in, in words."""
+        """Return in which format parameters, gradients and optimizer state are, as a phrase."""
         return dtype_name(self.storage)
 
     @property
     def computes(self) -> str:
-        """What the products are in, in words."""
+        """Return in which format the matrix products are, as a phrase."""
         return dtype_name(self.compute)
 
-    # What messages, lists and the advisor ask of a precision, in place of its name. The defaults
-    # follow from the dtypes, so that a precision of the user's own has them, too.
+    # Below: what messages, lists and the advisor ask of a precision, in place of its name. The
+    # defaults follow from the dtypes, so that a precision of the user's own has them, too.
 
     @property
     def converts_layers(self) -> bool:
@@ -330,12 +351,12 @@ class Precision(ABC):
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """Return its place in lists, which begin with the widest: by the bytes of what it computes
-        in and of what it stores, then by range. Names order what is equal."""
+        """Return the precision's place in lists, where the widest comes first: by the bytes of its
+        narrowest format, by those of storage, then by range. Equal keys are ordered by name."""
         narrowest = FORMATS[self.formats[0].name].dtype if self.formats else self.compute
         return (-narrowest.itemsize, -self.storage.itemsize, -torch.finfo(self.compute).max)
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        """Dtype of floating outputs and targets in the loss when autocast_loss is off."""
+        """Return the dtype of floating outputs and targets in the loss if autocast_loss is off."""
         return torch.float64 if self.storage is torch.float64 else torch.float32

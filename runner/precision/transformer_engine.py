@@ -21,7 +21,13 @@ from runner.precision.emulation.formats import E4M3
 from runner.precision.keep_fp32 import find_islands, make_islands
 from runner.precision.layers.backward_checks import refuse_recompute
 from runner.precision.layers.te_layers import convert_layers, unfit
-from runner.precision.options import DTYPES, FP8_LAYERS, check_eps, float32_matmul
+from runner.precision.options import (
+    DTYPES,
+    FP8_LAYERS,
+    check_eps,
+    float32_matmul,
+    problems_of_switches,
+)
 from runner.precision.precision import CPU, ComputeFormat, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
 
@@ -77,16 +83,12 @@ class TransformerEnginePrecision(Precision):
         if weights not in WEIGHTS:
             allowed = ", ".join(WEIGHTS)
             problems.append(f"precision.weights={weights} is not known. Allowed: {allowed}.")
-        problems += [
-            f"precision.{key}={value} is not known. Allowed: true, false."
-            for key, value in (
-                ("emulate", emulate),
-                ("fuse", fuse),
-                ("update_in_eval", update_in_eval),
-                ("reduced_precision_reduction", reduced_precision_reduction),
-            )
-            if not isinstance(value, bool)
-        ]
+        problems += problems_of_switches(
+            emulate=emulate,
+            fuse=fuse,
+            update_in_eval=update_in_eval,
+            reduced_precision_reduction=reduced_precision_reduction,
+        )
         if problems:
             raise ConfigError(*problems)
         self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss

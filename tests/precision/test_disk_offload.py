@@ -196,7 +196,7 @@ import sys
 from contextlib import nullcontext
 import torch
 from torch import nn
-from runner.precision.disk_offload import Spill
+from runner.precision.disk_offload import DiskOffload
 
 torch.set_num_threads(1)
 
@@ -207,7 +207,7 @@ def private():
 nn.Linear(1024, 1024)  # what the first layer takes once and for all
 start = most = private()
 layers = []
-with Spill() if sys.argv[1] == "spill" else nullcontext():
+with DiskOffload() if sys.argv[1] == "spill" else nullcontext():
     for _ in range(12):
         layers.append(nn.Linear(1024, 1024))
         most = max(most, private())
