@@ -1,4 +1,8 @@
-"""bnb-*: bitsandbytes' 4-bit and 8-bit weights in the linear layers, the rest as it was built."""
+"""bnb-*: bitsandbytes' 4-bit and 8-bit weights in the linear layers; the rest is not converted.
+
+Packed weights are frozen, so they need an adapter to train; `bnb-int8-training` has float32 weights
+that train, and products of int8 copies.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +31,7 @@ COMPUTE = ("bfloat16", "float16", "float32")
 
 @final
 class BitsandbytesPrecision(Precision):
-    """Quantised weights in every nn.Linear and Conv1D; the rest as it was built, under autocast.
+    """Quantised weights in every nn.Linear and Conv1D; the rest keeps its dtype, under autocast.
 
     Args:
         name: label of the run.
@@ -177,27 +181,31 @@ class BitsandbytesPrecision(Precision):
         return torch.autocast(device.type, dtype=self.compute)
 
     def cast(self, inputs: Any) -> Any:
-        """Unchanged where autocast casts them, so that islands and unconverted layers take the
-        inputs as they are; but float64, which autocast passes by, becomes float32."""
+        """Return the inputs in the compute dtype if that is float32. Under autocast they are not
+        cast, so that islands and unconverted layers get the original values; only float64, which
+        autocast does not cast, becomes float32."""
         if self.compute is torch.float32:
             return cast_nest(inputs, self.compute)
         return float64_to_float32(inputs)
 
 
 def unfit(module: Any, int8: bool, frozen: bool) -> str:
-    """Why a linear layer cannot be packed; empty where it can."""
-    if int8 and layer_widths(module)[0] == 1:  # torch 2.11's int8 product is wrong there
+    """Return why a linear layer cannot be packed; empty where it can."""
+    # torch 2.11's int8 product is wrong for one input.
+    if int8 and layer_widths(module)[0] == 1:
         return "has one input only"
     if module.weight.is_meta:
         return ""
     if not module.weight.isfinite().all():
         return "its weight is not finite"
-    if not module.weight.any() and frozen:  # torchvision's ViT starts its head so
+    # torchvision's ViT initialises its head with zeros.
+    if frozen and not module.weight.any():
         return "its weight is all zero, and frozen it would pass no gradient"
     return ""
 
 
 def _check_values(name: str, mode: str, compute_dtype: str, threshold: float) -> None:
+    """Raise ConfigError with every value that is not allowed."""
     problems = []
     if mode not in MODES:
         problems.append(f"precision.mode={mode} is not known. Allowed: {', '.join(MODES)}.")

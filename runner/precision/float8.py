@@ -1,4 +1,7 @@
-"""float8-*: torchao's FP8 training products inside a bfloat16 model."""
+"""float8-*: torchao's FP8 training products in a bfloat16 model.
+
+torchao's Float8Linear replaces nn.Linear and Conv1D, and scales its operands anew in every step.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,7 +37,7 @@ MULTIPLE = 16  # of every dimension that torch._scaled_mm takes
 
 @final
 class Float8Precision(Precision):
-    """nn.Linear and Conv1D in torchao's Float8Linear, bfloat16 elsewhere.
+    """torchao's Float8Linear for nn.Linear and Conv1D, bfloat16 elsewhere.
 
     A converted layer scales activations, weights and output gradients to FP8 anew in every step
     and accumulates its products in float32; weights stay in float32 or bfloat16.
@@ -173,7 +176,7 @@ def _check(name: str, recipe: str, weights: str, emulate: object, min_features: 
 
 
 def _require_device(name: str, device: torch.device, emulate: bool) -> None:
-    """Raise Unavailable unless the device has torch's FP8 products, or can emulate them.
+    """Raise Unavailable unless the device has torch's FP8 products, or emulates them.
 
     Ada (8.9) has both of torch's kernels: per tensor in cuBLASLt, per row in CUTLASS
     (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu). A CPU has them in some
@@ -206,13 +209,13 @@ def _require_device(name: str, device: torch.device, emulate: bool) -> None:
 
 
 def unfit(module: nn.Module, least: int) -> str:
-    """Why FP8 cannot or should not hold a linear layer; empty where it can.
+    """Return why FP8 cannot or should not hold a linear layer; empty where it can.
 
     torch._scaled_mm multiplies [m, k] by [k, n] with k and n in multiples of 16. Of a layer's
     three products the forward contracts over `in` and yields `out`, the input's gradient the
     reverse, and the weight's contracts over the rows (runner.precision.layers.padding) and yields
-    `in`. So both widths must be such multiples; emulation keeps to it, to convert what hardware
-    would.
+    `in`. So both widths must be such multiples. Emulation follows the same rule, to convert the
+    layers that hardware would.
     """
     into, out = layer_widths(module)
     shape = f"its shape {into} -> {out}"
@@ -226,7 +229,7 @@ def unfit(module: nn.Module, least: int) -> str:
 
 
 class _Float8:
-    """Mixin before Float8Linear: autocast on every device, and any number of rows."""
+    """Mixin before Float8Linear that adds autocast on every device and any number of rows."""
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
@@ -242,7 +245,7 @@ class _Float8:
 
 
 class _Float8Transposed(_Float8):
-    """Mixin before Float8Linear that was a Conv1D: its weight is [in, out]."""
+    """Mixin before the Float8Linear of a former Conv1D, whose weight is [in, out]."""
 
     def _product(self: Any, input: Tensor) -> Tensor:
         # Float8Linear.forward, which would transpose the weight.
@@ -258,17 +261,18 @@ def _swap(module: nn.Module, config: "Float8LinearConfig") -> None:
     with quiet_imports():
         from torchao.float8 import convert_to_float8_training
 
-        # Not Float8Linear.from_float: this one also mends a miscompilation of FP8 in Inductor.
+        # Not Float8Linear.from_float: this also works around a miscompilation of FP8 in Inductor.
         made = convert_to_float8_training(plain, config=config)
     made.__class__ = _layer(type(module), type(made), _Float8Transposed if transposed else _Float8)
-    for held in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
-        vars(made)[held] = vars(module)[held]  # what the user registered as well
+    # With the tensors and modules that the user registered on the layer.
+    for key in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+        vars(made)[key] = vars(module)[key]
     replace_in_place(module, made)
 
 
 @cache
 def _layer(kind: type[nn.Module], converted: type[nn.Module], mixin: type) -> type[nn.Module]:
-    """A subclass of the library's layer and of the module's own class."""
+    """Return a subclass of the library's layer and of the module's own class."""
     return type(f"Float8{kind.__name__}", (mixin, converted, kind), {})
 
 

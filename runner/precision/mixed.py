@@ -1,4 +1,7 @@
-"""16-mixed and bf16-mixed: float32 weights, half-precision compute through torch.autocast."""
+"""16-mixed and bf16-mixed: float32 weights, half-precision compute through torch.autocast.
+
+float16 has a loss scale, because its range is smaller than float32's; bfloat16 needs none.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,19 +24,19 @@ from runner.utils.tpu import is_tpu
 
 @final
 class MixedPrecision(Precision):
-    """Autocast forward over float32 parameters; a loss scale where the range asks for one.
+    """An autocast forward over float32 parameters, with a loss scale for float16.
 
     Args:
         name: label of the run.
         dtype: float16 or bfloat16.
-        loss_scale: keywords of DynamicScale, or null for none; float16 only.
+        loss_scale: keywords of DynamicLossScale, or null for none; float16 only.
         keep_fp32: patterns of modules that compute in float32.
         autocast_loss: compute the loss under autocast too, else outside it on float32 outputs.
         float32_matmul: precision of the float32 products that autocast leaves.
         cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
         emulate: on a CPU, products as tensor cores compute them, with sums in float32; bfloat16 on
             a GPU without its units, too. Its speed means nothing.
-        allow_substitute: on a TPU, which has no float16, be bf16-mixed, in name too.
+        allow_substitute: on a TPU, which has no float16, run as bf16-mixed and be recorded so.
         reduced_precision_reduction: products on CUDA may add their parts in half precision.
 
     Raises:
@@ -85,6 +88,7 @@ class MixedPrecision(Precision):
             require_cpu(self.name, device)
 
     def _substitute(self) -> None:
+        """Become bf16-mixed with a warning, or raise Unavailable where that is not allowed."""
         if not self.allow_substitute:
             raise Unavailable(
                 f"precision={self.name} cannot run on a TPU, whose half precision is bfloat16.",
@@ -108,9 +112,8 @@ class MixedPrecision(Precision):
     def convert(
         self, model: nn.Module, device: torch.device = CPU
     ) -> tuple[nn.Module, ConversionReport]:
-        half = [
-            n for n, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)
-        ]
+        halves = (torch.float16, torch.bfloat16)
+        half = [name for name, parameter in model.named_parameters() if parameter.dtype in halves]
         if half:
             more = f" and {len(half) - 3} more" if len(half) > 3 else ""
             raise ConfigError(
@@ -131,17 +134,17 @@ class MixedPrecision(Precision):
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         kind = device.type
-        if kind not in self._forward:  # one object, entered once per micro-batch
+        # One object per device type: it is entered once per micro-batch.
+        if kind not in self._forward:
             self._forward[kind] = torch.autocast(kind, dtype=self.compute)
         return self._forward[kind]
 
     def cast(self, inputs: Any) -> Any:
-        """Unchanged, autocast casts them; but float64, which it passes by, becomes float32."""
+        """Return the inputs as they are, for autocast to cast; only float64, which it does not
+        cast, becomes float32."""
         return float64_to_float32(inputs)
 
     def scale(self, device: torch.device) -> LossScale:
-        return (
-            NoLossScale()
-            if self.loss_scale is None
-            else DynamicLossScale(device, **self.loss_scale)
-        )
+        if self.loss_scale is None:
+            return NoLossScale()
+        return DynamicLossScale(device, **self.loss_scale)

@@ -1,7 +1,7 @@
-"""TransformerEngine's recipes: their keys, what each asks of the device, and the library's objects.
+"""TransformerEngine's recipes: the keys of each, its devices, and the library's object.
 
-The library ignores keys that it does not know, takes what is left out from the environment, and
-cannot be imported without its compiled part; so the schema is kept here, and every key is passed.
+The library ignores keys that it does not know, takes those that are left out from the environment,
+and cannot be imported without its compiled part. So the schema is here, and every key is passed.
 """
 
 import importlib
@@ -24,7 +24,13 @@ INSTALL = 'Type pip install "precision-runner[transformer-engine]".'
 
 @dataclass(frozen=True)
 class RecipeKey:
-    """A key of a recipe: its default, whether a value is allowed, and what is, for messages."""
+    """A key of a recipe.
+
+    Attributes:
+        default: its value where the config leaves it out.
+        holds: returns whether a value is allowed.
+        allowed: the allowed values, for messages.
+    """
 
     default: Any
     holds: Callable[[Any], bool]
@@ -32,13 +38,18 @@ class RecipeKey:
 
 
 def _one_of(*values: Any) -> RecipeKey:
-    """The first is the default. 1 and true are not the same."""
+    """Return a key that takes one of these values, the first by default."""
     spelling = {"None": "null", "True": "true", "False": "false"}
-    shown = ", ".join(spelling.get(str(value), str(value)) for value in values)
-    return RecipeKey(values[0], lambda v: any(v == w and type(v) is type(w) for w in values), shown)
+    allowed = ", ".join(spelling.get(str(value), str(value)) for value in values)
+
+    def holds(given: Any) -> bool:
+        # With its type: in Python 1 equals true.
+        return any(given == value and type(given) is type(value) for value in values)
+
+    return RecipeKey(values[0], holds, allowed)
 
 
-def _whole(default: int, least: int) -> RecipeKey:
+def _integer(default: int, least: int) -> RecipeKey:
     allowed = f"a whole number from {least}"
     return RecipeKey(default, lambda v: type(v) is int and v >= least, allowed)
 
@@ -55,10 +66,10 @@ class RecipeKind:
         recipe: class in transformer_engine.common.recipe.
         keys: its keys in the config.
         multiple: of widths and of flattened rows, so that none of a layer's three products fails.
-        check: the library's own test of the device, in transformer_engine.pytorch.
-        least: compute capability from which it runs.
-        below: compute capability from which it does not run any more.
-        cuda: least version of CUDA that PyTorch was built with.
+        check: name of the library's own test of the device, in transformer_engine.pytorch.
+        least: the lowest compute capability on which it runs.
+        below: the compute capability from which on it does not run any more.
+        cuda: the lowest version of CUDA that PyTorch may be built with.
     """
 
     recipe: str
@@ -71,17 +82,17 @@ class RecipeKind:
 
 
 # Multiples. The library asserts input features by 16, rows and output features by 8
-# (pytorch/utils.py, assert_dim_for_fp8_exec), but that is the forward: the backward's products
-# contract over output features and over rows, and cuBLASLt asks 16 of what they contract over
-# (common/gemm/cublaslt_gemm.cu). MXFP8 scales blocks of 32 in both directions. NVFP4's blocks are
-# 16, and 16 bytes hold 32 of its values.
+# (pytorch/utils.py, assert_dim_for_fp8_exec), but only for the forward: the backward's products
+# contract over output features and over rows, and cuBLASLt needs multiples of 16 in the dimension
+# that they contract over (common/gemm/cublaslt_gemm.cu). MXFP8 scales blocks of 32 in both
+# directions. NVFP4's blocks are 16, and 16 bytes hold 32 of its values.
 KINDS: Mapping[str, RecipeKind] = {
     "delayed": RecipeKind(
         "DelayedScaling",
         {
             "format": _one_of("HYBRID", "E4M3"),
-            "margin": _whole(0, 0),
-            "amax_history_len": _whole(1024, 1),
+            "margin": _integer(0, 0),
+            "amax_history_len": _integer(1024, 1),
             "amax_compute_algo": _one_of("max", "most_recent"),
             "reduce_amax": _one_of(True, False),
         },
@@ -143,7 +154,8 @@ KINDS: Mapping[str, RecipeKind] = {
 
 
 def unknown_recipe(name: str, recipe: Mapping[str, Any]) -> list[str]:
-    """The problem of a recipe under the name of another, whose keys it would not take."""
+    """Return the problem of a recipe under the name of another one, whose keys it does not take; an
+    empty list where name and recipe agree."""
     names = {kind: f"transformer-engine-{kind}" for kind in KINDS} | {
         "delayed": "transformer-engine"
     }
@@ -155,7 +167,7 @@ def unknown_recipe(name: str, recipe: Mapping[str, Any]) -> list[str]:
 
 
 def recipe_problems(recipe: object, weights: str) -> list[str]:
-    """What is wrong with a recipe for weights of a dtype, one sentence each."""
+    """Return a sentence for each problem of a recipe for weights of a dtype."""
     if not isinstance(recipe, Mapping):
         return [f"precision.recipe={recipe} has no keys. Type precision.recipe.kind=<kind>."]
     name = recipe.get("kind")
@@ -163,76 +175,81 @@ def recipe_problems(recipe: object, weights: str) -> list[str]:
     if kind is None:
         return [f"precision.recipe.kind={name} is not known. Allowed: {', '.join(KINDS)}."]
     given = {key: value for key, value in recipe.items() if key != "kind"}
-    found = [
+    known = {key: value for key, value in given.items() if key in kind.keys}
+    problems = [
         f"precision.recipe.{key}={value}: the recipe {name} has no such key. "
         f"Allowed: {', '.join(kind.keys)}."
         for key, value in given.items()
-        if key not in kind.keys
+        if key not in known
     ]
-    found += [
+    problems += [
         f"precision.recipe.{key}={value} is not known. Allowed: {kind.keys[key].allowed}."
-        for key, value in given.items()
-        if key in kind.keys and not kind.keys[key].holds(value)
+        for key, value in known.items()
+        if not kind.keys[key].holds(value)
     ]
     dims = [key for key in kind.keys if key.endswith("block_scaling_dim")]
     square = [key for key in dims if given.get(key, kind.keys[key].default) == 2]
     if len(square) > 1:
-        found.append(
+        problems.append(
             f"precision.recipe: {' and '.join(square)} are 2, and a product of two tensors in "
             f"square blocks does not exist. Type precision.recipe.{square[0]}=1."
         )
     if name == "nvfp4" and weights == "float16":
-        found.append(
+        problems.append(
             "precision.weights=float16: NVFP4's products cannot come out in float16. "
             "Type precision.weights=bfloat16."
         )
-    return found
+    return problems
 
 
 def import_library() -> Any:
-    """transformer_engine.pytorch, imported when it is first needed. torch must be imported before
-    it, as it is above: the library finds CUDA's libraries through it.
+    """Import transformer_engine.pytorch and return it.
+
+    torch must be imported before it, as it is above: the library finds CUDA's libraries through it.
 
     Raises:
         ImportError: it is missing, or does not fit this installation.
     """
     try:
         return importlib.import_module("transformer_engine.pytorch")
-    except (OSError, RuntimeError, AssertionError) as error:  # a part or a shared object is missing
+    except (OSError, RuntimeError, AssertionError) as error:
+        # A part of it or a shared object is missing.
         raise ImportError(f"{type(error).__name__}: {error}") from error
 
 
 def complete_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe with its kind and all its keys, those that are left out at their defaults."""
-    return {k: entry.default for k, entry in KINDS[recipe["kind"]].keys.items()} | dict(recipe)
+    """Return a recipe with its kind and all its keys, at the default where it leaves one out."""
+    defaults = {key: entry.default for key, entry in KINDS[recipe["kind"]].keys.items()}
+    return defaults | dict(recipe)
 
 
 def build_recipe(recipe: Mapping[str, Any]) -> Any:
-    """The library's recipe object, every key given, so that the environment changes none."""
+    """Return the library's recipe object. Every key is given, so that the environment sets none."""
     values = complete_recipe(recipe)
     kind = KINDS[values.pop("kind")]
-    made = importlib.import_module("transformer_engine.common.recipe")
+    library = importlib.import_module("transformer_engine.common.recipe")
     if "format" in values:
-        values["fp8_format"] = made.Format[values.pop("format")]
-    built = getattr(made, kind.recipe)(**values)
+        values["fp8_format"] = library.Format[values.pop("format")]
+    built = getattr(library, kind.recipe)(**values)
     power_2 = values.get("use_power_2_scales", not values.get("use_f32_scales", True))
     if {"use_power_2_scales", "use_f32_scales"} & set(values):
         # Class attributes that the library fills from the environment, whatever the constructor
         # is given, and that its quantizers read instead of the key.
         for part in ("inp", "weight"):
-            setattr(built, f"fp8_quant_fwd_{part}", made.QParams(power_2_scale=power_2))
-        built.fp8_quant_bwd_grad = made.QParams(power_2_scale=power_2)
+            setattr(built, f"fp8_quant_fwd_{part}", library.QParams(power_2_scale=power_2))
+        built.fp8_quant_bwd_grad = library.QParams(power_2_scale=power_2)
     return built
 
 
 def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
-    """Raise Unavailable where a precision of this kind cannot run: the device is asked first,
-    then the package, then the library.
+    """Raise Unavailable where a recipe of this kind cannot run.
+
+    The device is checked first, then the package, then the library's own test.
 
     Args:
-        name: the precision's.
+        name: of the precision, for messages.
         kind: of its recipe.
-        device: that it should run on.
+        device: on which it should run.
     """
     wants = f"precision={name} needs an NVIDIA GPU of compute capability {_range(kind)};"
     nearest = NEAREST.format(nearest_half(device))
@@ -251,8 +268,9 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
     try:
         te = import_library()
     except ImportError as error:
-        found = isinstance(error, ModuleNotFoundError) and error.name
-        why = f"{error.name} is not installed." if found else f"it cannot be imported: {error}"
+        why = f"it cannot be imported: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            why = f"{error.name} is not installed."
         raise Unavailable(f"precision={name} needs TransformerEngine: {why}", INSTALL) from error
     runs, reason = getattr(te, kind.check)(return_reason=True)
     if not runs:

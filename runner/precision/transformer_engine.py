@@ -1,5 +1,8 @@
-"""transformer-engine*: NVIDIA TransformerEngine's FP8 and FP4 products inside a half-precision
-model."""
+"""transformer-engine*: NVIDIA TransformerEngine's FP8 and FP4 products in a half-precision model.
+
+The library's layers replace nn.Linear and nn.LayerNorm. With delayed scaling a forward changes the
+scales of later steps, so evaluation, checkpoints and recomputation are treated with care here.
+"""
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,12 +39,13 @@ _UNREPEATABLE = (
     "scales by past steps, which a forward moves on. Type precision=transformer-engine-current, "
     "or leave it out."
 )
+# Of each direction, the library's key for its scales and amax histories.
 PASSES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 @final
 class TransformerEnginePrecision(Precision):
-    """nn.Linear and nn.LayerNorm in TransformerEngine's layers, half precision elsewhere.
+    """TransformerEngine's layers for nn.Linear and nn.LayerNorm, half precision elsewhere.
 
     Parameters, gradients, optimizer state and buffers are in the weights' dtype; a converted
     layer's products run in FP8 or FP4, scaled as the recipe says.
@@ -119,7 +123,7 @@ class TransformerEnginePrecision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        own = _own_amaxes(model) if self._on_hardware(device) else nullcontext()
+        own = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
         with float32_matmul("highest"), half_precision_sums(self.reduced_precision_reduction), own:
             yield
 
@@ -134,7 +138,7 @@ class TransformerEnginePrecision(Precision):
         )
         report = convert_layers(model, library, self.kind.multiple, rules, self.fuse)
         if self._is_delayed:
-            for layer in _layers(model).values():
+            for layer in _fp8_layers(model).values():
                 layer.register_forward_pre_hook(refuse_recompute)
         make_islands(model, self.keep_fp32, self.storage)
         cast_floats(model, self.storage, islands)
@@ -175,62 +179,77 @@ class TransformerEnginePrecision(Precision):
     def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
         if self.update_in_eval or not self._is_delayed:
             return nullcontext()
-        return _keep_scales(model)
+        return _restored_scales(model)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Scales and amax histories of delayed scaling, by module; empty for other recipes."""
+        """Return scales and amax histories of delayed scaling, by module; empty for other recipes.
+        A layer that never ran has none."""
+        state: dict[str, dict[str, Tensor]] = {}
         if not self._is_delayed:
-            return {}
-        return {
-            name: {
-                f"{which}_{part}": tensor
-                for which, key in PASSES.items()
-                for part, tensor in zip(("scale", "amax_history"), held[key], strict=True)
-            }
-            for name, layer in _layers(model).items()
-            if (held := layer.get_fp8_meta_tensors()) is not None
-        }
+            return state
+        for name, layer in _fp8_layers(model).items():
+            tensors = layer.get_fp8_meta_tensors()
+            if tensors is None:
+                continue
+            state[name] = {}
+            for direction, key in PASSES.items():
+                scale, amax_history = tensors[key]
+                state[name][f"{direction}_scale"] = scale
+                state[name][f"{direction}_amax_history"] = amax_history
+        return state
 
     def load_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Take back what state_dict gave, also before a layer's first forward. A layer that the
-        state does not know starts afresh; a history of another length keeps its latest amaxes."""
+        """Restore what state_dict returned, also before a layer's first forward.
+
+        A layer that the state does not have starts with new scales; of a history of another length
+        the latest amaxes are kept.
+        """
         if not self._is_delayed:
             return
-        for name, layer in _layers(model).items():
+        for name, layer in _fp8_layers(model).items():
             if name in state:
                 self._restore(layer, state[name])
 
     def _restore(self, layer: Any, saved: Mapping[str, Tensor]) -> None:
         if not layer.fp8_meta_tensors_initialized:
             layer.fp8_meta["num_gemms"] = len(saved["forward_scale"]) // 3  # input, weight, output
-            # Its end would move every scale, were gradients on.
+            # With gradients on, leaving the context would update every scale.
             with torch.no_grad(), self._autocast():
                 layer.init_fp8_meta_tensors(self._recipe)
         length = te_recipes.complete_recipe(self.recipe)["amax_history_len"]
         layer.reset_fp8_meta_tensors(
             {
-                key: [saved[f"{which}_scale"], _fit(saved[f"{which}_amax_history"], length)]
-                for which, key in PASSES.items()
+                key: [
+                    saved[f"{direction}_scale"],
+                    _resized_history(saved[f"{direction}_amax_history"], length),
+                ]
+                for direction, key in PASSES.items()
             }
         )
 
     def gauges(self, model: nn.Module) -> dict[str, Tensor]:
-        """Of each converted layer's input under delayed scaling: `fp8/amax/<module>`, the largest
-        absolute value in the last step, and `fp8/scale/<module>`, the factor it is multiplied by
-        before it is rounded to FP8. Empty for other recipes, which keep neither."""
+        """Return the input scaling of each converted layer under delayed scaling; empty for other
+        recipes, which store none.
+
+        `fp8/amax/<module>` is the largest absolute value in the last step, `fp8/scale/<module>` the
+        factor by which the input is multiplied before it is rounded to FP8.
+        """
+        gauges: dict[str, Tensor] = {}
         if not self._is_delayed:
-            return {}
-        found: dict[str, Tensor] = {}
+            return gauges
         margin = te_recipes.complete_recipe(self.recipe)["margin"]
-        for name, layer in _layers(model).items():
-            if (held := layer.fp8_meta.get(PASSES["forward"])) is None:
+        for name, layer in _fp8_layers(model).items():
+            scaling = layer.fp8_meta.get(PASSES["forward"])
+            if scaling is None:
                 continue
-            history, scale = held.amax_history[:, 0], held.scale[0]
-            # The library clears the first row at the end of a step, and with it a history of one.
+            history = scaling.amax_history[:, 0]  # column 0 is the input's
+            scale = scaling.scale[0]
+            # The library clears the first row at the end of a step. A history of one row is then
+            # empty, and the amax follows from the scale that was made of it.
             top = E4M3.largest / 2**margin
-            found[f"fp8/amax/{name}"] = history[-1].clone() if len(history) > 1 else top / scale
-            found[f"fp8/scale/{name}"] = scale.clone()
-        return found
+            gauges[f"fp8/amax/{name}"] = history[-1].clone() if len(history) > 1 else top / scale
+            gauges[f"fp8/scale/{name}"] = scale.clone()
+        return gauges
 
     @property
     def _is_delayed(self) -> bool:
@@ -241,12 +260,12 @@ class TransformerEnginePrecision(Precision):
 
     @property
     def _library(self) -> Any:
-        """transformer_engine.pytorch, or what stands in for it."""
+        """Return transformer_engine.pytorch, or the emulation with the same functions."""
         return te_emulation if self.emulated else te_recipes.import_library()
 
     @property
     def _recipe(self) -> Any:
-        """As the library takes it."""
+        """Return the recipe as the library, or its emulation, takes it; built once."""
         if self._built is None:
             build = te_recipes.complete_recipe if self.emulated else te_recipes.build_recipe
             self._built = build(self.recipe)
@@ -257,7 +276,7 @@ class TransformerEnginePrecision(Precision):
 
 
 class _Forward:
-    """Two contexts as one that serves again."""
+    """A reusable context that enters the library's autocast and the default dtype."""
 
     __slots__ = ("floats", "library")
 
@@ -273,8 +292,8 @@ class _Forward:
         self.library.__exit__(*error)
 
 
-def _layers(model: nn.Module) -> dict[str, Any]:
-    """The library's layers with FP8 state, by their dotted names."""
+def _fp8_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the library's layers with FP8 state, by dotted name."""
     return {
         name or ROOT: module
         for name, module in model.named_modules()
@@ -283,37 +302,44 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def _keep_scales(model: nn.Module) -> Iterator[None]:
-    """Scales and amax histories after as before. A forward writes amaxes even without gradients,
-    and the next training step would take them for its own."""
-    layers = list(_layers(model).values())
-    before = [layer.get_fp8_meta_tensors() for layer in layers]
+def _restored_scales(model: nn.Module) -> Iterator[None]:
+    """Restore scales and amax histories after the context.
+
+    A forward writes amaxes even without gradients, and the next training step would use them.
+    """
+    layers = list(_fp8_layers(model).values())
+    previous = [layer.get_fp8_meta_tensors() for layer in layers]
     try:
         yield
     finally:
-        for layer, tensors in zip(layers, before, strict=True):
+        for layer, tensors in zip(layers, previous, strict=True):
             layer.reset_fp8_meta_tensors(tensors)
 
 
 @contextmanager
-def _own_amaxes(model: nn.Module) -> Iterator[None]:
-    """The library's process-wide list of amaxes for this model alone. It grows with every model
-    that ever ran, and each step would update the scales of all of them."""
+def _separate_amaxes(model: nn.Module) -> Iterator[None]:
+    """Give this model a list of amaxes of its own, and restore the library's after.
+
+    The library's list is process-wide. It grows with every model that ever ran, and each step would
+    update the scales of all of them.
+    """
     module = importlib.import_module("transformer_engine.pytorch.quantization")
     manager = module.FP8GlobalStateManager
-    before = manager.quantization_state
+    previous = manager.quantization_state
     manager.reset()
-    for layer in _layers(model).values():
-        layer.fp8_meta.pop(manager.get_buffer_info(), None)  # its place in an earlier list
+    for layer in _fp8_layers(model).values():
+        layer.fp8_meta.pop(manager.get_buffer_info(), None)  # the layer's index in an earlier list
     try:
         yield
     finally:
-        manager.quantization_state = before
+        manager.quantization_state = previous
 
 
-def _fit(history: Tensor, length: int) -> Tensor:
-    """An amax history [steps, tensors] at another length. Its first row is the step under way;
-    the others are past steps, the latest last."""
+def _resized_history(history: Tensor, length: int) -> Tensor:
+    """Return an amax history [steps, tensors] with another number of steps.
+
+    The first row is the current step; the others are past steps, the latest last.
+    """
     latest = history[1:][-(length - 1) :] if length > 1 else history[:0]
     missing = length - 1 - len(latest)
     return torch.cat([history[:1], F.pad(latest, (0, 0, missing, 0))])

@@ -1,4 +1,7 @@
-"""64-true, 32-true, tf32, 16-true, bf16-true: everything in one floating dtype."""
+"""64-true, 32-true, tf32, 16-true, bf16-true: everything in one floating dtype.
+
+tf32 stores float32 and differs from 32-true in its products, which have a 10-bit mantissa.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -81,9 +84,9 @@ class TruePrecision(Precision):
                 f"precision.reduced_precision_reduction=true: precision={name} has no products in "
                 "half precision. Leave it out."
             )
-        # Tensors that a forward makes itself come out in the policy's dtype.
-        plain = self.storage is torch.float32
-        self._forward = nullcontext() if plain else DefaultDtype(self.storage)
+        # Tensors that a forward creates get the precision's dtype, too.
+        is_float32 = self.storage is torch.float32
+        self._forward = nullcontext() if is_float32 else DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         if device.type == "mps" and self.storage is torch.float64:

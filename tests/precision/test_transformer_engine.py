@@ -17,7 +17,7 @@ from runner.precision.layers import te_layers
 from runner.precision.layers.padding import pad_rows
 from runner.precision.layers.te_layers import convert_layers, find_pairs, unfit, unfit_shape
 from runner.precision.te_recipes import KINDS
-from runner.precision.transformer_engine import TransformerEnginePrecision, _fit
+from runner.precision.transformer_engine import TransformerEnginePrecision, _resized_history
 from runner.utils.errors import ConfigError, Unavailable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -449,11 +449,11 @@ def test_a_call_elsewhere_is_loud():
 
 def test_a_history_changes_its_length():
     history = torch.tensor([0.0, 1.0, 2.0, 3.0])[:, None]
-    assert _fit(history, 4).flatten().tolist() == [0, 1, 2, 3]
-    assert _fit(history, 3).flatten().tolist() == [0, 2, 3]
-    assert _fit(history, 6).flatten().tolist() == [0, 0, 0, 1, 2, 3]
-    assert _fit(history, 1).flatten().tolist() == [0]
-    assert _fit(history[:1], 3).flatten().tolist() == [0, 0, 0]
+    assert _resized_history(history, 4).flatten().tolist() == [0, 1, 2, 3]
+    assert _resized_history(history, 3).flatten().tolist() == [0, 2, 3]
+    assert _resized_history(history, 6).flatten().tolist() == [0, 0, 0, 1, 2, 3]
+    assert _resized_history(history, 1).flatten().tolist() == [0]
+    assert _resized_history(history[:1], 3).flatten().tolist() == [0, 0, 0]
 
 
 # The library itself. It can be imported and its layers can be made without a GPU, if it is told
