@@ -1,20 +1,18 @@
 """The tables that the terminal shows: of one run, and of the jobs of a sweep."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from runner.modes.result import RunResult
-from runner.tracking.metric_names import VAL_LOSS
 from runner.tracking.uri import resolve_experiment, resolve_uri
-from runner.utils.formatting import format_number, format_percent
+from runner.utils.formatting import format_number
 from runner.utils.secrets import redact
 from runner.utils.terminal import quote_command
 
-Column = tuple[str, Callable[[RunResult], str]]
 """Name of a column, and the function that returns its cell for a job's result."""
 
 UI_ADDRESS = "http://127.0.0.1:5000"
@@ -111,34 +109,6 @@ def memory_saved(result: RunResult) -> str:
     return f"{1 - result.weights_mib / result.plain_weights_mib:.0%}"
 
 
-def result_columns(results: Sequence[RunResult]) -> list[Column]:
-    """Return name and cell function of each column of a sweep's table, without empty columns."""
-    qualities = sorted({r.quality for r in results if r.quality})
-    quality = qualities[0] if len(qualities) == 1 else "quality"
-    evaluated = any(r.trained_in for r in results)
-    has_loss = evaluated and quality != VAL_LOSS
-    several = len({r.optimizer_mib for r in results if r.optimizer_mib}) > 1
-    on_cpu = any("threads)" in r.device for r in results)
-    every: list[Column] = [
-        ("job", lambda r: r.label),
-        ("status", lambda r: r.outcome),
-        (quality, lambda r: format_number(r.metrics.get(r.quality))),
-        ("change", lambda r: _change(r.quality, r, results)),
-        ("loss", lambda r: format_number(r.metrics.get(VAL_LOSS)) if has_loss else ""),
-        ("loss change", lambda r: _change(VAL_LOSS, r, results) if quality != VAL_LOSS else ""),
-        ("examples/s", lambda r: format_number(r.examples_per_second)),
-        ("weights MiB", lambda r: format_number(r.weights_mib)),
-        ("saved", memory_saved if evaluated else lambda r: ""),
-        ("state MiB", lambda r: format_number(r.optimizer_mib) if several else ""),
-        ("trains", lambda r: "" if r.trains in (None, 1.0) else format_percent(r.trains)),
-        ("process MiB" if on_cpu else "peak MiB", lambda r: format_number(r.peak_memory_mib)),
-        ("converted", lambda r: r.converted),
-        ("skipped", lambda r: "" if r.skipped_steps is None else str(r.skipped_steps)),
-        ("final scale", lambda r: format_number(r.loss_scale)),
-    ]
-    return [(name, cell) for name, cell in every if any(map(cell, results))]
-
-
 def shared_settings(settings: str) -> str:
     """Return settings without precision.<key>=..., which the baseline need not share."""
     words = settings.split()
@@ -172,22 +142,3 @@ def _metrics_as_trained(result: RunResult, others: Sequence[RunResult]) -> dict[
             by_settings.setdefault(other.settings, other.metrics)
     exact = by_settings.get(result.settings)
     return exact or by_settings.get(shared_settings(result.settings), {})
-
-
-def _change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> str:
-    gap = relative_change(name, result, others)
-    return "" if gap is None else f"{gap:+.4g}"
-
-
-def sweep_table(results: Sequence[RunResult]) -> Table:
-    """Return the table of a sweep: a row for each job."""
-    trained = sorted({r.trained_in for r in results if r.trained_in})
-    title = f"sweep; change: from the checkpoint's own {', '.join(trained)}" if trained else "sweep"
-    table = Table(title=title, title_justify="left")
-    shown = result_columns(results)
-    for name, _ in shown:
-        is_text = name in ("job", "status")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
-    for result in results:
-        table.add_row(*(cell(result) for _, cell in shown))
-    return table

@@ -18,13 +18,15 @@ from runner.config.overrides import without_program_options
 from runner.config.targets import build_group
 from runner.modes import notes
 from runner.modes.result import RunResult
-from runner.modes.tables import page_url, sweep_table, ui_command
+from runner.modes.tables import page_url, ui_command
 from runner.sweep.manifest import Manifest
 from runner.sweep.report import advice_page
+from runner.sweep.report.columns import sweep_table
 from runner.sweep.report.compare import compare
-from runner.sweep.report.conclusion import conclusion, join_names
+from runner.sweep.report.conclusion import conclusion
 from runner.sweep.report.jobs import SweepData
 from runner.sweep.report.load import JOBS, load_from_folder, write_job_facts
+from runner.sweep.report.number_text import join_names
 from runner.sweep.report.pages import summary_markdown, write_report
 from runner.sweep.report.rebuild import is_joined_by_others, store_report
 from runner.sweep.sweep_resume import resume_command
@@ -133,15 +135,15 @@ class Sweep:
             0 when every job finished; 1 when any failed; 2 when none failed and this machine lacks
             what some need; `status` itself after a stop.
         """
-        data = load_from_folder(self.folder, stopped=status > 128)
-        self.manifest = replace(self.manifest, finished=not data.unfinished)
+        data = load_from_folder(self.folder, is_stopped=status > 128)
+        self.manifest = replace(self.manifest, finished=not data.is_unfinished)
         results = [job.result for job in data.jobs]
         failed, is_unavailable = _count_failed(data, results)
         if status == 2 and failed:
             # A search gives up with 2 where no job gave it a number.
             status = 1
         console = plain_console()
-        if results and not data.question:
+        if results and not data.advise_settings:
             _print_results(console, results)
         jobs_file = self._store_report(data)
         error = f"{failed} of {len(results)} jobs did not finish." if failed else None
@@ -183,7 +185,7 @@ class Sweep:
             for path in paths:
                 self.tracker.artifact(path)
             note = summary_markdown(data)
-            if data.unfinished:
+            if data.is_unfinished:
                 note += f"\nResume with: {notes.command_note(resume_command(self.folder))}\n"
             self.tracker.note(note)
         return jobs_file
@@ -232,8 +234,8 @@ def _count_failed(data: SweepData, results: Sequence[RunResult]) -> tuple[int, b
     """
     failed = sum(result.status in ("failed", "stopped") for result in results)
     is_unavailable = any(result.status == "unavailable" for result in results)
-    if data.question and not data.stopped:
-        is_answered = data.advice is not None and data.advice.pick is not None
+    if data.advise_settings and not data.is_stopped:
+        is_answered = data.advice is not None and data.advice.recommended is not None
         return (0 if is_answered else failed), False
     return failed, is_unavailable
 
@@ -261,12 +263,12 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
     """Print what the comparison of the jobs says, or the advice of mode=advise."""
     if not data.jobs:
         return
-    if data.stopped:
+    if data.is_stopped:
         console.print("Stopped. Results so far:")
     if data.advice:
         advice_page.print_advice(console, data.advice)
     else:
-        console.print(conclusion(compare([job.result for job in data.jobs]), data.missing))
+        console.print(conclusion(compare([job.result for job in data.jobs]), data.shortfall))
 
 
 def _new_manifest(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from runner.modes.result import RunResult, read_results
-from runner.modes.tables import mlflow_location, print_result, sweep_table
+from runner.modes.tables import mlflow_location, print_result
+from runner.sweep.report.columns import sweep_table
 from runner.utils.console import plain_console
 from runner.utils.formatting import format_number
 from runner.utils.layout import RESULT

@@ -116,7 +116,7 @@ class Float32ModuleSearch:
             if self._try(name, key, modules, seed) is None:
                 break
         verified = f"{name} {override}"
-        if any(one.name == verified and one.failing for one in self.advice().lines):
+        if any(one.name == verified and one.is_failing for one in self.advice().verdicts):
             self.console.print(f"{verified}: with other seeds it does not help")
 
     def _failing(self, advice: Advice) -> Iterator[PrecisionVerdict]:
@@ -124,9 +124,9 @@ class Float32ModuleSearch:
 
         Precisions for which the user has named modules are not searched.
         """
-        for line in advice.lines:
+        for line in advice.verdicts:
             name = line.group.precision
-            if line.group.settings or not line.failing:
+            if line.group.settings or not line.is_failing:
                 continue
             key = _exclusion_key(self.request.load_precision(name))
             own = self.request.precision_overrides.get(name, ())
@@ -155,9 +155,9 @@ class Float32ModuleSearch:
         the whole precision has, if that is larger.
         """
         margin = 2 * advice.spread
-        if line.judged is None or line.outcome != "worse":
+        if line.test is None or line.rating != "worse":
             return margin
-        return max(margin, ACCEPTED_GAP_SHARE * line.judged.gap)
+        return max(margin, ACCEPTED_GAP_SHARE * line.test.mean_difference)
 
 
 def _gap(result: RunResult, base_loss: float) -> float:
@@ -170,9 +170,9 @@ def _gap(result: RunResult, base_loss: float) -> float:
 
 def _expected_gain(line: PrecisionVerdict) -> float:
     """Return a precision's speed over float32's, 0 if it is unknown."""
-    if line.beside is None or line.beside.speed is None:
+    if line.comparison is None or line.comparison.speed_ratio is None:
         return 0.0
-    return line.beside.speed.value
+    return line.comparison.speed_ratio.value
 
 
 def _exclusion_key(precision: Precision) -> str:

@@ -220,9 +220,7 @@ def _precision_extras(overrides: Sequence[Override]) -> dict[str, Override]:
     return {key: o for key, o in by_key.items() if key.startswith("precision.")}
 
 
-def _typed_precisions(
-    overrides: Sequence[Override], known: Sequence[str]
-) -> list[str] | None:
+def _typed_precisions(overrides: Sequence[Override], known: Sequence[str]) -> list[str] | None:
     """Return the names after `precision=`, None where it was not typed.
 
     Raises:
@@ -241,8 +239,7 @@ def _typed_precisions(
     names = list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in names))
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(
-            f"precision={unknown[0]}: mode=advise does not know it. Allowed: "
-            f"{', '.join(known)}."
+            f"precision={unknown[0]}: mode=advise does not know it. Allowed: {', '.join(known)}."
         )
     return names
 

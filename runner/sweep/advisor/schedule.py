@@ -13,7 +13,6 @@ from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forec
 from runner.diagnostics.memory.limits import USABLE, free_memory
 from runner.diagnostics.numerics import read
 from runner.modes.result import RunResult
-from runner.precision.precision import Precision
 from runner.sweep.advisor.diagnosis import describe_shortage, suspect_modules
 from runner.sweep.advisor.fp32_search import Float32ModuleSearch
 from runner.sweep.advisor.request import AdviseRequest
@@ -21,7 +20,7 @@ from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.advisor.system_load import other_programs_load
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASE
-from runner.sweep.report.paired_test import LEAST
+from runner.sweep.report.paired_test import MIN_SEEDS
 from runner.sweep.report.ranking import Advice, rank_precisions
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.accelerator import choose_accelerator
@@ -98,8 +97,8 @@ class TrialScheduler:
     def _diagnose_and_search(self) -> None:
         """Find what is wrong with the precisions that fail, and which modules to keep out."""
         advice = self._advice()
-        failing = [line.group.precision for line in advice.lines if line.failing]
-        if not failing or advice.pick is None:
+        failing = [line.group.precision for line in advice.verdicts if line.is_failing]
+        if not failing or advice.recommended is None:
             return
         suspects = self._diagnose(failing)
         if self.options.islands:
@@ -111,8 +110,8 @@ class TrialScheduler:
     def _forecast_memory(self) -> None:
         """Write the forecast memory of the precisions that train as well as float32."""
         texts = []
-        for line in self._advice().lines:
-            if line.good and not (line.group.settings or line.emulated):
+        for line in self._advice().verdicts:
+            if line.is_acceptable and not (line.group.settings or line.is_emulated):
                 texts.append(self._memory_text(line.group.precision))
         self._write(replace(self.settings, memory=[text for text in texts if text]))
 
@@ -249,10 +248,10 @@ class TrialScheduler:
 
     def _warn_of_small_budget(self, trial_seconds: float) -> None:
         """Print a warning if the budget is too small for verdicts, by float32's step time."""
-        seconds = LEAST * trial_seconds * len(self.request.precisions)
+        seconds = MIN_SEEDS * trial_seconds * len(self.request.precisions)
         if seconds > self.trials.left:
             time = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
-            text = f"warning: {LEAST} seeds of each precision take about {time}"
+            text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
             self.console.print(f"{text}, and advise.budget={self.options.budget}.")
 
     def _length_overrides(self, precision: str = BASE) -> list[str]:
@@ -292,7 +291,7 @@ class TrialScheduler:
             # are kept out of it.
             if BASE not in running or (len(running) == 1 and not has_diverged):
                 return
-            running = self._affordable(running, results, seconds, LEAST - number - 1)
+            running = self._affordable(running, results, seconds, MIN_SEEDS - number - 1)
 
     def _run_round(self, order: Sequence[str], seed: int) -> list[RunResult]:
         """Run a trial of each precision while the budget lasts, and return the results."""

@@ -1,4 +1,8 @@
-"""What a sweep's jobs say about its precisions: groups of seeds, ratios to 32-true, verdicts."""
+"""Group a sweep's jobs by seed and compare each group with 32-true: ratios and verdicts.
+
+A `Group` holds the jobs that differ in their seeds alone; a `Comparison` sets it against the
+32-true group with the same other settings on the same device.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +16,11 @@ from runner.sweep.report.statistics import Difference, Ratio, Spread, quality_di
 from runner.tracking.metric_names import VAL_LOSS
 
 BASE = "32-true"
-SURE_SEEDS, SURE_SINGLE = 0.05, 0.10
-"""Ratios of speed nearer to 1 are called even: a machine that others use varies as much."""
-UNCLEAR = 1.5
-"""Where the greatest ratio is so many times the least, and 1 between them, nothing was measured."""
+"""The precision that every other one is compared with."""
+MIN_GAIN_SEEDS, MIN_GAIN_ONE_SEED = 0.05, 0.10
+"""Speed ratios nearer to 1 are called even: on a shared machine speeds vary as much."""
+MAX_SPREAD = 1.5
+"""If the greatest ratio is this many times the least, with 1 between, nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,14 @@ class Group:
 
     Attributes:
         name: the label without the seed.
-        counts: jobs by outcome; best, quality, loss and change are of the sound ones (finished,
-            not diverged), the rest of all that finished or were stopped as diverged.
+        counts: jobs by outcome.
+        quality, best, loss: over the complete jobs (finished, not diverged); the other spreads are
+            over all jobs that finished or were stopped as diverged.
         change: in mode=evaluate, quality minus what the checkpoint reached in its own precision.
-        speed: examples/s of training. step_ms: host milliseconds. *_mib: MiB.
-        reasons: why jobs did not finish, each once.
+        speed: training speed in examples/s.
+        step_ms: host milliseconds per step.
+        peak_mib, weights_mib, optimizer_mib: MiB.
+        reasons: why jobs did not finish, each reason once.
     """
 
     name: str
@@ -51,35 +59,38 @@ class Group:
     reasons: tuple[str, ...]
 
     @property
-    def finished(self) -> int:
-        """Jobs that came to their end, diverged ones too."""
+    def finished_count(self) -> int:
+        """Return how many jobs reached their end, diverged ones included."""
         return self.counts.get("finished", 0) + self.counts.get("diverged", 0)
 
     @property
-    def sound(self) -> bool:
-        """Whether every job finished with a finite quality."""
+    def is_complete(self) -> bool:
+        """Return whether every job finished with a finite quality."""
         return self.quality is not None and self.counts.get("finished", 0) == len(self.jobs)
 
     @property
-    def evaluated(self) -> bool:
-        """Whether its jobs evaluated a checkpoint instead of training."""
+    def is_evaluation(self) -> bool:
+        """Return whether the jobs evaluated a checkpoint instead of training."""
         return any(job.trained_in for job in self.jobs)
 
     @property
     def settings(self) -> str:
-        """What was swept beside precision and seed."""
+        """Return the swept settings apart from precision and seed."""
         return self.jobs[0].settings
 
     @property
-    def on_cpu(self) -> bool:
-        """As runner.utils.accelerator names a CPU."""
+    def is_on_cpu(self) -> bool:
+        """Return whether the device is a CPU, by the name that runner.utils.accelerator gives."""
         return "threads)" in self.device
 
     @property
     def memory_mib(self) -> float | None:
-        """What may be compared between jobs: the device's peak; on a CPU the weights and the
-        optimizer's state, for a process's resident set holds what earlier jobs left."""
-        if not self.on_cpu:
+        """Return the memory that is comparable between jobs, in MiB.
+
+        On an accelerator the device's peak; on a CPU weights plus optimizer state, because a
+        process's resident set includes what earlier jobs left.
+        """
+        if not self.is_on_cpu:
             return self.peak_mib.mean if self.peak_mib else None
         if self.weights_mib is None:
             return None
@@ -87,160 +98,190 @@ class Group:
 
 
 def group_jobs(results: Sequence[RunResult]) -> list[Group]:
-    """The groups in the order in which their first jobs were asked for. A job that failed before
-    it knew its device counts where its group ran."""
-    devices = {r.device for r in results if r.device}
-    only = devices.pop() if len(devices) == 1 else ""
-    homes: dict[str, str] = {}
-    for r in results:
-        if r.device:
-            homes.setdefault(r.group or r.label, r.device)
-    keyed: dict[tuple[str, str], list[RunResult]] = {}
-    for r in results:
-        name = r.group or r.label
-        keyed.setdefault((name, r.device or homes.get(name, only)), []).append(r)
-    return [_group(*key, jobs, results) for key, jobs in keyed.items()]
+    """Return the groups of a sweep, ordered by their first jobs.
+
+    A job that failed before it knew its device counts on the device where its group ran.
+    """
+    devices = {result.device for result in results if result.device}
+    only_device = devices.pop() if len(devices) == 1 else ""
+    device_by_name: dict[str, str] = {}
+    for result in results:
+        if result.device:
+            device_by_name.setdefault(group_name(result), result.device)
+    grouped: dict[tuple[str, str], list[RunResult]] = {}
+    for result in results:
+        name = group_name(result)
+        device = result.device or device_by_name.get(name, only_device)
+        grouped.setdefault((name, device), []).append(result)
+    return [_group(*key, jobs, results) for key, jobs in grouped.items()]
 
 
-def _group(name: str, device: str, jobs: Sequence[RunResult], every: Sequence[RunResult]) -> Group:
-    done = [j for j in jobs if j.outcome in ("finished", "diverged")]
-    sound = [j for j in done if j.outcome == "finished"]
+def group_name(result: RunResult) -> str:
+    """Return the name of a job's group: its label without the seed."""
+    return result.group or result.label
+
+
+def _group(
+    name: str, device: str, jobs: Sequence[RunResult], sweep_results: Sequence[RunResult]
+) -> Group:
+    ended = [job for job in jobs if job.outcome in ("finished", "diverged")]
+    complete = [job for job in ended if job.outcome == "finished"]
 
     def spread(value: Callable[[RunResult], float | None]) -> Spread | None:
-        return Spread.of(map(value, done))
+        return Spread.of(map(value, ended))
 
     return Group(
         name,
         jobs[0].precision,
         device,
         tuple(jobs),
-        Counter(j.outcome for j in jobs),
-        quality=Spread.of(j.metrics.get(j.quality) for j in sound),
-        best=Spread.of(j.best for j in sound),
-        loss=Spread.of(j.metrics.get(VAL_LOSS) for j in sound),
-        change=Spread.of(relative_change(j.quality, j, every) for j in sound),
-        speed=spread(lambda j: j.examples_per_second),
-        step_ms=spread(lambda j: j.step_ms),
-        peak_mib=spread(lambda j: j.peak_memory_mib),
-        weights_mib=spread(lambda j: j.weights_mib),
-        optimizer_mib=spread(lambda j: j.optimizer_mib),
-        loss_scale=spread(lambda j: j.loss_scale),
-        skipped=spread(lambda j: j.skipped_steps),
-        converted=", ".join(dict.fromkeys(j.converted for j in done if j.converted)),
-        reasons=tuple(dict.fromkeys(j.error for j in jobs if j.error)),
+        Counter(job.outcome for job in jobs),
+        quality=Spread.of(job.metrics.get(job.quality) for job in complete),
+        best=Spread.of(job.best for job in complete),
+        loss=Spread.of(job.metrics.get(VAL_LOSS) for job in complete),
+        change=Spread.of(relative_change(job.quality, job, sweep_results) for job in complete),
+        speed=spread(lambda job: job.examples_per_second),
+        step_ms=spread(lambda job: job.step_ms),
+        peak_mib=spread(lambda job: job.peak_memory_mib),
+        weights_mib=spread(lambda job: job.weights_mib),
+        optimizer_mib=spread(lambda job: job.optimizer_mib),
+        loss_scale=spread(lambda job: job.loss_scale),
+        skipped=spread(lambda job: job.skipped_steps),
+        converted=", ".join(dict.fromkeys(job.converted for job in ended if job.converted)),
+        reasons=tuple(dict.fromkeys(job.error for job in jobs if job.error)),
     )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A group beside its baseline: 32-true with the same other settings on the same device.
+    """A group and its baseline: 32-true with the same other settings on the same device.
 
     Attributes:
-        base: None where 32-true was not swept; the group itself for one that others have as
-            their baseline.
-        speed: examples/s over the baseline's, per seed where the seeds match, else of the medians.
-        memory: Group.memory_mib over the baseline's.
+        baseline: None if 32-true was not swept; the group itself if it is others' baseline.
+        speed_ratio: examples/s over the baseline's, per seed if the seeds match, else of medians.
+        memory_ratio: Group.memory_mib over the baseline's.
+        difference: quality minus the baseline's.
     """
 
     group: Group
-    base: Group | None
-    speed: Ratio | None = None
-    memory: float | None = None
-    quality: Difference | None = None
+    baseline: Group | None
+    speed_ratio: Ratio | None = None
+    memory_ratio: float | None = None
+    difference: Difference | None = None
 
     @property
-    def is_base(self) -> bool:
-        """Whether the others are compared with it."""
-        return self.base is self.group
+    def is_baseline(self) -> bool:
+        """Return whether other groups are compared with this one."""
+        return self.baseline is self.group
 
     @property
-    def pace(self) -> Literal["faster", "slower", "even", "unclear", ""]:
-        """Judged by the range over seeds, and by SURE_*; empty without a ratio."""
-        if self.speed is None or self.is_base:
+    def speed_verdict(self) -> Literal["faster", "slower", "even", "unclear", ""]:
+        """Return the verdict on speed by the range over seeds; empty without a ratio."""
+        ratio = self.speed_ratio
+        if ratio is None or self.is_baseline:
             return ""
-        sure = SURE_SINGLE if self.speed.n == 1 else SURE_SEEDS
-        if self.speed.low > 1 and self.speed.value > 1 + sure:
+        min_gain = MIN_GAIN_ONE_SEED if ratio.n == 1 else MIN_GAIN_SEEDS
+        if ratio.low > 1 and ratio.value > 1 + min_gain:
             return "faster"
-        if self.speed.high < 1 and self.speed.value < 1 - sure:
+        if ratio.high < 1 and ratio.value < 1 - min_gain:
             return "slower"
-        return "even" if self.speed.high < UNCLEAR * self.speed.low else "unclear"
+        return "even" if ratio.high < MAX_SPREAD * ratio.low else "unclear"
 
 
 def compare(results: Sequence[RunResult]) -> list[Comparison]:
-    """Every group with its ratios and its difference, in the order of groups()."""
-    found = group_jobs(results)
-    bases = {(g.settings, g.device): g for g in found if g.precision == BASE}
-    beside = [_base(g, bases) for g in found]
-    used = {id(b) for g, b in zip(found, beside, strict=True) if b is not None and b is not g}
-    return [
-        compare_jobs(g, None if b is g and id(b) not in used else b)
-        for g, b in zip(found, beside, strict=True)
-    ]
+    """Compare every group of a sweep with its baseline, in the order of group_jobs()."""
+    groups = group_jobs(results)
+    candidates = {(g.settings, g.device): g for g in groups if g.precision == BASE}
+    baselines = [_baseline_of(group, candidates) for group in groups]
+    pairs = list(zip(groups, baselines, strict=True))
+    used = {id(base) for group, base in pairs if base is not None and base is not group}
+    compared = []
+    for group, base in pairs:
+        # A 32-true group that no other group is compared with is an ordinary row.
+        is_unused = base is group and id(base) not in used
+        compared.append(compare_jobs(group, None if is_unused else base))
+    return compared
 
 
-def _base(group: Group, bases: Mapping[tuple[str, str], Group]) -> Group | None:
-    exact = bases.get((group.settings, group.device))
-    return exact or bases.get((shared_settings(group.settings), group.device))
+def _baseline_of(group: Group, candidates: Mapping[tuple[str, str], Group]) -> Group | None:
+    exact = candidates.get((group.settings, group.device))
+    return exact or candidates.get((shared_settings(group.settings), group.device))
 
 
-def compare_jobs(group: Group, base: Group | None) -> Comparison:
-    """A group beside another."""
-    if base is None or not base.finished or not group.finished:
-        return Comparison(group, base)
-    memory = None
-    if group.memory_mib is not None and base.memory_mib:
-        memory = group.memory_mib / base.memory_mib
-    quality = None
-    if group is not base and not group.evaluated and group.quality and base.quality:
-        direction = base.jobs[0].direction
-        quality = quality_difference(_qualities(group), _qualities(base), direction)
-    return Comparison(group, base, _speed(group, base), memory, quality)
+def compare_jobs(group: Group, baseline: Group | None) -> Comparison:
+    """Compare a group with a baseline; without ratios if either has no finished job."""
+    if baseline is None or not baseline.finished_count or not group.finished_count:
+        return Comparison(group, baseline)
+    memory_ratio = None
+    if group.memory_mib is not None and baseline.memory_mib:
+        memory_ratio = group.memory_mib / baseline.memory_mib
+    return Comparison(
+        group, baseline, _speed_ratio(group, baseline), memory_ratio, _difference(group, baseline)
+    )
+
+
+def _difference(group: Group, baseline: Group) -> Difference | None:
+    # An evaluated checkpoint is compared with its own precision (Group.change), not with 32-true.
+    if group is baseline or group.is_evaluation or not (group.quality and baseline.quality):
+        return None
+    direction = baseline.jobs[0].direction
+    return quality_difference(_qualities(group), _qualities(baseline), direction)
 
 
 def _qualities(group: Group) -> list[tuple[int | None, float]]:
-    return [(j.seed, j.metrics[j.quality]) for j in group.jobs if j.outcome == "finished"]
+    return [(job.seed, job.metrics[job.quality]) for job in group.jobs if job.outcome == "finished"]
 
 
-def _speed(group: Group, base: Group) -> Ratio | None:
-    """Ratios of examples/s, with the range that seeds span. A job that was too short has none, and
-    is no reason to compare others across seeds."""
-    mine, others = _rates(group), _rates(base)
-    if _share_seeds(group, base) or not mine or not others:
-        rates = dict(others)
-        return Ratio.of(rate / rates[seed] for seed, rate in mine if seed in rates)
-    a, b = (sorted(rate for _, rate in rates) for rates in (mine, others))
-    value = median(a) / median(b)
-    return Ratio(value, min(len(a), len(b)), a[0] / b[-1], a[-1] / b[0])
+def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
+    """Return the ratios of examples/s with the range over seeds.
+
+    A job that was too short has no speed; the remaining seeds are still compared pairwise.
+    """
+    rates = _rates(group)
+    base_rates = _rates(baseline)
+    if _share_seeds(group, baseline) or not rates or not base_rates:
+        by_seed = dict(base_rates)
+        return Ratio.of(rate / by_seed[seed] for seed, rate in rates if seed in by_seed)
+    speeds = sorted(rate for _, rate in rates)
+    base_speeds = sorted(rate for _, rate in base_rates)
+    value = median(speeds) / median(base_speeds)
+    count = min(len(speeds), len(base_speeds))
+    # Without pairs any two seeds may meet: the widest range is the honest one.
+    return Ratio(value, count, speeds[0] / base_speeds[-1], speeds[-1] / base_speeds[0])
 
 
-def _share_seeds(group: Group, base: Group) -> bool:
-    """Whether some seeds are in both, and each once."""
-    mine, others = ([job.seed for job in one.jobs] for one in (group, base))
-    once = len({*mine}) == len(mine) and len({*others}) == len(others)
-    return once and bool({*mine} & {*others} - {None})
+def _share_seeds(group: Group, baseline: Group) -> bool:
+    """Return whether some seeds are in both groups, each at most once per group."""
+    seeds = [job.seed for job in group.jobs]
+    base_seeds = [job.seed for job in baseline.jobs]
+    are_unique = len({*seeds}) == len(seeds) and len({*base_seeds}) == len(base_seeds)
+    return are_unique and bool({*seeds} & {*base_seeds} - {None})
 
 
 def _rates(group: Group) -> list[tuple[int | None, float]]:
-    done = (j for j in group.jobs if j.status == "finished")
-    return [(j.seed, j.examples_per_second) for j in done if j.examples_per_second]
+    finished = (job for job in group.jobs if job.status == "finished")
+    return [(job.seed, job.examples_per_second) for job in finished if job.examples_per_second]
 
 
 def pareto_front(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Those that no other on the same device beats in means: at least as good in speed, memory
-    and quality, better in one. Only groups whose every job finished, and did not diverge."""
-    fit = [c for c in comparisons if c.group.sound and c.group.speed]
-    return [c for c in fit if not any(_dominates(o.group, c.group) for o in fit)]
+    """Return the complete groups that no other one on the same device dominates.
+
+    A group dominates another if its means of speed, memory and quality are at least as good and
+    one is better.
+    """
+    complete = [c for c in comparisons if c.group.is_complete and c.group.speed]
+    return [c for c in complete if not any(_dominates(o.group, c.group) for o in complete)]
 
 
-def _dominates(a: Group, b: Group) -> bool:
-    if a.device != b.device:
+def _dominates(first: Group, second: Group) -> bool:
+    if first.device != second.device:
         return False
-    gains = [x - y for x, y in zip(_merits(a), _merits(b), strict=True)]
+    gains = [x - y for x, y in zip(_merits(first), _merits(second), strict=True)]
     return min(gains) >= 0 and max(gains) > 0
 
 
 def _merits(group: Group) -> tuple[float, float, float]:
-    """Speed, memory and quality, each the greater the better."""
+    """Return speed, memory and quality, each signed so that greater is better."""
     assert group.speed is not None
     assert group.quality is not None
     sign = 1 if group.jobs[0].direction == "max" else -1

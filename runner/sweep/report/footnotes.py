@@ -1,9 +1,9 @@
-"""How a report compared, said under it."""
+"""Explain under a report how its numbers were compared; only what the report shows."""
 
 from collections.abc import Iterator, Sequence
 
 from runner.config.precision_keys import left_out_messages
-from runner.sweep.report.compare import SURE_SEEDS, SURE_SINGLE, Comparison
+from runner.sweep.report.compare import MIN_GAIN_ONE_SEED, MIN_GAIN_SEEDS, Comparison, Group
 
 TESTS = {
     "paired t": "paired t, Student 1908, over equal seeds",
@@ -25,27 +25,37 @@ GPU = "peak of allocated device memory."
 
 
 def footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]]:
-    """(what, how) of everything that the report compares."""
-    done = [c.group for c in compared if c.group.finished]
-    seeds = sorted({j.seed for g in done for j in g.jobs if j.seed is not None})
-    if any(g.quality for g in done):
-        yield "Quality", QUALITY.format(seeds=", ".join(map(str, seeds)) or "unknown")
-    if any(g.change for g in done):
-        yield "Change", CHANGE
-    tests = {c.quality.test for c in compared if c.quality and c.quality.test}
-    if tests:
-        yield "Verdict", VERDICT.format(test=TESTS["Welch" if "Welch" in tests else "paired t"])
-    if any(c.speed and not c.is_base for c in compared):
-        yield "Speed", SPEED.format(several=SURE_SEEDS, single=SURE_SINGLE)
-    if left := _left_out(compared):
-        yield "Keys", left
-    if any(g.on_cpu for g in done):
+    """Yield (term, explanation) of everything that the report compares."""
+    finished = [c.group for c in compared if c.group.finished_count]
+    yield from _quality_notes(finished)
+    yield from _comparison_notes(compared)
+    if messages := _left_out_messages(compared):
+        yield "Keys", messages
+    if any(group.is_on_cpu for group in finished):
         yield "Memory on a CPU", CPU
-    if any(not g.on_cpu and g.peak_mib for g in done):
+    if any(not group.is_on_cpu and group.peak_mib for group in finished):
         yield "Memory on a GPU", GPU
 
 
-def _left_out(compared: Sequence[Comparison]) -> str:
+def _quality_notes(finished: Sequence[Group]) -> Iterator[tuple[str, str]]:
+    if any(group.quality for group in finished):
+        jobs = [job for group in finished for job in group.jobs]
+        seeds = sorted({job.seed for job in jobs if job.seed is not None})
+        yield "Quality", QUALITY.format(seeds=", ".join(map(str, seeds)) or "unknown")
+    if any(group.change for group in finished):
+        yield "Change", CHANGE
+
+
+def _comparison_notes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]]:
+    differences = [c.difference for c in compared if c.difference]
+    tests = {difference.test for difference in differences if difference.test}
+    if tests:
+        yield "Verdict", VERDICT.format(test=TESTS["Welch" if "Welch" in tests else "paired t"])
+    if any(c.speed_ratio and not c.is_baseline for c in compared):
+        yield "Speed", SPEED.format(several=MIN_GAIN_SEEDS, single=MIN_GAIN_ONE_SEED)
+
+
+def _left_out_messages(compared: Sequence[Comparison]) -> str:
     """Return which keys of the command which precisions ran without; empty for none."""
     jobs = [job for c in compared for job in c.group.jobs]
     pairs = [f"{job.precision} {key}" for job in jobs for key in job.left_out]

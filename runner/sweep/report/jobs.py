@@ -1,4 +1,4 @@
-"""What a report is made of: the jobs of a sweep, from its folder or from MLflow."""
+"""Hold a sweep's jobs with their curves: the data that every report is made from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,10 @@ from runner.tracking.history import Curve
 
 @dataclass(frozen=True)
 class Job:
-    """One job: what it came to, and its metrics over the steps, exactly as they were recorded.
+    """One job: its result, and its metrics over the steps exactly as they were recorded.
 
-    curves: by metric name (see METRICS); empty for a job that never trained.
+    Attributes:
+        curves: by metric name (see METRICS); empty for a job that never trained.
     """
 
     result: RunResult
@@ -22,47 +23,49 @@ class Job:
 
 @dataclass(frozen=True)
 class SweepData:
-    """A sweep, whole or in part.
+    """A sweep, complete or in part.
 
     Attributes:
-        jobs: in the order in which they were asked for.
-        commands: what was typed, one per machine or process that took part.
-        stopped: a signal ended it before its last job.
-        asked: how many jobs it has, with those that never began; 0 where that is not known.
-        question: what mode=advise asked; None of a sweep that the user laid out.
+        jobs: in the order in which the command asked for them.
+        commands: the commands typed, one per machine or process that took part.
+        is_stopped: whether a signal ended it before its last job.
+        job_count: how many jobs it has, those that never began included; 0 if unknown.
+        advise_settings: of mode=advise; None for a sweep that the user laid out.
     """
 
     jobs: Sequence[Job]
     commands: Sequence[str] = ()
     sweep_id: str = ""
-    stopped: bool = False
-    asked: int = 0
-    question: AdviseSettings | None = None
+    is_stopped: bool = False
+    job_count: int = 0
+    advise_settings: AdviseSettings | None = None
 
     @property
-    def unfinished(self) -> bool:
-        """Whether going on with it would run a job: one that did not begin, was stopped or failed
-        for another reason than its numbers."""
-        if self.question:
-            return self.stopped
-        redo = any(
-            j.result.status in ("failed", "stopped") and not j.result.diverged for j in self.jobs
+    def is_unfinished(self) -> bool:
+        """Return whether resuming the sweep would run a job.
+
+        That is one that did not begin, was stopped, or failed for another reason than its numbers.
+        """
+        if self.advise_settings:
+            return self.is_stopped
+        has_failed_jobs = any(
+            job.result.status in ("failed", "stopped") and not job.result.diverged
+            for job in self.jobs
         )
-        return self.stopped or bool(self.missing) or redo
+        return self.is_stopped or bool(self.shortfall) or has_failed_jobs
 
     @property
     def advice(self) -> Advice | None:
-        """What the jobs answer to the question."""
-        return (
-            rank_precisions([job.result for job in self.jobs], self.question)
-            if self.question
-            else None
-        )
+        """Return the answer of mode=advise, None for any other sweep."""
+        if self.advise_settings is None:
+            return None
+        return rank_precisions([job.result for job in self.jobs], self.advise_settings)
 
     @property
-    def missing(self) -> str:
-        """What it did not come to; empty where every job began."""
-        if self.asked > len(self.jobs):
-            return f"only {len(self.jobs)} of the sweep's {self.asked} jobs began"
-        unknown = self.stopped and not self.asked
-        return "the sweep was stopped before its last job" if unknown else ""
+    def shortfall(self) -> str:
+        """Return a clause on the jobs that did not begin; empty if every job began."""
+        if self.job_count > len(self.jobs):
+            return f"only {len(self.jobs)} of the sweep's {self.job_count} jobs began"
+        if self.is_stopped and not self.job_count:
+            return "the sweep was stopped before its last job"
+        return ""

@@ -1,10 +1,14 @@
-"""The jobs of a sweep: from its folder, or from MLflow alone."""
+"""Load a sweep's jobs with their curves, from its folder or from MLflow alone.
+
+Each process that ran jobs stores a list of their results (jobs-<time>.json) with the parent run, so
+that a report made from MLflow also knows the jobs that never became a run there.
+"""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
 
 JOBS = "jobs"
+"""Folder of the parent run's artifacts that holds the lists of results."""
 _CURVES = (
     "train/loss",
     "val/loss",
@@ -36,26 +41,60 @@ _STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
     "FAILED": "failed",
     "KILLED": "stopped",
 }
+_UNKNOWN_STATUS = "It has not ended: it still runs, or died without a word."
+_IGNORED_OVERRIDE = re.compile(
+    r"[+~]*(seed|precision|mode|tracking\b.*|hydra\b.*|data\.root|train\.num_workers)="
+)
+"""Overrides in which two jobs may differ and still be compared."""
 
 
-def load_from_folder(folder: Path, stopped: bool = False) -> SweepData:
-    """A sweep whose jobs ran here."""
+@dataclass
+class _StoredFacts:
+    """What the processes that ran a sweep's jobs stored with its parent run."""
+
+    is_stopped: bool
+    results: list[RunResult] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    job_count: int = 0
+    advise_settings: AdviseSettings | None = None
+
+    def add(self, content: Mapping[str, Any]) -> None:
+        """Add the content of one process's list; entries that cannot be read are skipped."""
+        for values in content.get("results", ()):
+            with suppress(ValueError):
+                self.results.append(RunResult.of(values))
+        self.commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
+        self.is_stopped |= bool(content.get("stopped"))
+        self.advise_settings = AdviseSettings.of(content.get("question")) or self.advise_settings
+        job_count = content.get("asked")
+        if isinstance(job_count, int):
+            self.job_count += job_count
+
+
+def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
+    """Load a sweep whose jobs ran here."""
     manifest = Manifest.read(folder)
-    # A result names the folder where its job ran, from which the sweep's may have been moved.
-    jobs = [Job(r, history.from_folder(folder / Path(r.folder).name)) for r in read_results(folder)]
-    told = [quote_command(manifest.command)]
-    return SweepData(jobs, told, manifest.id, stopped, manifest.jobs, AdviseSettings.read(folder))
+    jobs = []
+    for result in read_results(folder):
+        # A result names the folder where its job ran; the sweep may have been moved since.
+        job_folder = folder / Path(result.folder).name
+        jobs.append(Job(result, history.from_folder(job_folder)))
+    commands = [quote_command(manifest.command)]
+    settings = AdviseSettings.read(folder)
+    return SweepData(jobs, commands, manifest.id, is_stopped, manifest.jobs, settings)
 
 
 def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
-    """The results of the jobs that ran here, for reports that are made from MLflow: also of those
-    that never became a run there."""
+    """Write the results of the jobs that ran here, for reports made from MLflow; return the path.
+
+    They include the jobs that never became a run there.
+    """
     path = folder / f"jobs-{began_ms}.json"
     content = {
         "commands": list(data.commands),
-        "stopped": data.stopped,
-        "asked": data.asked,
-        "question": asdict(data.question) if data.question else None,
+        "stopped": data.is_stopped,
+        "asked": data.job_count,
+        "question": asdict(data.advise_settings) if data.advise_settings else None,
         "results": [asdict(job.result) for job in data.jobs],
     }
     path.write_text(json.dumps(redact_values(content), indent=2) + "\n")
@@ -63,83 +102,106 @@ def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
 
 
 def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
-    """A sweep as MLflow knows it, on however many machines its jobs ran."""
-    told, commands, stopped, asked, question = _told(reader, parent)
+    """Load a sweep from MLflow, on however many machines its jobs ran."""
+    facts = _stored_facts(reader, parent)
     runs = {run.run_id: run for run in reader.jobs(parent)}
-    folders = {run.tags.get("output_dir"): run.run_id for run in runs.values()}
-    told = [replace(r, run_id=r.run_id or folders.get(r.folder)) for r in told]
-    listed = {result.run_id for result in told}
-    results = [*told, *(_result(reader, r) for r in runs.values() if r.run_id not in listed)]
-    jobs = [
-        Job(result, _curves(reader, runs.get(result.run_id or "")))
-        for result in (results if question else with_unique_names(results))
-    ]
-    commands = commands or [parent.tags.get("command", "")]
-    return SweepData(jobs, commands, parent.tags.get("sweep_id", ""), stopped, asked, question)
-
-
-_BESIDE = re.compile(
-    r"[+~]*(seed|precision|mode|tracking\b.*|hydra\b.*|data\.root|train\.num_workers)="
-)
-"""Overrides that two jobs may differ in and be compared all the same."""
+    run_ids = {run.tags.get("output_dir"): run.run_id for run in runs.values()}
+    listed = [replace(r, run_id=r.run_id or run_ids.get(r.folder)) for r in facts.results]
+    listed_ids = {result.run_id for result in listed}
+    unlisted = [_result(reader, run) for run in runs.values() if run.run_id not in listed_ids]
+    results = [*listed, *unlisted]
+    if not facts.advise_settings:
+        results = with_unique_names(results)
+    jobs = [Job(result, _curves(reader, runs.get(result.run_id or ""))) for result in results]
+    return SweepData(
+        jobs,
+        facts.commands or [parent.tags.get("command", "")],
+        parent.tags.get("sweep_id", ""),
+        facts.is_stopped,
+        facts.job_count,
+        facts.advise_settings,
+    )
 
 
 def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:
-    """A sweep names its jobs by what it varied itself. Where it was joined by others, equal names
-    may then mean different settings, and different names equal ones: they are named anew by
-    everything that differs."""
-    typed = {id(r): frozenset(t for t in r.overrides if not _BESIDE.match(t)) for r in results}
-    known = [r for r in results if r.overrides]
-    meant = {(r.settings, typed[id(r)]) for r in known}
-    if len({name for name, _ in meant}) == len({texts for _, texts in meant}) == len(meant):
+    """Rename the jobs of joined sweeps by all settings that differ, if their names are ambiguous.
+
+    A sweep names its jobs by what it varied itself. In a sweep that others joined, one name may
+    then stand for different settings, and different names for the same ones.
+    """
+    overrides = {
+        id(r): frozenset(text for text in r.overrides if not _IGNORED_OVERRIDE.match(text))
+        for r in results
+    }
+    known = [result for result in results if result.overrides]
+    named_settings = {(result.settings, overrides[id(result)]) for result in known}
+    names = {name for name, _ in named_settings}
+    settings = {words for _, words in named_settings}
+    if len(names) == len(settings) == len(named_settings):
         return [*results]
-    common = frozenset.intersection(*(typed[id(r)] for r in known))
-    seeds = len({r.seed for r in known}) > 1
 
-    def named(r: RunResult) -> RunResult:
-        own = sorted(map(shorten_override, typed[id(r)] - common))
-        seed = [f"seed={r.seed}"] if seeds and r.seed is not None else []
-        group, label = " ".join([r.precision, *own]), " ".join([r.precision, *own, *seed])
-        return replace(r, group=group, label=label)
+    common = frozenset.intersection(*(overrides[id(result)] for result in known))
+    has_seeds = len({result.seed for result in known}) > 1
 
-    return [named(r) if r.overrides else r for r in results]
+    def renamed(result: RunResult) -> RunResult:
+        own = sorted(map(shorten_override, overrides[id(result)] - common))
+        group = " ".join([result.precision, *own])
+        label = group
+        if has_seeds and result.seed is not None:
+            label = f"{group} seed={result.seed}"
+        return replace(result, group=group, label=label)
+
+    return [renamed(result) if result.overrides else result for result in results]
 
 
-def _told(
-    reader: "Reader", parent: "StoredRun"
-) -> tuple[list[RunResult], list[str], bool, int, AdviseSettings | None]:
-    """What the processes that ran the jobs left with the parent run when they ended."""
-    results, commands, stopped, asked = [], [], parent.status == "KILLED", 0
-    question = None
+def _stored_facts(reader: "Reader", parent: "StoredRun") -> _StoredFacts:
+    """Return what the processes that ran the jobs stored with the parent run when they ended."""
+    facts = _StoredFacts(is_stopped=parent.status == "KILLED")
     for path in sorted(reader.artifacts(parent.run_id, JOBS)):
         content = None
+        # A damaged list leaves the jobs to their own runs.
         with suppress(ValueError):
             content = json.loads(reader.artifact(parent.run_id, path) or b"{}")
-        if not isinstance(content, dict):
-            continue
-        for values in content.get("results", ()):
-            with suppress(ValueError):
-                results.append(RunResult.of(values))
-        commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
-        stopped |= bool(content.get("stopped"))
-        question = AdviseSettings.of(content.get("question")) or question
-        asked += number if isinstance(number := content.get("asked"), int) else 0
-    return results, commands, stopped, asked, question
+        if isinstance(content, dict):
+            facts.add(content)
+    return facts
 
 
 def _result(reader: "Reader", run: "StoredRun") -> RunResult:
-    """A run that no list names: its own result, else what its tags and last metrics say."""
-    where: dict[str, Any] = {
+    """Return the result of a run that no list names: its own file, else its tags and metrics."""
+    location: dict[str, Any] = {
         "run_id": run.run_id,
         "experiment_id": run.experiment_id,
         "tracking_uri": redact(reader.uri),
     }
-    with suppress(ValueError):  # damaged
+    # A damaged result is as good as none.
+    with suppress(ValueError):
         if data := reader.artifact(run.run_id, RESULT):
-            return replace(RunResult.of(json.loads(data)), **where)
+            return replace(RunResult.of(json.loads(data)), **location)
+    seed = run.params.get("seed", "")
+    return RunResult(
+        run.tags.get("precision", ""),
+        run.name,
+        run.tags.get("output_dir", ""),
+        _STATUS.get(run.status, "stopped"),
+        run.tags.get("error", "") if run.status in _STATUS else _UNKNOWN_STATUS,
+        group=re.sub(r" seed=\d+(?= |$)", "", run.name),
+        seed=int(seed) if seed.isdecimal() else None,
+        model=run.tags.get("model", ""),
+        data=run.tags.get("data", ""),
+        device=run.tags.get("device_name", ""),
+        **_stored_values(run),
+        **location,
+    )
+
+
+def _stored_values(run: "StoredRun") -> dict[str, Any]:
+    """Return the fields of a result that a run's last metrics and tags hold."""
+    quality = next((key for key in ("val/accuracy", "val/loss") if key in run.metrics), "")
     values: dict[str, Any] = {
-        "metrics": {k: v for k, v in run.metrics.items() if k.startswith("val/")},
-        "quality": next((k for k in ("val/accuracy", "val/loss") if k in run.metrics), ""),
+        "metrics": {key: v for key, v in run.metrics.items() if key.startswith("val/")},
+        "quality": quality,
+        "direction": "max" if quality == "val/accuracy" else "min",
         "train_loss": run.metrics.get("train/loss"),
         "loss_scale": run.metrics.get("loss_scale/value"),
         "weights_mib": run.metrics.get("memory/weights_mib"),
@@ -149,34 +211,21 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
         "step_ms": run.metrics.get("perf/step_ms"),
         "converted": run.tags.get("converted", ""),
     }
-    if run.tags.get("emulated"):
-        values |= {"examples_per_second": None, "step_ms": None, "kernels": "emulated"}
-    if (skipped := run.metrics.get("loss_scale/skipped_steps")) is not None:
+    skipped = run.metrics.get("loss_scale/skipped_steps")
+    if skipped is not None:
         values["skipped_steps"] = int(skipped)
-    values["direction"] = "max" if values["quality"] == "val/accuracy" else "min"
-    seed = run.params.get("seed", "")
-    still = "It has not ended: it still runs, or died without a word."
-    return RunResult(
-        run.tags.get("precision", ""),
-        run.name,
-        run.tags.get("output_dir", ""),
-        _STATUS.get(run.status, "stopped"),
-        run.tags.get("error", "") if run.status in _STATUS else still,
-        group=re.sub(r" seed=\d+(?= |$)", "", run.name),
-        seed=int(seed) if seed.isdecimal() else None,
-        model=run.tags.get("model", ""),
-        data=run.tags.get("data", ""),
-        device=run.tags.get("device_name", ""),
-        **values,
-        **where,
-    )
+    if run.tags.get("emulated"):
+        # The time of emulated arithmetic says nothing about the precision.
+        values |= {"examples_per_second": None, "step_ms": None, "kernels": "emulated"}
+    return values
 
 
 def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
-    """The exact history that the run left, else what the store's own points say."""
+    """Return the exact history that the run stored, else the store's own points."""
     if run is None:
         return {}
-    with suppress(ValueError):  # damaged
+    # A damaged history is as good as none.
+    with suppress(ValueError):
         if data := reader.artifact(run.run_id, HISTORY):
             return history.read_history(data)
     return {name: reader.curve(run.run_id, name) for name in _CURVES if name in run.metrics}

@@ -1,74 +1,67 @@
-"""The report of a sweep as files: report.md, report.html and report.png."""
+"""Write the report of a sweep: report.md, report.html, report.png and the note for MLflow.
+
+The parts of a page are blocks of runner.utils.markup; its tables come from columns.py, its
+sentences from conclusion.py or, for mode=advise, from advice_page.py.
+"""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runner.modes.result import RunResult
-from runner.modes.tables import result_columns
 from runner.sweep.report import advice_page
 from runner.sweep.report.charts import legend, overview, panels
-from runner.sweep.report.compare import BASE, Comparison, Group, compare
+from runner.sweep.report.columns import groups_table, jobs_table
+from runner.sweep.report.compare import BASE, Comparison, compare
 from runner.sweep.report.conclusion import (
     NO_BASE,
     conclusion,
     conclusion_sentence,
     failure_sentence,
-    format_mean_sd,
-    format_range,
-    format_ratio,
-    join_names,
-    quality_sentence,
     recommended_precision,
 )
-from runner.sweep.report.downsample import downsample
+from runner.sweep.report.downsample import curve_points
 from runner.sweep.report.footnotes import footnotes
 from runner.sweep.report.jobs import Job, SweepData
-from runner.sweep.report.statistics import Spread
+from runner.sweep.report.number_text import join_names
 from runner.utils.formatting import format_number
 from runner.utils.markup import (
     Block,
-    Cell,
     Charts,
     Commands,
     Heading,
     Items,
     Table,
     Text,
-    Tone,
     markdown,
     to_html,
     to_markdown,
 )
 from runner.utils.plots import svg_element
 
-REASON = 80
-KEYS = 4
-WORDS = ("precision", "job", "device", "status", f"against {BASE}")
-TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "same": "", "unjudged": "quiet"}
+MAX_TITLE_KEYS = 4
+MAX_FAILED_NAMES = 6
+NOTE_LIMIT = 7000
+"""Characters of the note; MLflow stores a tag's value up to 8000."""
 
 
 def write_report(data: SweepData, folder: Path) -> list[Path]:
     """Write the report into a folder that exists.
 
     Returns:
-        The files written; no report.png where nothing was trained.
+        The files written; no report.png if nothing was trained.
 
     Raises:
         OSError: the folder cannot be written to.
     """
     compared = compare([job.result for job in data.jobs])
     title = _title(data)
-    top = advice_page.advice_blocks(data.advice) if data.advice else _top(data, compared)
-    before, after = list(top), list(_rest(data, compared))
-    pictures = [svg_element(figure) for figure in panels(data)]
-    charts: list[Block] = []
-    if pictures:
-        lines = [(e.name, e.colour, e.dashes) for e in legend(data)]
-        charts = [Heading("Curves"), Charts(pictures, lines)]
+    top = advice_page.advice_blocks(data.advice) if data.advice else _top_blocks(data, compared)
+    before = list(top)
+    after = list(_detail_blocks(data, compared))
     paths = [folder / "report.md", folder / "report.html"]
     paths[0].write_text(to_markdown(title, [*before, *after]))
-    paths[1].write_text(to_html(title, [*before, *charts, *after]))
+    paths[1].write_text(to_html(title, [*before, *_chart_blocks(data), *after]))
     figure = overview(data)
     if figure is not None:
         paths.append(folder / "report.png")
@@ -76,238 +69,159 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     return paths
 
 
-def summary_markdown(data: SweepData, limit: int = 7000) -> str:
-    """Conclusion, commands and table of groups for the note of the parent run.
+def summary_markdown(data: SweepData, limit: int = NOTE_LIMIT) -> str:
+    """Return conclusion, table of groups and commands for the note of the parent run.
 
     Args:
         data: the sweep.
         limit: characters; the table loses its last rows, whole lines, to stay within.
     """
-    head, tail, table = _summary(data)
+    head, table, tail = _summary_parts(data)
     rows = markdown(table).splitlines() if table else []
     hint = "More rows: see report.html among the artifacts."
 
-    def whole(count: int) -> str:
-        table = "\n".join(rows[:count] if count > 2 else [])
-        cut = hint if count < len(rows) else ""
-        return "\n\n".join(part for part in (head, table, cut, tail) if part) + "\n"
+    def with_rows(count: int) -> str:
+        # Two lines are the heading and its rule: a table of no rows is left out.
+        shown = "\n".join(rows[:count]) if count > 2 else ""
+        more = hint if count < len(rows) else ""
+        return "\n\n".join(filter(None, (head, shown, more, tail))) + "\n"
 
     for count in range(len(rows), 1, -1):
-        if len(whole(count)) <= limit:
-            return whole(count)
-    if len(head) + len(hint) + 3 <= limit:
-        return f"{head}\n\n{hint}\n"
-    return head[:limit]
+        text = with_rows(count)
+        if len(text) <= limit:
+            return text
+    short = f"{head}\n\n{hint}\n"
+    return short if len(short) <= limit else head[:limit]
 
 
-def _summary(data: SweepData) -> tuple[str, str, Table | None]:
-    """What is said first and last, and the table between them."""
+def _summary_parts(data: SweepData) -> tuple[str, Table | None, str]:
+    """Return the Markdown before the table, the table, and the Markdown after it."""
     tail = markdown(Commands(data.commands)) if data.commands else ""
     if data.advice:
-        first, table = advice_page.advice_markdown(data.advice)
-        return "\n\n".join(map(markdown, first)), tail, table
+        blocks, table = advice_page.advice_markdown(data.advice)
+        return "\n\n".join(map(markdown, blocks)), table, tail
     compared = compare([job.result for job in data.jobs])
-    head = markdown(Text(conclusion(compared, data.missing), "answer"))
-    return head, tail, _groups_table(compared) if compared else None
+    head = markdown(Text(conclusion(compared, data.shortfall), "answer"))
+    return head, _groups_table(compared) if compared else None, tail
+
+
+def _groups_table(compared: Sequence[Comparison]) -> Table:
+    return groups_table(compared, recommended_precision(compared))
 
 
 def _title(data: SweepData) -> str:
     results = [job.result for job in data.jobs]
-    swept = " × ".join(_swept(results)[:KEYS]) or "one job"
-    models = ", ".join(dict.fromkeys(r.model for r in results if r.model))
-    sets = ", ".join(dict.fromkeys(r.data for r in results if r.data))
-    what = " on ".join(filter(None, [models, sets]))
-    asked = f"Which precision for {what or 'this model'}?"
-    return asked if data.question else f"Sweep over {swept}{': ' if what else ''}{what}"
+    models = ", ".join(dict.fromkeys(result.model for result in results if result.model))
+    data_sets = ", ".join(dict.fromkeys(result.data for result in results if result.data))
+    trained = " on ".join(filter(None, [models, data_sets]))
+    if data.advise_settings:
+        return f"Which precision for {trained or 'this model'}?"
+    keys = " × ".join(_swept_keys(results)[:MAX_TITLE_KEYS]) or "one job"
+    return f"Sweep over {keys}: {trained}" if trained else f"Sweep over {keys}"
 
 
-def _swept(results: Sequence[RunResult]) -> list[str]:
-    """The keys whose values differ between jobs, as they were typed."""
-    every = [
-        dict(
-            text.lstrip("+~").split("=", 1)
-            for text in r.overrides
-            if "=" in text and not text.lstrip("+").startswith(("tracking.", "hydra."))
-        )
-        for r in results
-    ]
-    keys = dict.fromkeys(key for one in every for key in one)
-    found = [key for key in keys if len({one.get(key) for one in every}) > 1]
-    if not found:
-        found = ["precision"] if len({r.precision for r in results}) > 1 else []
-    return found
+def _swept_keys(results: Sequence[RunResult]) -> list[str]:
+    """Return the keys whose values differ between jobs, in the order of the command."""
+    values_by_job = [_override_values(result) for result in results]
+    keys = dict.fromkeys(key for values in values_by_job for key in values)
+    swept = [key for key in keys if len({values.get(key) for values in values_by_job}) > 1]
+    if swept:
+        return swept
+    return ["precision"] if len({result.precision for result in results}) > 1 else []
 
 
-def _top(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
+def _override_values(result: RunResult) -> dict[str, str]:
+    values = {}
+    for override in result.overrides:
+        key, equals, value = override.lstrip("+~").partition("=")
+        # Where a job is recorded and how it is launched is not what the sweep varies.
+        is_setting = not override.lstrip("+").startswith(("tracking.", "hydra."))
+        if equals and is_setting:
+            values[key] = value
+    return values
+
+
+def _top_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
+    """Yield what a reader in a hurry reads: the conclusion, the failures, the table of groups."""
     devices = ", ".join(dict.fromkeys(c.group.device for c in compared if c.group.device))
-    done = sum(c.group.finished for c in compared)
-    named = f"sweep {data.sweep_id}" if data.sweep_id else ""
-    facts = [f"{done} of {max(data.asked, len(data.jobs))} jobs finished", devices, named]
-    yield Text(" · ".join(filter(None, facts)), "small")
+    finished = sum(c.group.finished_count for c in compared)
+    sweep = f"sweep {data.sweep_id}" if data.sweep_id else ""
+    count = f"{finished} of {max(data.job_count, len(data.jobs))} jobs finished"
+    yield Text(" · ".join(filter(None, [count, devices, sweep])), "small")
     yield Text(conclusion_sentence(compared), "answer")
-    if bad := failure_sentence(compared, data.missing):
-        yield Text(bad)
+    if failures := failure_sentence(compared, data.shortfall):
+        yield Text(failures)
     if compared:
         yield _groups_table(compared)
-    bare = [
+    uncompared = [
         c.group.name
         for c in compared
-        if c.base is None and c.group.finished and c.group.precision != BASE
+        if c.baseline is None and c.group.finished_count and c.group.precision != BASE
     ]
-    if bare and any(c.base for c in compared):
-        yield Text(f"Not compared: {join_names(bare)}: {NO_BASE} beside it.", "small")
+    if uncompared and any(c.baseline for c in compared):
+        yield Text(f"Not compared: {join_names(uncompared)}: {NO_BASE} beside it.", "small")
 
 
-def _rest(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
-    every = [c.group for c in compared]
-    lacking = [g for g in every if g.counts.get("unavailable")]
-    if lacking:
+def _chart_blocks(data: SweepData) -> list[Block]:
+    pictures = [svg_element(figure) for figure in panels(data)]
+    if not pictures:
+        return []
+    lines = [(entry.name, entry.colour, entry.dashes) for entry in legend(data)]
+    return [Heading("Curves"), Charts(pictures, lines)]
+
+
+def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
+    """Yield what stands under the charts: failures, every job, the commands, the method."""
+    groups = [c.group for c in compared]
+    unavailable = [group for group in groups if group.counts.get("unavailable")]
+    if unavailable:
         yield Heading("Unavailable here")
-        yield Items([(g.name, " ".join(g.reasons)) for g in lacking])
-    bad = [job for job in data.jobs if job.result.outcome in ("failed", "stopped", "diverged")]
-    if bad:
+        yield Items([(group.name, " ".join(group.reasons)) for group in unavailable])
+    failed = [job for job in data.jobs if job.result.outcome in ("failed", "stopped", "diverged")]
+    if failed:
         yield Heading("Failed")
-        yield Items(list(_reasons(bad)))
+        yield Items(_failure_items(failed))
     if data.jobs:
         yield Heading("Every job")
-        yield _jobs_table([job.result for job in data.jobs])
+        yield jobs_table([job.result for job in data.jobs])
     if data.commands:
         yield Heading("Typed")
         yield Commands(data.commands)
-    if any(g.finished for g in every) and not data.question:
+    if any(group.finished_count for group in groups) and not data.advise_settings:
         yield Heading("How this was compared")
         yield Items(list(footnotes(compared)), small=True)
 
 
-def _reasons(bad: Sequence[Job]) -> Iterator[tuple[str, str]]:
-    """What ended the same way is told once."""
-    told: dict[str, list[str]] = {}
-    for job in bad:
-        told.setdefault(_why(job), []).append(job.result.label)
-    for reason, labels in told.items():
-        yield join_names(labels, 6), reason
-
-
-def _why(job: Job) -> str:
-    """What ended a job, or where its loss stopped being finite."""
-    r = job.result
-    if r.outcome != "diverged":
-        return f"{r.status}: {r.error}" if r.error else r.status
-    if r.error:
-        return f"diverged: {r.error}"
-    told = ", ".join(f"{name} {format_number(value)}" for name, value in r.metrics.items())
-    curve = job.curves.get("train/loss")
-    if curve is not None and curve.shape[-1]:
-        steps, values = downsample(curve)
-        gone = [int(s) for s, v in zip(steps, values, strict=True) if not math.isfinite(v)]
-        told += f"; training loss first not finite at step {gone[0]}" if gone else ""
-    return f"diverged: {told}"
-
-
-def _cell(spread: Spread | None) -> Cell:
-    return Cell(format_number(spread.mean) if spread else "")
-
-
-def _range(spread: Spread | None) -> Cell:
-    if spread is None:
-        return Cell("")
-    low, high = format_number(spread.low), format_number(spread.high)
-    return Cell(low if low == high else f"{low} to {high}")
-
-
-def _groups_table(compared: Sequence[Comparison]) -> Table:
-    """A row per group; the recommended one is marked."""
-    every: list[tuple[str, Callable[[Comparison], Cell]]] = _columns(compared)
-    shown = [(name, cell) for name, cell in every if any(cell(c).text for c in compared)]
-    rows = [[cell(c) for _, cell in shown] for c in compared]
-    words = frozenset(i for i, (name, _) in enumerate(shown) if name in WORDS)
-    best = recommended_precision(compared)
-    marked = next((i for i, c in enumerate(compared) if c is best), None)
-    return Table([name for name, _ in shown], rows, words, marked, cards=True)
-
-
-def _columns(compared: Sequence[Comparison]) -> list[tuple[str, Callable[[Comparison], Cell]]]:
-    qualities = {j.quality for c in compared for j in c.group.jobs if j.quality}
-    quality = qualities.pop() if len(qualities) == 1 else "quality"
-    seeds = any(c.group.quality and c.group.quality.n > 1 for c in compared)
-    several = len({c.group.device for c in compared}) > 1
-    compared_all = all(c.speed for c in compared if c.group.finished)
-    fastest = max((c.speed.value for c in compared if c.speed), default=1.0)
-    largest = max((c.memory for c in compared if c.memory), default=1.0)
+def _failure_items(failed: Sequence[Job]) -> list[tuple[str, str]]:
+    """Return (jobs, reason), each reason once."""
+    labels_by_reason: dict[str, list[str]] = {}
+    for job in failed:
+        labels_by_reason.setdefault(_failure_reason(job), []).append(job.result.label)
     return [
-        (
-            "job" if any(c.group.settings for c in compared) else "precision",
-            lambda c: Cell(c.group.name),
-        ),
-        ("status", _status),
-        ("device", lambda c: Cell(c.group.device if several else "")),
-        (quality, lambda c: _quality(c.group, seeds)),
-        ("best", lambda c: _cell(None if c.group.evaluated else c.group.best)),
-        ("change", lambda c: Cell(f"{c.group.change.mean:+.4g}" if c.group.change else "")),
-        (f"against {BASE}", _against),
-        (
-            f"speed × {BASE}",
-            lambda c: Cell(
-                format_ratio(c.speed),
-                note=format_range(c.speed),
-                bar=c.speed.value / fastest if c.speed else None,
-            ),
-        ),
-        ("examples/s", lambda c: _cell(None if compared_all else c.group.speed)),
-        (
-            f"memory × {BASE}",
-            lambda c: Cell(
-                "" if c.memory is None else f"{c.memory:.2f}",
-                note="" if c.memory is None else _mib(c.group),
-                bar=c.memory and c.memory / largest,
-            ),
-        ),
-        ("MiB", lambda c: Cell(_mib(c.group) if c.memory is None else "")),
-        ("final scale", lambda c: _range(c.group.loss_scale)),
-        ("skipped", lambda c: _range(c.group.skipped)),
-        ("converted", lambda c: Cell(c.group.converted)),
+        (join_names(labels, MAX_FAILED_NAMES), reason)
+        for reason, labels in labels_by_reason.items()
     ]
 
 
-def _mib(group: Group) -> str:
-    """What the memory ratio is made of."""
-    value = group.memory_mib
-    return f"{format_number(value)} MiB" if value is not None else ""
+def _failure_reason(job: Job) -> str:
+    """Return a job's error, or what of a diverged job's numbers is not finite."""
+    result = job.result
+    if result.outcome != "diverged":
+        return f"{result.status}: {result.error}" if result.error else result.status
+    if result.error:
+        return f"diverged: {result.error}"
+    metrics = ", ".join(f"{name} {format_number(value)}" for name, value in result.metrics.items())
+    step = _first_nonfinite_step(job)
+    since = "" if step is None else f"; training loss first not finite at step {step}"
+    return f"diverged: {metrics}{since}"
 
 
-def _quality(group: Group, seeds: bool) -> Cell:
-    if group.quality is None:
-        return Cell("diverged" if group.counts.get("diverged") else "", "bad")
-    note = f"{group.quality.n} seeds" if group.quality.n > 1 else "one seed"
-    return Cell(format_mean_sd(group.quality), note=note if seeds else "")
-
-
-def _against(c: Comparison) -> Cell:
-    if c.is_base and not c.group.evaluated:
-        return Cell("baseline", "quiet")
-    if c.quality is None:
-        return Cell("")
-    what, numbers = quality_sentence(c.quality)
-    return Cell(what, TONES[c.quality.verdict], numbers)
-
-
-def _status(c: Comparison) -> Cell:
-    counts, jobs = c.group.counts, len(c.group.jobs)
-    share = "" if jobs == 1 else f"/{jobs} "
-    text = ", ".join(f"{count if share else ''}{share}{word}" for word, count in counts.items())
-    reason = " ".join(" ".join(c.group.reasons).split())
-    if len(reason) > REASON:
-        reason = f"{reason[:REASON].rstrip()}…"
-    return Cell(text, "quiet" if set(counts) == {"finished"} else "bad", reason)
-
-
-def _jobs_table(results: Sequence[RunResult]) -> Table:
-    shown = [
-        *result_columns(results),
-        ("best", lambda r: format_number(r.best)),
-        ("step ms", lambda r: format_number(r.step_ms)),
-    ]
-    shown = [(name, cell) for name, cell in shown if any(map(cell, results))]
-    rows = [[Cell(cell(r)) for _, cell in shown] for r in results]
-    words = frozenset(i for i, (name, _) in enumerate(shown) if name in WORDS)
-    return Table([name for name, _ in shown], rows, words)
+def _first_nonfinite_step(job: Job) -> int | None:
+    """Return the first optimizer step whose training loss is NaN or infinite."""
+    curve = job.curves.get("train/loss")
+    if curve is None or not curve.shape[-1]:
+        return None
+    for step, loss in zip(*curve_points(curve), strict=True):
+        if not math.isfinite(loss):
+            return int(step)
+    return None

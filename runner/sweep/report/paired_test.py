@@ -1,5 +1,9 @@
-"""Is a precision worse than float32, or only luckier or unluckier? Judged by paired seeds against
-the spread between float32's own."""
+"""Test whether a precision trains worse than float32, or was only luckier or unluckier.
+
+Every precision and float32 train from the same weights on the same batches for each seed, so the
+test works on paired differences of the final loss. How large a difference matters is measured in
+the spread between float32's own seeds.
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,65 +11,72 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-ERROR = 0.05
-"""Chance that of all precisions judged together any that is as good as float32 is called worse; as
-much that any is called better; and, of each, that one just beyond a tolerance that is known exactly
-is called indistinguishable (bench/false_alarms.py: with the tolerance measured by five seeds)."""
-LEAST = 3
-"""Seeds below which no verdict is given."""
-Verdict = Literal["indistinguishable", "worse", "better", "unclear"]
+ERROR_RATE = 0.05
+"""Chance that, of all precisions tested together, any that is as good as float32 is called worse;
+the same chance that any is called better; and, for each, the chance that one just beyond an exactly
+known tolerance is called indistinguishable (bench/false_alarms.py measures the tolerance with five
+seeds)."""
+MIN_SEEDS = 3
+"""Fewer seeds get no verdict."""
+TestDecision = Literal["indistinguishable", "worse", "better", "unclear"]
 
 
 @dataclass(frozen=True)
 class PairedTest:
-    """A precision's final loss against 32-true's from the same weights on the same batches.
+    """A precision's final loss compared with 32-true's, from the same weights and batches.
 
     Attributes:
-        gap: mean difference in loss, above 0 where the precision's is higher.
-        half: half-width of its interval, of the error that is ERROR over all that are judged;
-            infinite below LEAST seeds.
-        margin: difference that is tolerated.
+        mean_difference: mean difference in loss, above 0 if the precision's loss is higher.
+        ci_half_width: half-width of its confidence interval, at an error of ERROR_RATE over all
+            precisions tested together; infinite below MIN_SEEDS seeds.
+        margin: tolerated difference.
         n: paired seeds.
     """
 
-    verdict: Verdict
-    gap: float
-    half: float
+    decision: TestDecision
+    mean_difference: float
+    ci_half_width: float
     margin: float
     n: int
 
 
 def baseline_spread(losses: Sequence[float]) -> float:
-    """Sample standard deviation of float32's losses between seeds; NaN of fewer than two."""
+    """Return the sample standard deviation of float32's losses over seeds, NaN below two."""
     return stdev(losses) if len(losses) > 1 else math.nan
 
 
-def test_non_inferiority(
-    gaps: Sequence[float], spread: float, tolerance: float, judged: int
+def non_inferiority_test(
+    differences: Sequence[float], spread: float, tolerance: float, family_size: int
 ) -> PairedTest:
-    """The verdict on one precision.
+    """Test one precision's losses against float32's.
 
-    Worse: the mean gap is beyond the tolerance, and above 0 by the one-sided paired t test
-    (Student 1908) at ERROR / judged (Bonferroni). Indistinguishable: the test at ERROR finds the
-    gap below the tolerance (a non-inferiority test). Better as worse, with the sign changed.
-    Neither: unclear, which more seeds or steps would settle.
+    Worse: the mean difference is beyond the tolerance, and above 0 by the one-sided paired t test
+    (Student 1908) at ERROR_RATE / family_size (Bonferroni). Better: the same with the sign changed.
+    Indistinguishable: the test at ERROR_RATE finds the difference below the tolerance (a
+    non-inferiority test). Unclear: none of these; more seeds or steps would settle it.
 
     Args:
-        gaps: loss minus 32-true's, one per seed; finite, not empty.
-        spread: yardstick() of 32-true's losses.
-        tolerance: in spreads.
-        judged: how many precisions are judged together.
+        differences: loss minus 32-true's, one per seed; finite, not empty.
+        spread: baseline_spread() of 32-true's losses.
+        tolerance: tolerated difference, in spreads.
+        family_size: how many precisions are tested together.
     """
     from scipy.stats import t
 
-    gap, n, margin = fmean(gaps), len(gaps), tolerance * spread
-    if n < LEAST or math.isnan(spread):
-        return PairedTest("unclear", gap, math.inf, margin, n)
-    error = stdev(gaps) / math.sqrt(n)
-    half, near = (float(t.ppf(1 - p, n - 1)) * error for p in (ERROR / max(judged, 1), ERROR))
-    verdict: Verdict = "unclear"
-    if abs(gap) > max(half, margin):
-        verdict = "worse" if gap > 0 else "better"
-    elif gap + near <= margin:
-        verdict = "indistinguishable"
-    return PairedTest(verdict, gap, half, margin, n)
+    mean = fmean(differences)
+    n = len(differences)
+    margin = tolerance * spread
+    if n < MIN_SEEDS or math.isnan(spread):
+        return PairedTest("unclear", mean, math.inf, margin, n)
+
+    standard_error = stdev(differences) / math.sqrt(n)
+    # The claim "worse" is corrected for the number of precisions: any false one misleads the
+    # reader. "Indistinguishable" is a claim about one precision and is not corrected.
+    corrected = float(t.ppf(1 - ERROR_RATE / max(family_size, 1), n - 1)) * standard_error
+    uncorrected = float(t.ppf(1 - ERROR_RATE, n - 1)) * standard_error
+    decision: TestDecision = "unclear"
+    if abs(mean) > max(corrected, margin):
+        decision = "worse" if mean > 0 else "better"
+    elif mean + uncorrected <= margin:
+        decision = "indistinguishable"
+    return PairedTest(decision, mean, corrected, margin, n)

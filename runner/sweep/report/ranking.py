@@ -1,4 +1,8 @@
-"""What trials in several precisions say about the one to use: ranked, judged, with its reasons."""
+"""Judge and rank the trials of mode=advise: one verdict per precision, the best one first.
+
+Three vocabularies meet here. A `PairedTest.decision` is the result of the statistical test, a
+`RunResult.outcome` says how one job ended, and a `Rating` is what the advice says of a precision.
+"""
 
 import math
 import re
@@ -9,11 +13,16 @@ from typing import Literal
 from runner.modes.result import RunResult
 from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.report.compare import BASE, Comparison, Group, compare_jobs, group_jobs
-from runner.sweep.report.paired_test import LEAST, PairedTest, baseline_spread, test_non_inferiority
+from runner.sweep.report.paired_test import (
+    MIN_SEEDS,
+    PairedTest,
+    baseline_spread,
+    non_inferiority_test,
+)
 from runner.sweep.report.statistics import Ratio
 from runner.tracking.metric_names import VAL_LOSS
 
-Outcome = Literal[
+Rating = Literal[
     "recommended",
     "baseline",
     "fit",
@@ -24,197 +33,7 @@ Outcome = Literal[
     "failed",
     "unavailable",
 ]
-GAIN = 0.02
-"""A share of memory below this is no gain."""
-
-
-@dataclass(frozen=True)
-class PrecisionVerdict:
-    """One precision, or one with modules kept out of it.
-
-    Attributes:
-        beside: against 32-true; None without a baseline.
-        judged: None where no seed came to its end in both.
-        step: at which it diverged.
-        found: what float32's numbers say of it.
-        predicted: see Question.
-        tried: words that leave modules out of it, and what the first seed's loss then is beside
-            32-true's; NaN where it did not come to its end. Empty where any mended it.
-    """
-
-    group: Group
-    outcome: Outcome
-    beside: Comparison | None = None
-    judged: PairedTest | None = None
-    step: int | None = None
-    emulated: bool = False
-    command: Sequence[str] = ()
-    found: str = ""
-    predicted: tuple[float, int] | None = None
-    tried: Sequence[tuple[str, float]] = ()
-
-    @property
-    def name(self) -> str:
-        return self.group.name
-
-    @property
-    def good(self) -> bool:
-        """Whether it trains as well as float32."""
-        return self.outcome in ("recommended", "baseline", "fit")
-
-    @property
-    def failing(self) -> bool:
-        """Whether its numbers are what is wrong with it."""
-        return self.outcome in ("worse", "diverged")
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The answer.
-
-    Attributes:
-        lines: best first.
-        spread: standard deviation of 32-true's final loss between seeds; NaN below two.
-        loss: 32-true's mean.
-    """
-
-    question: AdviseSettings
-    lines: Sequence[PrecisionVerdict]
-    spread: float
-    loss: float
-
-    @property
-    def pick(self) -> PrecisionVerdict | None:
-        """The recommended one; None where 32-true came to nothing."""
-        return next((line for line in self.lines if line.outcome == "recommended"), None)
-
-
-def rank_precisions(results: Sequence[RunResult], question: AdviseSettings) -> Advice:
-    """Judge and rank every precision's trials."""
-    every = group_jobs(results)
-    trials = [g for g in every if not _other(g)]
-    base = next((g for g in trials if g.name == BASE), None)
-    losses = _losses(base, question) if base else {}
-    spread = baseline_spread([*losses.values()])
-    mean = sum(losses.values()) / len(losses) if losses else math.nan
-    found = [(g, _gaps(g, losses, question)) for g in trials if g is not base]
-    judged = sum(len(gaps) >= LEAST for _, gaps in found)
-    lines = [
-        _line(
-            g,
-            base,
-            test_non_inferiority(gaps, spread, question.tolerance, judged) if gaps else None,
-            question,
-        )
-        for g, gaps in found
-    ]
-    if base is not None:
-        lines.append(_baseline(base, question))
-    tries = [(g, _first(g, losses, question)) for g in every if _other(g)]
-    ranked = _ranked([_tried(line, lines, tries) for line in lines], question.objective)
-    return Advice(question, ranked, spread, mean)
-
-
-def _other(group: Group) -> bool:
-    """Whether its jobs are looks at the numbers, or tries of a search that went on elsewhere."""
-    tried = bool(group.settings) and group.counts.get("finished", 0) <= LEAST
-    return tried or "numerics." in group.settings
-
-
-def _losses(group: Group, question: AdviseSettings) -> dict[int | None, float]:
-    """Final losses by seed, of the trials that came to their end."""
-    return {
-        job.seed: job.metrics[VAL_LOSS]
-        for job in group.jobs
-        if job.outcome == "finished" and job.steps >= question.steps and VAL_LOSS in job.metrics
-    }
-
-
-def _gaps(
-    group: Group, losses: Mapping[int | None, float], question: AdviseSettings
-) -> list[float]:
-    """Differences to 32-true, seed by seed; without the one that chose the modules to leave out."""
-    found = _losses(group, question)
-    chose = min((s for s in found if s is not None), default=None) if group.settings else None
-    return [
-        q - losses[s] for s, q in found.items() if s in losses and (chose is None or s != chose)
-    ]
-
-
-def _first(group: Group, losses: Mapping[int | None, float], question: AdviseSettings) -> float:
-    """Difference to 32-true of the first seed; NaN where it did not come to its end."""
-    found = _losses(group, question)
-    return next((loss - losses[seed] for seed, loss in found.items() if seed in losses), math.nan)
-
-
-def _tried(
-    line: PrecisionVerdict, lines: Sequence[PrecisionVerdict], tries: Sequence[tuple[Group, float]]
-) -> PrecisionVerdict:
-    """With what was tried on it, where no verdict says that any of it is good."""
-    own = [n for n in lines if n.group.settings and n.group.precision == line.group.precision]
-    if not line.failing or line.group.settings or any(one.good for one in own):
-        return line
-    mine = [(g.settings, gap) for g, gap in tries if g.precision == line.group.precision]
-    return replace(line, tried=mine)
-
-
-def _baseline(base: Group, question: AdviseSettings) -> PrecisionVerdict:
-    line = _line(base, base, None, question)
-    return replace(line, outcome="baseline") if base.finished and not line.failing else line
-
-
-def _line(
-    group: Group, base: Group | None, judged: PairedTest | None, question: AdviseSettings
-) -> PrecisionVerdict:
-    outcome, step = _outcome(group, judged, question), None
-    if outcome == "diverged":
-        step = min(_end(job) for job in group.jobs if job.outcome == "diverged")
-    return PrecisionVerdict(
-        group,
-        outcome,
-        _beside(group, base),
-        judged,
-        step,
-        group.precision in question.emulated,
-        _command(group, question),
-        "" if group.settings else question.told(group.precision),
-        None if group.settings else question.predicted(group.precision),
-    )
-
-
-def _beside(group: Group, base: Group | None) -> Comparison:
-    """Without a speed that fewer seeds tell than a verdict needs: the others were too short."""
-    found = compare_jobs(group, base)
-    sure = found.speed is not None and found.speed.n >= LEAST
-    return found if sure else replace(found, speed=None)
-
-
-def _outcome(group: Group, judged: PairedTest | None, question: AdviseSettings) -> Outcome:
-    if group.counts.get("unavailable"):
-        return "unavailable"
-    if group.counts.get("diverged"):
-        return "diverged"
-    if group.counts.get("failed") and not group.finished:
-        return "failed"
-    if any(job.status == "finished" and job.steps < question.steps for job in group.jobs):
-        return "slow"
-    if judged is None or judged.verdict == "unclear":
-        return "unclear"
-    return "worse" if judged.verdict == "worse" else "fit"
-
-
-def _end(job: RunResult) -> int:
-    """The step that a guard names, else the last one."""
-    named = re.search(r"step (\d+)", job.error)
-    return int(named[1]) if named else job.steps
-
-
-def _command(group: Group, question: AdviseSettings) -> Sequence[str]:
-    own = [w.partition(" ")[2] for w in question.own if w.startswith(f"{group.precision} ")]
-    return [*question.command, f"precision={group.precision}", *own, *group.settings.split()]
-
-
-_ORDER: Mapping[Outcome, int] = {
+_ORDER: Mapping[Rating, int] = {
     "recommended": 0,
     "fit": 1,
     "baseline": 1,
@@ -225,54 +44,301 @@ _ORDER: Mapping[Outcome, int] = {
     "failed": 6,
     "unavailable": 7,
 }
+MIN_MEMORY_GAIN = 0.02
+"""A smaller share of memory saved counts as no gain."""
+LossBySeed = Mapping[int | None, float]
 
 
-def _ranked(lines: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
-    """The recommended one first, then what is as good by the objective, then the rest by how far
-    it is from being good."""
-    fit = [line for line in lines if line.outcome in ("fit", "baseline") and not line.emulated]
-    paces = _paces(lines)
-    merits = {id(line): _merit(line, objective, paces[id(line)]) for line in lines}
-    best = max(fit, key=lambda line: merits[id(line)], default=None)
-    if not any(line.outcome == "baseline" for line in fit):
-        best = None
-    named = [replace(line, outcome="recommended") if line is best else line for line in lines]
-    merit = {id(new): merits[id(old)] for new, old in zip(named, lines, strict=True)}
+@dataclass(frozen=True)
+class PrecisionVerdict:
+    """What the trials say about one precision, or about one with modules excluded from it.
 
-    def place(line: PrecisionVerdict) -> tuple[float, ...]:
-        gap = line.judged.gap if line.judged and line.outcome == "worse" else 0.0
-        return _ORDER[line.outcome], line.emulated, gap, *(-m for m in merit[id(line)])
+    Attributes:
+        comparison: with 32-true; None without a baseline.
+        test: None if no seed finished in both.
+        diverged_step: optimizer step at which the first trial diverged.
+        command: words of the command that trains in this precision.
+        float32_finding: why the precision fails, as measured on float32's numbers.
+        forecast: see AdviseSettings.predicted.
+        attempted_module_sets: overrides that exclude modules, each with the first seed's loss minus
+            32-true's; NaN if that trial did not finish. Empty if any of them is acceptable.
+    """
 
-    return sorted(named, key=place)
+    group: Group
+    rating: Rating
+    comparison: Comparison | None = None
+    test: PairedTest | None = None
+    diverged_step: int | None = None
+    is_emulated: bool = False
+    command: Sequence[str] = ()
+    float32_finding: str = ""
+    forecast: tuple[float, int] | None = None
+    attempted_module_sets: Sequence[tuple[str, float]] = ()
+
+    @property
+    def name(self) -> str:
+        return self.group.name
+
+    @property
+    def is_acceptable(self) -> bool:
+        """Return whether it trains as well as float32."""
+        return self.rating in ("recommended", "baseline", "fit")
+
+    @property
+    def is_failing(self) -> bool:
+        """Return whether its numbers are the reason that it is not acceptable."""
+        return self.rating in ("worse", "diverged")
 
 
-def _paces(lines: Sequence[PrecisionVerdict]) -> dict[int, float]:
-    """Speeds over 32-true's by the lines' identity: 1 where no difference was measured, and that
-    of the fastest where its seeds' range and theirs overlap, so that chance ranks nobody."""
-    sure = [
-        (id(line), beside.speed)
-        for line in lines
-        if (beside := line.beside) and beside.speed and beside.pace in ("faster", "slower")
+@dataclass(frozen=True)
+class Advice:
+    """The answer of mode=advise.
+
+    Attributes:
+        verdicts: best first.
+        spread: standard deviation of 32-true's final loss over seeds; NaN below two.
+        loss: mean of 32-true's final loss.
+    """
+
+    settings: AdviseSettings
+    verdicts: Sequence[PrecisionVerdict]
+    spread: float
+    loss: float
+
+    @property
+    def recommended(self) -> PrecisionVerdict | None:
+        """Return the recommended precision, None if 32-true itself did not train."""
+        return next((line for line in self.verdicts if line.rating == "recommended"), None)
+
+
+def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> Advice:
+    """Judge and rank every precision's trials.
+
+    Args:
+        results: of all trials, those of the search for module sets included.
+        settings: what mode=advise was asked and measured.
+    """
+    groups = group_jobs(results)
+    trials = [group for group in groups if not _is_search_trial(group)]
+    base = next((group for group in trials if group.name == BASE), None)
+    base_losses = _losses(base, settings) if base else {}
+    spread = baseline_spread([*base_losses.values()])
+    mean = sum(base_losses.values()) / len(base_losses) if base_losses else math.nan
+
+    others = [group for group in trials if group is not base]
+    differences = [_differences(group, base_losses, settings) for group in others]
+    family_size = sum(len(of_group) >= MIN_SEEDS for of_group in differences)
+    verdicts = []
+    for group, of_group in zip(others, differences, strict=True):
+        test = None
+        if of_group:
+            test = non_inferiority_test(of_group, spread, settings.tolerance, family_size)
+        verdicts.append(_verdict(group, base, test, settings))
+    if base is not None:
+        verdicts.append(_baseline_verdict(base, settings))
+
+    attempts = [
+        (group, _first_difference(group, base_losses, settings))
+        for group in groups
+        if _is_search_trial(group)
     ]
-    found = dict.fromkeys(map(id, lines), 1.0)
-    leader: Ratio | None = None
-    for key, speed in sorted(sure, key=lambda pair: pair[1].value, reverse=True):
-        if leader is None or speed.high < leader.low or (speed.value > 1) != (leader.value > 1):
-            leader = speed
-        found[key] = leader.value
-    return found
+    with_attempts = [_with_attempts(verdict, verdicts, attempts) for verdict in verdicts]
+    return Advice(settings, _ranked(with_attempts, settings.objective), spread, mean)
 
 
-def _merit(line: PrecisionVerdict, objective: str, speed: float) -> tuple[float, ...]:
-    """The greater the better; what was not measured to be a gain counts as none."""
-    c, home = line.beside, float(line.outcome == "baseline")
-    memory = c.memory if c and c.memory is not None and abs(c.memory - 1) > GAIN else 1.0
-    quality = -line.judged.gap if line.judged and line.judged.verdict == "better" else 0.0
-    if line.emulated:
-        speed = memory = 1.0
-    order = {
-        "time": (speed, home, -memory, quality),
-        "memory": (-memory, speed, home, quality),
-        "quality": (quality, home, speed, -memory),
+def _is_search_trial(group: Group) -> bool:
+    """Return whether the jobs measure numbers, or try module sets that the search dropped."""
+    # A set that heals is repeated over more seeds than a verdict needs: one of them chose the set.
+    is_dropped_set = bool(group.settings) and group.counts.get("finished", 0) <= MIN_SEEDS
+    return is_dropped_set or "numerics." in group.settings
+
+
+def _losses(group: Group, settings: AdviseSettings) -> dict[int | None, float]:
+    """Return the final losses by seed of the trials that reached their last step."""
+    return {
+        job.seed: job.metrics[VAL_LOSS]
+        for job in group.jobs
+        if job.outcome == "finished" and job.steps >= settings.steps and VAL_LOSS in job.metrics
     }
-    return order[objective]
+
+
+def _differences(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> list[float]:
+    """Return the differences to 32-true's loss, seed by seed."""
+    losses = _losses(group, settings)
+    # The seed that chose the modules to exclude would favour them: it does not judge them.
+    chosen_by = None
+    if group.settings:
+        chosen_by = min((seed for seed in losses if seed is not None), default=None)
+    return [
+        loss - base_losses[seed]
+        for seed, loss in losses.items()
+        if seed in base_losses and (chosen_by is None or seed != chosen_by)
+    ]
+
+
+def _first_difference(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> float:
+    """Return the first seed's difference to 32-true's loss, NaN if its trial did not finish."""
+    for seed, loss in _losses(group, settings).items():
+        if seed in base_losses:
+            return loss - base_losses[seed]
+    return math.nan
+
+
+def _with_attempts(
+    verdict: PrecisionVerdict,
+    verdicts: Sequence[PrecisionVerdict],
+    attempts: Sequence[tuple[Group, float]],
+) -> PrecisionVerdict:
+    """Return the verdict with the attempted module sets, unless one of them is acceptable."""
+    precision = verdict.group.precision
+    sets = [v for v in verdicts if v.group.settings and v.group.precision == precision]
+    is_healed = any(v.is_acceptable for v in sets)
+    if not verdict.is_failing or verdict.group.settings or is_healed:
+        return verdict
+    own = [(group.settings, gap) for group, gap in attempts if group.precision == precision]
+    return replace(verdict, attempted_module_sets=own)
+
+
+def _baseline_verdict(base: Group, settings: AdviseSettings) -> PrecisionVerdict:
+    verdict = _verdict(base, base, None, settings)
+    if base.finished_count and not verdict.is_failing:
+        return replace(verdict, rating="baseline")
+    return verdict
+
+
+def _verdict(
+    group: Group, base: Group | None, test: PairedTest | None, settings: AdviseSettings
+) -> PrecisionVerdict:
+    rating = _rating(group, test, settings)
+    diverged_step = None
+    if rating == "diverged":
+        diverged_step = min(_last_step(job) for job in group.jobs if job.outcome == "diverged")
+    # What was measured on float32's numbers belongs to the precision without excluded modules.
+    is_plain = not group.settings
+    return PrecisionVerdict(
+        group,
+        rating,
+        _comparison(group, base),
+        test,
+        diverged_step,
+        group.precision in settings.emulated,
+        _command(group, settings),
+        settings.told(group.precision) if is_plain else "",
+        settings.predicted(group.precision) if is_plain else None,
+    )
+
+
+def _comparison(group: Group, base: Group | None) -> Comparison:
+    """Compare with the baseline; drop the speed ratio if too few seeds measured it."""
+    comparison = compare_jobs(group, base)
+    ratio = comparison.speed_ratio
+    if ratio is not None and ratio.n >= MIN_SEEDS:
+        return comparison
+    return replace(comparison, speed_ratio=None)
+
+
+def _rating(group: Group, test: PairedTest | None, settings: AdviseSettings) -> Rating:
+    if group.counts.get("unavailable"):
+        return "unavailable"
+    if group.counts.get("diverged"):
+        return "diverged"
+    if group.counts.get("failed") and not group.finished_count:
+        return "failed"
+    if any(job.status == "finished" and job.steps < settings.steps for job in group.jobs):
+        return "slow"
+    if test is None or test.decision == "unclear":
+        return "unclear"
+    return "worse" if test.decision == "worse" else "fit"
+
+
+def _last_step(job: RunResult) -> int:
+    """Return the step that a guard's message names, else the job's last one."""
+    named = re.search(r"step (\d+)", job.error)
+    return int(named[1]) if named else job.steps
+
+
+def _command(group: Group, settings: AdviseSettings) -> Sequence[str]:
+    start = f"{group.precision} "
+    own = [words.removeprefix(start) for words in settings.own if words.startswith(start)]
+    return [*settings.command, f"precision={group.precision}", *own, *group.settings.split()]
+
+
+def _ranked(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
+    """Sort the verdicts: recommended, acceptable by the objective, then by their rating."""
+    speeds = _ranking_speeds(verdicts)
+    merits = [_merit(v, objective, speeds[id(v)]) for v in verdicts]
+    best = _best(verdicts, merits)
+
+    def place(index: int) -> tuple[float, ...]:
+        verdict = verdicts[index]
+        rating = "recommended" if index == best else verdict.rating
+        harm = verdict.test.mean_difference if verdict.test and rating == "worse" else 0.0
+        negated = (-merit for merit in merits[index])
+        return _ORDER[rating], verdict.is_emulated, harm, *negated
+
+    order = sorted(range(len(verdicts)), key=place)
+    return [replace(verdicts[i], rating="recommended") if i == best else verdicts[i] for i in order]
+
+
+def _best(verdicts: Sequence[PrecisionVerdict], merits: Sequence[tuple[float, ...]]) -> int | None:
+    """Return the index of the verdict to recommend, None without a baseline to judge by."""
+    # An emulated precision has no speed here, so it is never recommended.
+    fit = [
+        index
+        for index, verdict in enumerate(verdicts)
+        if verdict.rating in ("fit", "baseline") and not verdict.is_emulated
+    ]
+    if not any(verdicts[index].rating == "baseline" for index in fit):
+        return None
+    return max(fit, key=lambda index: merits[index])
+
+
+def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
+    """Return the speed that each verdict is ranked by, over 32-true's, by the verdict's id().
+
+    1 if no difference was measured. Precisions whose ranges over seeds overlap get the fastest
+    one's speed, so that chance does not rank them.
+    """
+    measured: list[tuple[int, Ratio]] = []
+    for verdict in verdicts:
+        comparison = verdict.comparison
+        if comparison is None or comparison.speed_ratio is None:
+            continue
+        if comparison.speed_verdict in ("faster", "slower"):
+            measured.append((id(verdict), comparison.speed_ratio))
+    speeds = dict.fromkeys(map(id, verdicts), 1.0)
+    leader: Ratio | None = None
+    for key, ratio in sorted(measured, key=lambda pair: pair[1].value, reverse=True):
+        if leader is None or _is_slower(ratio, leader):
+            leader = ratio
+        speeds[key] = leader.value
+    return speeds
+
+
+def _is_slower(ratio: Ratio, leader: Ratio) -> bool:
+    is_across_baseline = (ratio.value > 1) != (leader.value > 1)
+    return ratio.high < leader.low or is_across_baseline
+
+
+def _merit(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple[float, ...]:
+    """Return the sort key of a verdict, greater is better.
+
+    What was not measured to be a gain counts as none.
+    """
+    comparison = verdict.comparison
+    test = verdict.test
+    memory = comparison.memory_ratio if comparison else None
+    if memory is None or abs(memory - 1) <= MIN_MEMORY_GAIN:
+        memory = 1.0
+    quality = -test.mean_difference if test and test.decision == "better" else 0.0
+    if verdict.is_emulated:
+        speed = 1.0
+        memory = 1.0
+    # Among equals float32 itself is the simpler choice.
+    is_baseline = float(verdict.rating == "baseline")
+    keys = {
+        "time": (speed, is_baseline, -memory, quality),
+        "memory": (-memory, speed, is_baseline, quality),
+        "quality": (quality, is_baseline, speed, -memory),
+    }
+    return keys[objective]

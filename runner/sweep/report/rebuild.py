@@ -1,7 +1,8 @@
-"""`runner report`: a sweep's report made again, from its folder or from MLflow alone."""
+"""Make a sweep's report again, from its folder or from MLflow alone: the command `report`."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,18 +22,25 @@ if TYPE_CHECKING:
 
 
 def rebuild_report(argv: Sequence[str]) -> int:
-    """`runner report [sweep folder, parent run id or sweep id] [tracking.uri=...]`; the newest
-    sweep where none is given: of the store or experiment that is, else of outputs/sweeps. What is
-    made from MLflow is stored there again, too."""
+    """Run `runner report [sweep folder, parent run id or sweep id] [tracking.uri=...]`.
+
+    Without a sweep, the newest one: of the store or experiment if one is given, else of
+    outputs/sweeps. A report made from MLflow is stored there, too.
+
+    Args:
+        argv: the words after `report`.
+
+    Returns:
+        The exit status.
+    """
     try:
-        where, uri, experiment = _arguments(argv)
+        arguments = _parsed(argv)
         upload_in_background(Path("outputs"))
-        if where is not None and Path(where).exists():
-            paths = write_report(load_from_folder(Path(where)), Path(where))
-        elif not argv and (newest := _newest_folder()):
-            paths = write_report(load_from_folder(newest), newest)
+        folder = _sweep_folder(arguments.sweep) if argv else _newest_folder()
+        if folder is not None:
+            paths = write_report(load_from_folder(folder), folder)
         else:
-            paths = _from_store(where, uri, experiment)
+            paths = _report_from_store(arguments)
     except RunnerError as error:
         print_error(str(error))
         return error.exit_status
@@ -44,21 +52,22 @@ def rebuild_report(argv: Sequence[str]) -> int:
 def store_report(
     uri: str, sweep_id: str, folder: Path, jobs: Path | None = None
 ) -> tuple[list[Path], SweepData]:
-    """Make the report of a sweep from MLflow alone and keep it with its parent run, too.
+    """Make the report of a sweep from MLflow alone and store it with the sweep's parent run.
 
     Args:
         uri: the store.
-        sweep_id: of the sweep, or its parent run's id.
+        sweep_id: id of the sweep, of its parent run or of one of its jobs.
         folder: where the files are written.
-        jobs: results to add to the parent run first.
+        jobs: file of results to add to the parent run first, see write_job_facts().
 
     Returns:
-        The files written, and what they tell of.
+        The files written, and the sweep.
 
     Raises:
         ConfigError: there is no such sweep.
         TrackingError: the store does not answer.
     """
+    # Imports MLflow, which takes a second: not for reports from a folder.
     from runner.tracking.reader import Reader
 
     reader = Reader(uri)
@@ -75,7 +84,7 @@ def store_report(
 
 
 def is_joined_by_others(uri: str, run_id: str, own: str) -> bool:
-    """Whether this parent run holds results of other processes than the one whose file is `own`.
+    """Return whether a parent run holds results of other processes than that of the file `own`.
 
     Raises:
         TrackingError: the store does not answer.
@@ -85,26 +94,45 @@ def is_joined_by_others(uri: str, run_id: str, own: str) -> bool:
     return any(Path(path).name != own for path in Reader(uri).artifacts(run_id, JOBS))
 
 
-def _from_store(where: str | None, uri: str | None, experiment: str | None) -> list[Path]:
-    from runner.tracking.reader import Reader
+@dataclass(frozen=True)
+class _Arguments:
+    """What was typed after `report`; None for what was not."""
 
-    uri = resolve_uri(uri, os.environ, Path.cwd())
-    if (database := sqlite_path(uri)) and not database.exists():
-        missing = f"{where} is no sweep here" if where else "There is no sweep in outputs/sweeps"
+    sweep: str | None
+    uri: str | None
+    experiment: str | None
+
+
+def _report_from_store(arguments: _Arguments) -> list[Path]:
+    uri = resolve_uri(arguments.uri, os.environ, Path.cwd())
+    database = sqlite_path(uri)
+    # Opening a database that does not exist would create it.
+    if database and not database.exists():
+        missing = "There is no sweep in outputs/sweeps"
+        if arguments.sweep:
+            missing = f"{arguments.sweep} is no sweep here"
         raise ConfigError(
             f"{missing}, and nothing was logged to {redact(uri)} yet. Type report <sweep folder>, "
             "or tracking.uri=... for another store."
         )
-    if where is None:
-        name = resolve_experiment(experiment, os.environ)
-        newest = Reader(uri).newest_sweep(name)
-        if newest is None:
-            raise ConfigError(
-                f"There is no sweep in the experiment {name!r} of {redact(uri)}. Type report "
-                "<sweep folder or parent run id>."
-            )
-        where = newest.run_id
-    return store_report(uri, where, _new_folder(where))[0]
+    sweep = arguments.sweep
+    if sweep is None:
+        sweep = _newest_sweep(uri, arguments.experiment)
+    return store_report(uri, sweep, _new_folder(sweep))[0]
+
+
+def _newest_sweep(uri: str, experiment: str | None) -> str:
+    """Return the id of the newest parent run in an experiment of the store."""
+    from runner.tracking.reader import Reader
+
+    name = resolve_experiment(experiment, os.environ)
+    newest = Reader(uri).newest_sweep(name)
+    if newest is None:
+        raise ConfigError(
+            f"There is no sweep in the experiment {name!r} of {redact(uri)}. Type report "
+            "<sweep folder or parent run id>."
+        )
+    return newest.run_id
 
 
 def _new_folder(sweep: str) -> Path:
@@ -112,39 +140,51 @@ def _new_folder(sweep: str) -> Path:
     return Path("outputs/reports") / name
 
 
-def _parent(reader: "Reader", where: str) -> "StoredRun":
-    """The parent run that a run's or a sweep's id names; a job's id names its sweep's."""
-    run = reader.run(where) if where.isalnum() else None
+def _parent(reader: "Reader", name: str) -> "StoredRun":
+    """Return the parent run of a sweep, named by its own id, a job's run id or the sweep's id."""
+    run = reader.run(name) if name.isalnum() else None
     if run is not None and run.tags.get("role") == "sweep":
         return run
-    sweep_id = run.tags.get("sweep_id", "") if run else where
-    plain = "'" not in sweep_id and sweep_id
-    found = reader.sweep(sweep_id) if plain else None
-    if found is None:
+    sweep_id = run.tags.get("sweep_id", "") if run else name
+    # The id becomes part of a filter of MLflow's, in which a quote ends the text.
+    is_searchable = bool(sweep_id) and "'" not in sweep_id
+    parent = reader.sweep(sweep_id) if is_searchable else None
+    if parent is None:
         raise ConfigError(
-            f"{where} is no sweep: neither a sweep's folder here, nor a parent run or a sweep id "
+            f"{name} is no sweep: neither a sweep's folder here, nor a parent run or a sweep id "
             f"in {redact(reader.uri)}. Type report <sweep folder or parent run id>, and "
             "tracking.uri=... for another store."
         )
-    return found
+    return parent
+
+
+def _sweep_folder(sweep: str | None) -> Path | None:
+    if sweep is None or not Path(sweep).exists():
+        return None
+    return Path(sweep)
 
 
 def _newest_folder() -> Path | None:
-    found = sorted(Path("outputs/sweeps").glob(f"*/{MANIFEST}"))
-    return found[-1].parent if found else None
+    manifests = sorted(Path("outputs/sweeps").glob(f"*/{MANIFEST}"))
+    return manifests[-1].parent if manifests else None
 
 
-def _arguments(argv: Sequence[str]) -> tuple[str | None, str | None, str | None]:
+def _parsed(argv: Sequence[str]) -> _Arguments:
+    """Parse the words after `report`. Raise ConfigError for words that it does not take."""
     given: dict[str, str] = {}
     for text in argv:
-        key, mark, value = text.partition("=")
-        if mark and key not in ("tracking.uri", "tracking.experiment"):
+        key, equals, value = text.partition("=")
+        if equals and key not in ("tracking.uri", "tracking.experiment"):
             raise ConfigError(
                 f"report does not take {text}. Allowed: a sweep, tracking.uri=..., "
                 "tracking.experiment=..."
             )
-        key, value = (key, value) if mark else ("sweep", text)
+        if not equals:
+            key = "sweep"
+            value = text
         if key in given:
             raise ConfigError(f"report takes one sweep, and was given: {' '.join(argv)}.")
         given[key] = value
-    return given.get("sweep"), given.get("tracking.uri"), given.get("tracking.experiment")
+    return _Arguments(
+        given.get("sweep"), given.get("tracking.uri"), given.get("tracking.experiment")
+    )

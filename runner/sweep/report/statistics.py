@@ -1,4 +1,8 @@
-"""Means, spreads and the intervals by which a difference is judged."""
+"""Means, spreads and confidence intervals of a sweep's numbers over seeds.
+
+`quality_difference` judges ordinary sweeps by a two-sided interval; mode=advise uses the one-sided
+test of paired_test.py, because it has to decide instead of to describe.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,9 +10,11 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Literal
 
-Verdict = Literal["same", "better", "worse", "unjudged"]
-Seeded = Sequence[tuple[int | None, float]]
-"""Values by the seed of their jobs."""
+DifferenceVerdict = Literal["same", "better", "worse", "unjudged"]
+ValuesBySeed = Sequence[tuple[int | None, float]]
+"""(seed, value) of each job."""
+ROUNDING = 1e-9
+"""Half-widths below this share of the largest value are rounding errors, not a spread."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +29,20 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """Of those that are finite; None without any."""
-        found = [v for v in values if v is not None and math.isfinite(v)]
-        if not found:
+        """Return the spread of the finite values, None without any."""
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        if not finite:
             return None
-        sd = stdev(found) if len(found) > 1 else None
-        return cls(fmean(found), sd, len(found), min(found), max(found))
+        sd = stdev(finite) if len(finite) > 1 else None
+        return cls(fmean(finite), sd, len(finite), min(finite), max(finite))
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median over the seeds, count and range: one job that the machine held up must not speak for
-    the others."""
+    """Median, count and range of a ratio over seeds.
+
+    The median, so that one job that another program slowed down does not change the value.
+    """
 
     value: float
     n: int
@@ -43,70 +51,94 @@ class Ratio:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Ratio | None":
-        """None without any."""
-        found = list(values)
-        return cls(median(found), len(found), min(found), max(found)) if found else None
+        """Return the ratio over seeds, None without any value."""
+        ratios = list(values)
+        if not ratios:
+            return None
+        return cls(median(ratios), len(ratios), min(ratios), max(ratios))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean quality minus the baseline's.
+    """Mean quality minus the baseline's mean quality.
 
     Attributes:
-        half: half-width of its 95 % interval; None with one seed.
-        test: "paired t" where the seeds of both match (Student 1908), else "Welch" (1947).
-        verdict: "same" where the interval holds 0; "unjudged" without a spread.
+        ci_half_width: half-width of the 95 % confidence interval; None with one seed.
+        test: "paired t" if the seeds of both match (Student 1908), else "Welch" (1947).
+        verdict: "same" if the interval contains 0; "unjudged" without a spread.
     """
 
     value: float
-    half: float | None
+    ci_half_width: float | None
     test: str
-    verdict: Verdict
+    verdict: DifferenceVerdict
 
 
-def quality_difference(mine: Seeded, base: Seeded, direction: Literal["max", "min"]) -> Difference:
-    """Of two groups' (seed, quality); both finite and not empty."""
-    values, others = [q for _, q in mine], [q for _, q in base]
-    gap = fmean(values) - fmean(others)
+def quality_difference(
+    group: ValuesBySeed, baseline: ValuesBySeed, direction: Literal["max", "min"]
+) -> Difference:
+    """Return the difference of two groups' mean qualities, with its interval and verdict.
+
+    Args:
+        group: (seed, quality) of the group; finite, not empty.
+        baseline: (seed, quality) of the baseline; finite, not empty.
+        direction: whether a larger ("max") or a smaller ("min") quality is better.
+    """
+    values = [quality for _, quality in group]
+    others = [quality for _, quality in baseline]
+    difference = fmean(values) - fmean(others)
     if len(values) < 2 or len(others) < 2:
-        return Difference(gap, None, "", "unjudged")
-    pairs = pair_by_seed(mine, base)
-    half = _paired_half([a - b for a, b in pairs]) if pairs else _welch_half(values, others)
-    tiny = 1e-9 * max(map(abs, [*values, *others]))
-    verdict: Verdict
-    if half <= tiny:  # equal in every seed; a constant gap has no spread to be judged by
-        half, verdict = 0.0, "same" if abs(gap) <= tiny else "unjudged"
-    elif abs(gap) <= half:
+        return Difference(difference, None, "", "unjudged")
+
+    pairs = pair_by_seed(group, baseline)
+    if pairs:
+        test = "paired t"
+        half_width = _paired_half_width([a - b for a, b in pairs])
+    else:
+        test = "Welch"
+        half_width = _welch_half_width(values, others)
+    smallest_spread = ROUNDING * max(map(abs, [*values, *others]))
+    verdict: DifferenceVerdict
+    if half_width <= smallest_spread:
+        # The same difference in every seed: a constant has no spread to be judged by.
+        half_width = 0.0
+        verdict = "same" if abs(difference) <= smallest_spread else "unjudged"
+    elif abs(difference) <= half_width:
         verdict = "same"
     else:
-        verdict = "better" if (gap > 0) == (direction == "max") else "worse"
-    return Difference(gap, half, "paired t" if pairs else "Welch", verdict)
+        verdict = "better" if (difference > 0) == (direction == "max") else "worse"
+    return Difference(difference, half_width, test, verdict)
 
 
-def pair_by_seed(mine: Seeded, base: Seeded) -> list[tuple[float, float]]:
-    """The values of equal seeds; empty unless each seed is once in both."""
-    first, second = dict(mine), dict(base)
+def pair_by_seed(group: ValuesBySeed, baseline: ValuesBySeed) -> list[tuple[float, float]]:
+    """Return the two values of each seed; empty unless each seed occurs once in both groups."""
+    first = dict(group)
+    second = dict(baseline)
     if None in first or first.keys() != second.keys():
         return []
-    if len(first) < len(mine) or len(second) < len(base):
+    if len(first) < len(group) or len(second) < len(baseline):
         return []
     return [(value, second[seed]) for seed, value in first.items()]
 
 
-def _paired_half(gaps: Sequence[float]) -> float:
+def _paired_half_width(differences: Sequence[float]) -> float:
     from scipy.stats import t
 
-    return float(t.ppf(0.975, len(gaps) - 1)) * stdev(gaps) / math.sqrt(len(gaps))
+    count = len(differences)
+    return float(t.ppf(0.975, count - 1)) * stdev(differences) / math.sqrt(count)
 
 
-def _welch_half(values: Sequence[float], others: Sequence[float]) -> float:
-    """Degrees of freedom after Welch and Satterthwaite."""
+def _welch_half_width(values: Sequence[float], others: Sequence[float]) -> float:
+    """Return the half-width with degrees of freedom after Welch and Satterthwaite."""
     from scipy.stats import t
 
-    a, b = stdev(values) / math.sqrt(len(values)), stdev(others) / math.sqrt(len(others))
-    error = math.hypot(a, b)
+    error_a = stdev(values) / math.sqrt(len(values))
+    error_b = stdev(others) / math.sqrt(len(others))
+    error = math.hypot(error_a, error_b)
     if error == 0:
         return 0.0
-    a, b = (a / error) ** 2, (b / error) ** 2  # shares: the variances of diverged losses overflow
-    freedom = 1 / (a**2 / (len(values) - 1) + b**2 / (len(others) - 1))
+    # Shares instead of variances: the variances of diverged losses overflow.
+    share_a = (error_a / error) ** 2
+    share_b = (error_b / error) ** 2
+    freedom = 1 / (share_a**2 / (len(values) - 1) + share_b**2 / (len(others) - 1))
     return float(t.ppf(0.975, freedom)) * error

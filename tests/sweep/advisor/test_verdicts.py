@@ -49,36 +49,36 @@ def planted(advised):
 
 
 def line(advice: Advice, name: str) -> PrecisionVerdict:
-    (found,) = (one for one in advice.lines if one.name == name)
+    (found,) = (one for one in advice.verdicts if one.name == name)
     return found
 
 
 def outcomes(advice: Advice) -> dict[str, str]:
-    return {one.name: one.outcome for one in advice.lines}
+    return {one.name: one.rating for one in advice.verdicts}
 
 
 def good(one: PrecisionVerdict) -> bool:
-    return one.outcome in ("fit", "recommended")
+    return one.rating in ("fit", "recommended")
 
 
 def test_what_float16_breaks_is_healed_by_its_one_wide_module(planted):
     advice, _ = planted("broken_by_range", "precision=16-mixed", "advise.seeds=5")
     broken = line(advice, "16-mixed")
-    assert (broken.outcome, broken.step) == ("diverged", 30)  # overflows in a row
-    assert "short of float16's range: in wide" in broken.found
+    assert (broken.rating, broken.diverged_step) == ("diverged", 30)  # overflows in a row
+    assert "short of float16's range: in wide" in broken.float32_finding
     healed = line(advice, "16-mixed precision.keep_fp32=[wide]")
-    assert not healed.failing
-    assert healed.judged is not None
-    assert healed.judged.n == 5  # not the seed that chose the set
-    assert abs(healed.judged.gap) < healed.judged.margin
+    assert not healed.is_failing
+    assert healed.test is not None
+    assert healed.test.n == 5  # not the seed that chose the set
+    assert abs(healed.test.mean_difference) < healed.test.margin
 
 
 def test_what_bfloat16_harms_is_healed_by_its_clock(planted):
     advice, _ = planted("harmed_by_precision", "precision=bf16-mixed,16-mixed")
     harmed = line(advice, "bf16-mixed")
-    assert harmed.outcome == "worse"
-    assert harmed.judged is not None
-    assert harmed.judged.gap == pytest.approx(0.0033, rel=0.2)
+    assert harmed.rating == "worse"
+    assert harmed.test is not None
+    assert harmed.test.mean_difference == pytest.approx(0.0033, rel=0.2)
     assert good(line(advice, "16-mixed"))
     assert good(line(advice, "bf16-mixed precision.keep_fp32=[clock]"))
 
@@ -87,12 +87,12 @@ def test_what_fp8_harms_is_healed_by_its_head_and_its_speed_stays_unknown(plante
     advice, told = planted(
         "harmed_in_the_head", "precision=float8-tensorwise", "precision.emulate=true"
     )
-    assert line(advice, "float8-tensorwise").outcome == "worse"
+    assert line(advice, "float8-tensorwise").rating == "worse"
     healed = line(advice, "float8-tensorwise precision.ignore_modules=[head]")
     assert good(healed)
-    assert healed.emulated
-    assert advice.pick is not None
-    assert advice.pick.name == "32-true"
+    assert healed.is_emulated
+    assert advice.recommended is not None
+    assert advice.recommended.name == "32-true"
     assert "unknown" in told
 
 
@@ -100,12 +100,12 @@ def test_what_nothing_harms_has_no_worse_precision_and_is_ranked_alike_twice(pla
     words = ("harmed_by_nothing", "precision=bf16-mixed,bf16-true", "advise.objective=memory")
     first, second = planted(*words)[0], planted(*words)[0]
     assert set(outcomes(first).values()) <= {"fit", "recommended", "baseline"}
-    assert first.pick is not None
-    assert first.pick.name == "bf16-true"
+    assert first.recommended is not None
+    assert first.recommended.name == "bf16-true"
     assert outcomes(first) == outcomes(second)
-    assert [one.name for one in first.lines] == [one.name for one in second.lines]
-    for one, again in zip(first.lines, second.lines, strict=True):
-        assert one.judged == again.judged  # to the last bit
+    assert [one.name for one in first.verdicts] == [one.name for one in second.verdicts]
+    for one, again in zip(first.verdicts, second.verdicts, strict=True):
+        assert one.test == again.test  # to the last bit
 
 
 RESNET = ("model=resnet", "data=digits", "train.batch_size=16", "advise.steps=20")
@@ -134,12 +134,12 @@ def prose(tmp_path: Path) -> str:
 def test_models_of_the_runner_are_judged(advised, words, prose):
     more = [prose] if words is GPT else []
     advice, told = advised(*words, *more, "precision=bf16-mixed", "advise.islands=false")
-    judged = line(advice, "bf16-mixed").judged
+    judged = line(advice, "bf16-mixed").test
     assert judged is not None
     assert judged.n == 3
-    assert advice.pick is not None
-    assert advice.pick.name in ("32-true", "bf16-mixed")
+    assert advice.recommended is not None
+    assert advice.recommended.name in ("32-true", "bf16-mixed")
     assert f" {words[0]} {words[1]} " in told.partition("type next: python -m runner ")[2]
     if words is COMPLEX:  # autocast leaves complex numbers alone
-        assert judged.gap == 0
-        assert line(advice, "bf16-mixed").outcome in ("fit", "recommended")
+        assert judged.mean_difference == 0
+        assert line(advice, "bf16-mixed").rating in ("fit", "recommended")

@@ -10,10 +10,10 @@ from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.report.advice_page import (
     advice_blocks,
     advice_sentence,
-    advice_table,
-    next_lines,
+    next_commands,
     other_sentences,
 )
+from runner.sweep.report.columns import advice_table
 from runner.sweep.report.jobs import Job, SweepData
 from runner.sweep.report.pages import write_report
 from runner.sweep.report.ranking import Advice, rank_precisions
@@ -69,7 +69,7 @@ BASE = trials("32-true")
 
 
 def outcomes(advice: Advice) -> dict[str, str]:
-    return {line.name: line.outcome for line in advice.lines}
+    return {line.name: line.rating for line in advice.verdicts}
 
 
 def test_the_fastest_that_is_not_worse_is_recommended() -> None:
@@ -79,14 +79,19 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
         trials("16-mixed", 0.002, 130.0),
         trials("bf16-true", 0.5, 200.0),
     )
-    assert [line.name for line in found.lines] == ["bf16-mixed", "16-mixed", "32-true", "bf16-true"]
+    assert [line.name for line in found.verdicts] == [
+        "bf16-mixed",
+        "16-mixed",
+        "32-true",
+        "bf16-true",
+    ]
     assert outcomes(found) == {
         "bf16-mixed": "recommended",
         "16-mixed": "fit",
         "32-true": "baseline",
         "bf16-true": "worse",
     }
-    assert next_lines(found) == ["python -m runner model=mlp precision=bf16-mixed"]
+    assert next_commands(found) == ["python -m runner model=mlp precision=bf16-mixed"]
     assert advice_sentence(found).startswith(
         "Use bf16-mixed: 1.50 × as fast as 32-true, and its loss is"
     )
@@ -94,8 +99,8 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
 
 def test_nothing_faster_means_float32() -> None:
     found = asked(BASE, trials("bf16-mixed", 0.001, 101.0), trials("16-mixed", 0.0, 50.0))
-    assert found.pick is not None
-    assert found.pick.name == "32-true"
+    assert found.recommended is not None
+    assert found.recommended.name == "32-true"
     assert advice_sentence(found).startswith("Stay with 32-true")
 
 
@@ -110,8 +115,8 @@ def test_the_objective_decides_among_the_good(objective: str, best: str) -> None
         trials("64-true", -0.5, 50.0, 20.0),
         question=replace(ASKED, objective=objective),
     )
-    assert found.pick is not None
-    assert found.pick.name == best
+    assert found.recommended is not None
+    assert found.recommended.name == best
 
 
 def test_what_diverged_says_when() -> None:
@@ -123,22 +128,22 @@ def test_what_diverged_says_when() -> None:
         steps=60,
         error="guard.non_finite: the loss is nan at step 42.",
     )
-    line = asked(BASE, bad).lines[-1]
-    assert (line.outcome, line.step, line.failing) == ("diverged", 42, True)
+    line = asked(BASE, bad).verdicts[-1]
+    assert (line.rating, line.diverged_step, line.is_failing) == ("diverged", 42, True)
     assert "diverged at step 42" in to_markdown("", [advice_table(asked(BASE, bad))])
 
 
 def test_few_seeds_are_not_enough_evidence() -> None:
     found = asked(trials("32-true", seeds=2), trials("bf16-mixed", 0.5, 200.0, seeds=2))
     assert outcomes(found)["bf16-mixed"] == "unclear"
-    assert "of 3 seeds" in reason_sentence(found.lines[-1])
+    assert "of 3 seeds" in reason_sentence(found.verdicts[-1])
     assert "Not enough evidence in this budget about bf16-mixed" in other_sentences(found)
 
 
 def test_a_trial_that_was_cut_is_slow_and_not_judged() -> None:
     found = asked(BASE, changed(trials("16-true", 0.0), steps=30))
     assert outcomes(found)["16-true"] == "slow"
-    assert "step 30" in reason_sentence(found.lines[-1])
+    assert "step 30" in reason_sentence(found.verdicts[-1])
 
 
 def test_emulation_tells_of_quality_alone() -> None:
@@ -146,9 +151,9 @@ def test_emulation_tells_of_quality_alone() -> None:
         ASKED, emulated=["float8-tensorwise"], own=["float8-tensorwise precision.emulate=true"]
     )
     found = asked(BASE, trials("float8-tensorwise", 0.001, 900.0, 1.0), question=question)
-    assert found.pick is not None
-    assert found.pick.name == "32-true"
-    line = next(line for line in found.lines if line.emulated)
+    assert found.recommended is not None
+    assert found.recommended.name == "32-true"
+    line = next(line for line in found.verdicts if line.is_emulated)
     assert line.command[-2:] == ["precision=float8-tensorwise", "precision.emulate=true"]
     assert "unknown" in to_markdown("", [advice_table(found)])
 
@@ -166,7 +171,7 @@ def test_islands_that_heal_are_lines_of_their_own_and_tries_are_none() -> None:
         "32-true": "baseline",
         "16-mixed": "worse",
     }
-    assert next_lines(found) == [f"python -m runner model=mlp precision=16-mixed '{kept}'"]
+    assert next_commands(found) == [f"python -m runner model=mlp precision=16-mixed '{kept}'"]
 
 
 def test_what_was_tried_is_told_where_nothing_mends() -> None:
@@ -196,13 +201,13 @@ def test_a_busy_machine_is_named() -> None:
 
 def test_float32_that_diverges_leaves_no_advice() -> None:
     found = asked(changed(BASE, diverged=True, status="failed"), trials("bf16-mixed"))
-    assert found.pick is None
+    assert found.recommended is None
     assert advice_sentence(found).startswith("No advice")
 
 
 def test_health_tells_of_overflows_the_scale_and_weights_that_stand_still() -> None:
     jobs = changed(trials("16-mixed"), skipped_steps=3, loss_scale=1024.0, stagnant_share=0.25)
-    line = next(line for line in asked(BASE, jobs).lines if line.name == "16-mixed")
+    line = next(line for line in asked(BASE, jobs).verdicts if line.name == "16-mixed")
     assert health_words(line) == (
         "3.0% of steps overflowed; loss scale 1024 at the end; 25% of the weights did not move"
     )
@@ -210,7 +215,7 @@ def test_health_tells_of_overflows_the_scale_and_weights_that_stand_still() -> N
 
 def test_the_page_says_what_to_type_and_how_it_was_judged(tmp_path: Path) -> None:
     jobs = [Job(job) for job in [*BASE, *trials("bf16-mixed", 0.001, 150.0)]]
-    paths = write_report(SweepData(jobs, ["mode=advise"], question=ASKED), tmp_path)
+    paths = write_report(SweepData(jobs, ["mode=advise"], advise_settings=ASKED), tmp_path)
     text = paths[0].read_text()
     assert text.startswith("# Which precision for this model?")
     assert "python -m runner model=mlp precision=bf16-mixed" in text
@@ -235,9 +240,9 @@ def test_speeds_that_some_jobs_lack_are_compared_seed_by_seed() -> None:
 
     def speed(*without: int) -> Ratio | None:
         some = [replace(j, examples_per_second=None) if j.seed in without else j for j in slow]
-        line = next(n for n in asked(some, half).lines if n.name == "bf16-mixed")
-        assert line.beside is not None
-        return line.beside.speed
+        line = next(n for n in asked(some, half).verdicts if n.name == "bf16-mixed")
+        assert line.comparison is not None
+        return line.comparison.speed_ratio
 
     assert speed(0, 1) == Ratio(0.5, 3, 0.5, 0.5)
     assert speed(0, 1, 2) is None  # two seeds are chance
@@ -255,9 +260,9 @@ def test_equal_speeds_rank_by_what_is_known() -> None:
         replace(j, examples_per_second=195.0 + 5 * (j.seed or 0))
         for j in trials("bf16-true", mib=5.0)
     ]
-    assert asked(BASE, fast, noisy).lines[0].name == "bf16-true"
+    assert asked(BASE, fast, noisy).verdicts[0].name == "bf16-true"
     distinct = changed(trials("bf16-true", mib=5.0), examples_per_second=150.0)
-    assert asked(BASE, fast, distinct).lines[0].name == "bf16-mixed"
+    assert asked(BASE, fast, distinct).verdicts[0].name == "bf16-mixed"
 
 
 def test_more_seeds_are_named_where_the_budget_was_enough() -> None:

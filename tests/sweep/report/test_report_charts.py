@@ -9,7 +9,7 @@ from matplotlib.collections import PathCollection
 
 from runner.modes.result import RunResult
 from runner.sweep.report.charts import legend, overview, panels, styles
-from runner.sweep.report.downsample import BUCKETS, MEANS, downsample, envelope, means
+from runner.sweep.report.downsample import BUCKETS, MEANS, curve_points, envelope, means
 from runner.sweep.report.jobs import Job, SweepData
 from runner.utils.plots import plain_label, svg_element
 
@@ -81,7 +81,7 @@ def test_means_are_means():
 
 
 def test_of_a_repeated_step_the_last_counts():
-    steps, values = downsample(curve([1.0, 2.0, 3.0, 20.0, 30.0], np.array([1, 2, 3, 2, 3])))
+    steps, values = curve_points(curve([1.0, 2.0, 3.0, 20.0, 30.0], np.array([1, 2, 3, 2, 3])))
     assert (steps.tolist(), values.tolist()) == ([1, 2, 3], [1, 20, 30])
 
 

@@ -4,15 +4,10 @@ import pytest
 from scipy import stats
 
 from runner.modes.result import RunResult
-from runner.modes.tables import sweep_table
+from runner.sweep.report.columns import sweep_table
 from runner.sweep.report.compare import compare, group_jobs, pareto_front
-from runner.sweep.report.conclusion import (
-    conclusion,
-    format_interval,
-    format_mean_sd,
-    quality_sentence,
-    recommended_precision,
-)
+from runner.sweep.report.conclusion import conclusion, recommended_precision
+from runner.sweep.report.number_text import difference_words, format_interval, format_mean_sd
 from runner.sweep.report.statistics import Spread, quality_difference
 
 CPU, GPU = "Some CPU (2 of 2 threads)", "NVIDIA H100"
@@ -61,7 +56,7 @@ def test_a_group_is_its_seeds():
     assert group.quality == Spread(pytest.approx(0.92), pytest.approx(0.0282842712), 2, 0.90, 0.94)
     assert group.speed == Spread(105.0, pytest.approx(7.0710678), 2, 100.0, 110.0)
     assert (group.loss_scale.low, group.loss_scale.high, group.skipped.mean) == (1024, 2048, 3)
-    assert (group.counts, group.converted, group.sound) == ({"finished": 2}, "3/4", True)
+    assert (group.counts, group.converted, group.is_complete) == ({"finished": 2}, "3/4", True)
 
 
 def test_one_seed_has_no_spread():
@@ -75,7 +70,7 @@ def test_what_failed_counts_where_its_group_ran():
     assert [(g.device, g.counts, g.reasons) for g in found] == [
         (GPU, {"failed": 2, "finished": 1}, ("broke", "else"))
     ]
-    assert not found[0].sound
+    assert not found[0].is_complete
 
 
 @pytest.mark.parametrize(
@@ -90,8 +85,8 @@ def test_what_is_not_finite_diverged(metrics):
     r = result("16-true", metrics=metrics)
     assert r.outcome == "diverged"
     (group,) = group_jobs([r, result("16-true", 1, 0.8)])
-    assert (group.quality.mean, group.quality.n, group.sound) == (0.8, 1, False)
-    assert group.finished == 2
+    assert (group.quality.mean, group.quality.n, group.is_complete) == (0.8, 1, False)
+    assert group.finished_count == 2
 
 
 def test_a_run_without_evaluation_diverges_by_its_training_loss():
@@ -103,7 +98,9 @@ def test_paired_interval_is_scipys():
     mine, base = [0.90, 0.93, 0.95], [0.88, 0.92, 0.90]
     got = quality_difference(list(enumerate(mine)), list(enumerate(base)), "max")
     low, high = stats.ttest_rel(mine, base).confidence_interval(0.95)
-    assert (got.value - got.half, got.value + got.half) == pytest.approx((low, high))
+    assert (got.value - got.ci_half_width, got.value + got.ci_half_width) == pytest.approx(
+        (low, high)
+    )
     assert (got.test, got.verdict) == ("paired t", "same")
 
 
@@ -111,7 +108,9 @@ def test_welch_interval_is_scipys():
     mine, base = [0.90, 0.93, 0.95], [0.5, 0.52]
     got = quality_difference(list(enumerate(mine)), list(enumerate(base)), "max")
     low, high = stats.ttest_ind(mine, base, equal_var=False).confidence_interval(0.95)
-    assert (got.value - got.half, got.value + got.half) == pytest.approx((low, high))
+    assert (got.value - got.ci_half_width, got.value + got.ci_half_width) == pytest.approx(
+        (low, high)
+    )
     assert (got.test, got.verdict) == ("Welch", "better")
 
 
@@ -124,8 +123,11 @@ def test_an_interval_of_any_size(size):
             [(s, q / size) for s, q in mine], [(s, q / size) for s, q in base], "min"
         ),
     )
-    assert (got.verdict, got.half / size) == (plain.verdict, pytest.approx(plain.half))
-    assert "worse by" not in quality_sentence(got)[0]
+    assert (got.verdict, got.ci_half_width / size) == (
+        plain.verdict,
+        pytest.approx(plain.ci_half_width),
+    )
+    assert "worse by" not in difference_words(got)[0]
 
 
 @pytest.mark.parametrize("keys", [[None, None], [1, 1], [3, 4]])
@@ -139,12 +141,12 @@ def test_the_direction_decides_what_is_better(direction, expected):
     mine, base = [(0, 0.50), (1, 0.51), (2, 0.52)], [(0, 0.90), (1, 0.912), (2, 0.921)]
     got = quality_difference(mine, base, direction)
     assert got.verdict == expected
-    assert quality_sentence(got)[0].startswith(f"{expected} by 0.40")
+    assert difference_words(got)[0].startswith(f"{expected} by 0.40")
 
 
 def test_no_spread_at_all_divides_by_nothing():
     same = quality_difference([(0, 0.9), (1, 0.9)], [(0, 0.9), (1, 0.9)], "max")
-    assert quality_sentence(same) == ("no measurable difference", "identical in every seed")
+    assert difference_words(same) == ("no measurable difference", "identical in every seed")
     gap = quality_difference([(0, 0.9), (1, 0.9)], [(0, 0.8), (1, 0.8)], "max")
     assert gap.verdict == "unjudged"
     assert (
@@ -155,22 +157,26 @@ def test_no_spread_at_all_divides_by_nothing():
 
 def test_one_seed_is_shown_and_not_judged():
     c = of([result("32-true"), result("b", quality=0.99)], "b")
-    assert (c.quality.verdict, c.quality.half) == ("unjudged", None)
-    assert quality_sentence(c.quality) == ("no verdict", "+0.09, one seed: no spread")
+    assert (c.difference.verdict, c.difference.ci_half_width) == ("unjudged", None)
+    assert difference_words(c.difference) == ("no verdict", "+0.09, one seed: no spread")
 
 
 def test_speed_is_paired_by_seed():
     base = seeds("32-true", (0.9, 0.9), (100.0, 200.0))
     c = of([*base, *seeds("b", (0.9, 0.9), (150.0, 240.0))], "b")
-    assert (c.speed.low, c.speed.value, c.speed.high) == pytest.approx((1.2, 1.35, 1.5))
-    assert c.pace == "faster"
+    assert (c.speed_ratio.low, c.speed_ratio.value, c.speed_ratio.high) == pytest.approx(
+        (1.2, 1.35, 1.5)
+    )
+    assert c.speed_verdict == "faster"
 
 
 def test_speed_of_other_seeds_is_of_the_medians_with_the_widest_range():
     base = seeds("32-true", (0.9, 0.9), (100.0, 200.0))
     c = of([*base, result("b", 7, speed=180.0), result("b", 8, speed=300.0)], "b")
-    assert (c.speed.low, c.speed.value, c.speed.high) == pytest.approx((0.9, 1.6, 3.0))
-    assert c.pace == "unclear"
+    assert (c.speed_ratio.low, c.speed_ratio.value, c.speed_ratio.high) == pytest.approx(
+        (0.9, 1.6, 3.0)
+    )
+    assert c.speed_verdict == "unclear"
 
 
 @pytest.mark.parametrize(
@@ -183,15 +189,15 @@ def test_speed_of_other_seeds_is_of_the_medians_with_the_widest_range():
     ],
 )
 def test_one_seed_is_faster_from_ten_percent_on(speed, pace):
-    assert of([result("32-true"), result("b", speed=speed)], "b").pace == pace
+    assert of([result("32-true"), result("b", speed=speed)], "b").speed_verdict == pace
 
 
 def test_several_seeds_are_faster_where_all_are_and_by_enough():
     base = seeds("32-true", (0.9, 0.9))
-    assert of([*base, *seeds("b", (0.9, 0.9), (104.0, 104.0))], "b").pace == "even"
-    assert of([*base, *seeds("b", (0.9, 0.9), (106.0, 107.0))], "b").pace == "faster"
-    assert of([*base, *seeds("b", (0.9, 0.9), (99.0, 150.0))], "b").pace == "unclear"
-    assert of([*base, *seeds("b", (0.9, 0.9), (99.0, 140.0))], "b").pace == "even"
+    assert of([*base, *seeds("b", (0.9, 0.9), (104.0, 104.0))], "b").speed_verdict == "even"
+    assert of([*base, *seeds("b", (0.9, 0.9), (106.0, 107.0))], "b").speed_verdict == "faster"
+    assert of([*base, *seeds("b", (0.9, 0.9), (99.0, 150.0))], "b").speed_verdict == "unclear"
+    assert of([*base, *seeds("b", (0.9, 0.9), (99.0, 140.0))], "b").speed_verdict == "even"
 
 
 def test_memory_is_the_devices_peak_and_on_a_cpu_what_the_model_holds():
@@ -199,7 +205,7 @@ def test_memory_is_the_devices_peak_and_on_a_cpu_what_the_model_holds():
         base = result("32-true", device=device)
         more = {"peak_memory_mib": 3000.0, "weights_mib": 20.0, "optimizer_mib": 40.0}
         c = of([base, result("b", device=device, **more)], "b", device)
-        assert c.memory == pytest.approx(ratio)
+        assert c.memory_ratio == pytest.approx(ratio)
 
 
 def test_the_baseline_has_the_same_settings_and_device():
@@ -215,13 +221,15 @@ def test_the_baseline_has_the_same_settings_and_device():
             for sign in ("+", "++", "~")
         ),
     ]
-    assert of(sweep, "b optimizer.lr=2").speed.value == pytest.approx(1.5)
-    assert of(sweep, "b optimizer.lr=2 precision.keep_fp32=[fc]").speed.value == pytest.approx(2.0)
+    assert of(sweep, "b optimizer.lr=2").speed_ratio.value == pytest.approx(1.5)
+    assert of(
+        sweep, "b optimizer.lr=2 precision.keep_fp32=[fc]"
+    ).speed_ratio.value == pytest.approx(2.0)
     for sign in ("+", "++", "~"):
         name = f"b optimizer.lr=2 {sign}precision.keep=[fc]"
-        assert of(sweep, name).speed.value == pytest.approx(2.5)
-    assert of(sweep, "b optimizer.lr=3").base is None
-    assert of(sweep, "b optimizer.lr=3").speed is None
+        assert of(sweep, name).speed_ratio.value == pytest.approx(2.5)
+    assert of(sweep, "b optimizer.lr=3").baseline is None
+    assert of(sweep, "b optimizer.lr=3").speed_ratio is None
 
 
 def test_the_front_is_what_nothing_beats():
@@ -359,7 +367,7 @@ def test_evaluations_are_told_by_their_change(noted):
         evaluated("16-true", 0.899, 50.0, as_trained=noted),
     ]
     assert of(sweep, "bnb-nf4").group.change.mean == pytest.approx(-0.05)
-    assert of(sweep, "bnb-nf4").quality is None
+    assert of(sweep, "bnb-nf4").difference is None
     assert told(*sweep) == (
         "val/accuracy was 0.9 as trained in 32-true: bnb-nf4 (13 MiB of weights) changes it by "
         "-0.05; 16-true (50 MiB of weights) changes it by -0.001."
@@ -437,5 +445,5 @@ def test_digits_follow_the_error(value, error, text):
 def test_one_job_that_was_held_up_does_not_speak_for_the_others():
     base = seeds("32-true", (0.9, 0.9, 0.9), (20.0, 100.0, 100.0))
     c = of([*base, *seeds("b", (0.9, 0.9, 0.9), (100.0, 103.0, 102.0))], "b")
-    assert c.speed.value == pytest.approx(1.03)
-    assert c.pace == "unclear"
+    assert c.speed_ratio.value == pytest.approx(1.03)
+    assert c.speed_verdict == "unclear"

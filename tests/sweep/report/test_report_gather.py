@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from runner.modes.result import RunResult
+from runner.sweep.report import load
 from runner.sweep.report.compare import compare
 from runner.sweep.report.load import (
     load_from_folder,
@@ -80,7 +81,7 @@ def test_a_folders_jobs_with_their_curves(sweep):
     assert same(loss, LOSSES)
     assert data.jobs[1].curves == {}
     assert data.commands == ["python -m runner -m 'precision.keep_fp32=[a b]'"]
-    assert (data.sweep_id, data.stopped) == ("s", False)
+    assert (data.sweep_id, data.is_stopped) == ("s", False)
 
 
 def test_a_journal_that_breaks_off_is_read_up_to_there(sweep):
@@ -162,10 +163,9 @@ def test_a_store_tells_of_jobs_that_left_no_list(stored):
 
 def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatch):
     monkeypatch.setattr(Reader, "artifact", lambda *_: b"PK\x03\x04 cut off")
-    monkeypatch.setattr("runner.sweep.report.load._told", lambda *_: ([DONE], [], False, 1, None))
-    monkeypatch.setattr(
-        "runner.sweep.report.load._result", lambda _, run: replace(DONE, run_id=run.run_id)
-    )
+    facts = load._StoredFacts(False, [DONE], [], 1)
+    monkeypatch.setattr(load, "_stored_facts", lambda *_: facts)
+    monkeypatch.setattr(load, "_result", lambda _, run: replace(DONE, run_id=run.run_id))
     reader = Reader(stored[0])
     jobs = load_from_store(reader, reader.run(stored[1])).jobs
     assert [len(job.curves.get("train/loss", [()])[0]) for job in jobs] == [0, 5, 5, 1]
@@ -263,6 +263,8 @@ def test_joined_jobs_are_named_by_what_differs():
     ]
     assert named[3][0] == "16-mixed model=resnet train.max_steps=2"
     assert named[4] == ("", "job 3")
-    beside = {c.group.name: c.base and c.base.name for c in compare(with_unique_names(jobs))}
+    beside = {
+        c.group.name: c.baseline and c.baseline.name for c in compare(with_unique_names(jobs))
+    }
     assert beside[f"16-mixed {words}"] == f"32-true {words}"
     assert beside["16-mixed model=resnet train.max_steps=2"] is None

@@ -6,43 +6,43 @@ from collections import Counter
 
 import pytest
 
-from runner.sweep.report.paired_test import ERROR, baseline_spread, test_non_inferiority
+from runner.sweep.report.paired_test import ERROR_RATE, baseline_spread, non_inferiority_test
 
 
 def test_a_clear_harm_is_worse_and_its_interval_is_students() -> None:
-    found = test_non_inferiority([0.9, 1.0, 1.1], spread=0.1, tolerance=1.0, judged=1)
-    assert found.verdict == "worse"
-    assert found.gap == pytest.approx(1.0)
-    assert found.half == pytest.approx(2.919986 * 0.1 / math.sqrt(3))  # t(0.95, 2 df)
+    found = non_inferiority_test([0.9, 1.0, 1.1], spread=0.1, tolerance=1.0, family_size=1)
+    assert found.decision == "worse"
+    assert found.mean_difference == pytest.approx(1.0)
+    assert found.ci_half_width == pytest.approx(2.919986 * 0.1 / math.sqrt(3))  # t(0.95, 2 df)
     assert found.margin == pytest.approx(0.1)
 
 
 def test_a_harm_within_the_tolerance_is_none() -> None:
-    assert test_non_inferiority([0.05, 0.051, 0.049], 0.1, 1.0, 1).verdict == "indistinguishable"
-    assert test_non_inferiority([0.05, 0.051, 0.049], 0.1, 0.1, 1).verdict == "worse"
+    assert non_inferiority_test([0.05, 0.051, 0.049], 0.1, 1.0, 1).decision == "indistinguishable"
+    assert non_inferiority_test([0.05, 0.051, 0.049], 0.1, 0.1, 1).decision == "worse"
 
 
 def test_noise_is_no_evidence() -> None:
-    assert test_non_inferiority([1.0, -0.9, 0.8], 0.1, 1.0, 1).verdict == "unclear"
+    assert non_inferiority_test([1.0, -0.9, 0.8], 0.1, 1.0, 1).decision == "unclear"
 
 
 def test_a_gain_is_better() -> None:
-    assert test_non_inferiority([-0.9, -1.0, -1.1], 0.1, 1.0, 1).verdict == "better"
+    assert non_inferiority_test([-0.9, -1.0, -1.1], 0.1, 1.0, 1).decision == "better"
 
 
 @pytest.mark.parametrize("gaps", [[5.0], [5.0, 5.1]])
 def test_two_seeds_give_no_verdict(gaps: list[float]) -> None:
-    found = test_non_inferiority(gaps, 0.1, 1.0, 1)
-    assert (found.verdict, found.half, found.n) == ("unclear", math.inf, len(gaps))
+    found = non_inferiority_test(gaps, 0.1, 1.0, 1)
+    assert (found.decision, found.ci_half_width, found.n) == ("unclear", math.inf, len(gaps))
 
 
 def test_equal_losses_in_every_seed_are_indistinguishable_even_without_a_tolerance() -> None:
-    assert test_non_inferiority([0.0] * 3, 0.1, 0.0, 1).verdict == "indistinguishable"
+    assert non_inferiority_test([0.0] * 3, 0.1, 0.0, 1).decision == "indistinguishable"
 
 
-def test_the_yardstick_of_one_seed_is_none() -> None:
+def test_one_seed_has_no_baseline_spread() -> None:
     assert math.isnan(baseline_spread([1.0]))
-    assert test_non_inferiority([0.0] * 5, math.nan, 1.0, 1).verdict == "unclear"
+    assert non_inferiority_test([0.0] * 5, math.nan, 1.0, 1).decision == "unclear"
 
 
 def test_false_alarms_are_as_rare_as_stated() -> None:
@@ -51,8 +51,8 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
     draw, alarms = random.Random(1), 0
     for _ in range(3000):
         verdicts = Counter(
-            test_non_inferiority([draw.gauss(0, 1) for _ in range(5)], 1.0, 0.0, 6).verdict
+            non_inferiority_test([draw.gauss(0, 1) for _ in range(5)], 1.0, 0.0, 6).decision
             for _ in range(6)
         )
         alarms += verdicts["worse"] > 0
-    assert alarms / 3000 == pytest.approx(ERROR, abs=3 * math.sqrt(0.05 * 0.95 / 3000))
+    assert alarms / 3000 == pytest.approx(ERROR_RATE, abs=3 * math.sqrt(0.05 * 0.95 / 3000))

@@ -286,7 +286,7 @@ def test_what_has_no_baseline_of_its_own_is_told(tmp_path):
 
 @pytest.mark.parametrize("jobs", [[], [lost("a", "failed", "x")], [lost("a", "unavailable", "y")]])
 def test_nothing_finished(jobs, tmp_path):
-    text, _, found = pages(SweepData(jobs, stopped=True), tmp_path)
+    text, _, found = pages(SweepData(jobs, is_stopped=True), tmp_path)
     assert set(found) == {".md", ".html"}
     assert "The sweep was stopped before its last job" in text
     assert "How this was compared" not in text

@@ -1,0 +1,72 @@
+"""Format means, ratios and differences as every table and sentence of a report prints them."""
+
+import math
+from collections.abc import Iterable
+
+from runner.sweep.report.statistics import Difference, Ratio, Spread
+from runner.utils.formatting import format_number
+
+MAX_NAMES = 3
+MAX_PLACES = 8
+LARGEST_ERROR = 1e300
+"""Keeps the logarithm of an infinite error finite."""
+
+
+def format_mean_sd(spread: Spread | None) -> str:
+    """Return mean ± standard deviation with two digits of the deviation; for one value the mean."""
+    if spread is None:
+        return ""
+    if not spread.sd:
+        return format_number(spread.mean) + (" ± 0" if spread.n > 1 else "")
+    return format_interval(spread.mean, spread.sd)
+
+
+def format_interval(value: float, error: float, sign: str = "") -> str:
+    """Return value ± error, both with the decimals that show two digits of the error.
+
+    Args:
+        value: the middle of the interval.
+        error: half of its width.
+        sign: "+" writes the sign of a positive value, too.
+    """
+    places = 4
+    if error > 0:
+        places = 1 - math.floor(math.log10(min(error, LARGEST_ERROR)))
+    if not -3 < places <= MAX_PLACES:
+        return f"{value:{sign}.3g} ± {error:.2g}"
+    places = max(0, places)
+    return f"{value:{sign}.{places}f} ± {error:.{places}f}"
+
+
+def format_ratio(ratio: Ratio | None) -> str:
+    """Return a ratio of speeds with two decimals, empty without one."""
+    return f"{ratio.value:.2f}" if ratio else ""
+
+
+def format_range(ratio: Ratio | None) -> str:
+    """Return a ratio's range over seeds, empty with one seed."""
+    if ratio is None or ratio.low == ratio.high:
+        return ""
+    return f"{ratio.low:.2f} to {ratio.high:.2f}"
+
+
+def difference_words(difference: Difference) -> tuple[str, str]:
+    """Return the verdict on a difference in quality, and the numbers behind it."""
+    value = difference.value
+    half_width = difference.ci_half_width
+    if half_width is None:
+        return "no verdict", f"{value:+.2g}, one seed: no spread"
+    if half_width == 0:
+        if difference.verdict == "same":
+            return "no measurable difference", "identical in every seed"
+        return "no verdict", f"{value:+.2g} in every seed: no spread"
+    if difference.verdict == "same":
+        return "no measurable difference", format_interval(value, half_width, "+")
+    return f"{difference.verdict} by {format_interval(abs(value), half_width)}", ""
+
+
+def join_names(names: Iterable[str], limit: int = MAX_NAMES) -> str:
+    """Return the first names, and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(every[:limit]) + more
