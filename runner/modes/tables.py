@@ -142,3 +142,8 @@ def _metrics_as_trained(result: RunResult, others: Sequence[RunResult]) -> dict[
             by_settings.setdefault(other.settings, other.metrics)
     exact = by_settings.get(result.settings)
     return exact or by_settings.get(shared_settings(result.settings), {})
+
+
+def _change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> str:
+    gap = relative_change(name, result, others)
+    return "" if gap is None else f"{gap:+.4g}"
