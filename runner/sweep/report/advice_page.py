@@ -45,8 +45,9 @@ def _stay_sentence(advice: Advice) -> str:
     is_timed = any(line.comparison and line.comparison.speed_ratio for line in rivals)
     if objective == "time" and not is_timed:
         return (
-            f"Stay with {BASE} for now: too few trials were long enough to tell a speed. Train for "
-            "longer (train.epochs, advise.steps, advise.budget), or type advise.objective=memory."
+            f"Stay with {BASE} for now: too few trials were long enough to measure a speed. "
+            "Train for longer (train.epochs, advise.steps, advise.budget), or type "
+            "advise.objective=memory."
         )
     aim = GAIN_WORDS[objective]
     return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}."
@@ -84,7 +85,7 @@ def advice_blocks(advice: Advice) -> Iterator[Block]:
     """Yield the report's parts: answer, next command, table, alternatives, method."""
     yield from _answer(advice)
     if advice.recommended is not None:
-        yield Text("Type next:")
+        yield Text("Next:")
         yield Commands(next_commands(advice))
     yield advice_table(advice)
     yield from _alternatives(advice)
@@ -143,7 +144,7 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
     )
     if not math.isnan(advice.spread):
         yield (
-            "Yardstick",
+            "Baseline",
             f"{BASE} ends at {VAL_LOSS} {format_number(advice.loss)}; its seeds differ by a "
             f"standard deviation of {format_number(advice.spread)}. Tolerated are "
             f"{settings.tolerance:g} of them (advise.tolerance).",
@@ -158,7 +159,7 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
     yield (
         "Indistinguishable",
         f"the same test, at {ERROR_RATE:.0%} for each, finds the difference below the tolerance "
-        "(non-inferiority), were the yardstick exact; it is measured by as many seeds, see "
+        f"(non-inferiority) if {BASE}'s spread is exact; it is measured by as many seeds, see "
         "docs/advise.md. Neither: not enough evidence.",
     )
     if any(line.forecast for line in advice.verdicts):
@@ -184,4 +185,4 @@ def print_advice(console: Console, advice: Advice) -> None:
     sentences = filter(None, [advice_sentence(advice), other_sentences(advice)])
     console.print(" ".join(sentences), soft_wrap=True)
     for command in next_commands(advice):
-        console.print(f"type next: {command}", soft_wrap=True)
+        console.print(f"Next: {command}", soft_wrap=True)

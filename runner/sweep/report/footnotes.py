@@ -12,15 +12,15 @@ TESTS = {
 QUALITY = """the last evaluation's, mean ± sample standard deviation (number of seeds); diverged
 jobs are not in the mean. Seeds: {seeds}."""
 CHANGE = "against what the checkpoint reached in the precision it was trained in."
-VERDICT = """difference of the means with its 95 % interval ({test}). An interval that holds 0 is no
-measurable difference, which is not equality: more seeds narrow it. Each is judged on its own: of 20
-equal precisions one falls outside by chance."""
+VERDICT = """difference of the means with its 95 % interval ({test}). An interval that contains 0 is
+no measurable difference, which is not equality: more seeds narrow it. Each is judged on its own: of
+20 equal precisions one falls outside by chance."""
 SPEED = """examples/s of training, without the first block of steps and without evaluations (in
 mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else of
-the medians; the range beside it. Called faster or slower where the range leaves out 1 and the
+the medians, with the range over seeds. Called faster or slower where the range excludes 1 and the
 median is more than {several:.0%} from it ({single:.0%} with one seed)."""
 CPU = """weights plus optimizer state, without activations. The process's resident set is not
-compared: it holds what earlier jobs left."""
+compared: it includes what earlier jobs left."""
 GPU = "peak of allocated device memory."
 
 

@@ -41,7 +41,7 @@ _STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
     "FAILED": "failed",
     "KILLED": "stopped",
 }
-_UNKNOWN_STATUS = "It has not ended: it still runs, or died without a word."
+_UNKNOWN_STATUS = "Status unknown: still running, or killed without writing a result."
 _IGNORED_OVERRIDE = re.compile(
     r"[+~]*(seed|precision|mode|tracking\b.*|hydra\b.*|data\.root|train\.num_workers)="
 )

@@ -159,7 +159,8 @@ def _top_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Blo
         if c.baseline is None and c.group.finished_count and c.group.precision != BASE
     ]
     if uncompared and any(c.baseline for c in compared):
-        yield Text(f"Not compared: {join_names(uncompared)}: {NO_BASE} beside it.", "small")
+        names = join_names(uncompared)
+        yield Text(f"Not compared: {names}: {NO_BASE} with the same settings.", "small")
 
 
 def _chart_blocks(data: SweepData) -> list[Block]:
@@ -185,7 +186,7 @@ def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Heading("Every job")
         yield jobs_table([job.result for job in data.jobs])
     if data.commands:
-        yield Heading("Typed")
+        yield Heading("Commands")
         yield Commands(data.commands)
     if any(group.finished_count for group in groups) and not data.advise_settings:
         yield Heading("How this was compared")

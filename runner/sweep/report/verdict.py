@@ -10,7 +10,7 @@ from runner.utils.formatting import format_number
 
 RATING_WORDS = {
     "recommended": "recommended",
-    "baseline": "the yardstick",
+    "baseline": "baseline",
     "fit": "indistinguishable",
     "unclear": "not enough evidence",
     "slow": "too slow here",
@@ -51,7 +51,7 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
         return group.reasons[0].split("\n")[0]
     if verdict.rating == "slow":
         step = min(job.steps for job in group.jobs)
-        return f"a trial came to step {step} in more than four times what {BASE} takes"
+        return f"a trial reached step {step} in more than four times {BASE}'s time"
     if test is None:
         return _baseline_loss_words(verdict) if verdict.name == BASE else ""
     if test.n < MIN_SEEDS:
@@ -84,7 +84,7 @@ def _loss_scale_remedy(verdict: PrecisionVerdict) -> str:
 
 def _attempts_words(verdict: PrecisionVerdict) -> str:
     attempts = [
-        f"{words} did not come to its end" if math.isnan(gap) else f"{words} loss {gap:+.2g}"
+        f"{words} did not finish" if math.isnan(gap) else f"{words} loss {gap:+.2g}"
         for words, gap in verdict.attempted_module_sets
     ]
     return f"tried on one seed: {', '.join(attempts)}" if attempts else ""
@@ -115,7 +115,7 @@ def gain_words(verdict: PrecisionVerdict) -> str:
 def _loss_words(verdict: PrecisionVerdict) -> str:
     test = verdict.test
     if test is None:
-        return "the yardstick"
+        return "the baseline"
     if test.decision == "better":
         return f"lower by {format_interval(-test.mean_difference, test.ci_half_width)}"
     return f"indistinguishable from {BASE}'s"

@@ -139,7 +139,7 @@ def test_models_of_the_runner_are_judged(advised, words, prose):
     assert judged.n == 3
     assert advice.recommended is not None
     assert advice.recommended.name in ("32-true", "bf16-mixed")
-    assert f" {words[0]} {words[1]} " in told.partition("type next: python -m runner ")[2]
+    assert f" {words[0]} {words[1]} " in told.partition("Next: python -m runner ")[2]
     if words is COMPLEX:  # autocast leaves complex numbers alone
         assert judged.mean_difference == 0
         assert line(advice, "bf16-mixed").rating in ("fit", "recommended")

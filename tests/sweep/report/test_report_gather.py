@@ -157,7 +157,7 @@ def test_a_store_tells_of_jobs_that_left_no_list(stored):
         "the writer leaves the history, however it ends"
     )
     assert running.result.status == "stopped"
-    assert "still runs" in running.result.error
+    assert "still running" in running.result.error
     assert same(running.curves["train/loss"], [math.inf])
 
 
