@@ -7,9 +7,9 @@ from rich.console import Console
 
 from runner.sweep.report.columns import advice_table, advice_terminal_table
 from runner.sweep.report.compare import BASE
+from runner.sweep.report.number_text import format_interval, format_ratio
 from runner.sweep.report.paired_test import ERROR_RATE
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
-from runner.sweep.report.verdict import gain_words
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number
 from runner.utils.markup import Block, Commands, Heading, Items, Table, Text
@@ -33,7 +33,7 @@ def advice_sentence(advice: Advice) -> str:
         return f"Stay with {BASE} for now: nothing could be judged."
     if pick.group.name == BASE:
         return _stay_sentence(advice)
-    return f"Use {pick.name}: {gain_words(pick)}."
+    return f"Use {pick.name}: {_gain_words(pick)}."
 
 
 def _stay_sentence(advice: Advice) -> str:
@@ -51,6 +51,41 @@ def _stay_sentence(advice: Advice) -> str:
         )
     aim = GAIN_WORDS[objective]
     return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}."
+
+
+def _gain_words(verdict: PrecisionVerdict) -> str:
+    """Return speed, memory and loss of the recommended precision, compared with 32-true."""
+    gains = " and ".join(filter(None, [_speed_gain(verdict), _memory_gain(verdict)]))
+    return f"{gains or 'no costlier'}, and its loss is {_loss_words(verdict)}"
+
+
+def _loss_words(verdict: PrecisionVerdict) -> str:
+    test = verdict.test
+    if test is None:
+        return "the baseline"
+    if test.decision == "better":
+        return f"lower by {format_interval(-test.mean_difference, test.ci_half_width)}"
+    return f"indistinguishable from {BASE}'s"
+
+
+def _speed_gain(verdict: PrecisionVerdict) -> str:
+    comparison = verdict.comparison
+    if comparison is None or comparison.speed_ratio is None:
+        return ""
+    if comparison.speed_verdict not in ("faster", "slower"):
+        return ""
+    return f"{format_ratio(comparison.speed_ratio)} × as fast as {BASE}"
+
+
+def _memory_gain(verdict: PrecisionVerdict) -> str:
+    comparison = verdict.comparison
+    if comparison is None or comparison.memory_ratio is None:
+        return ""
+    ratio = f"{comparison.memory_ratio:.2f}"
+    if ratio == "1.00":
+        return ""
+    what = "weights and optimizer state" if verdict.group.is_on_cpu else "peak memory"
+    return f"{ratio} × its {what}"
 
 
 def other_sentences(advice: Advice) -> str:

@@ -27,20 +27,11 @@ from runner.utils.markup import Cell, Tone
 
 MAX_REASON = 80
 """Characters of an error in the cell of a group's status."""
-DIFFERENCE_TONES: dict[str, Tone] = {
-    "better": "good",
-    "worse": "bad",
-    "same": "",
-    "unjudged": "quiet",
-}
+DIFFERENCE_TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "unjudged": "quiet"}
 RATING_TONES: dict[str, Tone] = {
     "recommended": "good",
-    "worse": "bad",
-    "diverged": "bad",
-    "failed": "bad",
-    "unclear": "quiet",
-    "slow": "quiet",
-    "unavailable": "quiet",
+    **dict.fromkeys(("worse", "diverged", "failed"), "bad"),
+    **dict.fromkeys(("unclear", "slow", "unavailable"), "quiet"),
 }
 
 
@@ -152,7 +143,7 @@ def group_difference(c: Comparison, _: TableFacts) -> Cell:
     if c.difference is None:
         return Cell("")
     verdict, numbers = difference_words(c.difference)
-    return Cell(verdict, DIFFERENCE_TONES[c.difference.verdict], numbers)
+    return Cell(verdict, DIFFERENCE_TONES.get(c.difference.verdict, ""), numbers)
 
 
 def group_speed_ratio(c: Comparison, facts: TableFacts) -> Cell:

@@ -100,9 +100,7 @@ COLUMNS = (
     Column("predicted peak", verdict=cells.verdict_forecast),
     Column("weights MiB", job=lambda job, _: format_number(job.weights_mib)),
     Column(
-        "saved",
-        job=lambda job, _: memory_saved(job),
-        is_shown=lambda facts: facts.is_evaluation,
+        "saved", job=lambda job, _: memory_saved(job), is_shown=lambda facts: facts.is_evaluation
     ),
     Column(
         "state MiB",
@@ -112,9 +110,7 @@ COLUMNS = (
     Column("trains", job=cells.job_trains),
     Column("peak", job=lambda job, _: format_number(job.peak_memory_mib), title=cells.peak_title),
     Column(
-        "converted",
-        job=lambda job, _: job.converted,
-        group=lambda c, _: Cell(c.group.converted),
+        "converted", job=lambda job, _: job.converted, group=lambda c, _: Cell(c.group.converted)
     ),
     Column("skipped", job=cells.job_skipped, group=lambda c, _: cells.range_cell(c.group.skipped)),
     Column(
@@ -251,17 +247,19 @@ def sweep_table(results: Sequence[RunResult]) -> TerminalTable:
     for i, name in enumerate(made.head):
         is_text = i in made.words
         shown.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
-    for row in made.rows:
-        shown.add_row(*(cell.text for cell in row))
-    return shown
+    return _with_rows(shown, made)
 
 
 def advice_terminal_table(advice: Advice) -> TerminalTable:
-    """Return the terminal's table of mode=advise; notes stand beneath their cell's text."""
+    """Return the terminal's table of mode=advise; its reasons are long and wrap."""
     made = advice_table(advice)
     shown = TerminalTable(title="which precision?", title_justify="left")
     for i, name in enumerate(made.head):
         shown.add_column(name, justify="left" if i in made.words else "right", overflow="fold")
+    return _with_rows(shown, made)
+
+
+def _with_rows(shown: TerminalTable, made: Table) -> TerminalTable:
     for row in made.rows:
         shown.add_row(*("\n".join(filter(None, (cell.text, cell.note))) for cell in row))
     return shown

@@ -1,9 +1,9 @@
-"""The words for one precision in mode=advise: its verdict, the reason, its numerical health."""
+"""Word the cells of one precision in mode=advise: verdict, reason, numerical health."""
 
 import math
 
 from runner.sweep.report.compare import BASE
-from runner.sweep.report.number_text import format_interval, format_ratio
+from runner.sweep.report.number_text import format_interval
 from runner.sweep.report.paired_test import MIN_SEEDS
 from runner.sweep.report.ranking import PrecisionVerdict
 from runner.utils.formatting import format_number
@@ -104,38 +104,3 @@ def health_words(verdict: PrecisionVerdict) -> str:
     if stagnant >= MIN_STAGNANT_SHARE:
         parts.append(f"{stagnant:.0%} of the weights did not move")
     return "; ".join(parts)
-
-
-def gain_words(verdict: PrecisionVerdict) -> str:
-    """Return speed, memory and loss of the recommended precision, compared with 32-true."""
-    gains = " and ".join(filter(None, [_speed_gain(verdict), _memory_gain(verdict)]))
-    return f"{gains or 'no costlier'}, and its loss is {_loss_words(verdict)}"
-
-
-def _loss_words(verdict: PrecisionVerdict) -> str:
-    test = verdict.test
-    if test is None:
-        return "the baseline"
-    if test.decision == "better":
-        return f"lower by {format_interval(-test.mean_difference, test.ci_half_width)}"
-    return f"indistinguishable from {BASE}'s"
-
-
-def _speed_gain(verdict: PrecisionVerdict) -> str:
-    comparison = verdict.comparison
-    if comparison is None or comparison.speed_ratio is None:
-        return ""
-    if comparison.speed_verdict not in ("faster", "slower"):
-        return ""
-    return f"{format_ratio(comparison.speed_ratio)} × as fast as {BASE}"
-
-
-def _memory_gain(verdict: PrecisionVerdict) -> str:
-    comparison = verdict.comparison
-    if comparison is None or comparison.memory_ratio is None:
-        return ""
-    ratio = f"{comparison.memory_ratio:.2f}"
-    if ratio == "1.00":
-        return ""
-    what = "weights and optimizer state" if verdict.group.is_on_cpu else "peak memory"
-    return f"{ratio} × its {what}"
