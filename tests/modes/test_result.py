@@ -7,7 +7,6 @@ from rich.console import Console
 
 from runner.modes.result import RunResult, read_results
 from runner.modes.tables import mlflow_location, print_result
-from runner.sweep.report.columns import sweep_table
 from runner.utils.console import plain_console
 from runner.utils.formatting import format_number
 from runner.utils.layout import RESULT
@@ -29,13 +28,6 @@ DONE = RunResult(
     overrides=("precision=16-mixed",),
 )
 FAILED = RunResult("32-true", "32-true seed=1", "/out/2", "failed", "ValueError: boom\nmore")
-
-
-def text_of(*items):
-    console = Console(file=io.StringIO(), width=200)
-    for item in items:
-        console.print(item)
-    return console.file.getvalue()
 
 
 def shown(result):
@@ -78,9 +70,8 @@ def test_the_objective_is_the_quality():
 def test_brackets_of_an_override_are_not_taken_for_markup(capsys):
     odd = replace(DONE, label="32-true precision.keep_fp32=[head]", folder="/out/[red]")
     print_result(plain_console(), odd)
-    plain_console().print(sweep_table([odd]))
     text = capsys.readouterr().out
-    assert text.count("precision.keep_fp32=[head]") == 2
+    assert "precision.keep_fp32=[head]" in text
     assert "/out/[red]" in text
 
 
@@ -146,21 +137,6 @@ def test_where_to_look(tmp_path, monkeypatch):
         "tracking.experiment=night"
     )
     assert mlflow_location(DONE) == ""
-
-
-def test_the_sweeps_table_has_a_line_per_job():
-    text = text_of(sweep_table([DONE, FAILED, replace(FAILED, status="unavailable")]))
-    assert "val/accuracy" in text
-    assert all(word in text for word in ("finished", "failed", "unavailable", "32768", "0.91"))
-
-
-def test_the_sweeps_table_without_loss_scales_has_no_columns_for_them():
-    assert "final scale" not in text_of(sweep_table([replace(DONE, loss_scale=None), FAILED]))
-
-
-def test_jobs_with_different_qualities_share_a_column():
-    other = replace(DONE, quality="val/loss")
-    assert "quality" in text_of(sweep_table([DONE, other]))
 
 
 def test_the_results_of_a_sweep_come_in_the_order_of_its_jobs(tmp_path):

@@ -1,4 +1,4 @@
-"""runner.sweep.report.ranking and advised: the ranking, the pick, and how both are told."""
+"""runner.sweep.report.ranking and advice_page: the ranking, the recommendation, the words."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
     )
 
 
-def test_nothing_faster_means_float32() -> None:
+def test_float32_is_recommended_if_nothing_is_faster() -> None:
     found = asked(BASE, trials("bf16-mixed", 0.001, 101.0), trials("16-mixed", 0.0, 50.0))
     assert found.recommended is not None
     assert found.recommended.name == "32-true"
@@ -107,7 +107,7 @@ def test_nothing_faster_means_float32() -> None:
 @pytest.mark.parametrize(
     ("objective", "best"), [("time", "bf16-mixed"), ("memory", "bf16-true"), ("quality", "64-true")]
 )
-def test_the_objective_decides_among_the_good(objective: str, best: str) -> None:
+def test_the_objective_decides_among_the_acceptable(objective: str, best: str) -> None:
     found = asked(
         BASE,
         trials("bf16-mixed", 0.001, 150.0),
@@ -119,7 +119,7 @@ def test_the_objective_decides_among_the_good(objective: str, best: str) -> None
     assert found.recommended.name == best
 
 
-def test_what_diverged_says_when() -> None:
+def test_a_diverged_precision_names_its_step() -> None:
     bad = changed(
         trials("16-mixed", seeds=1),
         status="failed",
@@ -140,13 +140,13 @@ def test_few_seeds_are_not_enough_evidence() -> None:
     assert "Not enough evidence in this budget about bf16-mixed" in other_sentences(found)
 
 
-def test_a_trial_that_was_cut_is_slow_and_not_judged() -> None:
+def test_a_trial_that_ran_out_of_time_is_slow_and_not_judged() -> None:
     found = asked(BASE, changed(trials("16-true", 0.0), steps=30))
     assert outcomes(found)["16-true"] == "slow"
     assert "step 30" in reason_sentence(found.verdicts[-1])
 
 
-def test_emulation_tells_of_quality_alone() -> None:
+def test_an_emulated_precision_has_a_verdict_on_quality_and_no_speed() -> None:
     question = replace(
         ASKED, emulated=["float8-tensorwise"], own=["float8-tensorwise precision.emulate=true"]
     )
@@ -158,7 +158,7 @@ def test_emulation_tells_of_quality_alone() -> None:
     assert "unknown" in to_markdown("", [advice_table(found)])
 
 
-def test_islands_that_heal_are_lines_of_their_own_and_tries_are_none() -> None:
+def test_a_module_set_that_heals_has_a_row_and_a_failed_attempt_has_none() -> None:
     kept = "precision.keep_fp32=[head]"
     found = asked(
         BASE,
@@ -174,7 +174,7 @@ def test_islands_that_heal_are_lines_of_their_own_and_tries_are_none() -> None:
     assert next_commands(found) == [f"python -m runner model=mlp precision=16-mixed '{kept}'"]
 
 
-def test_what_was_tried_is_told_where_nothing_mends() -> None:
+def test_attempted_module_sets_are_listed_if_none_heals() -> None:
     stem, head = "precision.keep_fp32=[stem]", "precision.keep_fp32=[stem,head]"
     bad = [
         trials("16-mixed", 0.5),
@@ -187,7 +187,7 @@ def test_what_was_tried_is_told_where_nothing_mends() -> None:
     assert "tried on" not in to_markdown("", [advice_table(asked(BASE, *bad, mended))])
 
 
-def test_a_stop_is_named_where_it_left_no_verdict() -> None:
+def test_a_stop_is_named_as_the_reason_for_a_missing_verdict() -> None:
     cut = changed(trials("bf16-mixed", seeds=1), status="stopped")
     assert other_sentences(asked(BASE, cut)) == "It was stopped before it could judge bf16-mixed."
 
@@ -205,7 +205,7 @@ def test_float32_that_diverges_leaves_no_advice() -> None:
     assert advice_sentence(found).startswith("No advice")
 
 
-def test_health_tells_of_overflows_the_scale_and_weights_that_stand_still() -> None:
+def test_health_names_overflows_the_loss_scale_and_stagnant_weights() -> None:
     jobs = changed(trials("16-mixed"), skipped_steps=3, loss_scale=1024.0, stagnant_share=0.25)
     line = next(line for line in asked(BASE, jobs).verdicts if line.name == "16-mixed")
     assert health_words(line) == (
@@ -213,7 +213,7 @@ def test_health_tells_of_overflows_the_scale_and_weights_that_stand_still() -> N
     )
 
 
-def test_the_page_says_what_to_type_and_how_it_was_judged(tmp_path: Path) -> None:
+def test_the_report_has_the_next_command_and_the_method(tmp_path: Path) -> None:
     jobs = [Job(job) for job in [*BASE, *trials("bf16-mixed", 0.001, 150.0)]]
     paths = write_report(SweepData(jobs, ["mode=advise"], advise_settings=ASKED), tmp_path)
     text = paths[0].read_text()
@@ -224,7 +224,7 @@ def test_the_page_says_what_to_type_and_how_it_was_judged(tmp_path: Path) -> Non
     assert len(list(advice_blocks(rank_precisions([j.result for j in jobs], ASKED)))) > 4
 
 
-def test_the_question_survives_its_file_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+def test_settings_read_back_from_their_file_and_a_damaged_file_has_none(tmp_path: Path) -> None:
     question = replace(ASKED, command=("python",), own=("a b",), emulated=("a",))
     question.write(tmp_path)
     assert AdviseSettings.read(tmp_path) == question
@@ -234,7 +234,7 @@ def test_the_question_survives_its_file_and_a_damaged_one_is_none(tmp_path: Path
     assert AdviseSettings.of({"objective": 3}) is None
 
 
-def test_speeds_that_some_jobs_lack_are_compared_seed_by_seed() -> None:
+def test_speeds_missing_in_some_jobs_are_compared_by_the_other_seeds() -> None:
     slow = [replace(job, examples_per_second=10.0 * (job.seed or 1)) for job in BASE]
     half = [replace(j, examples_per_second=5.0 * (j.seed or 1)) for j in trials("bf16-mixed")]
 
@@ -253,7 +253,7 @@ def test_speeds_that_some_jobs_lack_are_compared_seed_by_seed() -> None:
     )
 
 
-def test_equal_speeds_rank_by_what_is_known() -> None:
+def test_precisions_of_equal_speed_rank_by_memory() -> None:
     """Ranges that overlap are no order: the lighter one is the better."""
     fast = changed(trials("bf16-mixed"), examples_per_second=200.0)
     noisy = [
@@ -274,7 +274,7 @@ def test_more_seeds_are_named_where_the_budget_was_enough() -> None:
     assert "a larger advise.budget may tell" in other_sentences(asked(BASE, unclear[:2]))
 
 
-def test_a_scale_that_begins_too_high_is_named() -> None:
+def test_a_loss_scale_that_begins_too_high_has_a_remedy() -> None:
     jobs = changed(trials("16-mixed", 0.5), skipped_steps=7, loss_scale=512.0)
     made = advice_table(asked(BASE, jobs))
     assert "try precision.loss_scale.init_scale=512" in str(made.rows)

@@ -63,7 +63,7 @@ def test_an_envelope_keeps_every_dip_and_peak():
     assert sorted(kept[kept < 65536]) == sorted([*values[dips], 2.0**-20])
 
 
-def test_what_is_not_finite_is_a_gap():
+def test_values_that_are_not_finite_are_gaps():
     values = np.ones(10_000)
     values[2000:4000], values[7] = np.nan, np.inf
     for thin, most in ((envelope, 2 * BUCKETS), (means, MEANS)):
@@ -80,7 +80,7 @@ def test_means_are_means():
     assert (len(kept), kept[0], steps[0]) == (MEANS, 4.5, 4.5)
 
 
-def test_of_a_repeated_step_the_last_counts():
+def test_a_repeated_step_has_its_last_value():
     steps, values = curve_points(curve([1.0, 2.0, 3.0, 20.0, 30.0], np.array([1, 2, 3, 2, 3])))
     assert (steps.tolist(), values.tolist()) == ([1, 2, 3], [1, 20, 30])
 
@@ -98,14 +98,14 @@ def test_seeds_share_a_look_and_a_line_in_the_legend():
     assert lines[1].get_color() == lines[2].get_color() != lines[0].get_color()
 
 
-def test_the_picture_has_what_there_is():
+def test_the_figure_has_a_chart_for_each_kind_of_curve():
     assert len(panels(SweepData([job()]))) == 2
     assert len(panels(SweepData([job(), job("b")]))) == 3
     assert len(panels(SweepData([job(), scaled([4, 2], [0, 1])]))) == 4
     assert len(overview(SweepData([job(), scaled([4, 2], [0, 1])])).axes) == 4
 
 
-def test_no_picture_where_nothing_was_trained():
+def test_nothing_trained_makes_no_figure():
     evaluated = job(trained_in="32-true")
     failed = Job(RunResult("b", "b", "/x", "failed"))
     for jobs in ([], [evaluated], [failed], [Job(job().result)]):

@@ -46,7 +46,7 @@ def of(results, name, device=GPU):
     return next(c for c in compare(results) if c.group.name == name and c.group.device == device)
 
 
-def test_a_group_is_its_seeds():
+def test_jobs_that_differ_in_their_seeds_form_a_group():
     (group,) = group_jobs(
         [
             result("16-mixed", s, q, v, loss_scale=x, skipped_steps=k, converted="3/4")
@@ -65,7 +65,7 @@ def test_one_seed_has_no_spread():
     assert format_mean_sd(group.quality) == "0.9"
 
 
-def test_what_failed_counts_where_its_group_ran():
+def test_a_job_that_failed_before_it_knew_its_device_counts_on_its_groups_device():
     found = group_jobs([lost("a", seed=1), result("a", 0), lost("a", error="else", seed=2)])
     assert [(g.device, g.counts, g.reasons) for g in found] == [
         (GPU, {"failed": 2, "finished": 1}, ("broke", "else"))
@@ -81,7 +81,7 @@ def test_what_failed_counts_where_its_group_ran():
         {"val/accuracy": 0.1, "val/loss": math.inf},
     ],
 )
-def test_what_is_not_finite_diverged(metrics):
+def test_a_job_whose_metrics_are_not_finite_diverged(metrics):
     r = result("16-true", metrics=metrics)
     assert r.outcome == "diverged"
     (group,) = group_jobs([r, result("16-true", 1, 0.8)])
@@ -94,7 +94,7 @@ def test_a_run_without_evaluation_diverges_by_its_training_loss():
     assert result("x", quality=None, train_loss=1.0).outcome == "finished"
 
 
-def test_paired_interval_is_scipys():
+def test_the_paired_interval_equals_scipys():
     mine, base = [0.90, 0.93, 0.95], [0.88, 0.92, 0.90]
     got = quality_difference(list(enumerate(mine)), list(enumerate(base)), "max")
     low, high = stats.ttest_rel(mine, base).confidence_interval(0.95)
@@ -104,7 +104,7 @@ def test_paired_interval_is_scipys():
     assert (got.test, got.verdict) == ("paired t", "same")
 
 
-def test_welch_interval_is_scipys():
+def test_the_welch_interval_equals_scipys():
     mine, base = [0.90, 0.93, 0.95], [0.5, 0.52]
     got = quality_difference(list(enumerate(mine)), list(enumerate(base)), "max")
     low, high = stats.ttest_ind(mine, base, equal_var=False).confidence_interval(0.95)
@@ -115,7 +115,7 @@ def test_welch_interval_is_scipys():
 
 
 @pytest.mark.parametrize("size", [1e-200, 1.0, 1e80, 1e200])
-def test_an_interval_of_any_size(size):
+def test_an_interval_scales_with_its_values(size):
     mine, base = [(0, 1 * size), (1, 2 * size)], [(0, 4 * size), (1, 6 * size), (2, 7 * size)]
     got, plain = (
         quality_difference(mine, base, "min"),
@@ -144,7 +144,7 @@ def test_the_direction_decides_what_is_better(direction, expected):
     assert difference_words(got)[0].startswith(f"{expected} by 0.40")
 
 
-def test_no_spread_at_all_divides_by_nothing():
+def test_values_without_a_spread_do_not_divide_by_zero():
     same = quality_difference([(0, 0.9), (1, 0.9)], [(0, 0.9), (1, 0.9)], "max")
     assert difference_words(same) == ("no measurable difference", "identical in every seed")
     gap = quality_difference([(0, 0.9), (1, 0.9)], [(0, 0.8), (1, 0.8)], "max")
@@ -155,7 +155,7 @@ def test_no_spread_at_all_divides_by_nothing():
     assert quality_difference([(0, 0.0), (1, 0.0)], [(0, 0.0), (1, 0.0)], "max").verdict == "same"
 
 
-def test_one_seed_is_shown_and_not_judged():
+def test_the_difference_of_one_seed_is_shown_and_not_judged():
     c = of([result("32-true"), result("b", quality=0.99)], "b")
     assert (c.difference.verdict, c.difference.ci_half_width) == ("unjudged", None)
     assert difference_words(c.difference) == ("no verdict", "+0.09, one seed: no spread")
@@ -170,7 +170,7 @@ def test_speed_is_paired_by_seed():
     assert c.speed_verdict == "faster"
 
 
-def test_speed_of_other_seeds_is_of_the_medians_with_the_widest_range():
+def test_the_speed_ratio_of_unpaired_seeds_is_of_the_medians_with_the_widest_range():
     base = seeds("32-true", (0.9, 0.9), (100.0, 200.0))
     c = of([*base, result("b", 7, speed=180.0), result("b", 8, speed=300.0)], "b")
     assert (c.speed_ratio.low, c.speed_ratio.value, c.speed_ratio.high) == pytest.approx(
@@ -188,11 +188,11 @@ def test_speed_of_other_seeds_is_of_the_medians_with_the_widest_range():
         (89.0, "slower"),
     ],
 )
-def test_one_seed_is_faster_from_ten_percent_on(speed, pace):
+def test_one_seed_is_faster_from_a_gain_of_ten_percent(speed, pace):
     assert of([result("32-true"), result("b", speed=speed)], "b").speed_verdict == pace
 
 
-def test_several_seeds_are_faster_where_all_are_and_by_enough():
+def test_several_seeds_are_faster_if_each_is_and_the_median_gains_enough():
     base = seeds("32-true", (0.9, 0.9))
     assert of([*base, *seeds("b", (0.9, 0.9), (104.0, 104.0))], "b").speed_verdict == "even"
     assert of([*base, *seeds("b", (0.9, 0.9), (106.0, 107.0))], "b").speed_verdict == "faster"
@@ -200,7 +200,7 @@ def test_several_seeds_are_faster_where_all_are_and_by_enough():
     assert of([*base, *seeds("b", (0.9, 0.9), (99.0, 140.0))], "b").speed_verdict == "even"
 
 
-def test_memory_is_the_devices_peak_and_on_a_cpu_what_the_model_holds():
+def test_memory_is_the_devices_peak_and_on_a_cpu_weights_plus_optimizer_state():
     for device, ratio in ((GPU, 3.0), (CPU, 0.5)):
         base = result("32-true", device=device)
         more = {"peak_memory_mib": 3000.0, "weights_mib": 20.0, "optimizer_mib": 40.0}
@@ -232,7 +232,7 @@ def test_the_baseline_has_the_same_settings_and_device():
     assert of(sweep, "b optimizer.lr=3").speed_ratio is None
 
 
-def test_the_front_is_what_nothing_beats():
+def test_the_pareto_front_holds_the_groups_that_none_dominates():
     sweep = [
         result("32-true", quality=0.90, speed=100.0, peak_memory_mib=10.0),
         result("fast", quality=0.80, speed=200.0, peak_memory_mib=10.0),
@@ -245,7 +245,7 @@ def test_the_front_is_what_nothing_beats():
     assert front == ["32-true", "fast", "small", "elsewhere"]
 
 
-def test_the_front_follows_the_direction():
+def test_the_pareto_front_follows_the_direction_of_the_quality():
     sweep = [result(name, quality=q, direction="min") for name, q in (("a", 2.0), ("b", 1.0))]
     assert [c.group.name for c in pareto_front(compare(sweep))] == ["b"]
 
@@ -274,7 +274,7 @@ def test_conclusion_of_several_seeds():
     assert recommended_precision(compare(sweep)).group.name == "b"
 
 
-def test_nothing_wins_on_noise():
+def test_a_difference_within_the_noise_is_no_gain():
     sweep = [*seeds("32-true", NOISY), *seeds("b", SAME, (99.0, 120.0, 130.0))]
     assert told(*sweep).startswith("Nothing as good trained faster than 32-true: b is about as ")
     assert recommended_precision(compare(sweep)).group.name == "32-true"
@@ -283,7 +283,7 @@ def test_nothing_wins_on_noise():
     assert recommended_precision(compare(worse)).group.name == "32-true"
 
 
-def test_who_lost_a_seed_is_not_recommended():
+def test_a_group_with_a_failed_seed_is_not_recommended():
     fast = seeds("b", (0.905, 0.908, math.nan), (200.0,) * 3)
     text = told(*seeds("32-true", NOISY), *fast, *seeds("c", SAME, (110.0,) * 3))
     assert text.startswith("c trains 1.10 × as fast")
@@ -297,12 +297,12 @@ def test_conclusion_of_one_seed_each():
     assert recommended_precision(compare([result("32-true"), result("b", speed=200.0)])) is None
 
 
-def test_who_has_one_seed_is_named():
+def test_the_conclusion_names_the_groups_with_one_seed():
     text = told(*seeds("32-true", NOISY), result("b", quality=0.8, speed=150.0))
     assert text.endswith("quality not judged (-0.11 val/accuracy): one seed of b; add seed=0,1,2.")
 
 
-def test_a_baseline_that_did_not_end_well_is_not_asked_for():
+def test_a_baseline_that_failed_is_not_asked_for_again():
     gone = told(result("32-true", quality=math.nan), result("b"))
     assert gone == (
         "32-true reached no finite result to compare with. Fastest: b: val/accuracy 0.9, "
@@ -321,7 +321,7 @@ def test_conclusion_without_a_baseline():
     assert broken.endswith("Failed: 32-true.")
 
 
-def test_conclusion_of_one_job_of_none_and_of_nothing():
+def test_conclusions_of_one_job_no_job_and_no_result():
     assert told(result("b")) == (
         "Only b ended: val/accuracy 0.9, 100 examples/s; to compare, add precision=32-true."
     )
@@ -360,7 +360,7 @@ def evaluated(precision, quality, weights, **more):
 
 
 @pytest.mark.parametrize("noted", [{"val/accuracy": 0.9}, {}])
-def test_evaluations_are_told_by_their_change(noted):
+def test_evaluations_are_concluded_by_their_change(noted):
     sweep = [
         evaluated("32-true", 0.9, 100.0, as_trained=noted),
         evaluated("bnb-nf4", 0.85, 13.0, as_trained=noted),
@@ -413,7 +413,7 @@ def test_a_checkpoint_is_compared_on_its_own_device():
     assert of(sweep, "16-true", CPU).group.change.mean == pytest.approx(-0.1)
 
 
-def test_many_checkpoints_are_not_told_one_by_one():
+def test_many_checkpoints_are_summarised_by_the_best():
     sweep = [
         evaluated(p, 0.9, 9.0, extra=f"checkpoint={i}")
         for i in range(4)
@@ -422,7 +422,7 @@ def test_many_checkpoints_are_not_told_one_by_one():
     assert told(*sweep).startswith("Evaluated, nothing trained: best 32-true checkpoint=0 with ")
 
 
-def test_devices_are_told_apart():
+def test_each_device_has_its_own_conclusion():
     bases = [result("32-true", device=device) for device in (CPU, GPU)]
     text = told(*bases, result("b", speed=50.0, device=CPU), result("b", speed=200.0))
     assert text.startswith(f"On {CPU}: Nothing trained faster than 32-true: b is 0.50 × ")
@@ -438,11 +438,11 @@ def test_devices_are_told_apart():
         (12345.0, 4000.0, "12345 ± 4000"),
     ],
 )
-def test_digits_follow_the_error(value, error, text):
+def test_an_interval_shows_two_digits_of_its_error(value, error, text):
     assert format_interval(value, error) == text
 
 
-def test_one_job_that_was_held_up_does_not_speak_for_the_others():
+def test_one_slow_job_does_not_change_the_median():
     base = seeds("32-true", (0.9, 0.9, 0.9), (20.0, 100.0, 100.0))
     c = of([*base, *seeds("b", (0.9, 0.9, 0.9), (100.0, 103.0, 102.0))], "b")
     assert c.speed_ratio.value == pytest.approx(1.03)

@@ -84,13 +84,13 @@ def test_a_folders_jobs_with_their_curves(sweep):
     assert (data.sweep_id, data.is_stopped) == ("s", False)
 
 
-def test_a_journal_that_breaks_off_is_read_up_to_there(sweep):
+def test_a_truncated_journal_is_read_up_to_its_end(sweep):
     with (sweep / "0" / "journal.jsonl").open("a") as file:
         file.write('no record\n{"kind": "metr')
     assert len(load_from_folder(sweep).jobs[0].curves["train/loss"][0]) == 5
 
 
-def test_what_the_writer_left_is_preferred_to_the_journal(sweep):
+def test_the_writers_history_is_preferred_to_the_journal(sweep):
     curves = {"train/loss": np.array([[1.0], [2.0], [3.0]])}
     history.write_history(sweep / "0" / HISTORY, curves)
     assert load_from_folder(sweep).jobs[0].curves["train/loss"].tolist() == [[1.0], [2.0], [3.0]]
@@ -142,7 +142,7 @@ def stored(tmp_path_factory):
     return uri, parent.run_id
 
 
-def test_a_store_tells_of_jobs_that_left_no_list(stored):
+def test_jobs_without_a_list_are_loaded_from_their_runs(stored):
     uri, parent = stored
     reader = Reader(uri)
     whole, killed, running = load_from_store(reader, reader.run(parent)).jobs
@@ -184,7 +184,7 @@ def test_a_sweep_is_found_by_its_id_its_parent_and_its_jobs(stored, tmp_path):
     assert "16-mixed" in Reader(uri).run(parent).tags["mlflow.note.content"]
 
 
-def test_jobs_of_two_machines_come_together(stored, sweep, tmp_path):
+def test_jobs_of_two_machines_are_in_one_report(stored, sweep, tmp_path):
     uri, parent = stored
     jobs = write_job_facts(tmp_path, load_from_folder(sweep), 1)
     store_report(uri, "night", tmp_path, jobs)
@@ -197,12 +197,12 @@ def test_jobs_of_two_machines_come_together(stored, sweep, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nosuch", "no/such", "a' or tags.role = 'sweep"])
-def test_what_is_no_sweep_of_the_store_is_told(stored, tmp_path, name):
+def test_an_id_that_is_no_sweep_of_the_store_is_refused(stored, tmp_path, name):
     with pytest.raises(ConfigError, match="is no sweep"):
         store_report(stored[0], name, tmp_path)
 
 
-def test_a_store_that_does_not_answer_is_told(monkeypatch):
+def test_a_store_that_does_not_answer_is_an_error(monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(TrackingError, match="cannot be read"):
         Reader("http://127.0.0.1:9").newest_sweep("precision-runner")
@@ -224,7 +224,7 @@ def test_rebuild_by_folder_and_the_newest(sweep, tmp_path, monkeypatch, capsys, 
 
 
 @pytest.mark.parametrize("argv", [["a", "b"], ["."], ["port=5"]])
-def test_what_is_no_sweep_is_told(argv, tmp_path, monkeypatch, capsys):
+def test_arguments_that_name_no_sweep_are_refused(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert rebuild_report(argv) == 2
     assert capsys.readouterr().err.startswith("error: ")

@@ -1,4 +1,4 @@
-"""runner.sweep.report.paired_test: verdicts with the error that they state."""
+"""runner.sweep.report.paired_test: decisions with the error rate that they state."""
 
 import math
 import random
@@ -9,7 +9,7 @@ import pytest
 from runner.sweep.report.paired_test import ERROR_RATE, baseline_spread, non_inferiority_test
 
 
-def test_a_clear_harm_is_worse_and_its_interval_is_students() -> None:
+def test_a_clear_increase_in_loss_is_worse_with_students_interval() -> None:
     found = non_inferiority_test([0.9, 1.0, 1.1], spread=0.1, tolerance=1.0, family_size=1)
     assert found.decision == "worse"
     assert found.mean_difference == pytest.approx(1.0)
@@ -17,7 +17,7 @@ def test_a_clear_harm_is_worse_and_its_interval_is_students() -> None:
     assert found.margin == pytest.approx(0.1)
 
 
-def test_a_harm_within_the_tolerance_is_none() -> None:
+def test_an_increase_within_the_tolerance_is_indistinguishable() -> None:
     assert non_inferiority_test([0.05, 0.051, 0.049], 0.1, 1.0, 1).decision == "indistinguishable"
     assert non_inferiority_test([0.05, 0.051, 0.049], 0.1, 0.1, 1).decision == "worse"
 

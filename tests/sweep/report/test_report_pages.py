@@ -98,7 +98,7 @@ def pages(data, folder):
     return found[".md"].read_text(), found[".html"].read_text(), found
 
 
-def test_both_say_the_same(sweep, tmp_path):
+def test_markdown_and_html_say_the_same(sweep, tmp_path):
     text, html, found = pages(sweep, tmp_path)
     shown = " ".join(" ".join(Page(html).shown).split())
     assert found[".png"].read_bytes().startswith(b"\x89PNG")
@@ -274,7 +274,7 @@ def test_without_a_baseline_no_ratio_is_made_up(tmp_path):
     assert "baseline" not in text
 
 
-def test_what_has_no_baseline_of_its_own_is_told(tmp_path):
+def test_a_group_without_a_baseline_is_named(tmp_path):
     jobs = [
         job("32-true", group="32-true lr=1"),
         job("a", group="a lr=1"),
@@ -315,5 +315,5 @@ def test_the_summary_is_cut_by_whole_rows(sweep):
     assert "python -m runner" in cut
 
 
-def test_the_summary_tells_who_failed(sweep):
+def test_the_summary_names_failed_jobs(sweep):
     assert "Diverged: 16-true; failed: 64-true; unavailable here: tf32." in summary_markdown(sweep)
