@@ -1,16 +1,19 @@
-"""Writes the generated tables into README.md and docs/*.md, between their markers.
+"""Write the generated tables into README.md and docs/*.md, between their markers.
 
 python docs/generate.py           rewrite
 python docs/generate.py --check   exit status 1 if a page is stale
 """
 
+import inspect
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -28,38 +31,44 @@ CONF = Path(str(files("runner.conf")))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def precisions() -> str:
+    """Return the table of all precisions."""
     rows = []
     for name in precision_names():
-        p = load_precision(name)
-        scale = p.scale(torch.device("cpu")).value
-        text = "none" if scale is None else f"dynamic, from {scale.item():g}"
-        rows.append([f"`{name}`", p.stores, p.computes, text, needs(name), yaml_header(name)[1]])
+        precision = load_precision(name)
+        scale = precision.scale(torch.device("cpu")).value
+        loss_scale = "none" if scale is None else f"dynamic, from {scale.item():g}"
+        reason = yaml_header(name)[1]
+        formats = [precision.stores, precision.computes, loss_scale]
+        rows.append([f"`{name}`", *formats, needs(name), reason])
     head = ["precision", "stores", "computes", "loss scale", "needs", "why"]
     return table(head, rows)
 
 
 def needs(name: str) -> str:
-    """The hardware that require() asks for where there is only a CPU, an Apple GPU or a TPU."""
-    lacking = []
-    for kind, called in (("cpu", "a CPU"), ("mps", "an Apple GPU"), ("xla", "a TPU")):
+    """Return the hardware that a precision needs, from what its require() says on other devices."""
+    unsupported = []
+    for kind, phrase in (("cpu", "a CPU"), ("mps", "an Apple GPU"), ("xla", "a TPU")):
         try:
             load_precision(name).require(torch.device(kind))
         except Unavailable as error:
-            if found := error.what.partition("needs ")[2].partition(";")[0].removeprefix("an "):
-                return found
-            lacking.append(called)
+            # "needs <hardware>; ..." names what it needs; other messages only refuse the device.
+            hardware = error.what.partition("needs ")[2].partition(";")[0].removeprefix("an ")
+            if hardware:
+                return hardware
+            unsupported.append(phrase)
     if not runs_on_turing(name):
-        lacking.append("an NVIDIA GPU before Ampere")
-    return f"any device but {' or '.join(lacking)}" if lacking else "any device"
+        unsupported.append("an NVIDIA GPU before Ampere")
+    return f"any device but {' or '.join(unsupported)}" if unsupported else "any device"
 
 
 def runs_on_turing(name: str) -> bool:
-    """Whether require() passes for an NVIDIA GPU of compute capability 7.5."""
+    """Return whether require() passes for an NVIDIA GPU of compute capability 7.5."""
     with (
         patch("torch.cuda.get_device_capability", return_value=(7, 5)),
         patch("torch.cuda.get_device_name", return_value="Tesla T4"),
@@ -72,8 +81,8 @@ def runs_on_turing(name: str) -> bool:
 
 
 def measured() -> str:
-    """What bench/low_bit.py measured."""
-    found = json.loads((RESULTS / "low_bit.json").read_text())["precisions"]
+    """Return the table of low-bit precisions that bench/low_bit.py measured."""
+    results = json.loads((RESULTS / "low_bit.json").read_text())["precisions"]
     rows = [
         [
             f"`{name}`",
@@ -81,31 +90,33 @@ def measured() -> str:
             f"{row['error']:.1e}",
             f"{row['step']:.2f}" if row["step"] else "emulated",
         ]
-        for name, row in found.items()
+        for name, row in results.items()
     ]
     head = ["precision", "weights' bytes", "error of a product", "time of a training step"]
     return table(head, rows)
 
 
 def optimizers() -> str:
-    found = json.loads((RESULTS / "low_bit.json").read_text())["optimizers"]
-    return table(["optimizer", "state"], [[f"`{k}`", f"{v:.3f}"] for k, v in found.items()])
+    """Return the table of optimizers' state sizes that bench/low_bit.py measured."""
+    results = json.loads((RESULTS / "low_bit.json").read_text())["optimizers"]
+    rows = [[f"`{name}`", f"{share:.3f}"] for name, share in results.items()]
+    return table(["optimizer", "state"], rows)
 
 
 def tuned(part: str) -> str:
-    """What bench/tuned.py measured."""
-    found = json.loads((RESULTS / "tuned.json").read_text())[part]
-    return table(found["head"], found["rows"])
+    """Return one of the tables that bench/tuned.py measured."""
+    results = json.loads((RESULTS / "tuned.json").read_text())[part]
+    return table(results["head"], results["rows"])
 
 
 def memory_plan() -> str:
-    """What bench/memory_plan.py measured."""
-    found = json.loads((RESULTS / "memory_plan.json").read_text())
-    return table(found["head"], found["rows"])
+    """Return the table of memory forecasts that bench/memory_plan.py measured."""
+    results = json.loads((RESULTS / "memory_plan.json").read_text())
+    return table(results["head"], results["rows"])
 
 
 def gpu() -> str:
-    """What bench/gpu/run.sh left under bench/results/gpu/."""
+    """Return one line for each machine whose results bench/gpu/run.sh wrote."""
     pages = sorted((RESULTS / "gpu").glob("*.json"))
     if not pages:
         return (
@@ -114,59 +125,55 @@ def gpu() -> str:
         )
     lines = []
     for page in pages:
-        found = json.loads(page.read_text())
+        results = json.loads(page.read_text())
         lines.append(
-            f"[{found['device']}](../bench/results/gpu/{page.stem}.md), commit "
-            f"{found['commit'][:12]}: {found['tests']}"
+            f"[{results['device']}](../bench/results/gpu/{page.stem}.md), commit "
+            f"{results['commit'][:12]}: {results['tests']}"
         )
     return "\n\n".join(lines)
 
 
 def keys() -> str:
-    rows = []
-    for part in fields(RunSpec):
-        value = getattr(RunSpec(), part.name)
-        if is_dataclass(value):
-            notes = attributes(type(value))
-            for field in fields(value):
-                default = getattr(value, field.name)
-                note = notes.get(field.name, "")
-                name = f"`{part.name}.{field.name}`"
-                rows.append([name, kind(field.type), f"`{yaml(default)}`", note])
-        elif not isinstance(value, dict):
-            rows.append([f"`{part.name}`", kind(part.type), f"`{yaml(value)}`", TOP[part.name]])
+    """Return the table of keys, with the texts of the schema's docstrings."""
+    rows = key_rows("", RunSpec())
     return table(["key", "type", "default", "meaning"], rows)
 
 
-TOP = {
-    "mode": "train, evaluate, plan or replay",
-    "batch": "what debug=replay replays: a batch that a guard saved",
-    "seed": "of Python, NumPy and torch, and of the order of the training data",
-    "deterministic": "refuse operations whose result can differ between runs",
-}
+def key_rows(prefix: str, spec: Any) -> list[list[str]]:
+    """Return a row for each key of a part of the spec; groups, which hold any key, have none."""
+    rows = []
+    texts = attribute_texts(type(spec))
+    for field in fields(spec):
+        default = getattr(spec, field.name)
+        if is_dataclass(default):
+            rows += key_rows(f"{prefix}{field.name}.", default)
+        elif not isinstance(default, dict):
+            name = f"`{prefix}{field.name}`"
+            rows.append([name, type_name(field.type), f"`{yaml(default)}`", texts[field.name]])
+    return rows
 
 
-def kind(hint: object) -> str:
+def type_name(hint: object) -> str:
+    """Return the words for a key's type."""
     name = hint.__name__ if isinstance(hint, type) else str(hint)
     return name.replace(" | ", " or ").replace("None", "null").replace("typing.Any", "any")
 
 
 def yaml(value: object) -> str:
+    """Return a value as it is written in YAML."""
     return OmegaConf.to_yaml(OmegaConf.create({"v": value})).removeprefix("v:").strip()
 
 
-def attributes(of: type) -> dict[str, str]:
-    """`name: text` entries of a class's docstring, continuation lines joined."""
-    notes: dict[str, str] = {}
-    text = " ".join((of.__doc__ or "").split())
-    known = [field.name for field in fields(of)]
-    spots = sorted((text.index(f"{k}: "), k) for k in known if f"{k}: " in text)
-    for (start, key), end in zip(spots, [*[s for s, _ in spots[1:]], len(text)], strict=False):
-        notes[key] = text[start + len(key) + 2 : end].strip(" ;.")
-    return notes
+def attribute_texts(cls: type) -> dict[str, str]:
+    """Return the entries under "Attributes:" in a class's docstring, each on one line."""
+    section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
+    entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)
+    names, texts = entries[1::2], entries[2::2]
+    return {n: " ".join(t.split()).rstrip(".") for n, t in zip(names, texts, strict=True)}
 
 
 def groups() -> str:
+    """Return the table of all options, with the first line of each option's yaml."""
     rows = []
     for folder in sorted(p for p in CONF.iterdir() if p.is_dir() and list(p.glob("*.yaml"))):
         for path in sorted(folder.glob("*.yaml")):
@@ -177,6 +184,7 @@ def groups() -> str:
 
 
 def metrics() -> str:
+    """Return the table of all metrics."""
     return table(["metric", "meaning"], [[f"`{name}`", text] for name, text in METRICS.items()])
 
 
@@ -195,7 +203,7 @@ TABLES = {
 
 
 def render(text: str) -> str:
-    """The page with every table between `<!-- table:NAME -->` and `<!-- end -->` made anew."""
+    """Return a page with new tables between each `<!-- table:NAME -->` and its `<!-- end -->`."""
     from bench.scaling.tables import TABLES as SCALING
 
     for name, make in (TABLES | SCALING).items():
@@ -207,13 +215,15 @@ def render(text: str) -> str:
 
 
 def main() -> int:
+    """Rewrite stale pages, or with --check only name them."""
     stale = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = page.read_text()
-        if (made := render(text)) != text:
+        current = render(text)
+        if current != text:
             stale.append(page.name)
             if "--check" not in sys.argv:
-                page.write_text(made)
+                page.write_text(current)
     print(f"stale: {', '.join(stale)}" if stale else "every page is up to date")
     return int(bool(stale) and "--check" in sys.argv)
 

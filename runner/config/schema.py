@@ -1,43 +1,62 @@
-"""The run spec: what one run does, frozen. Hydra validates overrides against these classes."""
+"""Define the run spec: frozen dataclasses that state what one run does.
 
+Hydra checks the types of overrides against these classes; `problems()` checks the values. Each
+entry under Attributes is the text of its key in docs/commands.md, so it must be clear by itself.
+"""
+
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.config.schema_advise import AdviseSpec
-
 MODES = ("train", "evaluate", "plan", "replay", "advise")
 ACTIONS = ("stop", "warn", "ignore")
 AUTO = "auto"
-"""checkpoint.resume: from the own folder; train.data_on_device: where it fits."""
+"""Value of checkpoint.resume and train.data_on_device that leaves the choice to the run."""
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that replay CUDA graphs."""
 COMPILE = ("default", *CUDA_GRAPHS, "max-autotune-no-cudagraphs", "regional")
+OBJECTIVES = ("time", "memory", "quality")
+LEAST_BUDGET = 10
+"""Seconds; a shorter advise.budget is refused."""
+LONE_ADVICE = (
+    "mode=advise chooses its own jobs. Type mode=advise on the command line, without sweep= and "
+    "without another hydra/sweeper."
+)
+LARGEST_FORECAST_BATCH = 2**16
+"""Largest batch size that mode=plan tries."""
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """How long and in what portions to train.
+    """Length of a training, its batches, and how the model is run.
 
     Attributes:
-        epochs: passes over the training data; ignored where max_steps is set.
-        max_steps: optimizer steps in all (attempted, skipped ones included).
-        max_seconds: the step that is under way when so much time has gone since the first one is
-            the last, and is evaluated.
-        batch_size: examples in a micro-batch, over all processes.
-        accumulate: micro-batches per optimizer step.
-        clip_norm: largest 2-norm of the unscaled gradients; null does not clip.
-        eval_every: optimizer steps between evaluations; null evaluates at each epoch's end.
-        log_every: optimizer steps between transfers of the records from the device.
-        compile: run the model through torch.compile: true or default, a mode of torch's
-            (reduce-overhead and max-autotune replay CUDA graphs), or regional for the repeated
-            blocks alone, each kind compiled once.
-        activation_checkpointing: keep the inputs of modules alone for the backward, and compute the
-            rest anew there: true for the repeated blocks, or a list of patterns on modules' names.
+        epochs: passes over the training data; ignored if train.max_steps is set.
+        max_steps: number of optimizer steps, including those that the loss scale skips; null trains
+            for train.epochs.
+        max_seconds: seconds of training after which the run stops; the current step is finished and
+            evaluated; null sets no limit; for a run of one process.
+        batch_size: examples in a micro-batch, summed over all processes.
+        accumulate: micro-batches whose gradients are accumulated for one optimizer step.
+        clip_norm: largest 2-norm of the unscaled gradients, to which larger ones are scaled down;
+            null does not clip.
+        eval_every: optimizer steps between evaluations; null evaluates at the end of each epoch.
+        log_every: optimizer steps between transfers of the metrics from the device to the host.
+        compile: compile the model with torch.compile: true or default, another mode of
+            torch.compile (reduce-overhead, max-autotune, max-autotune-no-cudagraphs; the first two
+            replay CUDA graphs), or regional, which compiles each kind of repeated block once; false
+            does not compile.
+        activation_checkpointing: keep only the inputs of modules for the backward pass, which
+            computes their activations again: true for the repeated blocks, or a list of patterns
+            of module names, as in [blocks,head].
         channels_last: keep 4-d tensors in channels-last memory format.
-        data_on_device: hold data that is in memory on the device: true, false, or auto for a GPU
-            of whose free memory it takes less than a tenth.
-        num_workers: processes that load data; none for a TensorDataset or data held on the device.
-        early_stop: evaluations without improvement before the run stops; null never stops.
+        data_on_device: keep an in-memory data set on the device: true, false, or auto, which does
+            so on a CUDA GPU if the data take less than a tenth of its free memory.
+        num_workers: processes that load data; none are started for a TensorDataset or for data on
+            the device.
+        early_stop: evaluations in a row without improvement after which the run stops; null never
+            stops early.
     """
 
     epochs: int = 10
@@ -56,31 +75,37 @@ class TrainSpec:
     early_stop: int | None = None
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the values that are words, one message each."""
+        """Yield a message for each value that the types allow and training does not."""
+        # `not x > 0` instead of `x <= 0`: it is true for NaN, too.
         if self.max_seconds is not None and not self.max_seconds > 0:
-            yield f"train.max_seconds={self.max_seconds} is no time. Allowed: above 0, or null."
+            yield f"train.max_seconds={self.max_seconds} must be above 0, or null."
         for key, words in (("compile", COMPILE), ("data_on_device", (AUTO,))):
-            if (value := getattr(self, key)) not in (True, False, *words):
+            value = getattr(self, key)
+            if value not in (True, False, *words):
                 allowed = ", ".join(("true, false", *words))
                 yield f"train.{key}={value} is not known. Allowed: {allowed}."
-        what = self.activation_checkpointing
-        patterns = isinstance(what, list) and what and all(isinstance(p, str | int) for p in what)
-        if not (isinstance(what, bool) or patterns):
+        modules = self.activation_checkpointing
+        # OmegaConf cannot type "bool or list", and a module's name may be a number, as in [0,1].
+        is_list = isinstance(modules, list) and len(modules) > 0
+        is_pattern_list = is_list and all(isinstance(item, str | int) for item in modules)
+        if not (isinstance(modules, bool) or is_pattern_list):
             yield (
-                f"train.activation_checkpointing={what} does not fit. Allowed: true, false, or "
+                f"train.activation_checkpointing={modules} does not fit. Allowed: true, false, or "
                 "modules' names as in [blocks,head]."
             )
 
 
 @dataclass(frozen=True)
 class InitSpec:
-    """How parameters are made.
+    """Where the parameters of a model come from.
 
     Attributes:
-        low_memory: on the device in the precision's dtype, which changes the seeded weights;
-            otherwise in float32 on the CPU, and cast. A precision that packs weights keeps the
-            seeded ones, in files until it packs them.
-        weights: start from a checkpoint's weights: a file, a run's folder, or an MLflow run id.
+        low_memory: make the parameters on the device in the precision's dtype, which changes the
+            seeded weights; false makes them in float32 on the CPU and casts them. Under a precision
+            that packs weights, true leaves the seeded weights as they are and keeps them in files
+            until they are packed.
+        weights: checkpoint whose weights the model starts from: a file, a run folder or an MLflow
+            run id; null starts from seeded weights.
     """
 
     low_memory: bool = False
@@ -89,17 +114,19 @@ class InitSpec:
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """What is kept on disk.
+    """Checkpoints that a run loads and those that it saves.
 
     Attributes:
-        path: what mode=evaluate loads: a file, a run's folder, or an MLflow run id.
-        resume: a run to go on with: `last` (the newest that was cut), or one of the same; `auto`
-            goes on with what this run's own folder holds, and begins where that is nothing.
+        path: checkpoint that mode=evaluate loads: a file, a run folder or an MLflow run id;
+            `checkpoint=` is short for it.
+        resume: run to resume: `last` (the newest interrupted run), a file, a run folder or an
+            MLflow run id; `auto` resumes from this run's own folder if it has a checkpoint, else
+            starts from the beginning; null starts a new run.
         every_steps: optimizer steps between checkpoints; null saves only at the end.
-        keep: newest checkpoints that are kept.
-        best: keep the one of the best evaluation, too, as `best.pt`.
-        final: save one when the run ends or is stopped.
-        safetensors: leave the weights as `model.safetensors` when the run ends.
+        keep: number of newest checkpoints to keep; older ones are deleted.
+        best: also keep the checkpoint of the best evaluation, as `best.pt`.
+        final: save a checkpoint when the run ends or is stopped.
+        safetensors: write the weights as `model.safetensors` when the run ends.
     """
 
     path: str | None = None
@@ -113,11 +140,11 @@ class CheckpointSpec:
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
-    """Where a run computes.
+    """Device that a run computes on.
 
     Attributes:
-        name: auto, cpu, cuda, mps or tpu.
-        index: which device of that kind, from 0.
+        name: kind of device: auto (the best one of the machine), cpu, cuda, mps or tpu.
+        index: number of the device among those of its kind, from 0.
     """
 
     name: str = "auto"
@@ -126,12 +153,13 @@ class AcceleratorSpec:
 
 @dataclass(frozen=True)
 class DebugSpec:
-    """Ways to look into a run; `debug=<preset>` sets them.
+    """Diagnostic settings of a run; each option of `debug=` sets some of them.
 
     Attributes:
-        overfit: train and evaluate on this many examples of the training set.
-        anomaly: autograd's anomaly mode.
-        profile: optimizer steps to record with torch.profiler.
+        overfit: number of training examples that the run trains and evaluates on, in place of all
+            data; null uses all data.
+        anomaly: use autograd's anomaly mode, which names the operation that made a NaN; slow.
+        profile: number of optimizer steps to record with torch.profiler; null records none.
     """
 
     overfit: int | None = None
@@ -141,17 +169,20 @@ class DebugSpec:
 
 @dataclass(frozen=True)
 class GuardSpec:
-    """What a run watches for; each finding stops it, warns or is ignored.
+    """Action for each kind of failure that a run's guard looks for: stop, warn or ignore.
 
     Attributes:
-        non_finite: a step without overflow whose loss or gradients are not finite.
-        overflow: so many steps in a row that the loss scale skipped.
-        overflow_steps: how many.
-        scale_floor: a loss scale that falls under 1.
-        spike: a loss so many times the median of the last 50, and twice the largest of them.
-        spike_factor: how many.
-        data: before training, inputs that are not finite, labels that are no class and sets
-            without a label that counts.
+        non_finite: action (stop, warn or ignore) if the loss or the gradients of a step are not
+            finite; steps that the loss scale skips do not count.
+        overflow: action (stop, warn or ignore) if guard.overflow_steps consecutive steps overflow,
+            so that the loss scale skips all of them.
+        overflow_steps: number of consecutive overflowing steps at which guard.overflow acts.
+        scale_floor: action (stop, warn or ignore) if the loss scale falls below 1.
+        spike: action (stop, warn or ignore) if a loss exceeds guard.spike_factor times the running
+            median of the last 50 losses, and twice the largest of them.
+        spike_factor: factor above the running median of the loss at which guard.spike acts.
+        data: action (stop, warn or ignore) if a check before training finds inputs that are not
+            finite, labels outside the classes, or a data set none of whose labels counts.
     """
 
     non_finite: str = "stop"
@@ -163,9 +194,10 @@ class GuardSpec:
     data: str = "stop"
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the values, one message each."""
+        """Yield a message for each action or factor that is not allowed."""
         for key in ("non_finite", "overflow", "scale_floor", "spike", "data"):
-            if (action := getattr(self, key)) not in ACTIONS:
+            action = getattr(self, key)
+            if action not in ACTIONS:
                 yield f"guard.{key}={action} is not known. Allowed: {', '.join(ACTIONS)}."
         if not self.spike_factor > 1:
             yield f"guard.spike_factor={self.spike_factor} is too small. Allowed: above 1."
@@ -173,19 +205,88 @@ class GuardSpec:
 
 @dataclass(frozen=True)
 class NumericsSpec:
-    """What is measured of the numbers themselves while a run trains.
+    """Measurement of a run's numbers while it trains.
 
     Attributes:
-        every: optimizer steps between two looks at activations, weights, gradients and updates of
-            every module; null never looks.
+        every: optimizer steps between snapshots, which measure the activations, weights, gradients
+            and updates of every module; null takes none.
     """
 
     every: int | None = None
 
 
 @dataclass(frozen=True)
+class AdviseSpec:
+    """Question and budget of mode=advise.
+
+    Attributes:
+        budget: time for the whole command, as 90s, 5m or 1h.
+        objective: time, memory or quality: what the recommended precision is best in, among the
+            precisions whose quality cannot be told from float32's.
+        tolerance: accepted increase of the loss over float32's, in standard deviations of float32's
+            loss between seeds.
+        seeds: number of seeds that each precision is trained with, the same ones for all; 3 or
+            more.
+        steps: optimizer steps of each trial; null takes a round number that the budget allows.
+        islands: search for the modules to keep in float32 if a precision fails.
+    """
+
+    budget: str = "5m"
+    objective: str = "time"
+    tolerance: float = 1.0
+    seeds: int = 5
+    steps: int | None = None
+    islands: bool = True
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the budget in seconds, or None if it is not understood."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", self.budget)
+        if match is None:
+            return None
+        return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each value that is not allowed."""
+        if not self.seconds:
+            yield f"advise.budget={self.budget} is no duration. Type for example 90s, 5m or 1h."
+        elif self.seconds < LEAST_BUDGET:
+            yield (
+                f"advise.budget={self.budget} is too short for a trial of each precision. Allowed: "
+                f"{LEAST_BUDGET}s and more; a verdict takes minutes."
+            )
+        if self.objective not in OBJECTIVES:
+            allowed = ", ".join(OBJECTIVES)
+            yield f"advise.objective={self.objective} is not known. Allowed: {allowed}."
+        if not self.tolerance >= 0:
+            yield f"advise.tolerance={self.tolerance} is negative. Allowed: 0 and up."
+        # A t-interval over two seeds is too wide for any verdict.
+        if self.seeds < 3:
+            yield f"advise.seeds={self.seeds} is too few for a verdict. Allowed: 3 and up."
+
+
+_AT_LEAST_ONE = (
+    ("train", ("epochs", "max_steps", "batch_size", "accumulate")),
+    ("train", ("eval_every", "log_every", "early_stop")),
+    ("checkpoint", ("every_steps", "keep")),
+    ("debug", ("overfit", "profile")),
+    ("guard", ("overflow_steps",)),
+    ("numerics", ("every",)),
+    ("advise", ("steps",)),
+)
+"""Sections with keys that count something: null or at least 1."""
+
+
+@dataclass(frozen=True)
 class RunSpec:
-    """One run. The group nodes (precision, model, ...) hold a `_target_` and its keywords."""
+    """All settings of one run. A group (precision, model, ...) holds a `_target_` and its keywords.
+
+    Attributes:
+        mode: what the command does: train, evaluate, plan, replay or advise.
+        seed: seed of Python's, NumPy's and torch's generators and of the order of training data.
+        deterministic: stop at operations whose result can differ between runs.
+        batch: saved batch (a .json file in the guard folder of a run) that debug=replay runs.
+    """
 
     mode: str = "train"
     seed: int = 0
@@ -210,69 +311,55 @@ class RunSpec:
     tracking: dict[str, Any] = field(default_factory=dict)
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the values themselves, one message each."""
+        """Yield a message for each value, or pair of values, that cannot run."""
+        yield from self._mode_problems()
+        if self.seed < 0:
+            yield f"seed={self.seed} is negative. Allowed: 0 and up."
+        shuffle = self.data.get("shuffle", True)
+        if not isinstance(shuffle, bool):
+            yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
+        if self.numerics.every is not None and self.train.compile:
+            yield (
+                f"numerics.every={self.numerics.every} measures modules by hooks, which "
+                f"train.compile={str(self.train.compile).lower()} would compile into the model. "
+                "Type train.compile=false."
+            )
+        yield from self.guard.problems()
+        yield from self.advise.problems()
+        yield from self.train.problems()
+        yield from self._number_problems()
+
+    def _mode_problems(self) -> Iterator[str]:
+        """Yield a message for each key that contradicts the mode."""
         if self.mode not in MODES:
             yield f"mode={self.mode} is not known. Allowed: {', '.join(MODES)}."
         if self.mode == "evaluate" and self.checkpoint.path is None:
-            yield "mode=evaluate needs what to load: checkpoint=<file, folder or run id>."
+            yield "mode=evaluate needs a checkpoint: checkpoint=<file, folder or run id>."
         if self.mode == "evaluate" and self.init.weights is not None:
             yield "mode=evaluate loads checkpoint=, not init.weights=. Leave init.weights= out."
         if self.mode != "evaluate" and self.checkpoint.path is not None:
             yield (
                 f"mode={self.mode} does not load checkpoint={self.checkpoint.path}. Type "
-                "init.weights=<it> to start from its weights, checkpoint.resume=<it> to go on with "
+                "init.weights=<it> to start from its weights, checkpoint.resume=<it> to resume "
                 "its run, or mode=evaluate."
             )
         if self.mode != "train" and self.checkpoint.resume is not None:
             yield f"mode={self.mode} resumes nothing. Leave checkpoint.resume= out."
         if (self.mode == "replay") != (self.batch is not None):
             yield (
-                "debug=replay and batch= belong together: a batch that a run saved. Type "
+                "debug=replay needs batch=<a saved batch>, and batch= needs debug=replay. Type "
                 "debug=replay batch=outputs/runs/<time>/guard/batch-<step>.json."
             )
-        if self.seed < 0:
-            yield f"seed={self.seed} is negative. Allowed: 0 and up."
-        if not isinstance(shuffle := self.data.get("shuffle", True), bool):
-            yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
-        if self.numerics.every is not None and self.train.compile:
-            yield (
-                f"numerics.every={self.numerics.every} watches modules by hooks, which "
-                f"train.compile={str(self.train.compile).lower()} would compile in. "
-                "Type train.compile=false."
-            )
-        yield from self.guard.problems()
-        yield from self.advise.problems()
-        yield from self.train.problems()
-        yield from self._not_positive()
 
-    def _not_positive(self) -> Iterator[str]:
-        least_one = {
-            "train": (
-                "epochs",
-                "max_steps",
-                "batch_size",
-                "accumulate",
-                "eval_every",
-                "log_every",
-                "early_stop",
-            ),
-            "checkpoint": ("every_steps", "keep"),
-            "debug": ("overfit", "profile"),
-            "guard": ("overflow_steps",),
-            "numerics": ("every",),
-            "advise": ("steps",),
-        }
-        for part, keys in least_one.items():
+    def _number_problems(self) -> Iterator[str]:
+        """Yield a message for each count below 1, and other numbers out of range."""
+        for section, keys in _AT_LEAST_ONE:
             for key in keys:
-                value = getattr(getattr(self, part), key)
+                value = getattr(getattr(self, section), key)
                 if value is not None and value < 1:
-                    yield f"{part}.{key}={value} is too small. Allowed: 1 and up."
-        clip = self.train.clip_norm
-        if clip is not None and not clip > 0:
-            yield f"train.clip_norm={clip} does not clip. Allowed: above 0, or null for none."
+                    yield f"{section}.{key}={value} is too small. Allowed: 1 and up."
+        clip_norm = self.train.clip_norm
+        if clip_norm is not None and not clip_norm > 0:
+            yield f"train.clip_norm={clip_norm} does not clip. Allowed: above 0, or null for none."
         if self.train.num_workers < 0:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
-
-
-LARGEST_FORECAST_BATCH = 2**16
-"""The largest batch size that is tried."""

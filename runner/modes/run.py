@@ -15,8 +15,7 @@ from rich.console import Console
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
 from runner.config.resolve import flatten
-from runner.config.schema import RunSpec
-from runner.config.schema_advise import LONE_ADVICE
+from runner.config.schema import LONE_ADVICE, RunSpec
 from runner.config.targets import build_group, check_targets
 from runner.diagnostics import saved_batch
 from runner.diagnostics.memory.out_of_memory import MemoryWatch

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.precision_keys import keys_left_out, left_out_messages
-from runner.config.schema_advise import LONE_ADVICE
+from runner.config.schema import LONE_ADVICE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
 from runner.utils.quiet_import import quiet_imports
 from runner.utils.secrets import redact_values

@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from runner.config.schema import MODES, RunSpec
 from runner.precision.registry import precision_names, yaml_header
 from runner.tracking.metric_names import METRICS
 
@@ -34,6 +35,11 @@ def test_every_metric_that_the_code_logs_is_documented(root):
     logged = set(re.findall(r'"((?:train|loss_scale|perf|memory|val|guard|numerics)/\w+)"', code))
     per_module = {f"{stem}/<module>" for stem in re.findall(r'"(fp8/\w+)/', code)}
     assert logged | per_module == set(METRICS)
+
+
+def test_the_text_of_mode_names_every_mode(generate):
+    text = generate["attribute_texts"](RunSpec)["mode"]
+    assert set(re.findall(r"\w+", text.partition(": ")[2])) - {"or"} == set(MODES)
 
 
 def test_every_precision_says_what_and_why():

@@ -24,6 +24,8 @@ def test_the_defaults_have_no_problem():
         ({"mode": "fly"}, ["mode=fly", "train, evaluate, plan"]),
         ({"mode": "evaluate"}, ["checkpoint=<file"]),
         ({"seed": -1}, ["seed=-1", "0 and up"]),
+        ({"train": TrainSpec(max_seconds=-1.0)}, ["train.max_seconds=-1.0 must be above 0"]),
+        ({"train": TrainSpec(max_seconds=float("nan"))}, ["train.max_seconds=nan must be"]),
         ({"train": TrainSpec(max_steps=0)}, ["train.max_steps=0", "1 and up"]),
         ({"train": TrainSpec(epochs=0)}, ["train.epochs=0"]),
         ({"train": TrainSpec(batch_size=-3)}, ["train.batch_size=-3"]),
