@@ -1,5 +1,8 @@
-"""The command line: argv -> Hydra -> run. torch and mlflow are imported inside functions only, so
-that --help, --cfg and tab completion answer at once."""
+"""Run a command line: rewrite argv, hand it to Hydra, run the job or sweep, return an exit status.
+
+torch and mlflow are imported inside functions only, so that --help, --cfg and tab completion
+answer at once.
+"""
 
 import gc
 import logging
@@ -9,9 +12,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -24,7 +27,7 @@ from yaml import YAMLError
 from runner.cli.help import COMMAND_HELP, print_help
 from runner.config.hydra_plugins import ADVISE
 from runner.config.messages import explain
-from runner.config.overrides import config_dir, rewrite_arguments, shadowed
+from runner.config.overrides import config_dir, rewrite_arguments, shadowed_configs
 from runner.config.precision_keys import drop_keys
 from runner.config.resolve import register_schema, resolve
 from runner.config.schema import AUTO
@@ -36,68 +39,94 @@ from runner.sweep.job_result import (
     record_result,
 )
 from runner.utils.errors import RunnerError, Unavailable
+from runner.utils.layout import ADVICE
 from runner.utils.secrets import redact
 from runner.utils.stop_signals import CommandSignals, Interrupted
 from runner.utils.terminal import PlainFormatter, is_text, one_line, print_error, sanitize
 
 if TYPE_CHECKING:
-    from runner.modes.result import RunResult
+    from runner.modes.result import RunResult, Status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status. See docs/commands.md."""
+    """Run a command and return its exit status. See docs/commands.md."""
     try:
-        with CommandSignals(_sweeping):
-            status = _main(argv)
+        with CommandSignals(_has_open_sweep):
+            status = _run_command(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt as error:
-        status = _status(error)
+        status = _interrupt_status(error)
     if status:
         torchrun.publish_failure()
     return status
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if odd := next((text for text in argv if not is_text(text)), None):
-        print_error(f"{odd} is not UTF-8. Type names that are.")
+def _run_command(argv: Sequence[str]) -> int:
+    """Run `doctor`, `report`, `sync` or `ui`, or train through Hydra; return the exit status."""
+    invalid = next((text for text in argv if not is_text(text)), None)
+    if invalid is not None:
+        print_error(f"{invalid} is not valid UTF-8.")
         return 2
-    if logging.lastResort:  # writes warnings to stderr
-        logging.lastResort.setFormatter(PlainFormatter())
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(str(Path.cwd()))  # a console script lacks it; `python -m runner` has it
+    _prepare_process()
     if argv and argv[0] in COMMANDS:
-        if {"--help", "-h"} & set(argv):
+        if _asks_for_help(argv):
             print(COMMAND_HELP[argv[0]])
             return 0
         return COMMANDS[argv[0]](argv[1:])
     try:
-        argv = torchrun.join(rewrite_arguments(_whole(argv)))
+        argv = torchrun.join(rewrite_arguments(_expand_resumed_sweep(argv)))
     except RunnerError as error:
-        _complain_once(str(error))
+        _print_error_once(str(error))
         return error.exit_status
     except torchrun.MainRankFailed:
         return 2
-    if {"--help", "-h"} & set(argv):
+    if _asks_for_help(argv):
+        # Hydra prints the keys, as `--cfg job` does, after the help text.
         print(print_help(argv), flush=True)
-        argv = [*(text for text in argv if text not in ("--help", "-h")), "--cfg", "job"]
-    if (folder := config_dir(argv)) and not folder.is_dir():
-        text = f"{folder} is no folder in {Path.cwd()}. Type --config-dir <folder of your configs>."
-        _complain_once(f"--config-dir={text}")
+        argv = [*(text for text in argv if text not in HELP_FLAGS), "--cfg", "job"]
+    if not _check_config_dir(config_dir(argv)):
         return 2
-    for warning in shadowed(folder) if folder else ():
+    return _run_hydra(argv)
+
+
+HELP_FLAGS = ("--help", "-h")
+
+
+def _asks_for_help(argv: Sequence[str]) -> bool:
+    return not set(HELP_FLAGS).isdisjoint(argv)
+
+
+def _prepare_process() -> None:
+    # logging.lastResort writes the warnings of libraries to stderr.
+    if logging.lastResort:
+        logging.lastResort.setFormatter(PlainFormatter())
+    # The user's own modules: the path of a console script lacks the working directory, which
+    # `python -m runner` has.
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(str(Path.cwd()))
+
+
+def _check_config_dir(folder: Path | None) -> bool:
+    """Return whether --config-dir can be used; print why not, and a warning for unused configs."""
+    if folder is None:
+        return True
+    if not folder.is_dir():
+        text = f"{folder} is no folder in {Path.cwd()}. Type --config-dir <folder of your configs>."
+        _print_error_once(f"--config-dir={text}")
+        return False
+    for warning in shadowed_configs(folder):
         if torchrun.claim_message(warning):
             print(sanitize(warning), file=sys.stderr)
-    return _hydra(argv)
+    return True
 
 
-def _complain_once(text: str) -> None:
-    """Print an error; of several processes that have it, one does."""
+def _print_error_once(text: str) -> None:
+    """Print an error in one of the processes that torchrun started."""
     if torchrun.claim_message(text):
         print_error(text)
 
 
-def _whole(argv: Sequence[str]) -> Sequence[str]:
-    """The command of the sweep that sweep.resume= names, any other as it is."""
+def _expand_resumed_sweep(argv: Sequence[str]) -> Sequence[str]:
+    """Return the whole command of the sweep that sweep.resume= names, any other unchanged."""
     if not any(text.startswith("sweep.resume=") for text in argv):
         return argv
     from runner.sweep.sweep_resume import expand_resume_command
@@ -105,7 +134,8 @@ def _whole(argv: Sequence[str]) -> Sequence[str]:
     return expand_resume_command(argv)
 
 
-_COMPOSING = (
+# What Hydra and OmegaConf raise while they compose a config.
+_COMPOSE_ERRORS = (
     HydraException,
     OmegaConfBaseException,
     YAMLError,
@@ -115,23 +145,27 @@ _COMPOSING = (
 )
 
 
-def _hydra(argv: Sequence[str]) -> int:
-    """Hand the command to Hydra and turn what comes back into an exit status."""
+def _run_hydra(argv: Sequence[str]) -> int:
+    """Run a command through Hydra, print its errors in our form and return the exit status."""
     register_schema()
-    # Hydra then raises what went wrong instead of printing it, and we explain it ourselves.
+    # Hydra then raises errors instead of printing them, and we explain them ourselves.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     previous, sys.argv = sys.argv, [sys.argv[0], *argv]
     status = 0
     try:
-        hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(job)()
-    except _COMPOSING as error:
+        # Hydra reads sys.argv, and calls run_job once, or in a sweep through its launcher.
+        as_main = hydra.main(
+            version_base="1.3", config_path="pkg://runner.conf", config_name="config"
+        )
+        as_main(run_job)()
+    except _COMPOSE_ERRORS as error:
         print_error(explain(error, argv))
         status = 2
     except RunnerError as error:
         print_error(str(error))
         status = error.exit_status
     except KeyboardInterrupt as error:
-        status = _status(error)
+        status = _interrupt_status(error)
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
@@ -140,103 +174,154 @@ def _hydra(argv: Sequence[str]) -> int:
     return status
 
 
-def _status(error: KeyboardInterrupt) -> int:
-    """The exit status of what Ctrl-C or another signal has ended."""
+def _interrupt_status(error: KeyboardInterrupt) -> int:
+    """Return the exit status of a command that Ctrl-C or another signal has ended."""
     return error.exit_status if isinstance(error, Interrupted) else 130
 
 
-def _sweeping() -> bool:
-    """Whether this process has a sweep to end."""
-    sweep = sys.modules.get("runner.sweep.sweep")
-    return sweep is not None and sweep.Sweep.current is not None
+def _sweep_module() -> Any:
+    """Return the module of sweeps if a sweep has imported it, else None: it is slow to import."""
+    return sys.modules.get("runner.sweep.sweep")
+
+
+def _has_open_sweep() -> bool:
+    """Return whether this process runs a sweep, which must be ended before the process exits."""
+    module = _sweep_module()
+    return module is not None and module.Sweep.current is not None
 
 
 def _finish_sweep(status: int) -> int:
-    sweep = sys.modules.get("runner.sweep.sweep")
-    return sweep.finish_sweep(status) if sweep else status
+    module = _sweep_module()
+    return module.finish_sweep(status) if module else status
 
 
-def job(config: DictConfig) -> float | None:
-    """One job: Hydra's task function. It returns what a sweeper optimises, None without a number:
-    Optuna's then counts the trial as failed and goes on, where NaN would end its study. A failed
-    job of a sweep is recorded and the sweep goes on; nothing keeps its traceback, whose frames
-    would keep its model."""
-    settings = HydraConfig.get()
-    folder = Path(settings.runtime.output_dir)
-    sweeping = settings.mode == RunMode.MULTIRUN
-    status: int | None = None
-    finished = False
+@dataclass(frozen=True)
+class _Failure:
+    """A job's failure: the status and message of its result, and the exit status of a command.
+
+    Attributes:
+        has_result: True if the run wrote its result itself.
+    """
+
+    status: "Status"
+    message: str
+    exit_status: int
+    has_result: bool = False
+
+
+def run_job(config: DictConfig) -> float | None:
+    """Run one job: the task function that Hydra calls with a composed config.
+
+    Returns:
+        What a sweeper optimizes. None if that is NaN or the job of a sweep failed: Optuna's sweeper
+        then counts a failed trial and continues, while NaN would end its study.
+
+    Raises:
+        SystemExit: a signal ended the job, or a single run failed. A sweep continues after a
+            failed job, whose result is recorded here.
+    """
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
-        if sweeping and _is_trial():
-            name = " ".join(job_origin(True).swept_overrides).removeprefix("precision=")
-            if (folder.parent / "advise.json").is_file():  # else the command says so, and ends
-                print(sanitize(f"{name}: {str(error).splitlines()[0]}"), flush=True)
-        else:
-            _complain_once(str(error))
-        kind = "unavailable" if isinstance(error, Unavailable) else "failed"
-        message, status, finished = str(error), error.exit_status, error.finished
-        if status > 128:
-            kind = "stopped"
+        _print_job_error(error, folder, sweeping)
+        failure = _known_failure(error)
     except KeyboardInterrupt as error:
-        kind, message, status = "stopped", str(error) or "Interrupted.", _status(error)
+        failure = _Failure("stopped", str(error) or "Interrupted.", _interrupt_status(error))
     except Exception as error:
-        text = redact(traceback.format_exc())
-        print(sanitize(text), file=sys.stderr)
-        with suppress(OSError):  # a full disk
-            (folder / "error.txt").write_text(text)
-        kind, message, status = "failed", redact(f"{type(error).__name__}: {error}"), 1
-    if sweeping and not finished:
-        record_result(config, folder, kind, message)
+        _write_traceback(folder)
+        failure = _Failure("failed", redact(f"{type(error).__name__}: {error}"), 1)
+    if sweeping and not failure.has_result:
+        record_result(config, folder, failure.status, failure.message)
+    # Outside of `except`: the traceback, whose frames hold the model, is free to be collected.
     gc.collect()
-    if status > 128 or not sweeping:
-        raise SystemExit(status)
+    if failure.exit_status > 128 or not sweeping:
+        raise SystemExit(failure.exit_status)
     return None
 
 
+def _known_failure(error: RunnerError) -> _Failure:
+    status: Status = "unavailable" if isinstance(error, Unavailable) else "failed"
+    if error.exit_status > 128:
+        status = "stopped"
+    return _Failure(status, str(error), error.exit_status, error.finished)
+
+
+def _print_job_error(error: RunnerError, folder: Path, sweeping: bool) -> None:
+    """Print a job's error; a trial of mode=advise gets one line."""
+    if not (sweeping and _is_trial()):
+        _print_error_once(str(error))
+        return
+    # Without advise.json the first trial failed: mode=advise ends, and prints this error itself.
+    if (folder.parent / ADVICE).is_file():
+        name = " ".join(job_origin(True).swept_overrides).removeprefix("precision=")
+        print(sanitize(f"{name}: {str(error).splitlines()[0]}"), flush=True)
+
+
+def _write_traceback(folder: Path) -> None:
+    """Print the current exception's traceback and write it to error.txt, without secrets."""
+    text = redact(traceback.format_exc())
+    print(sanitize(text), file=sys.stderr)
+    with suppress(OSError):  # a full disk
+        (folder / "error.txt").write_text(text)
+
+
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
-    trial = sweeping and _is_trial()
-    if sweeping and not trial:
+    """Resolve a job's config and run it; a job that is finished already returns its result."""
+    is_trial = sweeping and _is_trial()
+    if sweeping and not is_trial:
         overrides = one_line(" ".join(job_overrides()))
         print(f"\njob {HydraConfig.get().job.num}: {overrides}", flush=True)
-    if sweeping and not trial:
         drop_keys(config, keys_left_out_of_job())
-    again = sweeping and HydraConfig.get().callbacks["sweep"].resume
-    if again and config.mode == "train":
-        with read_write(config):
-            config.checkpoint.resume = AUTO
-    if again or config.checkpoint.resume == AUTO:
-        from runner.sweep.sweep_resume import finished_result
-
-        if (result := finished_result(folder, job_overrides())) is not None:
-            print(f"{result.outcome} before", flush=True)
-            return result
-    took = config.mode == "evaluate" or config.checkpoint.resume is not None
-    spec = resolve(config, later=took)
+    finished = _finished_before(config, folder, sweeping)
+    if finished is not None:
+        print(f"{finished.outcome} before", flush=True)
+        return finished
+    # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
+    reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
+    spec = resolve(config, later=reads_checkpoint)
     composed = OmegaConf.to_container(config)
     assert isinstance(composed, dict)
-    where = replace(job_origin(sweeping), composed={str(k): v for k, v in composed.items()})
+    invocation = replace(job_origin(sweeping), composed={str(k): v for k, v in composed.items()})
     torchrun.publish_start(folder)
     with rare_garbage_collection():
-        import torch._dynamo  # noqa: F401 - torch.optim does, when it is first used
+        # torch.optim imports it at its first use, which is outside of this context.
+        import torch._dynamo  # noqa: F401
 
         from runner.modes.run import run
         from runner.sweep.advisor.trials import print_one_line_result
-    if trial:
-        return print_one_line_result(lambda console: run(spec, folder, where, console))
-    return run(spec, folder, where)
+    if is_trial:
+        return print_one_line_result(lambda console: run(spec, folder, invocation, console))
+    return run(spec, folder, invocation)
+
+
+def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult | None":
+    """Return the result of a resumed job that is finished; set up any other to resume."""
+    resumes_sweep = sweeping and HydraConfig.get().callbacks["sweep"].resume
+    if resumes_sweep and config.mode == "train":
+        with read_write(config):
+            config.checkpoint.resume = AUTO
+    if not (resumes_sweep or config.checkpoint.resume == AUTO):
+        return None
+    from runner.sweep.sweep_resume import finished_result
+
+    return finished_result(folder, job_overrides())
 
 
 def _is_trial() -> bool:
+    """Return whether HydraConfig's job is a trial of mode=advise."""
     return HydraConfig.get().sweeper.get("_target_") == ADVISE
 
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Context around large imports, which leave no garbage that is old: going through all objects
-    again and again costs a fifth of the time that importing torch takes."""
+    """Collect no old garbage within a context, for large imports.
+
+    Imports create objects that stay; searching them again and again for garbage takes a fifth of
+    the time of importing torch.
+    """
     thresholds = gc.get_threshold()
     gc.set_threshold(*thresholds[:2], 1_000_000)
     try:
@@ -269,6 +354,8 @@ def _sync(argv: Sequence[str]) -> int:
     return sync(argv)
 
 
+# The first word of a command, if it is one of these, and the function that takes the other words.
+# Each imports its module when it is called, so that no command pays for the others.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
     "report": _report,

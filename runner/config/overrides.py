@@ -159,7 +159,7 @@ def config_dir(argv: Sequence[str]) -> Path | None:
     return None
 
 
-def shadowed(folder: Path) -> Iterator[str]:
+def shadowed_configs(folder: Path) -> Iterator[str]:
     """A warning for each config of the user's that Hydra ignores because a built-in one has its
     group and name."""
     built_in = Path(str(files("runner.conf")))

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.config.overrides import config_dir, rewrite_arguments, shadowed
+from runner.config.overrides import config_dir, rewrite_arguments, shadowed_configs
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_shadowed_config_is_warned_of_by_both_names(tmp_path, root):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mlp.yaml").touch()
     (tmp_path / "model" / "mine.yaml").touch()
-    (warning,) = shadowed(tmp_path)
+    (warning,) = shadowed_configs(tmp_path)
     assert str(tmp_path / "model" / "mlp.yaml") in warning
     assert str(root / "conf" / "model" / "mlp.yaml") in warning
     assert "my_mlp.yaml" in warning

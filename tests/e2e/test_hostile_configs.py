@@ -170,4 +170,4 @@ def test_a_target_that_is_none(main, group, target):
 def test_bytes_that_are_no_text(main):
     done = main(*QUICK, "tracking.run_name=a\udcffb")
     assert done.rc == 2
-    assert done.stderr == "error: tracking.run_name=a\\udcffb is not UTF-8. Type names that are.\n"
+    assert done.stderr == "error: tracking.run_name=a\\udcffb is not valid UTF-8.\n"
