@@ -4,7 +4,7 @@ from pathlib import Path
 
 from runner.config import renamed
 
-# The wheel holds conf/ and models/ inside this package; a bare checkout holds them beside it.
+# A wheel has conf/ and models/ inside this package; a checkout has them next to it.
 if not (Path(__file__).parent / "conf").exists():
     __path__.append(str(Path(__file__).parent.parent))
 

@@ -1,4 +1,7 @@
-"""python -m runner, and the console script."""
+"""Start the command line: python -m runner, and the console script.
+
+Signals are handled before the slow imports, so that Ctrl-C ends those at once, too.
+"""
 
 import atexit
 import sys
@@ -7,9 +10,10 @@ from runner.utils.stop_signals import CommandSignals
 
 
 def main() -> int:
-    """Run a command; a signal is heeded from here to the end of the process."""
+    """Run a command and return its exit status; signals are handled until the process ends."""
     signals = CommandSignals().__enter__()
-    atexit.register(signals.leave)  # first, so that it runs last
+    # Registered first, so that it runs last.
+    atexit.register(signals.leave)
     from runner.cli.main import main as command
 
     signals.status = command()

@@ -1,4 +1,7 @@
-"""`runner doctor`: every precision on this machine's devices, from require()."""
+"""Run `runner doctor`: print which precisions run on this machine's devices.
+
+The answers are those of each precision's require(), which a run asks, too.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ from runner.utils.accelerator import available_kinds, choose_accelerator
 LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu", "torch_xla")
 
 
-def _found(library: str) -> str:
+def _installed_version(library: str) -> str:
     try:
         return f"{library} {version(library)}"
     except PackageNotFoundError:
@@ -35,7 +38,7 @@ def doctor(argv: Sequence[str]) -> int:
         text = f"--config-dir={folder} is no folder in {Path.cwd()}."
         print(f"error: {text} Type --config-dir <folder of your configs>.", file=sys.stderr)
         return 2
-    console.print(", ".join([f"torch {torch.__version__}", *map(_found, LIBRARIES)]))
+    console.print(", ".join([f"torch {torch.__version__}", *map(_installed_version, LIBRARIES)]))
     for kind in available_kinds():
         accelerator = choose_accelerator(name=kind)
         table = Table(title=f"accelerator={kind}: {accelerator.name}", title_justify="left")

@@ -1,4 +1,7 @@
-"""`runner sync`: sends what runs recorded and their store does not have."""
+"""Run `runner sync`: upload what runs recorded and their store does not have.
+
+The writer process uploads each journal, as it does while a run trains.
+"""
 
 import os
 import time
@@ -18,20 +21,20 @@ from runner.utils.secrets import redact
 from runner.utils.terminal import print_error
 
 PATIENCE = 30.0
-"""Seconds without progress after which the rest is given up."""
+"""Seconds without progress after which the uploads that remain are given up."""
 BUSY_PATIENCE = 1_800.0
-"""The same while a file is under way, or another writer is at work."""
+"""Seconds without progress while a file uploads or another process holds a journal."""
 
 
 def sync(argv: Sequence[str]) -> int:
-    """Send every journal that is not stored completely and whose trainer is gone.
+    """Upload every journal that is not stored completely and whose run is not training.
 
     Args:
-        argv: folders of runs, else outputs/; `tracking.uri=...` and `tracking.experiment=...` send
-            what is left there.
+        argv: folders of runs, by default outputs/; `tracking.uri=...` and
+            `tracking.experiment=...` change where the remaining records go.
 
     Returns:
-        0 when everything is stored, 1 when something could not be sent, 2 for what was typed.
+        0 if everything is stored, 1 if something could not be uploaded, 2 for wrong arguments.
     """
     try:
         folders, uri, experiment = _arguments(argv)
@@ -56,8 +59,9 @@ def sync(argv: Sequence[str]) -> int:
 
 
 def _send(paths: Sequence[Path], uri: str | None, experiment: str | None) -> int:
-    """Sends journals, tells of each, and returns how many are stored now."""
-    sent, writer = 0, WriterProcess()
+    """Upload journals, print the outcome of each, and return how many are stored completely."""
+    sent = 0
+    writer = WriterProcess()
     try:
         followed = []
         for path in paths:
@@ -75,8 +79,10 @@ def _send(paths: Sequence[Path], uri: str | None, experiment: str | None) -> int
 
 
 def _move(path: Path, uri: str | None, experiment: str | None) -> str | None:
-    """Has a journal go where the command says; what keeps it from that. A run that is begun stays
-    in its experiment, as long as it stays in its store."""
+    """Redirect a journal to the command's store and experiment; return why that failed, if it did.
+
+    A run that its store has already keeps its experiment while it stays in that store.
+    """
     if uri is None and experiment is None:
         return None
     progress = UploadState(path)
@@ -86,16 +92,18 @@ def _move(path: Path, uri: str | None, experiment: str | None) -> str | None:
             return "another process is sending it"
         time.sleep(0.1)
     try:
-        here = progress.uri or _start(path).get("uri", "")
-        if not progress.done and ((uri or here) != here or (experiment and not progress.run_id)):
-            progress.move(uri or here, experiment)
+        old_uri = progress.uri or _first_record(path).get("uri", "")
+        new_uri = uri or old_uri
+        sets_experiment = experiment and not progress.run_id
+        if not progress.done and (new_uri != old_uri or sets_experiment):
+            progress.move(new_uri, experiment)
     finally:
         progress.release()
     return None
 
 
 def _ended(followed: Sequence[JournalStatus]) -> Iterator[JournalStatus]:
-    """Each journal when it is closed; those that are left once nothing has moved for long."""
+    """Yield each journal when it is closed, and the rest after too long a time without progress."""
     todo = list(followed)
     while todo:
         for one in [one for one in todo if one.closed.is_set()]:
@@ -109,8 +117,10 @@ def _ended(followed: Sequence[JournalStatus]) -> Iterator[JournalStatus]:
 
 
 def _busy(one: JournalStatus) -> bool:
-    """Whether a call is under way. A writer that fails lets go of the journal until it tries again,
-    so this ends with an outage, too."""
+    """Return whether a call to the store is running, ours or another process's.
+
+    A writer whose call fails unlocks the journal until its next try, so an outage ends this state.
+    """
     return one.sending_file or pending.journal_state(one.journal) == "sending"
 
 
@@ -127,19 +137,20 @@ def _outcome(one: JournalStatus) -> str:
     progress.peek()
     if progress.run_id is None:
         return "nothing was recorded"
-    store = redact(progress.uri or _start(one.journal)["uri"])
+    store = redact(progress.uri or _first_record(one.journal)["uri"])
     without = f"; left out: {one.last_error}" if one.last_error else ""
     return f"sent to {store} as run {progress.run_id}, {status}, {points:,} points{without}"
 
 
-def _start(journal: Path) -> dict[str, Any]:
-    """The first record; empty where not even that was written in full."""
+def _first_record(journal: Path) -> dict[str, Any]:
+    """Return a journal's first record; empty if even that was not written completely."""
     return next((record for record, _ in journals.read_records(journal)), {})
 
 
 def _arguments(argv: Sequence[str]) -> tuple[list[Path], str | None, str | None]:
-    """(folders, store, experiment)."""
-    folders, given = [], {}
+    """Return the folders, the store and the experiment that were typed."""
+    folders = []
+    given = {}
     for text in argv:
         key, mark, value = text.partition("=")
         if mark and key in ("tracking.uri", "tracking.experiment"):

@@ -1,4 +1,4 @@
-"""`runner ui`: MLflow's pages on the store that runs log to."""
+"""Run `runner ui`: serve MLflow's pages on the store that runs log to."""
 
 import os
 import signal
@@ -55,21 +55,11 @@ def ui(argv: Sequence[str]) -> int:
 
 
 def _serve(uri: str, port: int, first: str) -> int:
-    """Runs MLflow's server on loopback until Ctrl-C, and opens the first page once it answers."""
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--workers",
-        "1",
-    ]
-    # By the environment: a password in a URI would show among the processes' arguments. MLflow's
-    # jobs, for judges of language models, would be eight processes more and 1.8 GB.
+    """Run MLflow's server on loopback until Ctrl-C, and open the first page once it answers."""
+    program = [sys.executable, "-m", "mlflow", "server"]
+    command = [*program, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    # The URI goes through the environment: arguments, with a password, are visible to all users.
+    # MLflow's job execution (judges of language models) would start eight processes with 1.8 GB.
     env = {
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         **os.environ,
@@ -81,7 +71,7 @@ def _serve(uri: str, port: int, first: str) -> int:
         server = subprocess.Popen(command, env=env)
         try:
             with signals.at_once():
-                while server.poll() is None and not _answers(port):
+                while server.poll() is None and not _is_answering(port):
                     time.sleep(0.2)
                 if server.poll() is None:
                     _browse(first)
@@ -94,13 +84,13 @@ def _serve(uri: str, port: int, first: str) -> int:
             return 0 if signals.number == signal.SIGINT else error.exit_status
 
 
-def _answers(port: int) -> bool:
+def _is_answering(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _browse(url: str) -> None:
-    """Opens a page where there is a screen to open it on."""
+    """Open a page in a browser if this machine has a screen."""
     if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         webbrowser.open(url)
 
@@ -108,17 +98,17 @@ def _browse(url: str) -> None:
 def dashboard_urls(
     uri: str, base: str, experiment: str, make: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """What there is to see, and its URL: the newest sweep's dashboard, the experiment's, its plain
-    runs page; the front page of a store that has no such experiment.
+    """Yield the name and URL of each page: the dashboards of the newest sweep and of the
+    experiment, and its list of runs; for a store without the experiment, only its front page.
 
     Args:
         uri: the store.
         base: address of its server.
-        experiment: by name.
-        make: a SQLite file that is not there yet is made.
+        experiment: name of the experiment.
+        make: create the store's SQLite file if it is missing.
 
     Raises:
-        ConfigError: it is not there, and not to be made.
+        ConfigError: the SQLite file is missing and `make` is False.
         TrackingError: the store does not answer.
     """
     from runner.tracking.reader import Reader
@@ -139,7 +129,7 @@ def _arguments(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _port(text: str | None) -> int:
-    """The port that was asked for, or the first free one."""
+    """Return the typed port, or the first free one from FIRST_PORT on."""
     if text is not None and not (text.isdecimal() and 0 < int(text) < 2**16):
         raise ConfigError(
             f"port={text} is no port. Allowed: 1 to 65535. Type for example port={FIRST_PORT}."

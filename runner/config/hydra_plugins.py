@@ -1,4 +1,4 @@
-"""Our plugins of Hydra's: their names, by which it finds them, and what they take."""
+"""Register our launchers and our sweeper with Hydra: their names and their config keys."""
 
 import sys
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ ADVISE = f"{_SPACE}.AdviseSweeper"
 
 @dataclass
 class IsolatedConf:
-    """What hydra/launcher=isolated takes: how many jobs run at once."""
+    """Keys of hydra/launcher=isolated; n_jobs is the number of jobs that run at once."""
 
     _target_: str = ISOLATED
     n_jobs: int = 1
@@ -24,21 +24,21 @@ class IsolatedConf:
 
 @dataclass
 class AdviseConf:
-    """What hydra/sweeper=advise takes: what it looks for are the keys under advise."""
+    """Keys of hydra/sweeper=advise: none, its settings are the keys under advise."""
 
     _target_: str = ADVISE
 
 
 def register_plugins() -> None:
-    """Store their configs; the plugins themselves are made known when they are needed."""
+    """Store the plugins' configs; each plugin's class is registered when its module is imported."""
     store = ConfigStore.instance()
     store.store(group="hydra/launcher", name="isolated", node=IsolatedConf, provider="runner")
     store.store(group="hydra/sweeper", name="advise", node=AdviseConf, provider="runner")
 
 
 def register(plugin: type[Plugin]) -> None:
-    """Makes one known to Hydra."""
-    # It finds plugins in a namespace of its own only, which is empty where none is installed.
+    """Register a plugin's class with Hydra."""
+    # Hydra takes plugins only from the namespace hydra_plugins, which may not exist here.
     for name in (_SPACE.partition(".")[0], _SPACE):
         sys.modules.setdefault(name, ModuleType(name))
     plugin.__module__ = _SPACE

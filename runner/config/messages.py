@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's complaints in our form: what you gave, what is allowed, what to type."""
+"""Rewrite Hydra's and OmegaConf's errors: what you gave, what is allowed, what to type."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ _EXTRAS = {
 
 
 def explain(error: Exception, argv: Sequence[str]) -> str:
-    """One clear message for a config that does not compose.
+    """Return one clear message for a config that does not compose.
 
     Args:
         error: from Hydra, OmegaConf or the operating system.
@@ -38,9 +38,9 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
-        return _unparsed(str(error.override), error)
+        return _invalid_override(str(error.override), error)
     if isinstance(error, YAMLError):
-        return _no_yaml(error)
+        return _invalid_yaml(error)
     if isinstance(error, UnicodeDecodeError):
         return f"A config is not UTF-8 text ({error}). Save the yamls of --config-dir as UTF-8."
     if found := _LIST.search(str(error)):
@@ -63,7 +63,8 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
             f"{error.filename or Path.cwd()}: {error.strerror}. Run in a folder that takes files, "
             "or type hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
         )
-    if isinstance(error, TypeError):  # Hydra's, of a group=[[x]]
+    # Hydra raises a TypeError for group=[[x]].
+    if isinstance(error, TypeError):
         return f"The overrides do not compose ({error}). A group takes a name, as in model=mlp."
     return str(error).strip()
 
@@ -71,8 +72,8 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
 _LIST = re.compile(r"In '([^']+)'.*Cannot merge DictConfig with ListConfig", re.DOTALL)
 
 
-def _no_yaml(error: YAMLError) -> str:
-    """A config file that is no YAML: its place, the reason and what to look at."""
+def _invalid_yaml(error: YAMLError) -> str:
+    """Return where a config file is no valid YAML, the reason and what to look at."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
         return f"A config is no YAML: {_first_line(error)}. Write plain text in UTF-8."
@@ -84,7 +85,7 @@ def _no_yaml(error: YAMLError) -> str:
     )
 
 
-def _unparsed(override: str, error: Exception) -> str:
+def _invalid_override(override: str, error: Exception) -> str:
     key, _, value = override.partition("=")
     if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
         return (
@@ -95,7 +96,7 @@ def _unparsed(override: str, error: Exception) -> str:
 
 
 def _wrong_value(error: ValidationError, argv: Sequence[str]) -> str:
-    """A value that a key's type refuses."""
+    """Return a message for a value that does not fit its key's type."""
     full = str(error.full_key)
     given = _typed(full, argv) or full
     try:
@@ -106,7 +107,7 @@ def _wrong_value(error: ValidationError, argv: Sequence[str]) -> str:
 
 
 def _allowed(hint: Any, key: str) -> str:
-    """A type in words."""
+    """Return a type in words."""
     if is_dataclass(hint) or get_origin(hint) is dict:
         return f"keys under it, {key}.<key>=<value>"
     names = {
@@ -160,7 +161,7 @@ _NAMES = {
     "workers": "num_workers",
     "wd": "weight_decay",
 }
-"""What other programs call some keys."""
+"""Names that other programs use for some of our keys."""
 
 
 def _same_name(name: str, root: object) -> list[str]:
@@ -200,7 +201,7 @@ def _target_hint(full: str, argv: Sequence[str]) -> str:
     if not chosen and any(text.lstrip("+").startswith(_CHECKPOINT) for text in argv):
         return (
             f" These are the keys of the default {group}. Type {group}=<the option that the "
-            "checkpoint was trained with> beside it."
+            "checkpoint was trained with>, too."
         )
     given = _typed(full, argv) or f"{full}=<value>"
     return f" An argument that the yaml does not list takes a plus: +{given.lstrip('+')}."
@@ -214,13 +215,13 @@ def _root(node: Any) -> Any:
 
 
 def _precision_keys(full: str, error: OmegaConfBaseException, known: str) -> str:
-    """Say whose keys are allowed under precision, and which precisions have the one that was
-    given."""
+    """Return which keys the chosen precision has, and which precisions have the typed key."""
     root = _root(error.parent_node)
     option = OmegaConf.select(root, "precision.name") if isinstance(root, DictConfig) else None
     text = f"Allowed for precision={option or '<yours>'}: {known}."
-    if having := precisions_with_key(full.removeprefix("precision.")):
-        text += f" Precisions that have it: {', '.join(having)}."
+    others = precisions_with_key(full.removeprefix("precision."))
+    if others:
+        text += f" Precisions that have it: {', '.join(others)}."
     return text
 
 
@@ -244,7 +245,7 @@ def _load(path: Path) -> object:
 
 
 def _typed(key: str, argv: Sequence[str]) -> str | None:
-    """The override that sets a key or one under it, the last one where several do."""
+    """Return the last override that sets a key or one under it; None if there is none."""
     found = [text for text in argv if text.lstrip("+~").startswith((f"{key}=", f"{key}."))]
     return found[-1] if found else None
 

@@ -1,4 +1,4 @@
-"""What is done to the command line before Hydra sees it. Imports neither torch nor Hydra."""
+"""Rewrite the command line before Hydra parses it. Imports neither torch nor Hydra."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,64 +14,58 @@ _GROUP = re.compile(
     rf"^(?P<plus>\+{{0,2}})(?P<group>{_GROUPS})=(?P<call>choice\()?(?P<names>[^()]*)(?P<end>\))?$"
 )
 _NOT_TEXT = re.compile(r"^([-+]?\d+(\.\d*)?|null|true|false)$", re.IGNORECASE)
-_VALUED = {
-    "--config-dir",
-    "-cd",
-    "--config-path",
-    "-cp",
-    "--config-name",
-    "-cn",
-    "--cfg",
-    "-c",
-    "--package",
-    "-p",
-    "--info",
-    "--experimental-rerun",
-}
+_FLAGS_WITH_VALUE = (
+    *("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"),
+    *("--cfg", "-c", "--package", "-p", "--info", "--experimental-rerun"),
+)
+"""Hydra's flags that take the next word as their value."""
 
 _PRECISION = "precision."
 _SWEEPER = "hydra/sweeper=advise"
-_ADVISES = (_SWEEPER, "--multirun")
-_LOOKS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
+_ADVISE_WORDS = (_SWEEPER, "--multirun")
+_QUERY_FLAGS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
 
 
 def rewrite_arguments(argv: Sequence[str]) -> list[str]:
-    """Legacy precision names spelled out, numbers quoted where a group's option is wanted,
-    `checkpoint=<what>` as the key that holds it, tags marked as new keys, and Hydra's own flags
-    after the overrides.
+    """Return a command in the form that Hydra parses, with its overrides before its flags.
 
-    Hydra would read `precision=16` as a number and die of it, in single runs and in sweeps; and
-    its parser takes overrides in one piece only, so that `model=vit -m seed=0,1` would not parse.
+    Short precision names become full ones, numbers that name an option are quoted,
+    `checkpoint=<file>` becomes checkpoint.path=, and tags are marked as new keys.
     """
-    overrides, flags, rest = [], [], list(argv)
+    # Hydra fails at `precision=16`, which it reads as a number, and at `model=vit -m seed=0,1`:
+    # its parser wants all overrides next to each other.
+    overrides = []
+    flags = []
+    rest = list(argv)
     while rest:
         text = rest.pop(0)
         if not text.startswith("-"):
-            overrides.append(_tag(_path(_option(text))))
+            overrides.append(_mark_tag(_rewrite_path(_quote_option(text))))
             continue
         flags.append(text)
-        if text in _VALUED and rest and "=" not in rest[0]:
+        if text in _FLAGS_WITH_VALUE and rest and "=" not in rest[0]:
             flags.append(rest.pop(0))
-    advising = _advising(overrides, flags)
-    if advising or _sweeps_precisions(overrides, flags):
-        overrides = [_lenient(text) for text in overrides]
-    return [*overrides, *advising, *flags]
+    advise_words = _advise_words(overrides, flags)
+    if advise_words or _sweeps_precisions(overrides, flags):
+        overrides = [_mark_precision_key(text) for text in overrides]
+    return [*overrides, *advise_words, *flags]
 
 
-def _lenient(text: str) -> str:
+def _mark_precision_key(text: str) -> str:
     """Mark a key that only some precisions of a sweep or of mode=advise have as a new one."""
     return f"++{text}" if text.startswith(_PRECISION) else text
 
 
-def _advising(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """What makes mode=advise the sweep that it is, whose jobs a sweeper of ours chooses."""
-    asks = [text for text in overrides if text.startswith("mode=")][-1:] == ["mode=advise"]
-    if not asks or any(flag.partition("=")[0] in _LOOKS for flag in flags):
+def _advise_words(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return the words that make mode=advise a sweep of our sweeper; empty for other commands."""
+    advises = [text for text in overrides if text.startswith("mode=")][-1:] == ["mode=advise"]
+    if not advises or any(flag.partition("=")[0] in _QUERY_FLAGS for flag in flags):
         return []
     if any(text.startswith(("hydra/sweeper=", "sweep=")) for text in overrides):
-        return []  # two of them: the runner says so
-    several = {"-m", "--multirun"} & {*flags}
-    return [_SWEEPER] if several else [*_ADVISES]
+        # Two sweepers contradict each other; the sweep's callback reports it.
+        return []
+    has_multirun = {"-m", "--multirun"} & {*flags}
+    return [_SWEEPER] if has_multirun else [*_ADVISE_WORDS]
 
 
 def _sweeps_precisions(overrides: Sequence[str], flags: Sequence[str]) -> bool:
@@ -90,18 +84,18 @@ def _is_multirun(overrides: Sequence[str], flags: Sequence[str]) -> bool:
 
 
 def without_program_options(argv: Sequence[str]) -> list[str]:
-    """A rewritten command as it was typed: without what makes mode=advise a sweep, and without the
-    marks of keys that some precisions of a sweep lack."""
+    """Return a rewritten command without the words that rewrite_arguments added for sweeps:
+    those that make mode=advise a sweep, and the marks of keys under precision."""
     if _SWEEPER not in argv and not _sweeps_precisions(argv, argv):
         return [*argv]
     typed = (
         text.removeprefix("++") if text.startswith(f"++{_PRECISION}") else text for text in argv
     )
-    return [text for text in typed if text not in _ADVISES]
+    return [text for text in typed if text not in _ADVISE_WORDS]
 
 
-def _option(text: str) -> str:
-    """One `group=option,...` with its aliases spelled out and its numbers quoted."""
+def _quote_option(text: str) -> str:
+    """Return `group=option,...` with full names for short ones, and with numbers quoted."""
     match = _GROUP.match(text)
     if match is None:
         return text
@@ -121,12 +115,13 @@ _PATHS = {
 }
 
 
-def _path(text: str) -> str:
-    """A file or folder under the key that holds it, quoted where Hydra's grammar wants it."""
+def _rewrite_path(text: str) -> str:
+    """Return an override of a file or folder with its full key, quoted as Hydra's grammar wants."""
     key, _, value = text.partition("=")
     if key not in _PATHS or not value:
         return text
-    if _exists(value):  # it may hold what Hydra's grammar does not take
+    # Names of files may hold characters that Hydra's grammar refuses without quotes.
+    if _exists(value):
         value = f"'{_BEFORE_QUOTE.sub(_escaped, value)}'"
     return f"{_PATHS[key]}={value}"
 
@@ -145,23 +140,26 @@ def _exists(path: str) -> bool:
         return False
 
 
-def _tag(text: str) -> str:
-    """Tags have names of their own, which Hydra takes with a mark only."""
+def _mark_tag(text: str) -> str:
+    """Mark a tag as a new key: Hydra refuses unknown keys, and users name their tags freely."""
     return f"++{text}" if text.startswith("tracking.tags.") else text
 
 
 def config_dir(argv: Sequence[str]) -> Path | None:
-    """The folder that --config-dir (-cd) names."""
+    """Return the folder that --config-dir (-cd) names, or None."""
     for i, text in enumerate(argv):
-        option, mark, value = text.partition("=")
-        if option in ("--config-dir", "-cd"):
-            return Path(value) if mark else Path(argv[i + 1]) if i + 1 < len(argv) else None
+        option, equals, value = text.partition("=")
+        if option not in ("--config-dir", "-cd"):
+            continue
+        if equals:
+            return Path(value)
+        return Path(argv[i + 1]) if i + 1 < len(argv) else None
     return None
 
 
 def shadowed_configs(folder: Path) -> Iterator[str]:
-    """A warning for each config of the user's that Hydra ignores because a built-in one has its
-    group and name."""
+    """Yield a warning for each yaml of the user that Hydra ignores, because a built-in one has the
+    same group and name."""
     built_in = Path(str(files("runner.conf")))
     for mine in sorted(folder.rglob("*.yaml")):
         theirs = built_in / mine.relative_to(folder)

@@ -1,5 +1,4 @@
-"""Keys under `precision` that only some precisions of a sweep take: the jobs of the others run
-without them."""
+"""Leave out keys under `precision` in those jobs of a sweep whose precision does not have them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -42,8 +41,9 @@ def keys_left_out(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool
     jobs = [job for words in _combinations(typed) if (job := _compose(config, words)) is not None]
     rows = {_option(job): job for job in jobs}
     taken = {key: [name for name, job in rows.items() if has_key(job, key)] for key in extras}
-    if rows and (alien := [key for key in extras if not taken[key]]):
-        raise ConfigError(*(_say_alien(extras[key], [*rows]) for key in alien))
+    unknown = [key for key in extras if not taken[key]]
+    if rows and unknown:
+        raise ConfigError(*(_unknown_key_message(extras[key], [*rows]) for key in unknown))
     pairs = [(name, key) for key in extras for name in rows if name not in taken[key]]
     if _EMULATE in extras and _wants(extras[_EMULATE]) and not _is_remote(config):
         running = [name for name in taken[_EMULATE] if runs_as_it_is(rows[name])]
@@ -114,7 +114,7 @@ def _combinations(typed: Sequence[Override]) -> Iterator[list[str]]:
 
 
 def _compose(config: DictConfig, words: Sequence[str]) -> DictConfig | None:
-    """Return a job's config; None where it does not compose, which the sweep's jobs tell."""
+    """Return a job's config; None if it does not compose, which that job reports when it runs."""
     every = [str(text) for text in config.hydra.overrides.hydra]
     with suppress(HydraException, OmegaConfBaseException):
         return _loader().load_configuration(
@@ -123,13 +123,13 @@ def _compose(config: DictConfig, words: Sequence[str]) -> DictConfig | None:
     return None
 
 
-def _say_alien(override: Override, names: Sequence[str]) -> str:
+def _unknown_key_message(override: Override, names: Sequence[str]) -> str:
     key = _key(override)
-    having = precisions_with_key(key.removeprefix(HEAD))
-    told = f" Of the built-in ones, {', '.join(having)} have it." if having else ""
+    others = precisions_with_key(key.removeprefix(HEAD))
+    hint = f" Of the built-in ones, {', '.join(others)} have it." if others else ""
     return (
         f"{str(override.input_line).lstrip('+')}: no precision of this sweep ({', '.join(names)}) "
-        f"takes {key}.{told} Leave it out, or add a precision that it is for."
+        f"takes {key}.{hint} Leave it out, or add a precision that it is for."
     )
 
 

@@ -1,4 +1,4 @@
-"""From Hydra's config to a RunSpec, and every problem of a config in one message."""
+"""Turn Hydra's composed config into a frozen RunSpec, and a RunSpec into plain containers."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,8 +22,9 @@ def register_schema() -> None:
 
 
 def _schema() -> DictConfig:
-    """RunSpec as a config. A frozen dataclass makes a read-only one, which nothing can be merged
-    into, so the flag is cleared; the spec made from it is frozen all the same."""
+    """Return RunSpec as a config that others can be merged into."""
+    # OmegaConf makes a frozen dataclass a read-only config. The spec that is made from the merged
+    # config is frozen all the same.
     schema = OmegaConf.structured(RunSpec)
     _clear_readonly(schema)
     return schema
@@ -38,15 +39,15 @@ def _clear_readonly(node: DictConfig) -> None:
 
 
 def resolve(config: DictConfig, later: bool = False) -> RunSpec:
-    """The frozen spec of a composed config; interpolations are resolved, `???` is refused.
+    """Return the frozen spec of a composed config, with its interpolations resolved.
 
     Args:
         config: composed.
-        later: a group whose interpolations cannot be resolved yet is left empty, for a checkpoint's
-            values are to be put under it.
+        later: leave a group empty if its interpolations do not resolve; values of a checkpoint
+            will be merged into it.
 
     Raises:
-        ConfigError: a value is missing or does not fit.
+        ConfigError: a value is missing (`???`) or does not fit its type.
     """
     missing = sorted(_missing("", OmegaConf.to_container(config)))
     if missing:
@@ -62,7 +63,7 @@ def resolve(config: DictConfig, later: bool = False) -> RunSpec:
 
 
 def _resolved_groups(config: DictConfig) -> dict[Any, Any]:
-    """The config without the groups that cannot be resolved."""
+    """Return a config as a dict, with an empty group in place of each that does not resolve."""
     values = OmegaConf.to_container(config)
     assert isinstance(values, dict)
     for key, value in values.items():
@@ -75,7 +76,8 @@ def _resolved_groups(config: DictConfig) -> dict[Any, Any]:
 
 
 def _missing(prefix: str, value: object) -> Iterator[str]:
-    """Dotted keys of every `???`; OmegaConf's own search trips over interpolations of one."""
+    """Yield the dotted key of every `???`."""
+    # OmegaConf.missing_keys raises an error for an interpolation of a missing value.
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _missing(f"{prefix}.{key}" if prefix else str(key), item)
@@ -84,7 +86,7 @@ def _missing(prefix: str, value: object) -> Iterator[str]:
 
 
 def flatten(spec: RunSpec) -> dict[str, str]:
-    """The whole spec as dotted keys and strings, as MLflow's params want them."""
+    """Return the spec without secrets as dotted keys and strings, the form of MLflow's params."""
 
     def walk(prefix: str, value: object) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping) and value:
@@ -97,12 +99,12 @@ def flatten(spec: RunSpec) -> dict[str, str]:
 
 
 def to_dict(spec: RunSpec) -> dict[str, Any]:
-    """The spec as plain containers."""
+    """Return the spec as plain containers, secrets included."""
     container = OmegaConf.to_container(OmegaConf.structured(spec))
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
 
 
 def redacted_dict(spec: RunSpec) -> dict[str, Any]:
-    """The same as it is kept anywhere: without secrets, see runner.utils.secrets."""
+    """Return the spec as plain containers without secrets, to store or show it."""
     return redact_values(to_dict(spec))
