@@ -84,7 +84,7 @@ def _read_or_make(path: Path) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """Raises ValueError for a file that somebody else could have written or read."""
+    """Return the key. Raises ValueError for a file that others could have written or read."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(file)
@@ -100,7 +100,8 @@ def _read(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Jobs of a sweep start together: a key appears whole, and the first one stays."""
+    """Write a new random key, unless another process has written one meanwhile."""
+    # Jobs of a sweep start together: link() makes the whole key appear, and keeps the first one.
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)

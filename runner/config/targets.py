@@ -11,21 +11,21 @@ from runner.config.renamed import current_path
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
 
-# What the runner itself passes first to the target of each group.
+# Number of arguments that the runner passes before the keywords, by group: the parameters to an
+# optimizer, the optimizer to a scheduler.
 LEADING = {"optimizer": 1, "scheduler": 1}
-
 
 # Keys of a group that describe it to the runner and are not passed to its target.
 RESERVED = {"_target_", "meta", "match", "shuffle"}
 
 
 def target_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that a group node passes to its target."""
+    """Return the keywords that a group node passes to its target."""
     return {key: value for key, value in node.items() if key not in RESERVED}
 
 
 def locate(path: str) -> Callable[..., Any]:
-    """The object at a dotted path. Raises ConfigError where it does not import."""
+    """Import and return the object at a dotted path. Raises ConfigError if it does not import."""
     parts = current_path(path).split(".")
     for cut in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:cut])
@@ -58,7 +58,7 @@ def instantiate(node: Mapping[str, Any], *leading: object) -> Any:
 
 
 def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
-    """Each node of a spec that has a target: its dotted key, itself, leading arguments."""
+    """Yield each node of a spec with a target: its dotted key, the node, its leading arguments."""
     for part in fields(RunSpec):
         node = getattr(spec, part.name)
         if not isinstance(node, dict):
@@ -67,15 +67,16 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
         if "_target_" in node:
             yield part.name, node, leading
             continue
-        for key, child in node.items():  # several optimizers, each under a name of its own
+        # Several optimizers, each under a name of its own.
+        for key, child in node.items():
             if isinstance(child, dict) and "_target_" in child:
                 yield f"{part.name}.{key}", child, leading
 
 
 def check_targets(spec: RunSpec) -> list[str]:
-    """Every problem of the targets: ones that do not import, arguments that do not bind."""
-    found = {key.partition(".")[0] for key, _, _ in target_nodes(spec)}
-    empty = [key for key in NEEDED if key not in found]
+    """Return a message for each target that does not import and each argument that does not fit."""
+    present = {key.partition(".")[0] for key, _, _ in target_nodes(spec)}
+    empty = [key for key in NEEDED if key not in present]
     problems = [f"{key} has no _target_. Type {key}=<option>." for key in empty]
     for key, node, leading in target_nodes(spec):
         path = node["_target_"]
@@ -89,18 +90,21 @@ def check_targets(spec: RunSpec) -> list[str]:
         except ConfigError as error:
             problems += [f"{key}._target_={problem}" for problem in error.problems]
             continue
-        problems += _binding(key, node, target, leading)
+        problems += _argument_problems(key, node, target, leading)
     return problems
 
 
-def _binding(key: str, node: Mapping[str, Any], target: Any, leading: int) -> Iterator[str]:
+def _argument_problems(
+    key: str, node: Mapping[str, Any], target: Any, leading: int
+) -> Iterator[str]:
     if not callable(target):
         kind = type(target).__name__
         yield f"{key}._target_={node['_target_']} is a {kind}, not a class or function."
         return
     try:
         parameters = list(signature(target).parameters.values())[leading:]
-    except (TypeError, ValueError):  # builtins without a signature are called as they are
+    except (TypeError, ValueError):
+        # A builtin without a signature: its own call reports wrong arguments.
         return
     given = target_arguments(node)
     keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -122,20 +126,24 @@ def _binding(key: str, node: Mapping[str, Any], target: Any, leading: int) -> It
 
 
 def _wrong_types(key: str, given: Mapping[str, Any], target: Any) -> Iterator[str]:
-    """Values that are not what the target's annotations want; what they leave open passes."""
+    """Yield a message for each value that does not fit the target's annotation of its argument."""
     try:
         hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
     except Exception:
+        # One annotation that cannot be evaluated, as a name imported under TYPE_CHECKING, makes
+        # get_type_hints raise for all of them. Such targets are called without this check: they
+        # are correct Python, and their own call reports a value that they cannot use.
         return
     for name, value in given.items():
-        filled = key == "scheduler" and value is None  # by the runner: the run's length
-        if name in hints and not filled and not fits_type(value, hints[name]):
+        # The runner puts the run's length in place of a scheduler's null.
+        is_filled = key == "scheduler" and value is None
+        if name in hints and not is_filled and not fits_type(value, hints[name]):
             is_text = " is text" if isinstance(value, str) else " does not fit"
             yield f"{key}.{name}={_typed(value)}{is_text}. Allowed: {_words(hints[name])}."
 
 
 def fits_type(value: Any, hint: Any) -> bool:
-    """Whether a value of YAML fits an annotation; one that is not understood is fit by all."""
+    """Return whether a value of YAML fits an annotation; any value fits an unknown kind."""
     kind = get_origin(hint) or hint
     if kind in (Union, UnionType):
         return any(fits_type(value, option) for option in get_args(hint))
@@ -161,10 +169,10 @@ def fits_type(value: Any, hint: Any) -> bool:
 
 
 def dataclass_fields_from_json(kind: type, values: object) -> dict[str, Any]:
-    """The fields of a dataclass among what was read from a file.
+    """Return the entries of a mapping, read from a file, that are fields of a dataclass.
 
     Raises:
-        ValueError: a value is not what its annotation says (mappings hold numbers), or is missing.
+        ValueError: a value is missing or does not fit its annotation; mappings must hold numbers.
     """
     hints = get_type_hints(kind)
     if not isinstance(values, Mapping):
@@ -185,7 +193,7 @@ def dataclass_fields_from_json(kind: type, values: object) -> dict[str, Any]:
 
 
 def _typed(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """Return a value as it is typed on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
@@ -201,7 +209,7 @@ _WORDS = {
 
 
 def _words(hint: Any) -> str:
-    """An annotation in the words of who types."""
+    """Return an annotation in words, as an error message lists what is allowed."""
     kind = get_origin(hint) or hint
     if kind in (Union, UnionType):
         return " or ".join(_words(option) for option in get_args(hint))
@@ -217,7 +225,7 @@ def _words(hint: Any) -> str:
 
 
 def build_group(key: str, node: Mapping[str, Any], *leading: object) -> Any:
-    """Call a group's target; a value that it refuses becomes a ConfigError that names the group."""
+    """Call a group's target. Raises ConfigError, which names the group, for a value it refuses."""
     try:
         return instantiate(node, *leading)
     except (TypeError, ValueError) as error:

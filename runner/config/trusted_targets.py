@@ -1,4 +1,4 @@
-"""Which targets of a checkpoint are called: a file from elsewhere must not name what runs here."""
+"""Decide which targets of a checkpoint are called: a file from a stranger must not run any code."""
 
 import re
 import sys
@@ -17,14 +17,14 @@ from runner.config.signature import key_location
 from runner.config.targets import locate
 from runner.utils.errors import ConfigError
 
-_MAKERS = ("runner.models.", "torchvision.models.")
-"""Whose functions make models."""
+_MODEL_FUNCTIONS = ("runner.models.", "torchvision.models.")
+"""Packages whose functions return models."""
 _KINDS: Mapping[str, tuple[tuple[str, ...], type]] = {
-    "model": (("torch.nn.", *_MAKERS), nn.Module),
+    "model": (("torch.nn.", *_MODEL_FUNCTIONS), nn.Module),
     "optimizer": (("torch.optim.",), Optimizer),
     "scheduler": (("torch.optim.lr_scheduler.",), LRScheduler),
 }
-"""Where a group's classes are besides the runner's own options, and what they are."""
+"""By group: packages of trusted classes besides the runner's options, and their base class."""
 
 
 def check_trusted(
@@ -35,8 +35,8 @@ def check_trusted(
     key: str,
     own: bool = False,
 ) -> None:
-    """Refuse targets of a checkpoint that are neither the runner's or torch's own for their group,
-    nor one's own code, nor those of this command's config; and secrets that it does not hold.
+    """Refuse a checkpoint's targets unless they are the runner's or torch's own for their group,
+    this user's own code, or named by this command, too. Refuse secrets that were masked.
 
     Args:
         spec: of the checkpoint.
@@ -48,7 +48,7 @@ def check_trusted(
             the command that composed it.
 
     Raises:
-        ConfigError: names each that is not called, before anything of it is imported.
+        ConfigError: names each refused target, before anything of it is imported.
     """
     problems = []
     for group in groups:
@@ -71,7 +71,7 @@ def check_trusted(
 
 
 def _hidden(name: str, value: Any) -> Iterator[str]:
-    """Dotted keys of what was left out of a checkpoint, see runner.utils.secrets."""
+    """Yield the dotted keys of values that were masked in a checkpoint (see utils/secrets.py)."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _hidden(f"{name}.{key}", item)
@@ -83,7 +83,7 @@ def _hidden(name: str, value: Any) -> Iterator[str]:
 
 
 def _targets(node: Any) -> list[Any]:
-    """Targets at any depth: one's own code may call what is nested in its arguments."""
+    """Return the targets at any depth: own code may call those nested in its arguments."""
     if isinstance(node, list | tuple):
         return [target for item in node for target in _targets(item)]
     if not isinstance(node, Mapping):
@@ -102,17 +102,18 @@ def _known(group: str, target: Any) -> bool:
         found = _located(target)
         if isinstance(found, type):
             return issubclass(found, kind)
-        return isinstance(found, FunctionType) and found.__module__.startswith(_MAKERS)
+        return isinstance(found, FunctionType) and found.__module__.startswith(_MODEL_FUNCTIONS)
     root = target.partition(".")[0]
     if not _is_mine(root):
         return False
-    found = _located(target)  # None: it is told of where it is called
-    # What a module of one's own imports (os.system) is not one's own.
+    # None if it does not import, which is reported where it is called. What an own module imports
+    # (mine.os.system) is not own code: the module that defines it counts.
+    found = _located(target)
     return found is None or _home(found) == root
 
 
 def _options(group: str) -> set[str]:
-    """Targets of the runner's own configs of a group."""
+    """Return the targets of the runner's own options of a group."""
     texts = [p.read_text() for p in Path(str(files("runner.conf"))).glob(f"{group}/*.yaml")]
     return {t for text in texts for t in re.findall(r"^ *_target_: (\S+)$", text, re.MULTILINE)}
 
@@ -125,13 +126,13 @@ def _located(target: str) -> Any:
 
 
 def _home(found: Any) -> str:
-    """The first name of the module that defines a class or function."""
+    """Return the top-level package of the module that defines a class or function."""
     return str(getattr(found, "__module__", "")).partition(".")[0]
 
 
 def _is_mine(root: str) -> bool:
-    """Whether a top-level name is imported from the working directory or PYTHONPATH, not from
-    Python's installation. Imports nothing."""
+    """Return whether a top-level name is imported from the working directory or PYTHONPATH, not
+    from Python's installation. Imports nothing."""
     if root == "runner" or root in sys.stdlib_module_names:
         return False
     own = [place for place in sys.path if not _is_installation(Path(place).resolve())]
@@ -140,8 +141,8 @@ def _is_mine(root: str) -> bool:
 
 
 def _is_installation(place: Path) -> bool:
-    """Whether packages are installed there: below Python's own folders, or those of `pip install
-    --user`, of another environment, of the system."""
+    """Return whether a folder has installed packages: below Python's own folders, or those of
+    `pip install --user`, of another environment, of the system."""
     installed = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
     named = {"site-packages", "dist-packages"} & {*place.parts}
     return bool(named or installed & {*place.parents})

@@ -1,4 +1,7 @@
-"""A report's parts as HTML and as Markdown. Whatever is shown came from users: all is escaped."""
+"""Render the blocks of a report as HTML and as Markdown.
+
+Texts come from users and from checkpoints of strangers: everything is escaped.
+"""
 
 import html
 import re
@@ -13,10 +16,10 @@ Tone = Literal["", "good", "bad", "quiet"]
 
 @dataclass(frozen=True)
 class Cell:
-    """Of a table.
+    """A cell of a table.
 
     Attributes:
-        note: said smaller beneath it; in parentheses in Markdown.
+        note: small text under the cell's; in parentheses in Markdown.
         bar: length of the bar under the text, 0 to 1; None for no bar.
     """
 
@@ -28,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Heading:
-    """Of a section."""
+    """The heading of a section."""
 
     text: str
 
@@ -43,7 +46,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Items:
-    """A list; (name, what is said of it)."""
+    """A list of (name, text)."""
 
     items: Sequence[tuple[str, str]]
     small: bool = False
@@ -51,7 +54,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Commands:
-    """What was typed."""
+    """Commands, one per line."""
 
     lines: Sequence[str]
 
@@ -84,13 +87,13 @@ Block = Heading | Text | Items | Commands | Table | Charts
 
 
 def to_markdown(title: str, blocks: Sequence[Block]) -> str:
-    """GitHub's Markdown, one block after another."""
+    """Return a page in GitHub's Markdown."""
     parts = [f"# {markdown_text(title)}", *(markdown(block) for block in blocks)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def markdown(block: Block) -> str:
-    """One block."""
+    """Return one block in Markdown."""
     match block:
         case Heading(text):
             return f"## {markdown_text(text)}"
@@ -119,12 +122,12 @@ def _flat(cell: Cell) -> str:
 
 
 def escape_line_start(text: str) -> str:
-    """The same where a line begins with it, which must not make a heading or a list of it."""
+    """Return Markdown text for the start of a line, where it must not make a heading or list."""
     return re.sub(r"^([#+=-]|\d+[.)](?=\s|$))", r"\\\1", markdown_text(text))
 
 
 def to_html(title: str, blocks: Sequence[Block]) -> str:
-    """A page that needs nothing beside itself and runs no script, whatever gets into it."""
+    """Return a self-contained HTML page that runs no script, whatever text is in it."""
     body = "\n".join(element(block) for block in blocks)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -138,7 +141,7 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
 
 
 def element(block: Block) -> str:
-    """One block."""
+    """Return one block as an HTML element."""
     match block:
         case Heading(text):
             return f"<h2>{html.escape(text)}</h2>"
@@ -263,7 +266,7 @@ overflow-wrap:anywhere}
 
 
 def markdown_text(text: str) -> str:
-    """Text on one line in which nothing is markup: no tag, link, picture, emphasis or column."""
+    """Return text on one line, escaped: no tag, link, picture, emphasis or column is left."""
     flat = html.escape(" ".join(text.split()), quote=False)
     flat = re.sub(r"([\\`*|~$])", r"\\\1", flat)
     flat = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", flat)
@@ -271,7 +274,7 @@ def markdown_text(text: str) -> str:
 
 
 def markdown_code(text: str) -> str:
-    """As inline code, fenced by more backticks than it holds. A pipe stays: not for tables."""
+    """Return text as inline code. A pipe is not escaped: do not use it in tables."""
     flat = " ".join(text.splitlines())
     fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
     gap = " " if len(fence) > 1 else ""

@@ -1,5 +1,7 @@
-"""Which modules of a model: by patterns on dotted names, matched segment by segment with `*` (`l1`
-is not `l10`), or the blocks that it repeats."""
+"""Select modules of a model: by patterns of dotted names, or the blocks that the model repeats.
+
+Patterns are matched segment by segment, so that `l1` does not match `l10`.
+"""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -11,7 +13,7 @@ from runner.utils.errors import ConfigError
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
-    """Whether a pattern names this module or one that holds it (`layer1` covers `layer1.0`);
+    """Return whether a pattern names this module or one that holds it (`layer1` covers `layer1.0`);
     `*` stands for any part of one segment, a leading `*.` for any depth, `*` alone for the model
     itself, whose name is empty."""
     wanted, given = pattern.split("."), name.split(".")
@@ -27,7 +29,7 @@ def _starts(wanted: Sequence[str], given: Sequence[str]) -> bool:
 
 
 def select_modules(key: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
-    """The names that any pattern matches. Raises ConfigError for each pattern that matches none.
+    """Return the names that any pattern matches. Raises ConfigError if a pattern matches none.
 
     Args:
         key: the config key, for the message.
@@ -55,8 +57,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of which a container holds several of one class, if they hold modules
-    of their own: the layers of a transformer, the blocks of a ResNet."""
+    """Return the repeated blocks of a model, as the layers of a transformer: the outermost modules
+    with children of their own of which a container holds several of one class."""
     found: list[nn.Module] = []
     members = [child for child in model._modules.values() if child is not None]
     kinds = [type(child) for child in members] if isinstance(model, _CONTAINERS) else []

@@ -11,18 +11,19 @@ FONT = "DejaVu Sans"
 
 
 def plain_label(text: str, most: int = 34) -> str:
-    """A label that the font can draw and a legend has room for."""
+    """Return a label with `?` for each character that the font lacks, cut to `most` characters."""
     from matplotlib.font_manager import findfont, get_font
 
     font = get_font(findfont(FONT))
     drawn = "".join(c if c.isprintable() and font.get_char_index(ord(c)) else "?" for c in text)
     drawn = drawn if len(drawn) <= most else drawn[: most - 1] + "…"
-    return f" {drawn}" if drawn.startswith("_") else drawn  # matplotlib hides what _ begins
+    # matplotlib leaves labels that begin with _ out of the legend.
+    return f" {drawn}" if drawn.startswith("_") else drawn
 
 
 def svg_element(figure: "Figure") -> str:
-    """An <svg> element to put into a page: no script, nothing from elsewhere, and ids of its own
-    among other pictures."""
+    """Return a figure as an <svg> element for an HTML page, without scripts or links, and with ids
+    that no other figure of the page has."""
     import io
 
     from matplotlib import rc_context

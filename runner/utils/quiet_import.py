@@ -1,4 +1,4 @@
-"""Importing libraries that talk to their own authors while they do."""
+"""Silence log lines and warnings of libraries that print them while they are imported."""
 
 import logging
 import warnings
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Context in which neither a log record nor a warning below ERROR comes through."""
+    """Suppress Python warnings, and log records below ERROR, within a context."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:

@@ -1,5 +1,8 @@
-"""Credentials are shown and stored nowhere: those in URIs, the values of keys and of environment
-variables that are named like secrets."""
+"""Redact credentials, which are shown and stored nowhere: those in URIs, and the values of keys and
+environment variables that are named like secrets.
+
+Structures (configs, overrides) are masked key by key; patterns serve free text, which has no keys.
+"""
 
 import os
 import re
@@ -45,14 +48,13 @@ _VARIABLE = re.compile(
     r".*(_TOKEN|_PASSWORD|_PASSWD|_SECRET\w*|_KEY|_KEY_ID|_CREDENTIALS?)|SECRET\w*|TOKEN|PASSWORD"
 )
 _LEAST = 8
-"""Characters of an environment variable's value that is hidden wherever it turns up."""
+"""Characters from which on an environment variable's value is masked in any text."""
 
 
 def redact(text: str) -> str:
-    """The text without the credentials of the URIs in it: `http://user:secret@host` becomes
-    `http://host`; a database's user and password become ***, as does a secret in a query, the
-    value of `<key>=` where the key is named like a secret, and what the environment holds under
-    such a name."""
+    """Return a text without credentials. `http://user:secret@host` becomes `http://host`. *** takes
+    the place of a database's user and password, of a secret in a query, of the value of `<key>=`
+    if the key is named like a secret, and of the values of environment variables named so."""
     for value in _of_environment(os.environ):
         text = text.replace(value, "***")
     text = _TYPED.sub(r"\1***", text)
@@ -63,7 +65,7 @@ def redact(text: str) -> str:
 
 
 def redact_override(text: str) -> str:
-    """One override, whose value may hold anything; any other text as hide does it."""
+    """Return an override without secrets, whatever its value is; other text as redact does."""
     key = _OVERRIDE.match(text)
     if key is None:
         return redact(text)
@@ -73,7 +75,7 @@ def redact_override(text: str) -> str:
 
 
 def redact_values(value: Any, key: str = "") -> Any:
-    """Plain containers without credentials; texts in a list may be overrides.
+    """Return plain containers without credentials; texts in a list may be overrides.
 
     Args:
         value: a container, text, number or None.
@@ -89,8 +91,10 @@ def redact_values(value: Any, key: str = "") -> Any:
 
 
 def _of_environment(environ: Mapping[str, str]) -> list[str]:
-    """Secrets of the environment, the longest first, also as a URI writes them. Short words,
-    numbers and paths are none, and would be found where they mean something else."""
+    """Return the secrets of the environment, the longest first, also in their URI-encoded form.
+
+    Short words, numbers and paths do not count: they would be masked where they mean other things.
+    """
     values = {
         value
         for name, value in environ.items()

@@ -1,7 +1,7 @@
 """Signals that ask a process to stop: Ctrl-C's and those of a closed terminal and a batch system.
 
-A command that has nothing to end yet exits in the handler, where no import and no library can
-swallow it. A run goes on until its state is whole.
+A command without an open run or sweep exits in the handler, where no import and no library can
+swallow the signal. A run continues until its step is complete (StopSignals).
 """
 
 import os
@@ -18,8 +18,8 @@ from runner.utils.errors import RunnerError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TOGETHER = 0.5
-"""Seconds in which signals are one: a batch system may send it to every process, and a process
-that gets it may pass it on."""
+"""Seconds within which signals count as one: a batch system may signal every process, and a process
+may pass its signal on to another."""
 _HEED_SECONDS = 1.0
 _MARGIN = 0.1
 
@@ -42,8 +42,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def end_by_signal(number: int) -> NoReturn:
-    """Leave this process at once, with the status of a signal."""
-    if os.environ.get("RANK", "0") == "0":  # of several processes one says so
+    """Exit this process at once, with the status of a signal."""
+    # Of the processes that torchrun starts, rank 0 prints the message.
+    if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
             os.write(2, f"error: {Stopped(number)}\n".encode())
     _leave(128 + number)
@@ -82,7 +83,7 @@ class SignalHandler:
             self.take(number)
 
     def take(self, number: int) -> None:
-        """Called in the main thread, between two instructions."""
+        """Handle a signal; called in the main thread, between two instructions."""
 
 
 class CommandSignals(SignalHandler):
@@ -102,7 +103,7 @@ class CommandSignals(SignalHandler):
         self.status: int | None = None
 
     def take(self, number: int) -> None:
-        """Ends the process, or raises Interrupted."""
+        """End the process, or raise Interrupted if something must be ended first."""
         self.leave()
         first, now = self._since, time.monotonic()
         if first is None and self._open():
@@ -112,8 +113,8 @@ class CommandSignals(SignalHandler):
             end_by_signal(number)
 
     def leave(self) -> None:
-        """Leaves the process where the command is over: what Python does beyond that takes seconds
-        with torch, and heeds no signal."""
+        """Exit the process if the command is over: Python's own exit takes seconds with torch, and
+        handles no signal."""
         if self.status is not None and os.getpid() == self._owner:
             _leave(self.status)
 
@@ -152,14 +153,14 @@ class StopSignals(SignalHandler):
             self._explain()
 
     def _explain(self) -> None:
-        """What fails after a cut, for example because of a module that was imported in part."""
+        """Raise the signal's exception in place of an error that the interruption has caused."""
         if self._urgent:
             raise KeyboardInterrupt
         if self._cut:
             self.check()
 
     def take(self, number: int) -> None:
-        """Notes the signal; raises KeyboardInterrupt where it interrupts."""
+        """Record a signal; raise KeyboardInterrupt if it interrupts at once."""
         now = time.monotonic()
         if self.number is None:
             self.number, self._since = number, now
@@ -171,12 +172,12 @@ class StopSignals(SignalHandler):
             raise KeyboardInterrupt
 
     def adopt(self, number: int) -> None:
-        """Another process of the run got this signal."""
+        """Record a signal that another process of the run has received; 0 is none."""
         if number and self.number is None:
             self.number, self._since = number, time.monotonic()
 
     def requested(self) -> bool:
-        """Whether a signal came."""
+        """Return whether a signal has come."""
         return self.number is not None
 
     def check(self) -> None:
@@ -186,7 +187,7 @@ class StopSignals(SignalHandler):
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Context of work that loses nothing when it is cut: a signal raises Stopped."""
+        """Raise Stopped at once for a signal within a context, for work that may be lost."""
         outer = self._cuts
         self._cuts = True
         try:
@@ -200,7 +201,10 @@ class StopSignals(SignalHandler):
         self.check()
 
     def _watch(self) -> None:
-        """The thread's body: Python's handlers wait for the main thread, this does not."""
+        """End the process at a second SIGINT that the main thread does not handle within a second.
+
+        Runs in a thread: Python's handlers wait for the main thread, which may be in a long call.
+        """
         first, urgent = None, 0
         while (number := os.read(self._woken, 1)[0]) != 0:
             now = time.monotonic()
@@ -217,7 +221,7 @@ class StopSignals(SignalHandler):
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Context in which a process is started that calls `ignore`: no signal ends it before."""
+    """Block signals within a context, to start a process that will call ignore_signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -226,8 +230,10 @@ def signals_blocked() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Have this process live on: a batch system may signal every one, and ours ends those that
-    serve it."""
+    """Ignore stop signals in this process, which serves another one that will end it.
+
+    A batch system may signal every process of a job.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

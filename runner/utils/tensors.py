@@ -1,4 +1,4 @@
-"""What tensors truly hold in memory, in bytes."""
+"""Count the elements and bytes that tensors hold in memory, packed and wrapped ones included."""
 
 import math
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Where bitsandbytes keeps what belongs to a quantized weight beside its codes.
+# Attributes in which bitsandbytes keeps the tensors of a quantized weight other than its codes.
 _SCALES = ("absmax", "code", "offset", "state2")
 
 
 def tensor_bytes(*tensors: Tensor) -> int:
-    """Bytes of the tensors' storages, each storage once.
+    """Return the bytes of the tensors' storages, each storage counted once.
 
     A wrapper (torchao's OptimState4bit, DTensor) counts as the tensors inside it, a 4-bit or 8-bit
     weight of bitsandbytes as its codes and its scales. Tensors on the meta device count what they
@@ -31,12 +31,12 @@ def tensor_bytes(*tensors: Tensor) -> int:
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers; what several modules share counts once."""
+    """Return the bytes of a model's parameters and buffers; a shared one counts once."""
     return tensor_bytes(*model.parameters(), *model.buffers())
 
 
 def float32_bytes(model: nn.Module) -> int:
-    """Bytes of a plain model's parameters and buffers, were its floating ones in float32."""
+    """Return the bytes of a plain model's parameters and buffers with floating ones in float32."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     return sum(
         count_elements(t) * (4 if t.is_floating_point() else t.element_size()) for t in tensors
@@ -44,7 +44,7 @@ def float32_bytes(model: nn.Module) -> int:
 
 
 def count_elements(parameter: Tensor) -> int:
-    """Numbers that a parameter stands for; a 4-bit one holds two of them in a byte."""
+    """Return the number of elements of a parameter; a 4-bit one packs two in a byte."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return math.prod(state.shape)
@@ -52,7 +52,7 @@ def count_elements(parameter: Tensor) -> int:
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor consists of; none before a lazy layer knows its shape."""
+    """Yield the plain tensors that a tensor consists of; none for a lazy one without a shape."""
     if is_lazy(tensor):
         return
     if is_traceable_wrapper_subclass(tensor):
@@ -74,11 +74,9 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """float64, but float32 on mps and TPUs, which have no units for it."""
+    """Return float64, or float32 on MPS and TPUs, which have no units for float64."""
     return torch.float32 if device.type in ("mps", "tpu", "xla") else torch.float64
 
 
 MIB = 2**20
-
-
 GIB = 2**30

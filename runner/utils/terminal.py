@@ -1,4 +1,4 @@
-"""What a terminal is given: no credentials, and no character that would steer it."""
+"""Make text safe for a terminal: no credentials, no control characters; quote commands to copy."""
 
 import logging
 import re
@@ -13,18 +13,18 @@ from runner.utils.secrets import redact, redact_override
 _STEERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-# And space that a page would not show as it is.
+# Control characters, and spaces that HTML would collapse.
 _ODD = re.compile(rf"{_STEERS.pattern}|(?<= ) |^ | $|[\t\n]")
 
 
 def sanitize(text: str) -> str:
-    """The text as it may be shown: what would steer a terminal is written out, as `\\x1b`."""
+    """Return a text without credentials, with control characters escaped, as in `\\x1b`."""
     return _STEERS.sub(lambda found: ascii(found[0])[1:-1], redact(text))
 
 
 def quote_command(words: Iterable[str]) -> str:
-    """A command to copy: pasted into a shell it is these words and nothing else. What would steer
-    the terminal, and space that a page would lose, is written out, as $'\\u001b' (bash, zsh)."""
+    """Return a command to copy, which a shell reads as these words and nothing else. Control
+    characters, and spaces that HTML would drop, are escaped as in $'\\u001b' (bash, zsh)."""
     return " ".join(_quoted(redact_override(word)) for word in words)
 
 
@@ -36,23 +36,23 @@ def _quoted(word: str) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written to a file: a byte of a command that is not UTF-8 cannot."""
+    """Return whether a text is valid Unicode; an argument with bytes that are not UTF-8 is not."""
     return not re.search("[\ud800-\udfff]", text)
 
 
 def one_line(text: str) -> str:
-    """A name: the same, on one line."""
+    """Return a text on one line, safe for a terminal."""
     return sanitize(" ".join(text.split()))
 
 
 def print_error(text: str) -> None:
-    """An error, each line marked as one."""
+    """Print a text to stderr, with `error: ` before each line."""
     for line in sanitize(text).splitlines() or [""]:
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 class PlainFormatter(logging.Formatter):
-    """Of warnings."""
+    """A logging formatter whose lines are safe for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return sanitize(super().format(record))

@@ -194,7 +194,7 @@ def test_what_cannot_be_gone_on_with(main, lab):
     (folder / "sweep.json").write_text(json.dumps({"id": "x", "command": command}))
     assert "Leave optimizer.lr=1 out" in refused("sweep.resume=last", "optimizer.lr=1")
     with folder_lock(folder):
-        assert "another command is at work" in refused("sweep.resume=last")
+        assert "another command is running" in refused("sweep.resume=last")
     (folder / "sweep.json").write_text(json.dumps({"id": "x", "command": command, "cwd": "/"}))
     assert "Type cd / first" in refused("sweep.resume=last")
 
