@@ -51,13 +51,24 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(cause, ValidationError):
         return _wrong_value(cause, argv)
     if isinstance(cause, InterpolationResolutionError):
-        if "optimizer.lr" in str(cause):
-            return (
-                f"{cause.full_key}: this optimizer is several, each with a rate of its own, and "
-                f"has no optimizer.lr. Type {cause.full_key}=<a rate for all of them>, or "
-                "scheduler=cosine, which scales each rate."
-            )
-        return f"{cause.full_key}: {_first_line(cause)}. Give it a value: {cause.full_key}=<value>."
+        return _unresolved(cause)
+    return _other_error(error)
+
+
+def _unresolved(error: InterpolationResolutionError) -> str:
+    """Return a message for an interpolation without a value."""
+    # Only a scheduler's keys refer to optimizer.lr, which several optimizers do not have.
+    if "optimizer.lr" in str(error):
+        return (
+            f"{error.full_key}: this optimizer is several, each with a rate of its own, and "
+            f"has no optimizer.lr. Type {error.full_key}=<a rate for all of them>, or "
+            "scheduler=cosine, which scales each rate."
+        )
+    return f"{error.full_key}: {_first_line(error)}. Give it a value: {error.full_key}=<value>."
+
+
+def _other_error(error: Exception) -> str:
+    """Return a message for an error that is not OmegaConf's."""
     if isinstance(error, OSError) and error.strerror:
         return (
             f"{error.filename or Path.cwd()}: {error.strerror}. Run in a folder that takes files, "
