@@ -28,7 +28,7 @@ def raising(error):
     return body
 
 
-def test_a_run_that_ends_well_is_nought(running):
+def test_a_finished_run_has_exit_status_0(running):
     seen = []
 
     def body(spec, folder, invocation):
@@ -53,7 +53,7 @@ def test_a_run_that_ends_well_is_nought(running):
         (TrackingError("store away"), 1, "error: store away\n"),
     ],
 )
-def test_what_a_user_can_mend_has_no_traceback(running, error, rc, text):
+def test_an_error_that_the_user_can_fix_has_no_traceback(running, error, rc, text):
     done = running(raising(error))()
     assert (done.rc, done.stderr) == (rc, text)
 
@@ -83,7 +83,7 @@ def test_questions_to_hydra_are_answered(main, argv):
 
 
 @pytest.mark.parametrize("command", ["doctor", "report", "ui"])
-def test_each_command_has_its_help(main, command):
+def test_each_command_has_a_help_text(main, command):
     status, out, _ = main(command, "--help")
     assert (status, out.splitlines()[0].split()[:4]) == (0, ["python", "-m", "runner", command])
 

@@ -20,7 +20,7 @@ from runner.tracking.tracker import NOTE_TAG
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def test_who_may_only_read_sees_what_is_there(tmp_path, monkeypatch):
+def test_a_user_who_may_only_read_sees_the_existing_dashboards(tmp_path, monkeypatch):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     assert dict(dashboard_urls(uri, "http://h", "mine")) == {"no experiment 'mine' yet": "http://h"}
     client = MlflowClient(uri)
@@ -59,7 +59,7 @@ def test_a_report_of_a_store_that_is_not_there_makes_none(main, tmp_path):
 
 
 @pytest.mark.slow
-def test_only_this_machine_can_reach_it(tmp_path, clean):
+def test_the_ui_listens_on_loopback_only(tmp_path, clean):
     """As the kernel tells it of the server and its workers."""
     ui = subprocess.Popen(
         [sys.executable, "-m", "runner", "ui"],

@@ -7,7 +7,7 @@ from runner.utils.errors import ConfigError
 
 
 @pytest.fixture
-def told(compose):
+def explained(compose):
     """How a command's failure to compose is explained."""
 
     def message(*argv):
@@ -20,29 +20,31 @@ def told(compose):
     return message
 
 
-def test_unknown_option(told):
-    text = told("precision=bf17-mixed")
+def test_unknown_option(explained):
+    text = explained("precision=bf17-mixed")
     assert text.startswith("precision=bf17-mixed is not known. Allowed: 16-mixed, 16-true,")
     assert text.endswith("Type precision=bf16-mixed.")
 
 
-def test_unknown_option_with_nothing_like_it(told):
-    assert "Type" not in told("model=qqqqqqqqqqqqqqq")
+def test_unknown_option_with_nothing_like_it(explained):
+    assert "Type" not in explained("model=qqqqqqqqqqqqqqq")
 
 
-def test_unknown_key_beside_a_near_one(told):
-    text = told("train.max_step=3")
+def test_unknown_key_beside_a_near_one(explained):
+    text = explained("train.max_step=3")
     assert text.startswith("train.max_step=3 is not known. Allowed: train.epochs, train.max_steps,")
     assert text.endswith("Type train.max_steps=<value>.")
 
 
-def test_unknown_key_at_the_top(told):
-    assert told("sed=3").endswith("Type seed=<value>.")
+def test_unknown_key_at_the_top(explained):
+    assert explained("sed=3").endswith("Type seed=<value>.")
 
 
-def test_a_key_added_with_a_plus_is_no_loophole(told):
-    assert told("+train.warmup=3").startswith("train.warmup is not known. Allowed: train.epochs,")
-    assert told("+nosuch.key=3").startswith("nosuch is not known. Allowed: mode,")
+def test_a_key_added_with_a_plus_is_no_loophole(explained):
+    assert explained("+train.warmup=3").startswith(
+        "train.warmup is not known. Allowed: train.epochs,"
+    )
+    assert explained("+nosuch.key=3").startswith("nosuch is not known. Allowed: mode,")
 
 
 @pytest.mark.parametrize(
@@ -58,46 +60,46 @@ def test_a_key_added_with_a_plus_is_no_loophole(told):
         ("model.sub=1,2", None),
     ],
 )
-def test_wrong_type(told, typed, allowed):
-    text = told(typed)
+def test_wrong_type(explained, typed, allowed):
+    text = explained(typed)
     if allowed is None:
         assert typed in text
     else:
         assert text == f"{typed} does not fit. Allowed: {allowed}."
 
 
-def test_an_argument_that_a_yaml_does_not_list_takes_a_plus(told):
-    text = told("model.drop_rate=0.1")
+def test_an_argument_that_a_yaml_does_not_list_takes_a_plus(explained):
+    text = explained("model.drop_rate=0.1")
     assert text.endswith(
         "An argument that the yaml does not list takes a plus: +model.drop_rate=0.1."
     )
 
 
-def test_a_key_of_a_checkpoints_model_wants_the_model_beside_it(told):
-    text = told("mode=evaluate", "checkpoint.path=outputs/runs/it", "model.drop_rate=0.1")
+def test_a_key_of_a_checkpoints_model_wants_the_model_beside_it(explained):
+    text = explained("mode=evaluate", "checkpoint.path=outputs/runs/it", "model.drop_rate=0.1")
     assert "These are the keys of the default model. Type model=<the option that" in text
 
 
-def test_of_two_overrides_of_a_key_the_last_is_named(told):
-    assert told("seed=1", "seed=x").startswith("seed=x ")
+def test_of_two_overrides_of_a_key_the_last_is_named(explained):
+    assert explained("seed=1", "seed=x").startswith("seed=x ")
 
 
-def test_an_interpolation_of_nothing(told):
-    text = told("model.depth=${nothing.here}")
+def test_an_interpolation_of_nothing(explained):
+    text = explained("model.depth=${nothing.here}")
     assert text.startswith("model.depth: ")
     assert "nothing.here" in text
     assert text.endswith("Give it a value: model.depth=<value>.")
 
 
 @pytest.mark.parametrize("typed", ["train.max_steps", "model", "a b"])
-def test_what_is_no_override(told, typed):
-    assert told(typed).startswith(f"{typed} is not an override. Type key=value")
+def test_a_word_that_is_no_override(explained, typed):
+    assert explained(typed).startswith(f"{typed} is not an override. Type key=value")
 
 
 @pytest.mark.parametrize("typed", ["tracking.run_name=größe", "tracking.run_name=<b>", "a=b)"])
-def test_a_value_that_wants_quotes(told, typed):
+def test_a_value_that_wants_quotes(explained, typed):
     key, _, value = typed.partition("=")
-    assert told(typed).endswith(f"Type \"{key}='{value}'\".")
+    assert explained(typed).endswith(f"Type \"{key}='{value}'\".")
 
 
 def test_the_operating_systems_refusal():
@@ -106,5 +108,5 @@ def test_the_operating_systems_refusal():
     assert "hydra.run.dir=<folder>" in text
 
 
-def test_anything_else_speaks_for_itself():
+def test_any_other_error_keeps_its_own_text():
     assert explain(HydraException("  something \n"), []) == "something"

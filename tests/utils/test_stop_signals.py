@@ -203,7 +203,7 @@ time.sleep(60)
 """
 
 
-def test_a_process_that_serves_others_lives_on():
+def test_a_process_that_ignores_signals_survives_them():
     with stop_signals.signals_blocked():
         process = python(SERVANT)
     try:

@@ -44,7 +44,7 @@ def test_nothing_steers_the_terminal(capsys):
     assert capsys.readouterr().err == f"error: {sanitize('x' + STEERS)}\nerror: y\n"
 
 
-def test_nor_in_tables_and_warnings(capsys):
+def test_tables_and_warnings_do_not_steer_the_terminal(capsys):
     table = Table(title=f"t{STEERS}")
     table.add_column(f"h{STEERS}")
     table.add_row(f"c{STEERS} [red]x[/red] :smile:")
@@ -57,7 +57,7 @@ def test_nor_in_tables_and_warnings(capsys):
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_what_is_pasted_is_what_was_run(word, tmp_path):
+def test_a_quoted_command_pasted_into_bash_has_the_same_words(word, tmp_path):
     line = quote_command(["printf", "%s|", word, "end"])
     assert "\n" not in line
     assert sanitize(line) == line
