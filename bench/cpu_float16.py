@@ -188,11 +188,13 @@ class DispatchMode(TorchDispatchMode):
         kernel = KERNELS.get(func._schema.name.removeprefix("aten::"))
         if kernel is None or args[0].dtype is not HALF:
             return func(*args, **kwargs)
-        wide = [None if t is None else t.float() for t in args[: kernel.halves]]
-        out = func(*wide, *args[kernel.halves :], **kwargs)
+        wide = [None if t is None else t.float() for t in args[: kernel.half_arguments]]
+        out = func(*wide, *args[kernel.half_arguments :], **kwargs)
         if isinstance(out, Tensor):
             return out.half()
-        return tuple(t if t is None or i >= kernel.rounded else t.half() for i, t in enumerate(out))
+        return tuple(
+            t if t is None or i >= kernel.half_results else t.half() for i, t in enumerate(out)
+        )
 
 
 class FunctionMode(TorchFunctionMode):

@@ -1,4 +1,8 @@
-"""Other kernels for PyTorch's operators on a CPU, while a context is open."""
+"""Replace kernels of PyTorch's CPU operators while a context is open.
+
+The replacements are registered with PyTorch's dispatcher (torch.library), below autograd, so they
+hold for the forward and the backward of any model, in every thread.
+"""
 
 import threading
 import warnings
@@ -11,9 +15,9 @@ import torch
 Boxed = Callable[..., Any]
 """A kernel, called as f(dispatch keys, *args, **kwargs)."""
 Kernels = Mapping[tuple[str, str], Boxed]
-"""By operator and dispatch key."""
+"""Kernels by (operator, dispatch key)."""
 
-INTO = {
+WRITING_VARIANTS = {
     "mm.out": "mm",
     "bmm.out": "bmm",
     "addmm.out": "addmm",
@@ -23,61 +27,62 @@ INTO = {
     "baddbmm_": "baddbmm",
     "addbmm_": "addbmm",
 }
-"""Variants that write into a given tensor, and the operator that they write. Compiled graphs
-call them."""
+"""Operators that write into a given tensor, and the operator whose result they write. Compiled
+graphs call them."""
 
 _lock = threading.Lock()
-_open: dict[Hashable, tuple[int, torch.library.Library]] = {}
+# Of each set of kernels in place: how many contexts are open, and what holds the kernels.
+_active: dict[Hashable, tuple[int, torch.library.Library]] = {}
 
 
 @contextmanager
-def replace_kernels(what: Hashable, kernels: Callable[[], Kernels]) -> Iterator[None]:
-    """Context with other kernels in place.
+def replace_kernels(key: Hashable, make_kernels: Callable[[], Kernels]) -> Iterator[None]:
+    """Register other kernels while the context is open.
 
-    Process-wide while it is open: every thread and every forked worker has them, which the
-    autograd engine needs. It nests with itself; the last exit, also after an exception, restores
-    the dispatcher. Compile inside it and stay inside it.
+    They are process-wide: every thread and every forked worker has them, which the autograd engine
+    needs. Contexts with the same key nest; the last exit, also after an exception, restores the
+    dispatcher. Compile a model inside the context and use it inside only.
 
-    Open the first and close the last while no other thread computes: PyTorch's dispatcher takes
-    a kernel away without waiting for a thread that is in it, which ends in an error or a crash.
+    Open the first and close the last while no other thread computes: PyTorch's dispatcher removes
+    a kernel without waiting for a thread that runs it, which ends in an error or a crash.
 
     Args:
-        what: names the kernels, so that it knows itself again.
-        kernels: makes them; called while PyTorch's own are in place.
+        key: identifies the kernels among the open contexts.
+        make_kernels: returns the kernels; called once, while PyTorch's own are in place.
     """
-    _enter(what, kernels)
+    _enter(key, make_kernels)
     try:
         yield
     finally:
-        _exit(what)
+        _exit(key)
 
 
 def original_kernel(name: str, key: str = "CPU") -> Boxed:
-    """The kernel registered now."""
+    """Return the kernel that the dispatcher has now for an ATen operator and a dispatch key."""
     return torch.library.get_kernel(f"aten::{name}", key).call_boxed
 
 
-def _enter(what: Hashable, kernels: Callable[[], Kernels]) -> None:
+def _enter(key: Hashable, make_kernels: Callable[[], Kernels]) -> None:
     with _lock:
-        depth, library = _open.get(what) or (0, _install(kernels()))
-        _open[what] = depth + 1, library
+        depth, library = _active.get(key) or (0, _install(make_kernels()))
+        _active[key] = depth + 1, library
 
 
-def _exit(what: Hashable) -> None:
+def _exit(key: Hashable) -> None:
     with _lock:
-        depth, library = _open.pop(what)
+        depth, library = _active.pop(key)
         if depth > 1:
-            _open[what] = depth - 1, library
+            _active[key] = depth - 1, library
         else:
-            # Its last reference going would do it too, but a kept traceback may hold one.
+            # Deleting the last reference would do too, but a stored traceback may hold one.
             library._destroy()
 
 
 def _install(kernels: Kernels) -> torch.library.Library:
-    """The library that holds the kernels: active until it is destroyed."""
+    """Register kernels and return the library that holds them: active until it is destroyed."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        with warnings.catch_warnings():  # before torch 2.12 it tells of each override
+        with warnings.catch_warnings():  # torch before 2.12 warns of each override
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for (name, key), kernel in kernels.items():
                 library.impl(name, kernel, key, with_keyset=True)

@@ -1,17 +1,17 @@
-"""float16 on CPUs without fast float16 kernels: heavy kernels with float32 accumulation.
+"""Compute float16 fast on CPUs without fast float16 kernels, by accumulating in float32.
 
 PyTorch's float16 kernels on such CPUs are scalar or blocked loops that already accumulate in
 float32 and round the result to float16; they are 3 to 60 times slower than the vectorised
 float32 kernels. Inside `float32_accumulate()` the operators in KERNELS take float16 tensors,
 compute with the float32 kernel and round its result to float16, as tensor cores do. Weights,
 activations and gradients stay float16, so range and rounding are float16's: a result above 65504
-is inf, one under 6e-8 is 0. bench/cpu_float16.py measures it.
+is inf, one under 6e-8 is 0. bench/cpu_float16.py measures the speed.
 
 One difference to the native kernels: their convolution backward also rounds partial sums to
 float16 (the unfolded columns, the sum over the batch), so they are less exact, and can overflow
 where the gradient itself does not.
 
-bfloat16, whose kernels are fast, goes the same way where it is emulated.
+bfloat16, whose kernels are fast, is computed in the same way where it is emulated.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from runner.precision.emulation.dispatcher import (
-    INTO,
+    WRITING_VARIANTS,
     Boxed,
     Kernels,
     original_kernel,
@@ -35,22 +35,24 @@ from runner.utils.errors import ConfigError
 Choice = Literal["auto", "native", "float32_accumulate"]
 Resolved = Literal["native", "float32_accumulate"]
 
+# Elements of a weight from which accumulating in float32 is faster, at batches of 8 to 128 and
+# images of 8x8 to 28x28 (bench/results/cpu_float16.md). A convolution reuses its weight at every
+# pixel.
 LARGE_MATRIX = 4096
 LARGE_CONVOLUTION = 128
-"""Elements of a weight from which accumulating in float32 pays, at batches of 8 to 128 and images
-of 8x8 to 28x28 (bench/results/cpu_float16.md). A convolution reuses its weight at every pixel."""
 
 
 class Kernel(NamedTuple):
-    """How an ATen operator is run in float32.
+    """Which arguments and results of an ATen operator are float16, so that it can run in float32.
 
     Attributes:
-        halves: how many leading arguments are float16 tensors (or None) when it runs in float16.
-        rounded: how many leading results are float16 then; the others keep their dtype.
+        half_arguments: how many leading arguments are float16 tensors (or None) when it runs in
+            float16.
+        half_results: how many leading results are float16 then; the others keep their dtype.
     """
 
-    halves: int
-    rounded: int = 99
+    half_arguments: int
+    half_results: int = 99  # all
 
 
 KERNELS: dict[str, Kernel] = {
@@ -64,10 +66,10 @@ KERNELS: dict[str, Kernel] = {
     "convolution_backward": Kernel(3),
     "col2im": Kernel(1),
     # The log-sum-exp, second result and sixth argument of the backward, is float32 throughout.
-    "_scaled_dot_product_flash_attention_for_cpu": Kernel(3, rounded=1),
+    "_scaled_dot_product_flash_attention_for_cpu": Kernel(3, half_results=1),
     "_scaled_dot_product_flash_attention_for_cpu_backward": Kernel(5),
     # The fourth result is oneDNN's workspace, in bytes.
-    "mkldnn_rnn_layer": Kernel(7, rounded=3),
+    "mkldnn_rnn_layer": Kernel(7, half_results=3),
     "mkldnn_rnn_layer_backward": Kernel(13),
 }
 """Operators whose native float16 kernel costs far more than twice the float32 one."""
@@ -75,8 +77,10 @@ KERNELS: dict[str, Kernel] = {
 
 @cache
 def has_native_float16() -> bool:
-    """Whether the CPU has float16 arithmetic (AVX512-FP16, AMX-FP16, Arm FP16), or oneDNN says that
-    its float16 kernels run; without them PyTorch falls back to its loops."""
+    """Return whether the CPU has float16 arithmetic, or oneDNN reports that its kernels run.
+
+    The arithmetic is AVX512-FP16, AMX-FP16 or Arm FP16. Without either PyTorch uses its loops.
+    """
     units = ("avx512_fp16", "amx_fp16", "fp16_arith")
     if any(torch.cpu.get_capabilities().get(unit) for unit in units):
         return True
@@ -85,56 +89,62 @@ def has_native_float16() -> bool:
 
 @cache
 def native_is_fast() -> bool:
-    """Whether PyTorch's float16 kernels are worth taking here. Units do not tell: with AVX512-FP16
-    a convolution's backward still is a loop, 60 times slower than float32's (torch 2.15), so a
-    convolution of a tenth of a millisecond is timed, once in a process."""
-    return has_native_float16() and _convolution(torch.float16) < 4 * _convolution(torch.float32)
+    """Return whether PyTorch's float16 kernels are fast enough on this CPU.
+
+    The CPU's units do not decide it: with AVX512-FP16 a convolution's backward still is a loop, 60
+    times slower than float32's (torch 2.15). So a convolution of a tenth of a millisecond is timed,
+    once in a process.
+    """
+    if not has_native_float16():
+        return False
+    return _convolution_seconds(torch.float16) < 4 * _convolution_seconds(torch.float32)
 
 
-def _convolution(dtype: torch.dtype) -> float:
-    """Least seconds of a small convolution, forward and backward, in three tries."""
-    inputs, weight = (
-        torch.ones(shape, dtype=dtype, requires_grad=True)
-        for shape in ((4, 32, 8, 8), (32, 32, 3, 3))
-    )
-    taken = []
+def _convolution_seconds(dtype: torch.dtype) -> float:
+    """Return the least seconds of a small convolution, forward and backward, in three tries."""
+    inputs = torch.ones((4, 32, 8, 8), dtype=dtype, requires_grad=True)
+    weight = torch.ones((32, 32, 3, 3), dtype=dtype, requires_grad=True)
+    seconds = []
     with torch.enable_grad():
         for _ in range(4):  # the first warms up
-            began = perf_counter()
+            start = perf_counter()
             torch.conv2d(inputs, weight, padding=1).sum().backward()
-            taken.append(perf_counter() - began)
-    return min(taken[1:])
+            seconds.append(perf_counter() - start)
+    return min(seconds[1:])
 
 
 def is_float32_accumulation_faster(model: nn.Module) -> bool:
-    """Whether float32 accumulation is faster than the native kernels for this model.
+    """Return whether float32 accumulation is faster than slow native kernels for this model.
 
-    True with a weight of LARGE_CONVOLUTION or LARGE_MATRIX elements, and with an LSTM, whose
+    It is with a weight of LARGE_CONVOLUTION or LARGE_MATRIX elements, and with an LSTM, whose
     native kernel raises under autocast. Below that 5 to 10 µs of Python per operator, twice
     that for a convolution, outweigh the gain.
     """
-    return any(_large(module) for module in model.modules())
+    return any(_has_large_weight(module) for module in model.modules())
 
 
-def _large(module: nn.Module) -> bool:
-    """Whether one module's own weights are worth it; an embedding's are looked up, not used."""
+def _has_large_weight(module: nn.Module) -> bool:
+    """Return whether float32 accumulation is faster for one module's own weights."""
+    # An embedding's weight is looked up, not multiplied.
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return False
     if isinstance(module, nn.LSTM):
         return True
     convolution = isinstance(module, nn.modules.conv._ConvNd)
     limit = LARGE_CONVOLUTION if convolution else LARGE_MATRIX
-    own = module.parameters(recurse=False)
-    # A lazy layer has no shape yet; whoever uses one has more than a toy.
-    return any(nn.parameter.is_lazy(p) or (p.ndim > 1 and p.numel() >= limit) for p in own)
+    own_parameters = module.parameters(recurse=False)
+    # A lazy layer has no shape yet, and is assumed to be large.
+    return any(
+        nn.parameter.is_lazy(p) or (p.ndim > 1 and p.numel() >= limit) for p in own_parameters
+    )
 
 
 def choose_kernels(choice: Choice, model: nn.Module) -> Resolved:
-    """The kernels that float16 takes on this CPU.
+    """Return which kernels float16 uses on this CPU.
 
     Args:
-        choice: "auto" takes float32 accumulation where the native kernels are slow here and
-            `pays(model)`.
+        choice: precision.cpu_float16; "auto" is float32 accumulation where the native kernels are
+            slow here and `is_float32_accumulation_faster(model)`.
         model: the model before or after conversion; only its layers and shapes are read.
 
     Raises:
@@ -147,30 +157,33 @@ def choose_kernels(choice: Choice, model: nn.Module) -> Resolved:
             f"precision.cpu_float16={choice} is not known. "
             "Allowed: auto, native, float32_accumulate."
         )
-    return (
-        "float32_accumulate"
-        if not native_is_fast() and is_float32_accumulation_faster(model)
-        else "native"
-    )
+    if native_is_fast() or not is_float32_accumulation_faster(model):
+        return "native"
+    return "float32_accumulate"
 
 
 @contextmanager
 def float32_accumulate(half: torch.dtype = torch.float16) -> Iterator[None]:
-    """Context in which the operators of KERNELS accumulate a half dtype in float32 on the CPU.
+    """Accumulate a half dtype in float32 on the CPU while the context is open.
 
-    Covers the forward, the backward and the optimizer; other dtypes and devices keep their
-    kernels, at 2 µs more per operator of the table. See cpu_kernels.replaced.
+    It holds for the operators in KERNELS, in the forward, the backward and the optimizer; other
+    dtypes and devices keep their kernels, at 2 µs more per operator of the table. It is
+    process-wide: see dispatcher.replace_kernels.
+
+    Args:
+        half: float16 or bfloat16.
 
     Raises:
-        ConfigError: float32 products are set to compute in bfloat16, which float16 would lose
-            three bits to.
+        ConfigError: float32 products are set to compute in bfloat16, which would cost float16 three
+            bits.
     """
     _refuse_bfloat16_products()
-    with replace_kernels(half, lambda: _kernels(half)):
+    with replace_kernels(half, lambda: _make_kernels(half)):
         yield
 
 
 def _refuse_bfloat16_products() -> None:
+    """Raise ConfigError where oneDNN computes float32 products in bfloat16."""
     mkldnn = torch.backends.mkldnn
     for kind in ("matmul", "conv", "rnn"):
         if getattr(mkldnn, kind).fp32_precision == "bf16":
@@ -181,37 +194,45 @@ def _refuse_bfloat16_products() -> None:
             )
 
 
-def _kernels(half: torch.dtype) -> Kernels:
-    kernels = {name: _accumulating(name, kernel, half) for name, kernel in KERNELS.items()}
-    kernels |= {name: _writing(name, kernels[source], half) for name, source in INTO.items()}
-    on_cpu = {(name, "CPU"): kernel for name, kernel in kernels.items()}
-    # A CPU kernel changes what AutogradCPU holds, which is original here still.
-    return on_cpu | {("lstm.input", key): _lstm(key, half) for key in ("CPU", "AutogradCPU")}
+def _make_kernels(half: torch.dtype) -> Kernels:
+    """Return the kernels that replace PyTorch's; its own must be in place."""
+    kernels = {name: _accumulating_kernel(name, kernel, half) for name, kernel in KERNELS.items()}
+    for name, source in WRITING_VARIANTS.items():
+        kernels[name] = _writing_kernel(name, kernels[source], half)
+    replacements = {(name, "CPU"): kernel for name, kernel in kernels.items()}
+    # A CPU kernel changes what AutogradCPU holds, so both are taken before either is replaced.
+    for key in ("CPU", "AutogradCPU"):
+        replacements["lstm.input", key] = _lstm_kernel(key, half)
+    return replacements
 
 
-def _accumulating(name: str, kernel: Kernel, half: torch.dtype) -> Boxed:
+def _accumulating_kernel(name: str, kernel: Kernel, half: torch.dtype) -> Boxed:
+    """Return an operator's kernel that computes a half dtype in float32 and rounds the result."""
     native = original_kernel(name)
-    halves, rounded = kernel
+    half_arguments, half_results = kernel
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        # float32 comes here too, so the way past is short.
+        # First, because float32 calls pass through here too and must not pay for the rest.
         if args[0].dtype is not half:
             return native(keys, *args, **kwargs)
-        tensors = args[:halves]
+        tensors = args[:half_arguments]
         # With mixed dtypes the native kernel raises its own error, as it would without us.
         if any(t is not None and t.dtype is not half for t in tensors):
             return native(keys, *args, **kwargs)
         wide = [None if t is None else t.float() for t in tensors]
         kwargs = {key: _widen(value, half) for key, value in kwargs.items()}
-        result = native(keys, *wide, *args[halves:], **kwargs)
+        result = native(keys, *wide, *args[half_arguments:], **kwargs)
         if isinstance(result, torch.Tensor):
             return result.to(half)
-        return tuple(t if t is None or i >= rounded else t.to(half) for i, t in enumerate(result))
+        return tuple(
+            t if t is None or i >= half_results else t.to(half) for i, t in enumerate(result)
+        )
 
     return run
 
 
-def _writing(name: str, compute: Boxed, half: torch.dtype) -> Boxed:
+def _writing_kernel(name: str, compute: Boxed, half: torch.dtype) -> Boxed:
+    """Return the kernel of an operator that writes the result of another into a given tensor."""
     native = original_kernel(name)
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,16 +248,16 @@ def _writing(name: str, compute: Boxed, half: torch.dtype) -> Boxed:
     return run
 
 
-def _lstm(key: str, half: torch.dtype) -> Boxed:
-    """LSTM in float32, where oneDNN has one fused kernel, with half precision in and out.
+def _lstm_kernel(key: str, half: torch.dtype) -> Boxed:
+    """Return an LSTM in float32, where oneDNN has one fused kernel, with half precision in and out.
 
     Above autograd (AutogradCPU), because it is a composite: autograd records the casts.
     """
     native = original_kernel("lstm.input", key)
 
     def run(keys: Any, x: torch.Tensor, hx: Any, params: Any, *args: Any) -> Any:
-        same = all(t.dtype is half for t in (*hx, *params))
-        if x.dtype is not half or not (same or torch.is_autocast_enabled("cpu")):
+        all_half = all(t.dtype is half for t in (*hx, *params))
+        if x.dtype is not half or not (all_half or torch.is_autocast_enabled("cpu")):
             return native(keys, x, hx, params, *args)
         wide = [[_widen(t, half) for t in tensors] for tensors in (hx, params)]
         results = torch.ops.aten.lstm.input(x.float(), *wide, *args)
@@ -246,5 +267,6 @@ def _lstm(key: str, half: torch.dtype) -> Boxed:
 
 
 def _widen(value: Any, half: torch.dtype) -> Any:
-    narrow = isinstance(value, torch.Tensor) and value.dtype is half
-    return value.float() if narrow else value
+    """Return a half tensor as float32; any other value unchanged."""
+    is_half = isinstance(value, torch.Tensor) and value.dtype is half
+    return value.float() if is_half else value

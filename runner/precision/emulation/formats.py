@@ -1,5 +1,9 @@
-"""Rounding float32 tensors to narrower formats by float32 and int32 arithmetic alone, so that it
-works on devices that lack the formats' dtypes."""
+"""Round float32 tensors to the values of narrower formats.
+
+Only float32 and int32 arithmetic is used, so it works on devices that lack the formats' dtypes, and
+the results stay float32. Source of the formats: IEEE 754 (float16), OCP 8-bit Floating Point
+Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats Specification 1.0 (E2M1).
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -7,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_INFINITE = 0x7F800000  # the bits of float32's infinity
+_INFINITY_BITS = 0x7F800000  # of float32; also the mask of its exponent
 
 
 @dataclass(frozen=True)
@@ -15,13 +19,14 @@ class Format:
     """A binary floating format with subnormals.
 
     Attributes:
-        name: of its dtype in torch.
-        dtype: torch's; of E2M1 the one that holds two of its values.
-        mantissa: stored bits of the significand.
-        exponent: of the least normal value, a power of two.
+        name: torch's name of the dtype, without "torch.".
+        dtype: torch's; for E2M1 the one that packs two values into a byte.
+        mantissa: number of stored bits of the significand.
+        exponent: of the least normal value, 2 ** exponent.
         largest: finite value.
-        overflow: the least float32 value that is rounded to none of its finite values.
-        saturates: what overflows becomes the largest value, as in a format without infinity.
+        overflow: the least float32 magnitude that does not round to a finite value.
+        saturates: whether magnitudes that overflow become the largest value, as in a format without
+            infinity.
     """
 
     name: str
@@ -34,7 +39,7 @@ class Format:
 
     @property
     def normal(self) -> float:
-        """The least normal value."""
+        """The least normal value; below it the spacing of values stays the same."""
         return 2.0**self.exponent
 
 
@@ -51,40 +56,43 @@ FORMATS: Final = {f.name: f for f in (FLOAT16, BFLOAT16, E4M3, E5M2)}
 
 
 def round_to_format(x: Tensor, fmt: Format) -> Tensor:
-    """The nearest values of a format, ties to even, as torch's casts on a CPU round.
+    """Return the nearest values of a format, ties to even, as torch's casts on a CPU round.
 
     Args:
-        x: float32.
-        fmt: rounded to. Where it has no infinity, larger values and infinity become its largest
-            value, as in torch 2.15 (earlier ones made NaN of them).
+        x: float32, any shape.
+        fmt: the format. Where it has no infinity, larger values and infinity become its largest
+            value, as in torch 2.15 (earlier versions return NaN).
 
     Returns:
-        float32, with signed zeros, infinities and NaN.
+        float32 of x's shape; signed zeros, NaN and, where the format has them, infinities are kept.
     """
     assert x.dtype is torch.float32, x.dtype
     magnitude = x.abs()
     bits = magnitude.view(torch.int32)
-    shift = 23 - fmt.mantissa
-    even = (bits >> shift) & 1
-    normal = ((bits + (even + ((1 << (shift - 1)) - 1))) & -(1 << shift)).view(torch.float32)
+    shift = 23 - fmt.mantissa  # bits of float32's significand that the format lacks
+    # Integer addition of half a unit in the last place, less one bit where the last kept bit
+    # is 0, then truncation: rounds to nearest, ties to even, and carries into the exponent.
+    last_bit = (bits >> shift) & 1
+    normal = ((bits + (last_bit + ((1 << (shift - 1)) - 1))) & -(1 << shift)).view(torch.float32)
     # Adding a power of two whose last place is the subnormals' spacing rounds to it.
     coarse = 2.0 ** (fmt.exponent - fmt.mantissa + 23)
     nearest = torch.where(magnitude < fmt.normal, (magnitude + coarse) - coarse, normal)
-    past = fmt.largest if fmt.saturates else torch.inf
-    nearest = torch.where(magnitude >= fmt.overflow, past, nearest)
-    return torch.where(bits > _INFINITE, x, nearest.copysign(x))
+    overflowed = fmt.largest if fmt.saturates else torch.inf
+    nearest = torch.where(magnitude >= fmt.overflow, overflowed, nearest)
+    return torch.where(bits > _INFINITY_BITS, x, nearest.copysign(x))
 
 
 def round_within_range(x: Tensor, fmt: Format) -> Tensor:
-    """Round to the nearest values of a format, ties to even, within its finite range; bit by bit
-    as `rounded` of the clamped tensor, in a tenth of its time.
+    """Return the nearest values of a format, ties to even, within its finite range.
+
+    Bit by bit the same as round_to_format of the clamped tensor, in a tenth of its time.
 
     Args:
-        x: float32. Larger magnitudes and infinity become the format's largest value.
+        x: float32, any shape. Larger magnitudes and infinity become the format's largest value.
         fmt: of 8 bits or fewer: with wider ones the sum below overflows.
 
     Returns:
-        float32, with signed zeros and NaN.
+        float32 of x's shape; signed zeros and NaN are kept.
     """
     assert fmt.dtype.itemsize == 1, fmt.name
     x = x.clamp(-fmt.largest, fmt.largest)
@@ -95,20 +103,30 @@ def round_within_range(x: Tensor, fmt: Format) -> Tensor:
 
 
 def power_of_two(x: Tensor, fmt: Format) -> Tensor:
-    """Return the power of two at or below each magnitude (float32), at least that of a format's
-    least normal value, below which its spacing stays the same."""
-    return (x.view(torch.int32) & _INFINITE).view(torch.float32).clamp_(min=fmt.normal)
+    """Return the power of two at or below each magnitude, at least the format's least normal value.
+
+    The spacing of a format's values is proportional to it.
+
+    Args:
+        x: float32, any shape.
+        fmt: gives the lower bound.
+
+    Returns:
+        float32 of x's shape.
+    """
+    return (x.view(torch.int32) & _INFINITY_BITS).view(torch.float32).clamp_(min=fmt.normal)
 
 
 def as_tf32(x: Tensor) -> Tensor:
-    """The nearest values with 10 bits of mantissa, ties away from zero, as CUDA's conversion
-    `cvt.rna.tf32.f32` rounds.
+    """Return the nearest values with 10 bits of mantissa (TF32), ties away from zero.
+
+    Source: the conversion `cvt.rna.tf32.f32` of CUDA's PTX instruction set.
 
     Args:
-        x: float32.
+        x: float32, any shape.
 
     Returns:
-        float32, with infinities and NaN.
+        float32 of x's shape; infinities and NaN are kept.
     """
     bits = x.view(torch.int32)
     nearest = ((bits + (1 << 12)) & -(1 << 13)).view(torch.float32)

@@ -1,7 +1,9 @@
-"""What FP8 and FP4 recipes make of an operand of a product: scaled, rounded and scaled back, in
-float32.
+"""Quantize the operands of products as FP8 and FP4 recipes do: scale, round, and scale back.
 
-Source: the rules of scaling are those of TransformerEngine 2.20 (the reference implementations in
+All values stay in float32 ("fake quantization"), so a product of two quantized operands sees what
+the hardware's product sees. Scales multiply: quantized = round(x * scale) / scale.
+
+Source: the scaling rules are those of TransformerEngine 2.20 (the reference implementations in
 transformer_engine/pytorch/custom_recipes and common/recipe) and of arXiv:2509.25149 for NVFP4.
 """
 
@@ -16,32 +18,52 @@ from torch.nn import functional as F
 
 from runner.precision.emulation.formats import E2M1, E4M3, Format, power_of_two, round_within_range
 
-Rule = Callable[[Tensor, Format], Tensor]
-"""From the largest magnitudes (float32), the factors that bring them to a format's range."""
+ScaleRule = Callable[[Tensor, Format], Tensor]
+"""Returns the scales, float32, that bring the largest magnitudes (amax, float32) into a format's
+range."""
 
 Quantizer = Callable[[Tensor], Tensor]
-"""From an operand [rows, contracted] in float32, the values that the product sees, in float32."""
+"""Returns the values, float32, that a product sees of an operand [rows, contracted], float32."""
 
-_MOST: Final = torch.finfo(torch.float32).max
+_FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 _SIXTH: Final = torch.tensor(6.0).reciprocal().item()
 
 
 def amax_scale(amax: Tensor, fmt: Format) -> Tensor:
-    """The largest magnitude becomes the format's largest value; 1 where that cannot be."""
+    """Return the scale that maps amax to the format's maximum, or 1 if amax is zero or not finite.
+
+    Args:
+        amax: largest magnitudes, float32, any shape.
+        fmt: of the quantized values.
+
+    Returns:
+        float32 of amax's shape, at most float32's largest value.
+    """
     # A number over a tensor would be the tensor's reciprocal times it: rounded twice.
-    scale = (torch.full_like(amax, fmt.largest) / amax).clamp(max=_MOST)
+    scale = (torch.full_like(amax, fmt.largest) / amax).clamp(max=_FLOAT32_MAX)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
 def power_of_two_scale(amax: Tensor, fmt: Format) -> Tensor:
-    """The same, rounded down to a power of two."""
-    exponent = amax_scale(amax, fmt).view(torch.int32) & 0x7F800000
+    """Return amax_scale rounded down to a power of two: float32 of amax's shape."""
+    exponent = amax_scale(amax, fmt).view(torch.int32) & 0x7F800000  # clears the mantissa
     return exponent.view(torch.float32)
 
 
 def exponent_scale(amax: Tensor, fmt: Format) -> Tensor:
-    """The inverse of the least power of two that E8M0 holds and that is not below the largest
-    magnitude over the format's largest value."""
+    """Return MXFP8's scale: the inverse of the least power of two >= amax / the format's maximum.
+
+    The power of two is one that E8M0 can store. The scale is 1 if amax is zero or not finite.
+    Source: the rounding is TransformerEngine's, up instead of OCP's down, so that nothing
+    saturates.
+
+    Args:
+        amax: largest magnitudes, float32, any shape.
+        fmt: of the quantized values.
+
+    Returns:
+        float32 of amax's shape.
+    """
     inverse = torch.full_like(amax, fmt.largest).reciprocal()
     bits = (amax * inverse).view(torch.int32)
     above = (bits + 0x7FFFFF) & 0x7F800000  # the least power of two that is not below
@@ -51,34 +73,38 @@ def exponent_scale(amax: Tensor, fmt: Format) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockQuantizer:
-    """Each block of an operand scaled by its own largest magnitude.
+    """A quantizer that scales each block of an operand by the block's largest magnitude.
 
     Attributes:
-        fmt: rounded to.
-        rule: how it scales.
+        fmt: of the quantized values.
+        rule: returns a block's scale.
         shape: of a block, rows by contracted columns; None for the whole operand.
     """
 
     fmt: Format
-    rule: Rule
+    rule: ScaleRule
     shape: tuple[int, int] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the quantized values: float32 [rows, contracted] to the same shape."""
         blocks = to_tiles(x, self.shape or (*x.shape,))
-        scale = self.rule(_largest(blocks), self.fmt)
+        scale = self.rule(_block_amax(blocks), self.fmt)
         values = round_within_range(blocks * scale, self.fmt).mul_(scale.reciprocal())
         return from_tiles(values, x.shape)
 
 
 @dataclass(frozen=True)
 class Nvfp4Quantizer:
-    """E2M1 in blocks whose scales are E4M3, below one scale of the whole in float32.
+    """A quantizer to E2M1 in blocks with E4M3 scales, and one float32 scale for the whole operand.
+
+    Source: NVFP4, arXiv:2509.25149.
 
     Attributes:
-        shape: of a block.
-        rotates: a Hadamard transform with fixed signs first, along what is contracted. It is for
-            both operands of a product, in which it cancels.
-        stochastic: rounds up or down at random, by the distance.
+        shape: of a block, rows by contracted columns.
+        rotates: whether a Hadamard transform with fixed signs is applied first, along the
+            contracted dimension. Both operands of a product need it: it cancels in the product.
+        stochastic: whether values are rounded up or down at random, with the distances as
+            probabilities.
     """
 
     shape: tuple[int, int] = (1, 16)
@@ -86,41 +112,56 @@ class Nvfp4Quantizer:
     stochastic: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the quantized values: float32 [rows, contracted] to the same shape.
+
+        With `rotates` the contracted dimension is padded to a multiple of 16.
+        """
         if self.rotates:
             x = F.pad(x, (0, -x.shape[1] % 16))
-            # One product, not one per row: for that the rows lie one after another.
+            # Contiguous, so that this is one product and not one for each row.
             x = (x.contiguous().unflatten(1, (-1, 16)) @ hadamard_rotation(x.device)).flatten(1)
         blocks = to_tiles(x, self.shape)
         amax = x.abs().amax()
+        # The scale of the whole operand brings the blocks' scales into E4M3's range.
         whole = torch.full_like(amax, E2M1.largest * E4M3.largest) / amax
         whole = torch.where(whole.isfinite() & (whole > 0), whole, 1.0)
-        scale = round_within_range(_largest(blocks) * (whole * _SIXTH), E4M3) * whole.reciprocal()
-        inverse = scale.reciprocal().clamp(max=_MOST)
+        stored = round_within_range(_block_amax(blocks) * (whole * _SIXTH), E4M3)
+        scale = stored * whole.reciprocal()
+        inverse = scale.reciprocal().clamp(max=_FLOAT32_MAX)
         values = blocks * inverse
         if self.stochastic:
-            nearest = _either(values.clamp_(-E2M1.largest, E2M1.largest))
+            rounded = _round_stochastically(values.clamp_(-E2M1.largest, E2M1.largest))
         else:
-            nearest = round_within_range(values, E2M1)
-        return from_tiles(nearest.mul_(scale), x.shape)
+            rounded = round_within_range(values, E2M1)
+        return from_tiles(rounded.mul_(scale), x.shape)
 
 
 def to_tiles(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A matrix as [blocks down, rows, blocks across, columns], padded with zeros."""
+    """Return a matrix in tiles: [tiles down, rows, tiles across, columns], padded with zeros.
+
+    Args:
+        x: [matrix rows, matrix columns], any dtype.
+        shape: rows and columns of a tile.
+    """
     rows, columns = shape
-    missing = -x.shape[0] % rows, -x.shape[1] % columns
-    if any(missing):  # torch copies where nothing is missing, too
-        x = F.pad(x, (0, missing[1], 0, missing[0]))
+    missing_rows = -x.shape[0] % rows
+    missing_columns = -x.shape[1] % columns
+    if missing_rows or missing_columns:  # F.pad copies even where it adds nothing
+        x = F.pad(x, (0, missing_columns, 0, missing_rows))
     return x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
 
 
 def from_tiles(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """The matrix again, without the padding."""
+    """Return the matrix of this shape that to_tiles cut into tiles, without the padding."""
     return blocks.flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]]
 
 
 @cache
 def hadamard_rotation(device: torch.device) -> Tensor:
-    """[16, 16] orthogonal: the signs that the library keeps, before Hadamard's matrix."""
+    """Return TransformerEngine's random Hadamard transform: float32 [16, 16], orthogonal.
+
+    It is a diagonal of fixed signs, those of the library, times Hadamard's matrix / 4.
+    """
     matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < 16:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -128,7 +169,7 @@ def hadamard_rotation(device: torch.device) -> Tensor:
     return (signs[:, None] * matrix / 4).to(device)
 
 
-def _largest(blocks: Tensor) -> Tensor:
+def _block_amax(blocks: Tensor) -> Tensor:
     """Return the largest magnitude of each block: [blocks down, 1, blocks across, 1]."""
     values = blocks.abs()
     if values.shape[1] > 1:
@@ -140,11 +181,12 @@ def _largest(blocks: Tensor) -> Tensor:
     return values.amax(3, keepdim=True)
 
 
-def _either(x: Tensor) -> Tensor:
-    """One of the two values of E2M1 around, the nearer the likelier."""
+def _round_stochastically(x: Tensor) -> Tensor:
+    """Return one of the two values of E2M1 around each value, each with a probability by its
+    distance; float32, within E2M1's range."""
     magnitude = x.abs()
     spacing = power_of_two(x, E2M1).mul_(0.5)
-    places = magnitude.div_(spacing)
-    below = places.floor()
-    up = torch.rand_like(x).lt_(places.sub_(below))
+    steps = magnitude.div_(spacing)
+    below = steps.floor()
+    up = torch.rand_like(x).lt_(steps.sub_(below))
     return below.add_(up).mul_(spacing).copysign_(x)

@@ -1,5 +1,9 @@
-"""TF32 on a CPU: the operands of float32 products rounded to ten bits of mantissa, products and
-sums in float32, as tensor cores do."""
+"""Emulate TF32 on a CPU: round the operands of float32 products to ten bits of mantissa.
+
+Products and sums stay in float32, as on NVIDIA's tensor cores since Ampere (A100 Tensor Core GPU
+Architecture, 2020). The order of summation is the CPU's, so results differ from a GPU's in the last
+bits of float32.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runner.precision.emulation.dispatcher import (
-    INTO,
+    WRITING_VARIANTS,
     Boxed,
     Kernels,
     original_kernel,
@@ -28,14 +32,18 @@ PRODUCTS = {
     "convolution": (0, 1),
     "convolution_backward": (0, 1, 2),
 }
-"""Operators that tensor cores compute, and which of their arguments are operands of products."""
+"""Operators that tensor cores compute, and the positions of the operands among their arguments."""
 
 
 @contextmanager
 def tf32_products(model: nn.Module) -> Iterator[None]:
-    """Context in which the operators of PRODUCTS round their operands; see cpu_kernels.replaced.
+    """Round the operands of the operators in PRODUCTS while the context is open.
 
-    Attention and LSTMs are computed from those operators, not by kernels of their own.
+    It is process-wide: see dispatcher.replace_kernels. Attention and LSTMs are computed from those
+    operators, not by kernels of their own, which could not be rounded inside.
+
+    Args:
+        model: that is computed inside; looked through for LSTMs.
     """
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -47,30 +55,41 @@ def tf32_products(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
+    """Switch oneDNN off while the context is open: it has a fused kernel for LSTMs."""
     onednn = torch.backends.mkldnn
-    before, onednn.enabled = onednn.enabled, False  # its flags() warns of a setting that is gone
+    # Not by its context manager flags(), which warns of a deprecated setting.
+    previous = onednn.enabled
+    onednn.enabled = False
     try:
         yield
     finally:
-        onednn.enabled = before
+        onednn.enabled = previous
 
 
 def _kernels() -> Kernels:
-    own = PRODUCTS | {variant: PRODUCTS[name] for variant, name in INTO.items()}
-    return {(name, "CPU"): _rounding(original_kernel(name), places) for name, places in own.items()}
+    operands = dict(PRODUCTS)
+    for variant, name in WRITING_VARIANTS.items():
+        operands[variant] = PRODUCTS[name]
+    return {
+        (name, "CPU"): _with_rounded_operands(original_kernel(name), positions)
+        for name, positions in operands.items()
+    }
 
 
-def _rounding(native: Boxed, places: tuple[int, ...]) -> Boxed:
+def _with_rounded_operands(native: Boxed, positions: tuple[int, ...]) -> Boxed:
+    """Return a kernel that rounds the arguments at these positions before the native kernel."""
+
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         rounded = list(args)
-        for place in places:
-            rounded[place] = _operand(args[place])
+        for position in positions:
+            rounded[position] = _round_operand(args[position])
         return native(keys, *rounded, **kwargs)
 
     return run
 
 
-def _operand(x: Tensor) -> Tensor:
+def _round_operand(x: Tensor) -> Tensor:
+    """Return a tensor rounded to TF32: float32, the parts of complex64; other dtypes unchanged."""
     if x.dtype is torch.float32:
         return as_tf32(x)
     if x.dtype is torch.complex64:

@@ -44,7 +44,7 @@ def test_restored_also_after_an_exception() -> None:
 
 
 def test_a_failed_installation_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float16, "_lstm", lambda key: "no kernel")
+    monkeypatch.setattr(float16, "_lstm_kernel", lambda key: "no kernel")
     with pytest.raises(TypeError) as failure, float32_accumulate():
         pass
     monkeypatch.undo()
@@ -218,7 +218,7 @@ def test_units_are_read_from_the_cpu(monkeypatch: pytest.MonkeyPatch, unit: str)
 
 def test_units_alone_are_not_taken_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {torch.float32: 1e-4, torch.float16: 5e-3}
-    monkeypatch.setattr(float16, "_convolution", taken.get)
+    monkeypatch.setattr(float16, "_convolution_seconds", taken.get)
     monkeypatch.setattr(float16, "has_native_float16", lambda: True)
     assert not float16.native_is_fast.__wrapped__()
     taken[torch.float16] = 1e-4
@@ -228,7 +228,7 @@ def test_units_alone_are_not_taken_for_speed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_timed_convolution_takes_some_time() -> None:
-    assert 0 < float16._convolution(torch.float32) < 1
+    assert 0 < float16._convolution_seconds(torch.float32) < 1
 
 
 def test_products_in_bfloat16_are_refused() -> None:

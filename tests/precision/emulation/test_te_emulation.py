@@ -76,9 +76,9 @@ def test_gradients_are_in_e5m2_only_where_the_recipe_says():
     hybrid = te_emulation.operands({"kind": "current"})
     plain = te_emulation.operands({"kind": "current", "format": "E4M3"})
     x = spread(16, 16)
-    assert torch.equal(hybrid.grad.along(x), BlockQuantizer(E5M2, amax_scale)(x))
-    assert torch.equal(plain.grad.along(x), BlockQuantizer(E4M3, amax_scale)(x))
-    assert torch.equal(hybrid.input.along(x), plain.input.along(x))
+    assert torch.equal(hybrid.grad.along_columns(x), BlockQuantizer(E5M2, amax_scale)(x))
+    assert torch.equal(plain.grad.along_columns(x), BlockQuantizer(E4M3, amax_scale)(x))
+    assert torch.equal(hybrid.input.along_columns(x), plain.input.along_columns(x))
 
 
 def test_blocks_run_along_what_a_product_contracts():
