@@ -337,7 +337,7 @@ def test_any_number_of_rows(shape):
     torch.testing.assert_close(model(input=x), F.linear(x, model.weight, model.bias))
     whole = shape[:-1] in ((16,), (2, 8))
     assert model.seen == [shape if whole else (16, 32)]
-    assert pad_rows is te_layers.padded
+    assert pad_rows is te_layers.pad_rows
 
 
 # Fusing.

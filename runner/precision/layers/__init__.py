@@ -1,1 +1,1 @@
-"""Replacement layers of converting precisions."""
+"""Hold the layers that converting precisions put in the place of linear layers and norms."""

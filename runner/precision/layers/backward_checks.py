@@ -1,5 +1,8 @@
-"""What low-precision layers cannot do in a backward: be differentiated twice, and, where they scale
-by past steps, be computed again. Both would give wrong gradients without an error."""
+"""Refuse what low-precision layers cannot do in a backward.
+
+They cannot be differentiated twice, and layers that scale by past steps (delayed scaling) cannot be
+computed again. Both would give wrong gradients without an error.
+"""
 
 from typing import Any
 
@@ -10,13 +13,13 @@ from runner.utils.errors import ConfigError
 
 
 def forbid_second_derivative(output: Tensor) -> Tensor:
-    """Return a layer's output, whose gradient cannot be differentiated again.
+    """Return a layer's output with a hook that refuses to differentiate its gradient again.
 
     The libraries' backward rounds outside autograd, so that a second derivative through it lacks
     terms.
 
     Args:
-        output: of the layer; a hook is registered on it.
+        output: of the layer, any shape and dtype; returned as it is.
 
     Raises:
         ConfigError: in the backward, where create_graph=True asks for such a gradient.
@@ -28,7 +31,8 @@ def forbid_second_derivative(output: Tensor) -> Tensor:
 
 
 def _refuse_graph(grad: Tensor) -> None:
-    if torch.is_grad_enabled():  # in a backward: create_graph=True
+    """Raise ConfigError in a backward with create_graph=True; a tensor hook."""
+    if torch.is_grad_enabled():  # within a backward only with create_graph=True
         raise ConfigError(
             "The model or task differentiates gradients (torch.autograd.grad with "
             "create_graph=True), and a linear layer in FP8, FP4 or int8 has first derivatives "
@@ -38,7 +42,7 @@ def _refuse_graph(grad: Tensor) -> None:
 
 
 def is_in_backward() -> bool:
-    """Say whether a backward runs, in which a forward is a recompute."""
+    """Return whether a backward runs; a forward within it recomputes activations."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -48,6 +52,6 @@ def refuse_recompute(module: nn.Module, args: Any) -> None:
         raise ConfigError(
             "The model computes forwards again in the backward (torch.utils.checkpoint, as in "
             "transformers' gradient_checkpointing_enable), and delayed scaling scales by past "
-            "steps, which a forward moves on. Type precision=transformer-engine-current, or "
+            "steps, which each forward updates. Type precision=transformer-engine-current, or "
             "switch the model's checkpointing off."
         )

@@ -1,4 +1,7 @@
-"""bitsandbytes, without its advice in every forward and on a package that it can do without."""
+"""Import bitsandbytes without its messages: on optional packages, and on casts in every forward.
+
+The other modules take the library from here, so that it is imported and silenced once.
+"""
 
 import logging
 
@@ -10,7 +13,7 @@ with quiet_imports():
     from bitsandbytes.functional import QuantState, dequantize_4bit
     from bitsandbytes.utils import unpack_tensor_to_dict
 
-# It tells of the cast to float16 before int8 in every forward.
+# It warns of the cast to float16 before int8 in every forward.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 __all__ = [
@@ -22,5 +25,5 @@ __all__ = [
 
 
 def has_kernels() -> bool:
-    """Whether the library found its native part; without it every call raises."""
+    """Return whether the library found its compiled part; without it every call raises."""
     return "Mock" not in type(lib).__name__

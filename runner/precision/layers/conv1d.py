@@ -1,7 +1,7 @@
-"""Linear layers, among them transformers' Conv1D, which stores its weight transposed.
+"""Recognise linear layers, among them transformers' Conv1D, which stores its weight transposed.
 
 GPT-2 and its relatives are built of Conv1D layers: x @ weight + bias, weight [in, out]. Nothing
-here imports transformers: a model that holds such a layer has.
+here imports transformers: a model with such a layer has imported it.
 """
 
 import sys
@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_HOME = "transformers.pytorch_utils"
+_CONV1D_MODULE = "transformers.pytorch_utils"
 
 
 def linear_classes() -> tuple[type[nn.Module], ...]:
     """Return the classes of linear layers: nn.Linear, and Conv1D where transformers is imported."""
-    conv1d = getattr(sys.modules.get(_HOME), "Conv1D", None)
+    conv1d = getattr(sys.modules.get(_CONV1D_MODULE), "Conv1D", None)
     return (nn.Linear,) if conv1d is None else (nn.Linear, conv1d)
 
 
@@ -26,12 +26,11 @@ def is_transposed(module: nn.Module) -> bool:
 def layer_widths(module: Any) -> tuple[int, int]:
     """Return the input and the output width of a linear layer that is not converted."""
     if is_transposed(module):
-        into, out = module.weight.shape
-        return into, out
+        in_features, out_features = module.weight.shape
+        return in_features, out_features
     return module.in_features, module.out_features
 
 
 def weight_matrix(module: Any) -> Tensor:
-    """Return the weight of a linear layer as [out, in]; of a Conv1D as a view that is not
-    contiguous."""
+    """Return the weight of a linear layer as [out, in]; a Conv1D's is a view, not contiguous."""
     return module.weight.t() if is_transposed(module) else module.weight

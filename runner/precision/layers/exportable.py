@@ -1,6 +1,9 @@
-"""Converted layers in plain torch operations, so that a copy of a model can be exported and loaded
-without the library that trained it. Weights stay as small as they were packed; the products are
-those of an evaluation."""
+"""Replace converted layers by plain torch operations, so that a model can be exported.
+
+The exported model loads without the library that trained it. Weights stay packed, so it is as
+small; the outputs are those of an evaluation. The arithmetic follows bitsandbytes' kernels for
+4-bit and int8 layers, and torchao's float8 emulation for FP8 layers.
+"""
 
 import copy
 import sys
@@ -13,61 +16,67 @@ from torch.nn import functional as F
 from runner.precision.layers.conv1d import weight_matrix
 
 CPU = torch.device("cpu")
-_STEP = 6.200124e-05  # bitsandbytes' 1 / 127²
+_INT8_PRODUCT_STEP = 6.200124e-05  # 1 / 127², as bitsandbytes rounds it
 
 
 def exportable_copy(model: nn.Module) -> nn.Module:
-    """A model on the CPU that computes what this one does in an evaluation: itself where it is
-    there and holds no converted layer, else a copy. The given one is not changed.
+    """Return a model on the CPU, without converted layers, with the same outputs in evaluation.
+
+    It is the given model where that is on the CPU and has no converted layer, else a copy; the
+    given model is not changed.
 
     Raises:
-        NotImplementedError: a layer computes on its library's own device only.
+        NotImplementedError: a layer cannot be computed without its library.
     """
     for name, module in model.named_modules():
         if any(kind.__module__.startswith("transformer_engine") for kind in type(module).__mro__):
             kind = type(module).__name__
             raise NotImplementedError(f"{name} ({kind}) computes with TransformerEngine only")
     tensors = [*model.parameters(), *model.buffers()]
-    if all(t.device == CPU for t in tensors) and not any(map(_stand_in, model.modules())):
+    if all(t.device == CPU for t in tensors) and not any(map(_plain_class, model.modules())):
         return model
-    # Straight to the CPU, not by way of a second model on the device.
-    memo: dict[int, Any] = {id(t): _on_cpu(t) for t in tensors if type(t) in _PLAIN}
-    made = copy.deepcopy(model, memo)
-    for module in list(made.modules()):
-        if stand_in := _stand_in(module):
-            stand_in.swap(module)
-    return made.to(CPU)
+    # Tensors are copied straight to the CPU: a second model may not fit on the device. Tensors of
+    # a library's own classes are copied by their own __deepcopy__.
+    memo: dict[int, Any] = {id(t): _cpu_copy(t) for t in tensors if type(t) in _TORCH_TENSORS}
+    copied = copy.deepcopy(model, memo)
+    for module in list(copied.modules()):
+        plain_class = _plain_class(module)
+        if plain_class:
+            plain_class.swap(module)
+    return copied.to(CPU)
 
 
-_PLAIN = (Tensor, nn.Parameter)
+_TORCH_TENSORS = (Tensor, nn.Parameter)
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    there = tensor.detach().to(CPU)
+def _cpu_copy(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().to(CPU)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(there, requires_grad=tensor.requires_grad)
-    return there
+        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied
 
 
-def _stand_in(module: nn.Module) -> Any:
-    """What stands in for a converted layer; None for any other. A library that was not imported
-    made no layer."""
-    known = {
+def _plain_class(module: nn.Module) -> Any:
+    """Return the class that replaces a converted layer; None for any other layer."""
+    # By name: a module that was not imported has made no layer, and need not be imported here.
+    replacements = {
         ("runner.precision.layers.linear_4bit", "Linear4bit"): Plain4bit,
         ("runner.precision.layers.linear_8bit", "Linear8bit"): Plain8bit,
         ("runner.precision.layers.linear_8bit", "Linear8bitTrained"): Plain8bit,
         ("torchao.float8.float8_linear", "Float8Linear"): PlainFloat8,
     }
-    for (source, name), stand_in in known.items():
-        kind = getattr(sys.modules.get(source), name, None)
+    for (module_name, class_name), plain_class in replacements.items():
+        kind = getattr(sys.modules.get(module_name), class_name, None)
         if kind is not None and isinstance(module, kind):
-            return stand_in
+            return plain_class
     return None
 
 
 def _become(module: Any, kind: type[nn.Module], **buffers: Tensor) -> None:
-    """Turn a layer into another kind that holds these buffers in place of its weights; its bias,
-    hooks and mode stay."""
+    """Change a layer's class and put these buffers in the place of its weights.
+
+    Its bias, hooks and mode stay.
+    """
     for name in ("weight", "SCB"):
         module._parameters.pop(name, None)
         module._buffers.pop(name, None)
@@ -77,8 +86,11 @@ def _become(module: Any, kind: type[nn.Module], **buffers: Tensor) -> None:
 
 
 class Plain4bit(nn.Module):
-    """Linear4bit: float [..., in] to the same dtype [..., out]. Holds uint8 codes [elements / 2],
-    float32 scales [blocks] and the float32 table [16] of what the codes mean."""
+    """A Linear4bit in plain operations: float [..., in] to the same dtype [..., out].
+
+    It holds uint8 codes [elements / 2], two in a byte, float32 scales [blocks] and the float32
+    table [16] of the values that the codes stand for.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -90,30 +102,34 @@ class Plain4bit(nn.Module):
 
     @classmethod
     def swap(cls, module: Any) -> None:
-        """Turn a Linear4bit into one of these, where it is."""
+        """Turn a Linear4bit into a Plain4bit, in place."""
         from bitsandbytes.functional import dequantize_blockwise
 
-        packed, state = module.weight, module.weight.quant_state
+        state = module.weight.quant_state
         scales = state.absmax
-        if state.nested:
+        if state.nested:  # double quantisation: the scales are quantised too
             scales = dequantize_blockwise(scales, state.state2) + state.offset
-        shape, block = tuple(state.shape), state.blocksize
-        codes = packed.data.reshape(-1)
+        codes = module.weight.data.reshape(-1)
         _become(module, cls, codes=codes, scales=scales.float(), table=state.code.float())
-        module.shape, module.block = shape, block
+        module.shape = tuple(state.shape)
+        module.block = state.blocksize
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs: float [..., in] to the same dtype [..., out]."""
+        # A layer of odd size has half a byte too many, and a last block that is not full.
         count = self.shape[0] * self.shape[1]
         codes = torch.stack((self.codes >> 4, self.codes & 15), -1).view(-1)[:count]
-        each = self.scales.repeat_interleave(self.block)[:count]
-        weight = (self.table[codes.int()] * each).view(self.shape).to(self.compute_dtype)
+        element_scales = self.scales.repeat_interleave(self.block)[:count]
+        weight = (self.table[codes.int()] * element_scales).view(self.shape).to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         return F.linear(input.to(self.compute_dtype), weight, bias).to(input.dtype)
 
 
 class Plain8bit(nn.Module):
-    """Linear8bit and Linear8bitTrained: float [..., in] to the same dtype [..., out]. Holds int8
-    codes [out, in] and the largest magnitude of each row, float32 [out]."""
+    """A Linear8bit or Linear8bitTrained in plain operations: float [..., in] to [..., out].
+
+    It holds int8 codes [out, in] and the largest magnitude of each row, float32 [out].
+    """
 
     codes: Tensor
     largest: Tensor
@@ -124,7 +140,7 @@ class Plain8bit(nn.Module):
 
     @classmethod
     def swap(cls, module: Any) -> None:
-        """Turn either into one of these, where it is."""
+        """Turn a Linear8bit or Linear8bitTrained into a Plain8bit, in place."""
         from runner.precision.layers.linear_8bit import pack_int8
 
         if module.weight.is_floating_point():
@@ -134,16 +150,21 @@ class Plain8bit(nn.Module):
         _become(module, cls, codes=codes, largest=largest)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs: float [..., in] to the same dtype [..., out]."""
         with torch.autocast(input.device.type, enabled=False):
             rows = input.reshape(-1, input.shape[-1]).to(self.compute_dtype)
-            made = self._product(rows)
+            output = self._product(rows)
             if self.bias is not None:
-                made = made + self.bias.to(self.compute_dtype)
-            return made.view(*input.shape[:-1], self.codes.shape[0]).to(input.dtype)
+                output = output + self.bias.to(self.compute_dtype)
+            return output.view(*input.shape[:-1], self.codes.shape[0]).to(input.dtype)
 
     def _product(self, rows: Tensor) -> Tensor:
-        """Rows as int8 by way of float16, times a power of two that brings them into its range;
-        outliers, and with them their columns, are multiplied as they are."""
+        """Return the product of quantised rows and the weight: [rows, in] to [rows, out].
+
+        The rows are quantised to int8 by way of float16, multiplied by a power of two that brings
+        them into its range. Columns with an outlier (a magnitude of `threshold` or more) are
+        multiplied in the rows' dtype.
+        """
         factor = torch.ones((), device=rows.device)
         if not self.threshold:
             exponent = torch.frexp(rows.abs().amax().float()).exponent
@@ -154,21 +175,24 @@ class Plain8bit(nn.Module):
         inner = half.masked_fill(outlier, 0)
         largest = inner.abs().amax(1, keepdim=True).float()
         codes = torch.round(inner * (127.0 / largest.where(largest > 0, 1.0)))
-        outlying = outlier.any(0)
-        codes = codes.masked_fill(outlying, 0)
+        outlier_columns = outlier.any(0)
+        codes = codes.masked_fill(outlier_columns, 0)
         # Whole numbers in float32: exact to 2^24, and closer than the result's own dtype beyond.
-        made = codes.float() @ self.codes.float().t() * (largest * self.largest) * _STEP
-        made = made.to(rows.dtype)
+        scales = largest * self.largest
+        product = codes.float() @ self.codes.float().t() * scales * _INT8_PRODUCT_STEP
+        product = product.to(rows.dtype)
         if self.threshold:
             weight = (self.codes * (self.largest[:, None] / 127)).to(rows.dtype)
-            made = made + rows.masked_fill(~outlying, 0) @ weight.t()
-        return made / factor
+            product = product + rows.masked_fill(~outlier_columns, 0) @ weight.t()
+        return product / factor
 
 
 class PlainFloat8(nn.Module):
-    """torchao's Float8Linear: float [..., in] to float [..., out]. Holds the weight as FP8 codes
-    [out, in] and float32 scales, [out, 1] or one; inputs are rounded as they come, in float32's
-    arithmetic, which is what the library emulates with."""
+    """torchao's Float8Linear in plain operations: float [..., in] to float [..., out].
+
+    It holds the weight as FP8 codes [out, in] and float32 scales, [out, 1] or one. Inputs are
+    rounded to FP8 with scales of their own; products are float32's, as in the library's emulation.
+    """
 
     codes: Tensor
     scale: Tensor
@@ -178,7 +202,11 @@ class PlainFloat8(nn.Module):
 
     @classmethod
     def swap(cls, module: Any) -> None:
-        """Turn a Float8Linear into one of these, where it is."""
+        """Turn a Float8Linear into a PlainFloat8, in place.
+
+        Raises:
+            NotImplementedError: its scales are not dynamic.
+        """
         config = module.config
         for cast in (config.cast_config_input, config.cast_config_weight):
             if cast.scaling_type.name != "DYNAMIC":
@@ -187,21 +215,28 @@ class PlainFloat8(nn.Module):
         _become(module, cls, codes=codes, scale=scale)
 
     def forward(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind):
-            input = input.to(torch.get_autocast_dtype(kind))
-        with torch.autocast(kind, enabled=False):
+        """Return the outputs: float [..., in] to the same dtype, or autocast's, [..., out]."""
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            input = input.to(torch.get_autocast_dtype(device_type))
+        with torch.autocast(device_type, enabled=False):
             codes, scale = _to_float8(input, self.config.cast_config_input, self.config)
             weight = self.codes.float() / self.scale
-            made = ((codes.float() / scale) @ weight.t()).to(input.dtype)
-            return made if self.bias is None else made + self.bias.to(made.dtype)
+            output = ((codes.float() / scale) @ weight.t()).to(input.dtype)
+            return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 def _to_float8(values: Tensor, cast: Any, config: Any) -> tuple[Tensor, Tensor]:
-    """Values as FP8 and their scales, one for all or one for each of the last dimension's rows."""
-    rows = cast.scaling_granularity.name == "AXISWISE"
+    """Return values as FP8 codes and their scales, float32.
+
+    Args:
+        values: float [..., in].
+        cast: torchao's CastConfig: the FP8 dtype, and one scale for all or one for each row.
+        config: torchao's Float8LinearConfig.
+    """
+    by_row = cast.scaling_granularity.name == "AXISWISE"
     magnitudes = values.abs()
-    largest = magnitudes.amax(-1, keepdim=True) if rows else magnitudes.amax()
+    largest = magnitudes.amax(-1, keepdim=True) if by_row else magnitudes.amax()
     limit = torch.finfo(cast.target_dtype).max
     scale = (limit / largest.double().clamp(min=1e-12)).float()
     if config.round_scales_to_power_of_2:

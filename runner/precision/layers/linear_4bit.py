@@ -1,9 +1,9 @@
-"""4-bit linear layers on bitsandbytes' kernels, each a torch.nn.Linear or a Conv1D turned in place.
+"""Compute linear layers with 4-bit weights on bitsandbytes' kernels.
 
-They differ from the library's own module where that misleads: a trainable bias keeps its dtype, a
-checkpoint loads exactly or not at all, and on a CPU weights are unpacked rightly whatever their
-width (the library's kernel takes the wrong scales where the width is a multiple of 16 and not of
-the block of 64).
+A Linear4bit is a torch.nn.Linear or a Conv1D whose class was changed in place. It differs from the
+library's own module where that misleads: a trainable bias keeps its dtype, a checkpoint loads
+exactly or not at all, and on a CPU weights of any width are unpacked correctly (the library's
+kernel takes the wrong scales where the width is a multiple of 16 and not of the block of 64).
 
 Source: Dettmers et al., QLoRA, arXiv:2305.14314 (nf4, double quantisation).
 """
@@ -27,11 +27,21 @@ from runner.precision.layers.conv1d import is_transposed, layer_widths, weight_m
 from runner.precision.layers.linear_8bit import unpack_int8
 
 Parts = dict[str, Tensor]
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
+"""The entries of a state dict that belong to a packed weight, by their key after `weight.`."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels pack
+_STATE_KEY = "quant_state.bitsandbytes__"  # the library's start of the key of a packing's facts
 
 
 def pack_4bit(weight: Tensor, quant_type: str, nested: bool) -> Any:
-    """A weight [out, in] as two 4-bit codes per byte and one scale per block of 64.
+    """Return a weight as two 4-bit codes per byte and one scale per block of 64.
+
+    Args:
+        weight: float [out, in], any layout; unchanged.
+        quant_type: nf4 or fp4.
+        nested: whether the scales are quantised too (double quantisation).
+
+    Returns:
+        bitsandbytes' Params4bit: uint8 [elements / 2, 1] with the scales in its quant_state.
 
     Raises:
         NotImplementedError: on the meta device, which the library would pass through unpacked.
@@ -39,13 +49,20 @@ def pack_4bit(weight: Tensor, quant_type: str, nested: bool) -> Any:
     if weight.is_meta:
         raise NotImplementedError("4-bit weights cannot be packed on the meta device")
     kind: Any = bnb.nn.Params4bit
-    made = kind(_narrow(weight), quant_type=quant_type, compress_statistics=nested)
-    return made.to(weight.device)  # the library quantises when it moves
+    unpacked = kind(_packable(weight), quant_type=quant_type, compress_statistics=nested)
+    return unpacked.to(weight.device)  # the library quantises when it moves
 
 
 def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] that a packed one stands for."""
-    if packed.device.type == "cpu":  # one long row of even length, whose blocks the kernel finds
+    """Return the weight [out, in] that packed codes stand for, in a float dtype.
+
+    Args:
+        packed: uint8 codes.
+        state: of the library: shape, scales and the table of the codes' values.
+        dtype: of the result.
+    """
+    if packed.device.type == "cpu":
+        # As one long row of even length: the CPU's kernel finds the blocks' scales of that only.
         shape = torch.Size(state.shape or ())
         count = shape.numel()
         row = QuantState(
@@ -62,152 +79,172 @@ def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor
     return dequantize_4bit(packed, state).to(dtype)
 
 
-def _narrow(weight: Tensor) -> Tensor:
+def _packable(weight: Tensor) -> Tensor:
+    """Return a weight without its graph, contiguous, in a dtype that the kernels pack."""
     weight = weight.detach().contiguous()
     return weight if weight.dtype in FLOATS else weight.float()
 
 
 class _Product4bit(torch.autograd.Function):
-    """x @ weight.T + bias on a CPU; the weight is unpacked again for the backward."""
+    """The product x @ weight.T + bias on a CPU: x [..., in] to [..., out], in x's dtype.
+
+    The weight is unpacked again for the backward, so that it is not stored unpacked. It is frozen:
+    only x and the bias have gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> Any:
-        ctx.packed, ctx.state = packed, state
+        ctx.packed = packed
+        ctx.state = state
         return F.linear(x, unpack_4bit(packed, state, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         wants_x, _, _, wants_bias = ctx.needs_input_grad
-        weight = unpack_4bit(ctx.packed, ctx.state, grad.dtype) if wants_x else None
-        for_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if wants_bias else None
-        return None if weight is None else grad @ weight, None, None, for_bias
+        x_grad = grad @ unpack_4bit(ctx.packed, ctx.state, grad.dtype) if wants_x else None
+        bias_grad = grad.reshape(-1, grad.shape[-1]).sum(0) if wants_bias else None
+        return x_grad, None, None, bias_grad
 
 
 class Linear4bit(bnb.nn.Linear4bit):
-    """float [..., in] to the same dtype [..., out]; computes in compute_dtype. The weight is
-    frozen, the bias as it was."""
+    """A linear layer with a 4-bit weight: float [..., in] to the same dtype [..., out].
+
+    It computes in compute_dtype. The weight is frozen; the bias keeps its dtype and trains if it
+    did before the conversion.
+    """
 
     compute_dtype: torch.dtype
-    mode: tuple[str, bool]  # quant_type, nested
+    packing: tuple[str, bool]  # quant_type, nested
 
     @classmethod
     def swap(cls, module: Any, quant_type: str, nested: bool, compute: torch.dtype) -> None:
-        """Turn a linear layer into one of these, where it is."""
+        """Turn a linear layer into a Linear4bit, in place.
+
+        Args:
+            module: nn.Linear or Conv1D.
+            quant_type: nf4 or fp4.
+            nested: whether the scales are quantised too.
+            compute: the dtype of the products.
+        """
         weight = pack_4bit(weight_matrix(module), quant_type, nested)
         module.in_features, module.out_features = layer_widths(module)
         module.__class__ = low_precision_class(cls, type(module))
-        module.mode, module.compute_dtype, module.compute_type_is_set = (  # type: ignore[assignment]
-            (quant_type, nested),
-            compute,
-            True,
-        )
+        module.packing = (quant_type, nested)  # type: ignore[assignment]
+        module.compute_dtype = compute
+        module.compute_type_is_set = True  # type: ignore[assignment]
         module.quant_storage = torch.uint8  # type: ignore[assignment]
-        # The library would repack the weight in an evaluation on AVX512-BF16 processors, for good:
-        # a checkpoint saved after it is wrong, and widths that are no multiple of 32 fail.
+        # Otherwise the library permanently repacks the weight in an evaluation on processors with
+        # AVX512-BF16: later checkpoints are wrong, and widths that are no multiple of 32 fail.
         module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
         module.quant_state = None  # type: ignore[assignment]
         module.weight = weight
 
-    # The library names it x; a model may call nn.Linear with `input=`.
+    # The library names the argument x; a model may call nn.Linear with `input=`.
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the outputs: float [..., in] to the same dtype [..., out]."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        rows, state = input.to(self.compute_dtype), self.weight.quant_state  # type: ignore[attr-defined]
+        rows = input.to(self.compute_dtype)
+        state = self.weight.quant_state  # type: ignore[attr-defined]
         if input.device.type == "cpu":
-            made = _Product4bit.apply(rows, self.weight, state, bias)
+            output = _Product4bit.apply(rows, self.weight, state, bias)
         else:
-            made = bnb.matmul_4bit(rows, self.weight, quant_state=state, bias=bias)
-        return made.to(input.dtype)  # type: ignore[union-attr]
+            output = bnb.matmul_4bit(rows, self.weight, quant_state=state, bias=bias)
+        return output.to(input.dtype)  # type: ignore[union-attr]
 
     def unpacked_weight(self) -> Tensor:
-        """Return the weight that the codes stand for, in the dtype that it was packed from: its
-        shape is [out, in], a Conv1D's [in, out]."""
+        """Return the weight that the codes stand for, in the dtype that it was packed from.
+
+        Its shape is [out, in], a Conv1D's [in, out].
+        """
         state = self.weight.quant_state  # type: ignore[attr-defined]
         weight = unpack_4bit(self.weight.data, state, state.dtype)
         return weight.t() if is_transposed(self) else weight
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
-        """A packed weight with its scales, as it is; a plain one is packed."""
-        key, stem = f"{prefix}weight", f"{prefix}weight."
-        parts = {k[len(stem) :]: state_dict.pop(k) for k in list(state_dict) if k.startswith(stem)}
+        """Load a packed weight with its scales unchanged; pack a plain weight."""
+        key = f"{prefix}weight"
+        part_keys = [k for k in state_dict if k.startswith(f"{key}.")]
+        parts = {k.removeprefix(f"{key}."): state_dict.pop(k) for k in part_keys}
         weight = state_dict.get(key)
         if weight is not None:
             try:
-                self.weight = self._made_from(weight, parts)
+                self.weight = self._weight_from_state(weight, parts)
             except ValueError as error:
                 args[-1].append(f"{key}: {error}")  # error_msgs
             state_dict[key] = self.weight.data
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _made_from(self, weight: Tensor, parts: Parts) -> Any:
+    def _weight_from_state(self, weight: Tensor, parts: Parts) -> Any:
+        """Return the packed weight of a state dict's plain or packed one.
+
+        Raises:
+            ValueError: it has another shape or packing, or its scales are missing.
+        """
         device = self.weight.device
         shape = (self.out_features, self.in_features)
         if weight.is_floating_point():
             weight = weight.t() if is_transposed(self) else weight
             if weight.shape != shape:
                 raise ValueError(f"its shape is {list(weight.shape)}, not {list(shape)}")
-            return pack_4bit(weight.to(device), *self.mode)
-        found = packed_mode(weight, parts)
-        if found != self.mode:
+            return pack_4bit(weight.to(device), *self.packing)
+        packing = packed_mode(weight, parts)
+        if packing != self.packing:
             raise ValueError(
-                f"it is packed as {packing_label(*found)}, not as {packing_label(*self.mode)}"
+                f"it is packed as {packing_label(*packing)}, not as {packing_label(*self.packing)}"
             )
-        parts = {k: v.clone() for k, v in parts.items()}  # the given ones may be a file's
-        made = bnb.nn.Params4bit.from_prequantized(weight.clone(), parts, device=str(device))
-        held = list(made.quant_state.shape or ())  # type: ignore[union-attr]
-        if held != list(shape):
-            raise ValueError(f"its shape is {held}, not {list(shape)}")
-        return made
+        # Copies: the state dict's tensors may be mapped from a file.
+        parts = {k: v.clone() for k, v in parts.items()}
+        packed = bnb.nn.Params4bit.from_prequantized(weight.clone(), parts, device=str(device))
+        packed_shape = list(packed.quant_state.shape or ())  # type: ignore[union-attr]
+        if packed_shape != list(shape):
+            raise ValueError(f"its shape is {packed_shape}, not {list(shape)}")
+        return packed
 
 
 def packed_mode(weight: Tensor, parts: Parts) -> tuple[str, bool]:
-    """quant_type and nesting of a packed weight in a state dict.
+    """Return the quant_type and whether scales are nested, of a packed weight in a state dict.
 
     Args:
         weight: the codes, uint8 [elements / 2, 1].
-        parts: what stands under `weight.` beside it.
+        parts: the entries of the state dict under `weight.`.
 
     Raises:
         ValueError: scales are missing or too few, which the library would not notice.
     """
-    (key,) = [k for k in parts if k.startswith(_ABOUT)] or [""]
+    (key,) = [k for k in parts if k.startswith(_STATE_KEY)] or [""]
     if not key:
         raise ValueError("it is packed, and its scales are missing")
-    about = unpack_tensor_to_dict(parts[key])
-    nested = "nested_blocksize" in about
-    elements = math.prod(about["shape"])
-    blocks = -(-elements // about["blocksize"])
-    wanted = {"absmax": blocks, "quant_map": 16}
+    facts = unpack_tensor_to_dict(parts[key])
+    nested = "nested_blocksize" in facts
+    elements = math.prod(facts["shape"])
+    blocks = -(-elements // facts["blocksize"])
+    counts = {"absmax": blocks, "quant_map": 16}
     if nested:
-        wanted |= {
-            "nested_absmax": -(-blocks // about["nested_blocksize"]),
-            "nested_quant_map": 256,
-        }
-    for name, count in wanted.items():
+        counts["nested_absmax"] = -(-blocks // facts["nested_blocksize"])
+        counts["nested_quant_map"] = 256
+    for name, count in counts.items():
         if name not in parts:
             raise ValueError(f"it is packed, and its {name} is missing")
         if parts[name].numel() != count:
             raise ValueError(f"its {name} has {parts[name].numel()} values, not {count}")
     if weight.numel() != -(-elements // 2):
         raise ValueError(f"it has {weight.numel()} bytes, not {-(-elements // 2)}")
-    return about["quant_type"], nested
-
-
-_ABOUT = "quant_state.bitsandbytes__"
+    return facts["quant_type"], nested
 
 
 def packing_label(quant_type: str, nested: bool) -> str:
-    """A packing as a precision calls it."""
+    """Return a packing's name as in precision.mode: nf4, nf4-dq, fp4 or fp4-dq."""
     return f"{quant_type}-dq" if nested else quant_type
 
 
 def plain_weights(
     state_dict: Mapping[str, Tensor], transposed: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """A state dict with every packed weight as the float32 weight that it stands for.
+    """Return a state dict with every packed weight as the float32 weight that it stands for.
 
     Args:
-        state_dict: of a model with packed layers.
+        state_dict: of a model with 4-bit or int8 layers; unchanged.
         transposed: dotted names of the layers whose weight is [in, out] when it is not packed.
 
     Raises:
@@ -217,21 +254,33 @@ def plain_weights(
     for key, value in state_dict.items():
         if key.rpartition(".")[2] != "weight":
             continue
-        scales = f"{key.removesuffix('weight')}SCB"
         if value.dtype is torch.int8:
-            if scales not in state_dict:
-                raise ValueError(f"{key}: it is int8, and {scales} is missing")
-            plain[key] = unpack_int8(value, plain.pop(scales), torch.float32)
+            plain[key] = _unpack_int8_entry(key, plain)
         elif value.dtype is torch.uint8:
-            parts = {k[len(key) + 1 :]: plain.pop(k) for k in state_dict if k.startswith(f"{key}.")}
-            try:
-                packed_mode(value, parts)
-            except ValueError as error:
-                raise ValueError(f"{key}: {error}") from None
-            state = QuantState.from_dict(parts, value.device)
-            plain[key] = unpack_4bit(value, state, torch.float32)
+            plain[key] = _unpack_4bit_entry(key, plain)
         else:
             continue
         if key.removesuffix("weight").rstrip(".") in transposed:
             plain[key] = plain[key].t().contiguous()
     return plain
+
+
+def _unpack_int8_entry(key: str, state_dict: dict[str, Tensor]) -> Tensor:
+    """Return the float32 weight of an int8 entry; its scales are removed from the state dict."""
+    scales = f"{key.removesuffix('weight')}SCB"
+    if scales not in state_dict:
+        raise ValueError(f"{key}: it is int8, and {scales} is missing")
+    return unpack_int8(state_dict[key], state_dict.pop(scales), torch.float32)
+
+
+def _unpack_4bit_entry(key: str, state_dict: dict[str, Tensor]) -> Tensor:
+    """Return the float32 weight of a 4-bit entry; its parts are removed from the state dict."""
+    packed = state_dict[key]
+    part_keys = [k for k in state_dict if k.startswith(f"{key}.")]
+    parts = {k.removeprefix(f"{key}."): state_dict.pop(k) for k in part_keys}
+    try:
+        packed_mode(packed, parts)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    state = QuantState.from_dict(parts, packed.device)
+    return unpack_4bit(packed, state, torch.float32)

@@ -1,7 +1,8 @@
-"""int8 linear layers on bitsandbytes' kernels, each a torch.nn.Linear or a Conv1D turned in place.
+"""Compute linear layers in int8 on bitsandbytes' kernels.
 
-They differ from the library's own module where that misleads: weights, inputs and gradients are
-quantised within float16's range, by way of which the library does it; a trainable bias keeps its
+Each layer is a torch.nn.Linear or a Conv1D whose class was changed in place. They differ from the
+library's own module where that misleads: weights, inputs and gradients are
+scaled into float16's range, through which the library quantises; a trainable bias keeps its
 dtype; the quantised copy of a weight that trains is made in every forward, so that none sees the
 weight of an earlier step; and scales are a buffer, which moves, copies and loads like any other.
 
@@ -20,22 +21,34 @@ from runner.precision.layers.conv1d import is_transposed, layer_widths, weight_m
 
 
 def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [out, in] as int8 with the largest magnitude of each row, float32 [out]: the
-    library's formula, without its way through float16."""
+    """Return a weight as int8 codes and the largest magnitude of each row.
+
+    It is the library's formula, round(weight * 127 / largest), without its conversion to float16.
+
+    Args:
+        weight: float [out, in]; unchanged.
+
+    Returns:
+        int8 [out, in] and float32 [out].
+    """
     wide = weight.detach().float()
     largest = wide.abs().amax(1)
-    whole = largest.where(largest > 0, 1.0)
-    return (wide * (127 / whole)[:, None]).round().to(torch.int8), largest
+    divisor = largest.where(largest > 0, 1.0)
+    return (wide * (127 / divisor)[:, None]).round().to(torch.int8), largest
 
 
 def unpack_int8(codes: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] that int8 codes stand for."""
+    """Return the weight that codes (int8 [out, in]) and rows' largest magnitudes ([out]) stand for,
+    in a float dtype."""
     return (codes.float() * (largest.float()[:, None] / 127)).to(dtype)
 
 
 class Linear8bit(nn.Linear):
-    """float [..., in] to the same dtype [..., out]; int8 weight, frozen, with the largest
-    magnitude of each row in `SCB`, as bitsandbytes calls it. The bias is as it was."""
+    """A linear layer with a frozen int8 weight: float [..., in] to the same dtype [..., out].
+
+    The largest magnitude of each row is in `SCB`, as bitsandbytes calls it. The bias keeps its
+    dtype and trains if it did before the conversion.
+    """
 
     SCB: Tensor
     compute_dtype: torch.dtype
@@ -43,17 +56,26 @@ class Linear8bit(nn.Linear):
 
     @classmethod
     def swap(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
-        """Turn a linear layer into one of these, where it is."""
+        """Turn a linear layer into a Linear8bit, in place.
+
+        Args:
+            module: nn.Linear or Conv1D.
+            compute: the dtype that inputs have before they are quantised.
+            threshold: magnitude from which an input's column is not quantised; 0 for none.
+        """
         codes, largest = pack_int8(weight_matrix(module))
         module.in_features, module.out_features = layer_widths(module)
         module.__class__ = low_precision_class(cls, type(module))
         module.weight = nn.Parameter(codes, requires_grad=False)
         module.register_buffer("SCB", largest)
-        module.compute_dtype, module.threshold = compute, threshold
+        module.compute_dtype = compute
+        module.threshold = threshold
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs: float [..., in] to the same dtype [..., out]."""
         state = bnb.MatmulLtState()
-        state.CB, state.SCB = self.weight.data, self.SCB  # type: ignore[assignment]
+        state.CB = self.weight.data  # type: ignore[assignment]
+        state.SCB = self.SCB  # type: ignore[assignment]
         state.is_training = self.training
         return _product_int8(self, input, self.weight, state)
 
@@ -63,7 +85,7 @@ class Linear8bit(nn.Linear):
         return weight.t() if is_transposed(self) else weight
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
-        """int8 with its scales, as it is; a plain weight is packed."""
+        """Load an int8 weight with its scales unchanged; pack a plain weight."""
         weight = state_dict.get(f"{prefix}weight")
         if weight is not None and weight.is_floating_point() and is_transposed(self):
             state_dict[f"{prefix}weight"] = weight = weight.t()
@@ -74,24 +96,34 @@ class Linear8bit(nn.Linear):
 
 
 class Linear8bitTrained(nn.Linear):
-    """float [..., in] to the same dtype [..., out]; a plain weight that trains, and an int8 copy
-    made anew in every forward, so that no forward sees the weight of an earlier step."""
+    """A linear layer whose plain weight trains: float [..., in] to the same dtype [..., out].
+
+    Its int8 copy is made in every forward, so that no forward sees the weight of an earlier step.
+    """
 
     compute_dtype: torch.dtype
     threshold: float
 
     @classmethod
     def swap(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
-        """Turn a linear layer into one of these, where it is; its parameters stay."""
+        """Turn a linear layer into a Linear8bitTrained, in place; its parameters stay.
+
+        Args:
+            module: nn.Linear or Conv1D.
+            compute: the dtype that inputs have before they are quantised.
+            threshold: magnitude from which an input's column is not quantised; 0 for none.
+        """
         module.in_features, module.out_features = layer_widths(module)
         module.__class__ = low_precision_class(cls, type(module))
-        module.compute_dtype, module.threshold = compute, threshold
+        module.compute_dtype = compute
+        module.threshold = threshold
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs: float [..., in] to the same dtype [..., out]."""
         state = bnb.MatmulLtState()
         weight = weight_matrix(self)
         state.CB, state.SCB = pack_int8(weight)  # type: ignore[assignment]
-        # A reentrant checkpoint's first forward has no gradients, and multiplies as its second.
+        # A reentrant checkpoint's first forward has no gradients; it must multiply as its second.
         state.is_training = self.training or torch.is_grad_enabled()
         # Without gradients the library asks for a kernel that CPUs lack if the weight may train.
         weight = weight if torch.is_grad_enabled() else weight.detach()
@@ -101,64 +133,87 @@ class Linear8bitTrained(nn.Linear):
 def _product_int8(
     module: Linear8bit | Linear8bitTrained, x: Tensor, weight: Tensor, state: bnb.MatmulLtState
 ) -> Tensor:
-    """The library's product on flattened rows (its gradient fails on more dimensions)."""
-    state.threshold, state.has_fp16_weights = module.threshold, False
+    """Return a layer's output: the library's product, plus bias, in x's dtype.
+
+    Args:
+        module: the layer.
+        x: float [..., in].
+        weight: [out, in], int8, or the plain weight that trains.
+        state: of the library, with the int8 weight and its scales.
+    """
+    state.threshold = module.threshold
+    state.has_fp16_weights = False
+    # Flattened: the library's gradient fails on more dimensions.
     rows = x.reshape(-1, x.shape[-1]).to(module.compute_dtype)
-    if x.device.type == "cpu" and state.is_training:  # there it multiplies unpacked weights
-        made = bnb.matmul(rows, weight, state=state)
+    if x.device.type == "cpu" and state.is_training:
+        # There the library multiplies unpacked weights and quantises nothing.
+        output = bnb.matmul(rows, weight, state=state)
     else:
-        made = int8_product(rows, weight, state)
+        output = int8_product(rows, weight, state)
     if module.bias is not None:
-        made = made + module.bias.to(module.compute_dtype)
-    return made.view(*x.shape[:-1], module.out_features).to(x.dtype)
+        output = output + module.bias.to(module.compute_dtype)
+    return output.view(*x.shape[:-1], module.out_features).to(x.dtype)
 
 
 def int8_product(rows: Tensor, weight: Any, state: bnb.MatmulLtState) -> Tensor:
-    """The library's product without bias, which quantises by way of float16: rows enter it times a
-    power of two, which a scale per row does not see, and so do gradients where they are quantised
-    for the weight's. A threshold is on the rows as they are."""
-    factor = _factor(rows) if state.threshold == 0 else 1.0
+    """Return the library's product without bias: rows [rows, in] to [rows, out].
+
+    The library quantises by way of float16, whose range is narrow. So rows are multiplied by a
+    power of two before and the product is divided by it, which changes nothing else, because each
+    row has a scale of its own. Gradients, which are quantised for the weight's gradient, are
+    treated likewise. With a threshold the rows stay as they are, since it is in their units.
+
+    Args:
+        rows: float.
+        weight: [out, in], int8, or the plain weight that trains.
+        state: of the library, with the int8 weight and its scales.
+    """
+    factor = _normalizing_factor(rows) if state.threshold == 0 else 1.0
     rows = rows * factor
-    box: list[Tensor] = []
+    grad_factor: list[Tensor] = []  # one value, which the backward sets
     if weight.requires_grad:
-        rows, weight = _Grown.apply(rows, box), _Grown.apply(weight, box)
-    made = bnb.matmul(rows, weight, state=state)
+        rows = _RestoreGrad.apply(rows, grad_factor)
+        weight = _RestoreGrad.apply(weight, grad_factor)
+    output = bnb.matmul(rows, weight, state=state)
     if weight.requires_grad:
-        made = _Shrunk.apply(made, box)
-    return made / factor  # type: ignore[operator]
+        output = _NormalizeGrad.apply(output, grad_factor)
+    return output / factor  # type: ignore[operator]
 
 
-def _factor(tensor: Tensor) -> Tensor:
-    """The power of two, float32 on the device, that brings every magnitude below 1. Not by
-    torch.ldexp of the tensor itself, whose gradient is zero in torch 2.11."""
+def _normalizing_factor(tensor: Tensor) -> Tensor:
+    """Return the power of two, a float32 scalar on the device, that brings magnitudes below 1."""
+    # Not by torch.ldexp of the tensor itself, whose gradient is zero in torch 2.11.
     one = torch.ones((), device=tensor.device)
     if tensor.numel() == 0:
         return one
     return torch.ldexp(one, -torch.frexp(tensor.detach().abs().amax().float()).exponent)
 
 
-class _Shrunk(torch.autograd.Function):
-    """The identity; its gradient is brought below 1 by a power of two, noted in a box."""
+class _NormalizeGrad(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a power of two that brings it below 1.
+
+    The power of two is stored in a list that _RestoreGrad shares.
+    """
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, box: list[Tensor]) -> Tensor:
-        ctx.box = box
-        return made.view_as(made)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.box[:] = [_factor(grads[0])]
-        return grads[0] * ctx.box[0], None
-
-
-class _Grown(torch.autograd.Function):
-    """The identity; its gradient takes the power of two back."""
-
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, box: list[Tensor]) -> Tensor:
-        ctx.box = box
-        return given.view_as(given)
+    def forward(ctx: Any, output: Tensor, grad_factor: list[Tensor]) -> Tensor:
+        ctx.grad_factor = grad_factor
+        return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].float() / ctx.box[0], None
+        ctx.grad_factor[:] = [_normalizing_factor(grads[0])]
+        return grads[0] * ctx.grad_factor[0], None
+
+
+class _RestoreGrad(torch.autograd.Function):
+    """The identity, whose gradient is divided by the power of two of _NormalizeGrad."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, grad_factor: list[Tensor]) -> Tensor:
+        ctx.grad_factor = grad_factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].float() / ctx.grad_factor[0], None

@@ -1,4 +1,4 @@
-"""Rows in multiples of what FP8 products need: a batch's last part may have any number of them."""
+"""Pad rows to the multiple that FP8 products need: the last batch may have any number of rows."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 def pad_rows(forward: Callable[[Tensor], Tensor], inputs: Tensor, multiple: int) -> Tensor:
-    """`forward(inputs)`, its rows padded with zeros to a multiple and the padding cut off again.
+    """Return `forward(inputs)`, computed on rows that are padded with zeros to a multiple.
 
     A linear layer's weight gradient contracts over the rows, so they must be such a multiple
     although the forward alone takes any number. A row of zeros changes no amax, and its gradient
@@ -15,16 +15,18 @@ def pad_rows(forward: Callable[[Tensor], Tensor], inputs: Tensor, multiple: int)
 
     Args:
         forward: maps [rows, in] to [rows, out], row by row (a bias may be in it).
-        inputs: [..., in]. Where the rows divide (and there are any), forward takes it as it is.
-        multiple: of rows.
+        inputs: [..., in], any dtype that forward takes. If there are rows and their number is such
+            a multiple, forward takes the inputs unchanged.
+        multiple: that the number of rows must have.
 
     Returns:
-        Outputs [..., out].
+        Outputs [..., out] without the padding.
     """
     *leading, width = inputs.shape
     flat = inputs.reshape(inputs.numel() // width, width)
     rows = flat.shape[0]
-    missing = -rows % multiple if rows else multiple  # no amax of nothing
+    # Without rows there would be no amax to scale by.
+    missing = -rows % multiple if rows else multiple
     if not missing:
         return forward(inputs)
     outputs = forward(F.pad(flat, (0, 0, 0, missing)))[:rows]

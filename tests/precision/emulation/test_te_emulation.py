@@ -85,10 +85,10 @@ def test_blocks_run_along_what_a_product_contracts():
     x = spread(256, 256)
     how = te_emulation.operands({"kind": "block"})
     line = BlockQuantizer(E4M3, power_of_two_scale, (1, 128))
-    along, across = how.input.both(x)
+    along, across = how.input.quantize(x)
     assert torch.equal(along, line(x))
     assert torch.equal(across, line(x.t()).t())
-    along, across = how.weight.both(x)
+    along, across = how.weight.quantize(x)
     assert torch.equal(along, across)
     assert torch.equal(along, BlockQuantizer(E4M3, power_of_two_scale, (128, 128))(x))
 
