@@ -1,7 +1,11 @@
-"""Layers of TransformerEngine inside a model that was built without it.
+"""Convert a model's linear layers and layer norms to TransformerEngine's, in place.
 
 A converted layer keeps its module object and its parameter objects, so that names, ties, hooks,
-frozen flags and checkpoints are those of the plain model. Nothing here imports the library.
+frozen flags and checkpoints are those of the plain model. Nothing here imports the library: its
+module, or the emulation, is a parameter.
+
+A layer norm and the linear layer after it can be fused into one te.LayerNormLinear. A trace of the
+module that calls both proves that the linear layer alone takes the norm's output.
 """
 
 from collections import Counter
@@ -29,24 +33,28 @@ from runner.precision.precision import ConversionReport
 
 
 class PlainState:
-    """Mixin before a layer of the library: no `_extra_state` in its state dict. The library's is
-    a pickle that it refuses to load; runner.precision.transformer_engine keeps what is in it."""
+    """Mixin before a layer of the library that removes `_extra_state` from its state dict.
+
+    The library's is a pickle that it refuses to load; runner.precision.transformer_engine saves its
+    content in another form.
+    """
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
 
 class Norm(PlainState):
-    """Mixin before te.LayerNorm, whose gradient cannot be differentiated again."""
+    """Mixin before te.LayerNorm that refuses to differentiate its gradient again."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input: float of any shape to the same shape."""
         return forbid_second_derivative(super().forward(input))  # type: ignore[misc]
 
 
 class PaddedRows(PlainState):
-    """Mixin before te.Linear: takes any number of rows."""
+    """Mixin before te.Linear that takes any number of rows, by padding them."""
 
-    _multiple: int
+    _multiple: int  # that the number of rows must have
 
     @property
     def transposed_weight(self) -> Tensor:
@@ -54,18 +62,19 @@ class PaddedRows(PlainState):
         return self.weight.t().contiguous()  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs: float [..., in] to the same dtype [..., out]."""
         return forbid_second_derivative(pad_rows(super().forward, input, self._multiple))  # type: ignore[misc]
 
 
 class NormFirst(PaddedRows):
-    """Mixin before te.LayerNormLinear: the norm's parameters stay where they were, in the norm.
+    """Mixin before te.LayerNormLinear that takes the norm's parameters from the norm's module.
 
     Raises:
         RuntimeError: its input is not what the norm was called with just before. Then the model
             calls one of the two elsewhere too, and would compute something else than unfused.
     """
 
-    _norm: tuple["DeferredLinear"]  # in a tuple, so that it is no child
+    _norm: tuple["DeferredNorm"]  # in a tuple, so that it is not registered as a child
 
     @property
     def layer_norm_weight(self) -> Tensor:
@@ -76,26 +85,37 @@ class NormFirst(PaddedRows):
         return self._norm[0].bias  # type: ignore[return-value]
 
     def forward(self, input: Tensor) -> Tensor:
-        self._norm[0].collect(input)
+        """Return the linear layer's outputs on the normalised input: [..., in] to [..., out]."""
+        self._norm[0].check_passed(input)
         # A row of padding comes out of the norm as its bias, which may enter an amax.
         return super().forward(input)
 
 
-class DeferredLinear(nn.Module):
-    """Mixin before a layer norm that its linear layer computes: its input passes."""
+class DeferredNorm(nn.Module):
+    """Mixin before a layer norm that returns its input: its linear layer computes the norm."""
 
-    _given: Tensor | None
+    _passed_input: Tensor | None  # from the norm's call to the linear layer's
 
     def forward(self, input: Tensor) -> Tensor:
-        if self._given is not None:
+        """Return the input unchanged.
+
+        Raises:
+            RuntimeError: the linear layer was not called since the last call.
+        """
+        if self._passed_input is not None:
             raise RuntimeError(f"the norm was called twice in a row. {_REMEDY}")
-        self._given = input
+        self._passed_input = input
         return input
 
-    def collect(self, input: Tensor) -> None:
-        """Called by the linear layer, with its own input."""
-        given, self._given = self._given, None
-        if given is not input:
+    def check_passed(self, input: Tensor) -> None:
+        """Check that the linear layer's input is what the norm has passed, and forget it.
+
+        Raises:
+            RuntimeError: it is another tensor.
+        """
+        passed_input = self._passed_input
+        self._passed_input = None
+        if passed_input is not input:
             raise RuntimeError(f"the layer was called without its norm. {_REMEDY}")
 
 
@@ -104,8 +124,14 @@ _REMEDY = "The model does not always call one after the other. Type precision.fu
 
 @cache
 def layer_class(name: str, mixin: type, *kinds: type[nn.Module]) -> type[nn.Module]:
-    """A mixin before a layer of the library and the class that the module had, so that isinstance
-    and the user's own methods hold."""
+    """Return the class of a converted layer.
+
+    Args:
+        name: of the class.
+        mixin: of this module; it comes first.
+        kinds: the library's class, then the class that the module had, so that isinstance and the
+            user's own methods still work.
+    """
     return type(name, (mixin, *kinds), {})
 
 
@@ -117,9 +143,12 @@ def convert_layers(
     Args:
         model: changed in place.
         te: transformer_engine.pytorch.
-        multiple: of widths and rows.
-        rules: who may be converted; `unfit` is its judge.
-        fuse: one layer for a norm and the linear layer that alone takes its output.
+        multiple: that widths and numbers of rows must have.
+        rules: which modules may be converted; `unfit` is their judge.
+        fuse: whether a norm and the linear layer that alone takes its output become one layer.
+
+    Returns:
+        One row for each layer, converted or not, with the reason.
 
     Raises:
         ConfigError: no linear layer would be converted, or a pattern matches nothing.
@@ -127,7 +156,8 @@ def convert_layers(
     linear = linear_classes()
     to_linear: Swap = partial(_to_linear, te=te, multiple=multiple)
     swaps = dict.fromkeys(linear, to_linear)
-    if any(row.done for row, _ in classify_modules(model, linear, rules)):  # norms alone are no FP8
+    # A model with converted norms alone would compute nothing in FP8: then none is converted.
+    if any(row.done for row, _ in classify_modules(model, linear, rules)):
         swaps[nn.LayerNorm] = partial(_to_norm, te=te)
     report = convert_modules(model, swaps, rules)
     if fuse:
@@ -136,12 +166,17 @@ def convert_layers(
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module:
-    """The module that a row of a report is about."""
+    """Return the module that a report's row names."""
     return model.get_submodule("" if path == ROOT else path)
 
 
 def unfit(module: nn.Module, multiple: int) -> str:
-    """Why the library cannot hold a layer; empty where it can."""
+    """Return why the library cannot replace a layer; empty where it can.
+
+    Args:
+        module: a linear layer or nn.LayerNorm.
+        multiple: that a linear layer's widths must have.
+    """
     if isinstance(module, linear_classes()):
         return unfit_shape(*layer_widths(module), multiple)
     assert isinstance(module, nn.LayerNorm)
@@ -153,14 +188,19 @@ def unfit(module: nn.Module, multiple: int) -> str:
 
 
 def unfit_shape(into: int, out: int, multiple: int) -> str:
-    """Why low-precision products cannot take a layer's widths; empty where they can. Where the
-    multiples come from: te_recipes.KINDS."""
+    """Return why low-precision products cannot take a layer's widths; empty where they can.
+
+    Args:
+        into, out: the input's and the output's width.
+        multiple: that both must have; te_recipes.KINDS says where it comes from.
+    """
     if into % multiple or out % multiple:
         return f"its shape {into} -> {out} is not in multiples of {multiple}"
     return ""
 
 
 def _to_linear(module: nn.Module, te: Any, multiple: int) -> None:
+    """Turn a linear layer into te.Linear, in place."""
     into, out = layer_widths(module)
     made = te.Linear(
         into,
@@ -176,6 +216,7 @@ def _to_linear(module: nn.Module, te: Any, multiple: int) -> None:
 
 
 def _to_norm(module: nn.Module, te: Any) -> None:
+    """Turn a layer norm into te.LayerNorm, in place."""
     assert isinstance(module, nn.LayerNorm)
     made = te.LayerNorm(
         module.normalized_shape, eps=module.eps, dtype=module.weight.dtype, device="meta"
@@ -184,28 +225,32 @@ def _to_norm(module: nn.Module, te: Any) -> None:
 
 
 def _become(module: nn.Module, made: nn.Module, kind: type[nn.Module]) -> None:
-    """Graft a new layer, made on the meta device, onto a module that keeps what it registered."""
+    """Turn a module into a layer made on the meta device; its parameters and buffers stay."""
     made.__class__ = kind
-    vars(made).pop("bias", None)  # an empty tensor, where a layer has none
-    for held in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
-        vars(made)[held] = vars(module)[held]
+    vars(made).pop("bias", None)  # the library's empty tensor of a layer without bias
+    for registry in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+        vars(made)[registry] = vars(module)[registry]
     replace_in_place(module, made)
 
 
 def _fuse(model: nn.Module, report: ConversionReport, te: Any, multiple: int) -> ConversionReport:
-    """Fuse what can be of the layers that were converted; the rows say what was, and why not."""
-    done = {row.module: module_at(model, row.module) for row in report.modules if row.done}
-    norms = [path for path, module in done.items() if isinstance(module, te.LayerNorm)]
-    linears = {path for path, module in done.items() if isinstance(module, te.Linear)}
+    """Fuse converted norms with their linear layers; return the report with what was fused.
+
+    A row of a norm that was not fused says why.
+    """
+    converted = {row.module: module_at(model, row.module) for row in report.modules if row.done}
+    norms = [path for path, module in converted.items() if isinstance(module, te.LayerNorm)]
+    linears = {path for path, module in converted.items() if isinstance(module, te.Linear)}
     pairs, notes = find_pairs(model, norms, linears)
     for norm, linear in pairs.items():
-        _to_fused(done[norm], done[linear], te, multiple)
+        _to_fused(converted[norm], converted[linear], te, multiple)
         notes |= {norm: f"computed in {linear}", linear: f"computes {norm} too"}
     rows = (replace(row, why=notes.get(row.module, row.why)) for row in report.modules)
     return ConversionReport(tuple(rows))
 
 
 def _to_fused(norm: nn.Module, linear: nn.Module, te: Any, multiple: int) -> None:
+    """Turn a converted linear layer into te.LayerNormLinear, and let its norm pass its input."""
     assert isinstance(norm, nn.LayerNorm)
     into, out = layer_widths(linear)
     made = te.LayerNormLinear(
@@ -216,28 +261,30 @@ def _to_fused(norm: nn.Module, linear: nn.Module, te: Any, multiple: int) -> Non
         params_dtype=linear.weight.dtype,
         device="meta",
     )
-    made._multiple, made._norm = multiple, (norm,)
+    made._multiple = multiple
+    made._norm = (norm,)
     if is_transposed(linear):
         made.weight_names = ["transposed_weight"]
     _become(
         linear,
         made,
-        layer_class("TELayerNormLinear", NormFirst, te.LayerNormLinear, _plain(linear)),
+        layer_class("TELayerNormLinear", NormFirst, te.LayerNormLinear, _original_class(linear)),
     )
-    norm.__class__ = layer_class("PostponedLayerNorm", DeferredLinear, _plain(norm))  # type: ignore[assignment]
-    norm._given = None  # type: ignore[assignment]
+    norm.__class__ = layer_class("PostponedLayerNorm", DeferredNorm, _original_class(norm))  # type: ignore[assignment]
+    norm._passed_input = None  # type: ignore[assignment]
 
 
-def _plain(module: nn.Module) -> type[nn.Module]:
-    """The class that a converted module had."""
+def _original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a converted module had."""
     return type(module).__bases__[-1]
 
 
 def find_pairs(
     model: nn.Module, norms: Collection[str], linears: Collection[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Norms whose output goes into one linear layer and nowhere else, as the module that calls
-    them shows when it is traced.
+    """Find the norms whose output goes into one linear layer and nowhere else.
+
+    The module that calls them is traced for it.
 
     Args:
         model: unchanged.
@@ -247,39 +294,50 @@ def find_pairs(
     Returns:
         The linear layer of each norm that has one, and why each other norm has none.
     """
-    times = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
-    free = {n for n in (*norms, *linears) if not _observed(module_at(model, n), times)}
+    name_counts = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
+    unobserved = {
+        name for name in (*norms, *linears) if not _is_observed(module_at(model, name), name_counts)
+    }
     graphs: dict[str, fx.Graph | str] = {}
     pairs: dict[str, str] = {}
-    whys: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for norm in norms:
         caller = _caller(model, norm)
         if caller not in graphs:
-            graphs[caller] = _traced(model.get_submodule(caller))
-        linear, why = _partner(graphs[caller], f"{caller}." if caller else "", norm, linears)
-        if linear and not {norm, linear} <= free:
-            linear, why = "", "it or its linear layer has hooks or two names"
-        if linear:
+            graphs[caller] = _trace(model.get_submodule(caller))
+        prefix = f"{caller}." if caller else ""
+        linear, reason = _partner(graphs[caller], prefix, norm, linears)
+        if not linear:
+            reasons[norm] = f"not fused: {reason}"
+        elif {norm, linear} <= unobserved:
             pairs[norm] = linear
         else:
-            whys[norm] = f"not fused: {why}"
-    return pairs, whys
+            reasons[norm] = "not fused: it or its linear layer has hooks or two names"
+    return pairs, reasons
 
 
-def _observed(module: nn.Module, times: Counter[int]) -> bool:
-    """Whether somebody may see what goes in or comes out of a module, beside its caller."""
+def _is_observed(module: nn.Module, name_counts: Counter[int]) -> bool:
+    """Return whether other code than a module's caller may see its inputs or outputs.
+
+    Args:
+        module: looked through for hooks of the user's.
+        name_counts: how many names each module has in the model, by id.
+    """
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    theirs = [hook for held in hooks for hook in held.values() if hook is not no_op_hook]
-    return bool(theirs) or times[id(module)] > 1
+    user_hooks = [hook for kind in hooks for hook in kind.values() if hook is not no_op_hook]
+    return bool(user_hooks) or name_counts[id(module)] > 1
 
 
 def _caller(model: nn.Module, name: str) -> str:
-    """The nearest module around another that has a forward, as nn.ModuleList has not."""
+    """Return the name of the nearest module around another that has a forward.
+
+    nn.ModuleList, for example, has none. The root's name is empty.
+    """
     while "." in name:
         name = name.rpartition(".")[0]
         if type(model.get_submodule(name)).forward is not nn.Module.forward:
@@ -287,40 +345,51 @@ def _caller(model: nn.Module, name: str) -> str:
     return ""
 
 
-class _Shallow(fx.Tracer):
-    """Follows one module's forward and enters none of the modules that it calls."""
+class _ShallowTracer(fx.Tracer):
+    """A tracer of one module's forward that enters none of the modules that it calls."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
 
-def _traced(module: nn.Module) -> fx.Graph | str:
-    """What a module's forward does, or why that cannot be said."""
-    held = dict(vars(module))
+def _trace(module: nn.Module) -> fx.Graph | str:
+    """Return the graph of a module's forward, or why it cannot be traced."""
+    attributes = dict(vars(module))
     try:
         with torch.random.fork_rng(devices=[]):
-            return _Shallow().trace(module)
+            return _ShallowTracer().trace(module)
     except Exception as error:
         return f"{type(module).__name__} cannot be traced ({type(error).__name__})"
-    finally:  # what the forward keeps on the module would be no tensor
+    finally:
+        # What the forward has stored on the module is a proxy of the trace and not a tensor.
         vars(module).clear()
-        vars(module).update(held)
+        vars(module).update(attributes)
 
 
 def _partner(
     graph: fx.Graph | str, prefix: str, norm: str, linears: Collection[str]
 ) -> tuple[str, str]:
-    """The linear layer that alone takes a norm's output, or the reason that there is none."""
+    """Return the linear layer that alone takes a norm's output, or why there is none.
+
+    Args:
+        graph: of the module that calls the norm, or why it cannot be traced.
+        prefix: of the names of that module's children.
+        norm: dotted name.
+        linears: dotted names of the converted linear layers.
+
+    Returns:
+        The dotted name and an empty reason, or an empty name and the reason.
+    """
     if isinstance(graph, str):
         return "", graph
     calls = [node for node in graph.nodes if node.op == "call_module"]
-    times = Counter(f"{prefix}{node.target}" for node in calls)
-    if times[norm] != 1:
-        return "", f"it is called {times[norm]} times"
+    call_counts = Counter(f"{prefix}{node.target}" for node in calls)
+    if call_counts[norm] != 1:
+        return "", f"it is called {call_counts[norm]} times"
     (node,) = (node for node in calls if f"{prefix}{node.target}" == norm)
     users = list(node.users)
     linear = f"{prefix}{users[0].target}" if len(users) == 1 and users[0] in calls else ""
-    if linear not in linears or times[linear] != 1:
+    if linear not in linears or call_counts[linear] != 1:
         return "", "its output is not for one converted linear layer alone"
     if users[0].args != (node,) or users[0].kwargs:
         return "", f"{linear} takes more than its output"
