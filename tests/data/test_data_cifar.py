@@ -33,13 +33,11 @@ def write_files(folder, kind, key, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("load", "kind", "folder", "key", "count"),
-    [
-        (cifar10, CIFAR10, "cifar-10-batches-py", "labels", 10),
-        (cifar100, CIFAR100, "cifar-100-python", "fine_labels", 2),
-    ],
+    ("load", "kind", "folder", "count"),
+    [(cifar10, CIFAR10, "cifar-10-batches-py", 10), (cifar100, CIFAR100, "cifar-100-python", 2)],
 )
-def test_reads_the_real_format(tmp_path, monkeypatch, load, kind, folder, key, count):
+def test_reads_the_real_format(tmp_path, monkeypatch, load, kind, folder, count):
+    key = "labels" if kind is CIFAR10 else "fine_labels"
     write_files(tmp_path / folder, kind, key, monkeypatch)
     train, val = load(root=str(tmp_path))
     images, labels = train.tensors

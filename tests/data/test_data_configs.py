@@ -13,7 +13,7 @@ WITHOUT_FILES = ["digits", "text", "synthetic_images", "synthetic_tokens", "sign
 
 
 def load(path):
-    """The target, its keywords, the facts and the task that a data config gives."""
+    """Return the target, its keywords, the facts and the task that a data config gives."""
     config = OmegaConf.create({"data": OmegaConf.load(path)})
     task = config.data.pop("defaults")[0]["override /task@_global_.task"]
     meta = config.data.meta

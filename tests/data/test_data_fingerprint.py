@@ -45,7 +45,7 @@ def tensors(seed=0, count=100):
     return TensorDataset(torch.randn(count, 3, generator=generator), torch.arange(count))
 
 
-def test_what_is_told_of_digits():
+def test_the_description_of_digits():
     node = {"_target_": "runner.data.datasets.digits.digits", "seed": 0, "meta": {"classes": 10}}
     train, val = describe_data("digits", node, digits())
     assert (train["name"], train["context"], val["context"]) == ("digits", "training", "validation")
@@ -71,7 +71,7 @@ def test_the_digest_follows_the_data_and_nothing_else():
     assert digest(Subset(tensors(), range(100))) == digest(tensors())
 
 
-def test_another_process_gets_the_same(root):
+def test_another_process_computes_the_same_digest(root):
     script = (
         "import torch\n"
         "from torch.utils.data import TensorDataset\n"
@@ -174,8 +174,8 @@ def pictures(tmp_path):
     return tmp_path / "set"
 
 
-def test_a_folder_of_images_is_known_by_its_files(pictures):
-    def told(**more):
+def test_the_digest_of_a_folder_of_images_covers_its_files(pictures):
+    def describe_folder(**more):
         node = {
             "_target_": "runner.data.datasets.imagefolder.imagefolder",
             "root": str(pictures),
@@ -184,11 +184,11 @@ def test_a_folder_of_images_is_known_by_its_files(pictures):
         splits = imagefolder(str(pictures), size=8, val_fraction=0.25, **more)
         return describe_data("imagefolder", node, splits)
 
-    train, _ = told()
+    train, _ = describe_folder()
     assert train["source_type"] == "local"
     assert json.loads(train["source"]) == {"uri": str(pictures)}
     assert json.loads(train["profile"]) == {"num_rows": 6, "classes": 2}
-    assert told(augment=True)[0]["digest"] == train["digest"]
+    assert describe_folder(augment=True)[0]["digest"] == train["digest"]
     moved = pictures.rename(pictures.with_name("elsewhere"))
     elsewhere = imagefolder(str(moved), size=8, val_fraction=0.25)
     assert described(elsewhere.train)["digest"] == train["digest"]
@@ -197,7 +197,7 @@ def test_a_folder_of_images_is_known_by_its_files(pictures):
     assert described(elsewhere.train)["digest"] != train["digest"]
 
 
-def test_classes_are_told_of_class_numbers_only():
+def test_classes_are_described_for_class_numbers_only():
     node = {"meta": {"classes": 4}}
     numbers = TensorDataset(torch.ones(4, 2), torch.arange(4))
     values = TensorDataset(torch.ones(4, 2), torch.ones(4, 4))

@@ -9,7 +9,7 @@ from runner.utils.errors import ConfigError
 
 
 def write_idx(path, array):
-    """The format of yann.lecun.com/exdb/mnist: magic number, sizes, bytes."""
+    """Write the format of yann.lecun.com/exdb/mnist: magic number, sizes, bytes."""
     header = struct.pack(f">{1 + array.dim()}I", 0x0800 + array.dim(), *array.shape)
     path.write_bytes(header + bytes(array.flatten().tolist()))
 

@@ -33,13 +33,13 @@ def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate):
     loader = Loader(TensorDataset(X, Y), 3, shuffle=True, seed=4, device=torch.device("cpu"))
     state = State()
     for step, (micros, _) in enumerate(accumulation_batches(state, loader, accumulate), 1):
-        told = samples_of_step(loader, accumulate, step)
-        assert (told.step, told.epoch) == (step, state.epoch)
-        assert told.micro_batches == [y.tolist() for _, y in micros]
+        computed = samples_of_step(loader, accumulate, step)
+        assert (computed.step, computed.epoch) == (step, state.epoch)
+        assert computed.micro_batches == [y.tolist() for _, y in micros]
         if step == 12:
             return
 
 
 @pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Items(), Batches()])
-def test_targets(dataset):
+def test_targets_are_those_of_the_data_set(dataset):
     assert targets_of_samples(dataset, [3, 0, 7]).tolist() == [3, 0, 7]

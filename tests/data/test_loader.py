@@ -26,7 +26,7 @@ class Items(Dataset):
 
 
 class Batches(Items):
-    """The same, gathered whole."""
+    """Ten pairs, gathered in whole batches."""
 
     def batch(self, indices):
         return X[indices], Y[indices]
@@ -109,7 +109,7 @@ def test_batches_move_to_the_device(dataset):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own, from Python 3.12 on
-def test_processes_load_the_same():
+def test_loading_processes_repeat_their_random_numbers():
     """Their seeds come from the run's, so that augmentation repeats too."""
     first = [x.tolist() for x, _ in loader(Drawn(), workers=2).epoch(1)]
     assert [x.tolist() for x, _ in loader(Drawn(), workers=2).epoch(1)] == first
@@ -206,19 +206,19 @@ class Changing(Items):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
-    ("dataset", "told"),
+    ("dataset", "message"),
     [
         (Ragged(), r"inputs\['ids'\] of the shapes \[3\] and \[4\]. Pad .* batch\(indices\)"),
         (Foreign(), "input is a builtins.range. Return tensors"),
         (Changing(), r"inputs of different structure \(\['key0'\] and \['key1'\]\)"),
     ],
 )
-def test_examples_that_make_no_batch(dataset, told, workers, forking):
-    with pytest.raises(ConfigError, match=told):
+def test_examples_that_cannot_be_stacked_are_refused(dataset, message, workers, forking):
+    with pytest.raises(ConfigError, match=message):
         next(loader(dataset, shuffle=False, workers=workers).epoch(0))
 
 
-def test_an_epoch_that_was_left_does_not_reach_the_next(forking):
+def test_an_epoch_that_was_not_iterated_to_its_end_does_not_reach_the_next(forking):
     loading, plain = loader(Items(), workers=2), loader(Items())
     for start in range(3):
         next(loading.epoch(1))
@@ -241,7 +241,7 @@ WINDOWS = TextWindows(torch.arange(41, dtype=torch.uint8), 4)
 
 
 @pytest.mark.parametrize("dataset", [KINDS[0], WINDOWS], ids=["tensors", "windows"])
-def test_data_held_give_the_same_batches(dataset):
+def test_data_on_the_device_give_the_same_batches(dataset):
     held, plain = loader(dataset, on_device=True), loader(dataset)
     for start in range(len(plain) + 1):
         expected = list(plain.epoch(2, start))
@@ -251,7 +251,7 @@ def test_data_held_give_the_same_batches(dataset):
 
 
 @pytest.mark.parametrize("dataset", [KINDS[0], WINDOWS], ids=["tensors", "windows"])
-def test_data_held_are_cut_where_they_lie(dataset):
+def test_data_on_the_device_are_sliced_there(dataset):
     there = loader(dataset, device=torch.device("meta"), on_device=True)
     assert all(x.device.type == y.device.type == "meta" for x, y in there.epoch(1))
     assert sum(len(y) for _, y in there.epoch(1)) == 10

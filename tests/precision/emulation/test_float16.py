@@ -31,7 +31,7 @@ def accumulates() -> bool:
     return any(event.name == "aten::_to_copy" for event in events.function_events)
 
 
-def test_restored_also_after_an_exception() -> None:
+def test_kernels_are_restored_after_an_exception() -> None:
     def fail() -> None:
         with float32_accumulate():
             assert accumulates()
@@ -184,7 +184,7 @@ def test_lstm_trains(true_half: bool) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
-def test_pays_where_a_weight_is_large(model: nn.Module, expected: bool) -> None:
+def test_float32_accumulation_is_for_large_weights(model: nn.Module, expected: bool) -> None:
     assert is_float32_accumulation_faster(model) is expected
 
 
@@ -194,7 +194,7 @@ def test_an_embedding_tied_to_a_layer_counts() -> None:
     assert is_float32_accumulation_faster(model)
 
 
-def test_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_by_speed_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
     large, small = nn.Linear(64, 64), nn.Linear(4, 4)
     monkeypatch.setattr(float16, "native_is_fast", lambda: False)
     assert choose_kernels("auto", large) == "float32_accumulate"

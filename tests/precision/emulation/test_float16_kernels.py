@@ -115,7 +115,7 @@ def inputs(case: Case, dtype: torch.dtype = HALF) -> list[Tensor]:
 
 
 def results(case: Case, dtype: torch.dtype = HALF) -> list[Tensor]:
-    """The output and the gradients of a case."""
+    """Return the output and the gradients of a case."""
     tensors = inputs(case, dtype)
     out = case.run(*tensors)
     torch.manual_seed(2)

@@ -84,7 +84,7 @@ def test_random_bit_patterns(fmt):
 
 
 @EVERY
-def test_what_is_no_number_and_the_ends_of_the_range(fmt):
+def test_nan_and_the_ends_of_the_range(fmt):
     odd = [INFINITY, -INFINITY, float("nan"), 0.0, -0.0, 3.4028235e38, 1e-45, -1e-45]
     same(torch.tensor(odd), fmt)
     just = torch.tensor([fmt.overflow]), torch.nextafter(torch.tensor([fmt.overflow]), just_under())
@@ -118,7 +118,7 @@ def test_values_of_a_format_stay():
         assert torch.equal(round_to_format(x, fmt), x)
 
 
-def test_four_bits():
+def test_e2m1_rounds_to_its_four_bit_values():
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     middle = (values[1:] + values[:-1]) / 2
     even = torch.tensor([0, 1, 1, 2, 2, 4, 4.0])  # the neighbour whose last bit is 0

@@ -115,7 +115,7 @@ def test_nvfp4_equals_a_plain_reference_bit_by_bit(stochastic, rotates):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
-def test_nothing_to_scale_by(rule):
+def test_an_amax_of_zero_or_infinity_scales_by_one(rule):
     amax = torch.tensor([0.0, float("inf"), float("nan")])
     assert rule(amax, E4M3).tolist() == [1, 1, 1]
 

@@ -56,7 +56,7 @@ def test_errors_are_those_of_the_format(name):
 
 
 @pytest.mark.parametrize("name", TE)
-def test_rows_that_are_no_multiple(name):
+def test_rows_that_are_not_a_multiple_are_computed(name):
     low = products(name, rows=14)[1]
     assert low[0].shape == (2, 7, 96)
     assert low[1].shape == (2, 7, 64)

@@ -213,7 +213,7 @@ def made(name, spec, saved=None):
 
 
 def trained(name, spec, folder, steps=3):
-    """A state after some steps, their losses, and its checkpoint."""
+    """Return a state after some steps, their losses, and its checkpoint."""
     state, _ = made(name, spec)
     losses = steps_of(state, range(steps))
     content = checkpoint_state_dict(state, spec, course=state_dict(state, []))

@@ -51,7 +51,7 @@ def made(mode, seed=0, **changes):
 
 
 def saved(model):
-    """A state dict that has been in a file."""
+    """Return a state dict that was saved to a file and loaded."""
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
@@ -172,7 +172,7 @@ def test_packed_weights_do_not_enter_a_model_that_trains_in_int8(mode):
 
 
 def weight_of(model):
-    """The packed weight of its body and all that belongs to it; torch loads the bias anyhow."""
+    """Return the entries of the body's packed weight; torch loads the bias in any case."""
     state = copy.deepcopy(model.body.state_dict())
     del state["bias"]
     return state
@@ -196,7 +196,7 @@ def refused(model, state, strict=True):
         ("fp4-dq", "quant_state.bitsandbytes__fp4"),
     ],
 )
-def test_a_missing_part_of_a_packed_weight_is_told_with_its_key(mode, part, strict):
+def test_the_error_of_a_missing_part_of_a_packed_weight_names_its_key(mode, part, strict):
     model, state = made(mode), saved(made(mode, seed=1))
     del state[f"body.weight.{part}"]
     before = weight_of(model)
@@ -205,28 +205,28 @@ def test_a_missing_part_of_a_packed_weight_is_told_with_its_key(mode, part, stri
     same(before, weight_of(model))
 
 
-def test_all_scales_missing_are_told_with_the_key():
+def test_the_error_of_missing_scales_names_the_key():
     state = {k: v for k, v in saved(made("nf4")).items() if ".weight." not in k}
     message = refused(made("nf4"), state)
     assert "body.weight: it is packed, and its scales are missing" in message
     assert "head.weight: it is packed, and its scales are missing" in message
 
 
-def test_missing_scales_of_int8_are_told_with_the_key():
+def test_the_error_of_missing_int8_scales_names_the_key():
     state = saved(made("int8"))
     del state["body.SCB"]
     assert "body.SCB" in refused(made("int8"), state)
 
 
 @pytest.mark.parametrize("mode", PACKED)
-def test_a_missing_weight_is_told_with_its_key(mode):
+def test_the_error_of_a_missing_weight_names_its_key(mode):
     state = saved(made(mode))
     del state["body.weight"]
     assert 'Missing key(s) in state_dict: "body.weight"' in refused(made(mode), state)
 
 
 @pytest.mark.parametrize("mode", PACKED)
-def test_a_strange_key_is_told(mode):
+def test_an_unexpected_key_is_reported(mode):
     state = {**saved(made(mode)), "body.extra": torch.ones(1)}
     assert 'Unexpected key(s) in state_dict: "body.extra"' in refused(made(mode), state)
 
@@ -234,7 +234,7 @@ def test_a_strange_key_is_told(mode):
 @pytest.mark.parametrize(
     ("held", "given"), [(a, b) for a in FOUR for b in FOUR if a != b] + [("nf4", "int8")]
 )
-def test_another_packing_is_told_with_the_key(held, given):
+def test_the_error_of_another_packing_names_the_key(held, given):
     model = made(held)
     before = weight_of(model)
     message = refused(model, saved(made(given)))
@@ -251,7 +251,7 @@ def test_four_bits_do_not_enter_eight():
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("mode", PACKED)
-def test_another_shape_is_told_with_the_key(mode, packed):
+def test_the_error_of_another_shape_names_the_key(mode, packed):
     given = plain(inside=96)
     if packed:
         convert(given, mode)
@@ -264,7 +264,7 @@ def test_another_shape_is_told_with_the_key(mode, packed):
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("mode", FOUR)
-def test_another_shape_with_as_many_elements_is_told(mode, packed):
+def test_another_shape_with_as_many_elements_is_refused(mode, packed):
     first, second = nn.Linear(16, 8), nn.Linear(8, 16)
     if packed:
         convert(second, mode)
@@ -315,7 +315,7 @@ def test_plain_weights_change_nothing_of_what_they_are_given():
 
 
 @pytest.mark.parametrize(
-    ("mode", "part", "told"),
+    ("mode", "part", "message"),
     [
         ("nf4", "weight.absmax", "body.weight: it is packed, and its absmax is missing"),
         (
@@ -331,12 +331,12 @@ def test_plain_weights_change_nothing_of_what_they_are_given():
         ("int8", "SCB", r"body.weight: it is int8, and body.SCB is missing"),
     ],
 )
-def test_plain_weights_without_scales_are_refused(mode, part, told):
+def test_plain_weights_without_scales_are_refused(mode, part, message):
     state = saved(made(mode))
     del state[f"body.{part}"]
     with pytest.raises(ValueError) as error:
         plain_weights(state)
-    assert str(error.value) == told
+    assert str(error.value) == message
     del state["body.weight"]
     plain_weights(state)
 
@@ -510,7 +510,7 @@ def test_a_loaded_weight_is_no_view_of_what_it_came_from(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_fast_path_does_not_pass_the_layers_by(mode):
+def test_a_fast_path_does_not_bypass_the_layers(mode):
     """nn.TransformerEncoderLayer reads its parts' weights in evaluation."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).eval()
