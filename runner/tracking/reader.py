@@ -1,9 +1,11 @@
-"""Reading an MLflow store back: for reports, in the process that asks. Imports mlflow."""
+"""Read an MLflow store: runs, metrics and artifacts, for reports, resume and the pages of the UI.
+
+A Reader imports mlflow into the process that asks; the module does not, until one is made.
+"""
 
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +15,9 @@ import numpy as np
 
 from runner.tracking import dashboard
 from runner.tracking.dashboard_views import SweepView, ensure_dashboard, server_version
+from runner.tracking.error_cause import short_cause
 from runner.tracking.history import Curve
-from runner.tracking.uri import sqlite_path
+from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.tracking.writer.experiments import active_experiment
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.quiet_import import quiet_imports
@@ -26,31 +29,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run as the store tells it: its last metrics, tags, params, name and MLflow's status."""
+    """A run as the store has it: its name, MLflow's status, last metrics, tags and parameters."""
 
     run_id: str
     experiment_id: str
     name: str
     status: str
-    began_ms: int
+    started_ms: int
     metrics: dict[str, float]
     tags: dict[str, str]
     params: dict[str, str]
 
 
 class Reader:
-    """One store. Every method raises TrackingError where the store does not answer.
+    """One store. Every method raises TrackingError if the store does not answer.
 
     Args:
         uri: of the store.
-        make: a SQLite file that is not there is made.
+        make: create a SQLite file that does not exist.
+
+    Attributes:
+        notices: artifacts that could not be fetched, and why; for whoever shows the result.
 
     Raises:
-        ConfigError: it is not there, and not to be made.
+        ConfigError: it does not exist, and `make` is False.
     """
 
     def __init__(self, uri: str, make: bool = False) -> None:
         self.uri = uri
+        self.notices: list[str] = []
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -62,53 +69,51 @@ class Reader:
                     f"There is no store at {redact(uri)}: nothing was logged there yet. Type "
                     "tracking.uri=... for another store."
                 )
-            self._ask(self._make)
+            self._ask(self._create_store)
         self.client = self._ask(lambda: MlflowClient(uri))
 
     def run(self, run_id: str) -> StoredRun | None:
-        """The run of this id."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            with quiet_imports():
-                return _plain(self.client.get_run(run_id))
-        except MlflowException as error:
-            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                return None
-            raise TrackingError(redact(f"{self.uri} does not answer: {error}")) from error
+        """Return the run of an id; None if the store has none."""
+        run = self._find_run(run_id)
+        return _stored_run(run) if run else None
 
     def stage(self, run_id: str) -> str | None:
-        """Return the lifecycle stage of a run, "active" or "deleted"; None where it is unknown."""
+        """Return the lifecycle stage of a run, "active" or "deleted"; None if it is unknown."""
+        run = self._find_run(run_id)
+        return str(run.info.lifecycle_stage) if run else None
+
+    def _find_run(self, run_id: str) -> "Run | None":
         from mlflow.exceptions import MlflowException
 
         try:
             with quiet_imports():
-                return str(self.client.get_run(run_id).info.lifecycle_stage)
+                return self.client.get_run(run_id)
         except MlflowException as error:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
-            text = redact(str(error).partition("\n")[0])[:300]
-            raise TrackingError(f"{redact(self.uri)} does not answer: {text}.") from error
+            raise TrackingError(f"{redact(self.uri)} does not answer: {_short(error)}.") from error
 
     def sweep(self, sweep_id: str) -> StoredRun | None:
-        """The parent run of the sweep of this id, in whatever experiment."""
+        """Return the parent run of a sweep in any experiment; None if there is none."""
         query = f"tags.sweep_id = '{sweep_id}' and tags.role = 'sweep'"
         return next(self._search(self._experiments(), query), None)
 
     def newest_sweep(self, experiment: str) -> StoredRun | None:
-        """The parent run of an experiment's newest sweep."""
+        """Return the parent run of an experiment's newest sweep; None if there is none."""
         found, _ = self._ask(lambda: active_experiment(self.client, experiment))
         ids = [found.experiment_id] if found else []
         return next(self._search(ids, "tags.role = 'sweep'"), None)
 
     def pages(self, experiment: str) -> Iterator[tuple[str, str]]:
-        """What there is to see of an experiment, and its path after the server's address. The
-        dashboards are set up where they are missing and the store lets us."""
+        """Yield the title and the path, after the server's address, of an experiment's pages.
+
+        Missing dashboards are set up if the store permits it.
+        """
         found, _ = self._ask(lambda: active_experiment(self.client, experiment))
         if found is None:
             yield f"no experiment {experiment!r} yet", ""
             return
-        view = partial(self._view, found, self._ask(lambda: server_version(self.uri)))
+        view = partial(self._dashboard_path, found, self._ask(lambda: server_version(self.uri)))
         if parent := self.newest_sweep(experiment):
             sweep_id = parent.tags["sweep_id"]
             if path := view(SweepView(sweep_id, parent.run_id, parent.name[:80])):
@@ -118,80 +123,122 @@ class Reader:
         yield "runs", f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning"
 
     def jobs(self, parent: StoredRun) -> list[StoredRun]:
-        """The runs of a sweep, on whatever machine, in the order in which they began, without those
-        that others started over."""
+        """Return the runs of a sweep in the order of their start, on whatever machine they ran.
+
+        A run that another one has replaced is left out.
+        """
         query = f"tags.sweep_id = '{parent.tags['sweep_id']}' and tags.role = 'run'"
-        found = sorted(self._search([parent.experiment_id], query), key=lambda run: run.began_ms)
-        old = {run.tags.get("supersedes") for run in found}
-        return [run for run in found if run.run_id not in old]
+        found = sorted(self._search([parent.experiment_id], query), key=lambda run: run.started_ms)
+        replaced = {run.tags.get("supersedes") for run in found}
+        return [run for run in found if run.run_id not in replaced]
 
     def artifacts(self, run_id: str, folder: str = "") -> list[str]:
-        """Paths of the files in a folder of a run's artifacts."""
+        """Return the paths of the files in a folder of a run's artifacts."""
         found = self._ask(lambda: self.client.list_artifacts(run_id, folder or None))
         return [str(item.path) for item in found if not item.is_dir]
 
     def artifact(self, run_id: str, path: str) -> bytes | None:
-        """What an artifact holds; None where the run has none of this path."""
-        with tempfile.TemporaryDirectory() as folder, suppress(Exception), quiet_imports():
-            return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
-        return None
+        """Return the content of an artifact; None if the run has no artifact of this path.
+
+        Raises:
+            TrackingError: it could not be fetched, or it is not known whether the run has it.
+        """
+        try:
+            with tempfile.TemporaryDirectory() as folder, quiet_imports():
+                return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
+        except Exception as error:
+            if self._is_missing(run_id, path):
+                return None
+            raise TrackingError(
+                f"the artifact {path} of run {run_id} in {redact(self.uri)} could not be fetched: "
+                f"{_short(error)}"
+            ) from error
+
+    def artifact_or_notice(self, run_id: str, path: str) -> bytes | None:
+        """Return the content of an artifact; None if there is none or it could not be fetched.
+
+        What could not be fetched is added to `notices`.
+        """
+        try:
+            return self.artifact(run_id, path)
+        except TrackingError as error:
+            self.notices.append(str(error))
+            return None
+
+    def _is_missing(self, run_id: str, path: str) -> bool:
+        """Return whether the store says that a run has no artifact of a path."""
+        # The error of a download does not tell: each kind of artifact store has its own for a
+        # missing file, some the same one as for an outage. The list of artifacts tells.
+        try:
+            return path not in self.artifacts(run_id, path.rpartition("/")[0])
+        except TrackingError:
+            return False
 
     def curve(self, run_id: str, name: str) -> Curve:
-        """A metric's points. Infinity, for which a store keeps the greatest float, is infinity."""
+        """Return a metric's points; the greatest float, which stores keep for infinity, as inf."""
         points = self._ask(lambda: self.client.get_metric_history(run_id, name))
         points = sorted(points, key=lambda point: (point.timestamp, point.step))
-        rows = [(p.step, p.timestamp, p.value) for p in points]
+        rows = [(point.step, point.timestamp, point.value) for point in points]
         curve = np.array(rows, dtype=np.float64).reshape(-1, 3).T.copy()
-        greatest = np.abs(curve[2]) >= np.finfo(np.float64).max
-        curve[2, greatest] = np.copysign(np.inf, curve[2, greatest])
+        is_greatest = np.abs(curve[2]) >= np.finfo(np.float64).max
+        curve[2, is_greatest] = np.copysign(np.inf, curve[2, is_greatest])
         return curve
 
-    def add(self, run_id: str, path: Path, folder: str = "") -> None:
-        """Stores a file with a run."""
+    def log_artifact(self, run_id: str, path: Path, folder: str = "") -> None:
+        """Upload a file to a folder of a run's artifacts."""
         self._ask(lambda: self.client.log_artifact(run_id, str(path), folder or None))
 
-    def tag(self, run_id: str, key: str, value: str) -> None:
-        """Sets or replaces a tag."""
+    def set_tag(self, run_id: str, key: str, value: str) -> None:
+        """Set or replace a tag of a run."""
         self._ask(lambda: self.client.set_tag(run_id, key, value))
 
-    def _make(self) -> None:
+    def _create_store(self) -> None:
         from runner.tracking.writer.store import Store
 
-        Store(self.uri)  # it keeps others from making it at the same time
+        Store(self.uri)  # under the lock that keeps two processes from creating it at once
 
     def _experiments(self) -> list[str]:
         return [e.experiment_id for e in self._ask(lambda: list(self.client.search_experiments()))]
 
-    def _view(
+    def _dashboard_path(
         self, experiment: "Experiment", version: str, sweep: SweepView | None = None
     ) -> str | None:
-        """The path of a dashboard, of which who may only read sees what is there already."""
-        number = experiment.experiment_id
+        """Return the path of a dashboard, set up if need be; None if it cannot be."""
+        experiment_id = experiment.experiment_id
         try:
-            return self._ask(lambda: ensure_dashboard(self.client, version, number, sweep=sweep))
+            return self._ask(
+                lambda: ensure_dashboard(self.client, version, experiment_id, sweep=sweep)
+            )
         except TrackingError:
+            # A user without write permission still sees a dashboard that exists.
             key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.KEY
-            there = dashboard.PREFIX + key in experiment.tags
-            return dashboard.dashboard_path(number, key) if there else None
+            exists = dashboard.PREFIX + key in experiment.tags
+            return dashboard.dashboard_path(experiment_id, key) if exists else None
 
     def _search(self, experiments: list[str], query: str) -> Iterator[StoredRun]:
         token = None
         while experiments:
             page = self._ask(lambda: self.client.search_runs(experiments, query, page_token=token))
-            yield from map(_plain, page)
+            yield from map(_stored_run, page)
             if not (token := page.token):
                 return
 
     def _ask(self, call: Any) -> Any:
+        """Return what a call of the client returns; raise TrackingError if it fails."""
         try:
             with quiet_imports():
                 return call()
         except Exception as error:
-            text = redact(str(error).partition("\n")[0])[:300]
-            raise TrackingError(f"{redact(self.uri)} cannot be read: {text}") from error
+            raise TrackingError(f"{redact(self.uri)} cannot be read: {_short(error)}") from error
 
 
-def _plain(run: "Run") -> StoredRun:
+def _short(error: Exception) -> str:
+    """Return the cause of an error, without secrets."""
+    # Secrets first: a cut could leave half of one, which no pattern recognises.
+    return short_cause(redact(str(error)))
+
+
+def _stored_run(run: "Run") -> StoredRun:
     return StoredRun(
         run.info.run_id,
         run.info.experiment_id,
@@ -205,16 +252,20 @@ def _plain(run: "Run") -> StoredRun:
 
 
 def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint") -> Path:
-    """A run keeps its output folder as a tag. mlflow is imported here only."""
-    from runner.tracking.uri import resolve_uri, sqlite_path
-    from runner.utils.secrets import redact
+    """Return the output folder of a run, which the run keeps as a tag.
 
+    Args:
+        run_id: of the run.
+        tracking_uri: of its store; None as in resolve_uri.
+        key: the config key that names the run, for messages.
+
+    Raises:
+        ConfigError: the store has no such run.
+    """
     uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
     unknown = f"{key}={run_id} is neither a file, a folder nor the id of a run in {redact(uri)}."
     if (database := sqlite_path(uri)) and not database.exists():
         raise ConfigError(unknown)  # MLflow would create it
-
-    from runner.utils.quiet_import import quiet_imports
 
     with quiet_imports():
         from mlflow import MlflowClient

@@ -1,9 +1,16 @@
-"""What a reader says of a store that does not answer."""
+"""A reader tells a missing answer of a store from a missing store, and hides secrets."""
+
+import warnings
 
 import pytest
+from serving import Server
 
 from runner.tracking.reader import Reader
 from runner.utils.errors import TrackingError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # mlflow's imports, not ours
+    from mlflow import MlflowClient
 
 
 def test_a_password_is_hidden_before_the_text_is_cut(monkeypatch):
@@ -16,3 +23,27 @@ def test_a_password_is_hidden_before_the_text_is_cut(monkeypatch):
     with pytest.raises(TrackingError, match="cannot be read: xxx") as caught:
         reader.curve("run", "loss")
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_missing_artifact_is_none_and_one_of_a_stopped_server_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    server = Server(tmp_path)
+    server.start()
+    try:
+        client = MlflowClient(server.url)
+        run_id = client.create_run("0").info.run_id
+        client.log_text(run_id, "kept", "jobs/a.json")
+        reader = Reader(server.url)
+        assert reader.artifact(run_id, "jobs/a.json") == b"kept"
+        assert reader.artifact(run_id, "jobs/b.json") is None
+        assert reader.artifact(run_id, "result.json") is None
+    finally:
+        server.stop()
+    for path in ("jobs/a.json", "jobs/b.json"):
+        with pytest.raises(TrackingError, match=f"artifact {path} of run {run_id} .* not be fetch"):
+            reader.artifact(run_id, path)
+    assert reader.artifact_or_notice(run_id, "jobs/a.json") is None
+    (notice,) = reader.notices
+    assert "jobs/a.json" in notice
+    assert "Connection refused" in notice

@@ -31,6 +31,7 @@ class SweepData:
         is_stopped: whether a signal ended it before its last job.
         job_count: how many jobs it has, those that never began included; 0 if unknown.
         advise_settings: of mode=advise; None for a sweep that the user laid out.
+        unread: artifacts of the store that could not be fetched, and why.
     """
 
     jobs: Sequence[Job]
@@ -39,6 +40,7 @@ class SweepData:
     is_stopped: bool = False
     job_count: int = 0
     advise_settings: AdviseSettings | None = None
+    unread: Sequence[str] = ()
 
     @property
     def is_unfinished(self) -> bool:

@@ -120,6 +120,7 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
         facts.is_stopped,
         facts.job_count,
         facts.advise_settings,
+        tuple(reader.notices),
     )
 
 
@@ -161,7 +162,7 @@ def _stored_facts(reader: "Reader", parent: "StoredRun") -> _StoredFacts:
         content = None
         # A damaged list leaves the jobs to their own runs.
         with suppress(ValueError):
-            content = json.loads(reader.artifact(parent.run_id, path) or b"{}")
+            content = json.loads(reader.artifact_or_notice(parent.run_id, path) or b"{}")
         if isinstance(content, dict):
             facts.add(content)
     return facts
@@ -176,7 +177,7 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
     }
     # A damaged result is as good as none.
     with suppress(ValueError):
-        if data := reader.artifact(run.run_id, RESULT):
+        if data := reader.artifact_or_notice(run.run_id, RESULT):
             return replace(RunResult.of(json.loads(data)), **location)
     seed = run.params.get("seed", "")
     return RunResult(
@@ -226,6 +227,6 @@ def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
         return {}
     # A damaged history is as good as none.
     with suppress(ValueError):
-        if data := reader.artifact(run.run_id, HISTORY):
+        if data := reader.artifact_or_notice(run.run_id, HISTORY):
             return history.read_history(data)
     return {name: reader.curve(run.run_id, name) for name in _CURVES if name in run.metrics}

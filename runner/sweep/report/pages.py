@@ -57,7 +57,7 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     compared = compare([job.result for job in data.jobs])
     title = _title(data)
     top = advice_page.advice_blocks(data.advice) if data.advice else _top_blocks(data, compared)
-    before = list(top)
+    before = [*top, *_unread_artifacts(data)]
     after = list(_detail_blocks(data, compared))
     paths = [folder / "report.md", folder / "report.html"]
     paths[0].write_text(to_markdown(title, [*before, *after]))
@@ -67,6 +67,18 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         paths.append(folder / "report.png")
         figure.savefig(paths[-1], dpi=110)
     return paths
+
+
+def _unread_artifacts(data: SweepData) -> Iterator[Block]:
+    """Name the artifacts that could not be fetched: without them the report is weaker."""
+    if data.unread:
+        yield Heading("Not fetched from the store")
+        yield Text(
+            "Without these artifacts the report uses the tags, last metrics and points of the "
+            "store. Make it again when they can be fetched."
+        )
+        for message in data.unread:
+            yield Text(message)
 
 
 def summary_markdown(data: SweepData, limit: int = NOTE_LIMIT) -> str:

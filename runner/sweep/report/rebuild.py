@@ -73,13 +73,13 @@ def store_report(
     reader = Reader(uri)
     parent = _parent(reader, sweep_id)
     if jobs is not None:
-        reader.add(parent.run_id, jobs, JOBS)
+        reader.log_artifact(parent.run_id, jobs, JOBS)
     data = load_from_store(reader, parent)
     folder.mkdir(parents=True, exist_ok=True)
     paths = write_report(data, folder)
     for path in paths:
-        reader.add(parent.run_id, path)
-    reader.tag(parent.run_id, NOTE_TAG, summary_markdown(data))
+        reader.log_artifact(parent.run_id, path)
+    reader.set_tag(parent.run_id, NOTE_TAG, summary_markdown(data))
     return paths, data
 
 

@@ -8,7 +8,6 @@ journal.
 
 import json
 import os
-import re
 import select
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.tracking import pending
+from runner.tracking.error_cause import short_cause
 from runner.utils.stop_signals import ignore_signals
 
 NAP_SECONDS = 0.25
@@ -195,7 +195,7 @@ class Writer:
         if isinstance(error, self._unreachable_error):
             return self._handle_outage(name, task, error, now)
         if isinstance(error, self._refused_error):
-            return self._handle_refusal(name, task, _short_cause(str(error)))
+            return self._handle_refusal(name, task, short_cause(str(error)))
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             # A local disk that is full or away, for example: worth a retry.
             text = f"{type(error).__name__}: {error}"
@@ -227,7 +227,7 @@ class Writer:
         """
         seconds = task.record_failure(now)
         print(f"{name}: {error}", file=sys.stderr, flush=True)
-        cause = _short_cause(str(error))
+        cause = short_cause(str(error))
         if error.doubtful and seconds > DOUBT_SECONDS and not task.uploader.must_retry:
             return self._handle_refusal(name, task, cause)
         is_news = seconds > AWAY_SECONDS and self._trainer_is_alive and not task.outage_reported
@@ -269,9 +269,3 @@ class Writer:
             os.write(self._events, line.encode())
         except BrokenPipeError:
             self._events = os.open(os.devnull, os.O_WRONLY)  # the trainer has ended
-
-
-def _short_cause(message: str) -> str:
-    """Return the system's error in a long message, else the first line without its SQL."""
-    found = re.search(r"\[Errno -?\d+\] [\w ]+", message)
-    return found.group() if found else message.partition("\n")[0][:400]
