@@ -1,7 +1,8 @@
-"""The ready-made dashboard: a shared view of MLflow's runs page, kept as a tag of the experiment.
+"""Make the dashboard: a shared view of MLflow's runs page, kept as a tag of the experiment.
 
-MLflow does not document the form. It was read from the scripts of its pages: 3.10.1, 3.14.0,
-3.15.2, 3.16.1, 3.17.2 and 3.18.0. A browser test holds it to the installed version.
+MLflow does not document the form of such a tag. It was read from the scripts of its pages: 3.10.1,
+3.14.0, 3.15.2, 3.16.1, 3.17.2 and 3.18.0. A browser test compares it with the installed version.
+This module computes tags only; dashboard_views.py stores them.
 """
 
 import base64
@@ -20,7 +21,7 @@ KEY = "precision-runner"
 NAME = "Precisions compared"
 PREFIX = "mlflow.sharedViewState."
 MAX_SWEEPS = 20
-# Raise it when the charts change: the dashboards that we wrote before are then replaced.
+# Raise it when the charts change: dashboards with a lower version are then replaced.
 VERSION = 1
 
 _MARK = "runner"
@@ -68,7 +69,7 @@ _SECTIONS: dict[str, list[_Chart]] = {
     ],
     "Differences": [("DIFFERENCE", [], _DIFFERENCE)],
 }
-# A line is drawn from a few hundred of its points: single dips and overflows would be lost in it.
+# A line is drawn from a few hundred of its points: it would not show single dips and overflows.
 _UNCHARTED = ("loss_scale/value", "loss_scale/overflow")
 _COLUMNS = ("val/accuracy", "val/loss", _SPEED, _PEAK)
 # MLflow takes a run's color from its id, and gives two runs of a sweep the same one.
@@ -93,25 +94,23 @@ _COLORS = (
 
 
 def is_supported(version: str) -> bool:
-    """Whether the pages of this MLflow show the dashboard: 3.10 or newer.
+    """Return whether the pages of this MLflow show the dashboard: 3.10 or newer.
 
-    A named view needs 3.15; before, only the bare state is read. Opened in a browser: the bare form
-    on 3.10.1, 3.14.0, 3.17.2 and 3.18.0, the named one on 3.17.2 and 3.18.0. For 3.15.2 and 3.16.1
-    the scripts were read; what is older than 3.10 was not tried.
+    A named view needs 3.15; older versions read only the bare state. Opened in a browser: the bare
+    form on 3.10.1, 3.14.0, 3.17.2 and 3.18.0, the named one on 3.17.2 and 3.18.0. For 3.15.2 and
+    3.16.1 the scripts were read; versions below 3.10 were not tried.
     """
     return _numbers(version) >= _LEAST
 
 
 def sweep_key(sweep_id: str) -> str:
-    """The share key of one sweep's dashboard."""
+    """Return the share key of one sweep's dashboard."""
     return f"{KEY}-{sweep_id}"
 
 
 def dashboard_path(experiment_id: str, key: str = KEY) -> str:
-    """The dashboard's URL after the server's base.
-
-    It must not name a filter or an order: since 3.15 MLflow then leaves the shared view alone.
-    """
+    """Return the dashboard's URL after the server's address."""
+    # It must not name a filter or an order: since 3.15 MLflow then ignores the shared view.
     return (
         f"/#/experiments/{quote(experiment_id, safe='')}/runs?viewStateShareKey="
         f"{quote(key, safe='')}&compareRunsMode=CHART&workflowType=machine_learning"
@@ -119,13 +118,13 @@ def dashboard_path(experiment_id: str, key: str = KEY) -> str:
 
 
 def dashboard_note(experiment_id: str) -> str:
-    """Markdown for the experiment's note, which MLflow shows on its pages."""
-    # Since 3.15 a reload falls back to MLflow's own charts.
+    """Return Markdown for the experiment's note, which MLflow shows on its pages."""
+    # The link is needed after a reload, which since 3.15 falls back to MLflow's own charts.
     return f"[{NAME}: the dashboard]({dashboard_path(experiment_id)[1:]}), also after a reload"
 
 
 def run_color(number: int) -> str:
-    """For the tag `mlflow.runColor` of a sweep's n-th run: neighbours differ in every chart."""
+    """Return the color for the tag `mlflow.runColor` of a sweep's n-th run."""
     return _COLORS[number % len(_COLORS)]
 
 
@@ -136,8 +135,16 @@ def dashboard_tag(
     name: str = NAME,
     metrics: Collection[str] = (),
 ) -> str:
-    """The tag's value for a server of this version: with a name, which its menu of views shows, or
-    bare, as servers before 3.15 read it. `metrics`: those that the state was made for."""
+    """Return the value of a dashboard's tag in the form that a server of a version reads.
+
+    Args:
+        state: of the page, see dashboard_state.
+        version: from 3.15 on the value has a name, which the menu of views shows; before, it is the
+            bare state.
+        now_ms: Unix time in milliseconds.
+        name: of the view.
+        metrics: those that the state was made for.
+    """
     mark = {"version": VERSION, "digest": _digest(state), "at": now_ms, "metrics": sorted(metrics)}
     text = json.dumps({**state, _MARK: mark}, separators=(",", ":"))
     packed = _FORM + base64.b64encode(zlib.compress(text.encode(), 9)).decode()
@@ -149,16 +156,18 @@ def dashboard_tag(
 def dashboard_state(
     parent_run_id: str | None = None, metrics: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The page's state: one sweep's runs by their names, or all runs of the experiment but the
-    sweeps' parents, the newest first.
+    """Return the state of the page with our charts.
 
     Args:
-        metrics: some of these are logged; charts of others are left out, for MLflow shows a
-            section whose charts are all empty, and a scatter chart with one empty axis. Without
-            any, all charts are there.
+        parent_run_id: of a sweep, whose runs are shown by name; None shows all runs of the
+            experiment except the sweeps' parents, the newest first.
+        metrics: names that are logged. Charts of other metrics are left out, because MLflow shows
+            a section whose charts are all empty, and a scatter chart with one empty axis. Empty
+            keeps all charts.
     """
     if parent_run_id is None:
-        # By the start time under its usual name, MLflow would fold runs under their parents.
+        # Ordered by "Created": with the usual name of the start time MLflow would collapse the
+        # runs under their parents.
         page = _page("tags.precision != ''", "attributes.Created", False)
     else:
         wanted = "tags.`mlflow.parentRunId` = '{}'".format(parent_run_id.replace("'", ""))
@@ -169,7 +178,7 @@ def dashboard_state(
         for number, chart in enumerate(charts)
         if not metrics or set(chart[1]) <= set(metrics)
     ]
-    # Deleted, else MLflow makes charts of its own for them.
+    # Listed as deleted, because otherwise MLflow generates charts for them.
     hidden = [_card(metric, "", "LINE", [metric], {"deleted": True}) for metric in _UNCHARTED]
     page["compareRunSections"] = [_section(name) for name in dict(charts)]
     page["compareRunCharts"] = [card for _, card in charts] + hidden
@@ -184,15 +193,18 @@ def tags_to_set(
     metrics: Collection[str] = (),
     sweep: tuple[str, str, str] | None = None,
 ) -> dict[str, str]:
-    """The experiment's tags to set, given those that it has.
+    """Return the experiment's tags to set, given those that it has.
 
-    A dashboard is written where there is none, and replaced where it is an older one of ours, lacks
-    a chart for these metrics or has the other form. What someone changed is left alone, and so is
-    a note.
+    A dashboard is written if there is none, and replaced if it is an older one of ours, lacks a
+    chart for these metrics or has the form of another version. One that a user changed is kept, and
+    so is a note.
 
     Args:
-        version: of the server, or of MLflow where it opens the store itself.
-        metrics: names that runs are known to log; those of the dashboard there are kept.
+        existing: tags of the experiment.
+        experiment_id: of the experiment.
+        version: of the server, or of MLflow here for a store without a server.
+        now_ms: Unix time in milliseconds.
+        metrics: names that runs log; those of an existing dashboard are kept.
         sweep: the sweep's id, its parent run's id, and the name of its view.
     """
     if not is_supported(version):
@@ -210,7 +222,7 @@ def tags_to_set(
         }
         known = (set(metrics) & charted) | set(mark["metrics"] if mark else ())
         new = dashboard_tag(dashboard_state(parent, known), version, now_ms, name, known)
-        if not old or (mark and _outdated(mark, known, old, new)):
+        if not old or (mark and _is_outdated(mark, known, old, new)):
             wanted[tag] = new
     if not existing.get(NOTE_TAG):
         wanted[NOTE_TAG] = dashboard_note(experiment_id)
@@ -218,8 +230,11 @@ def tags_to_set(
 
 
 def tags_to_delete(existing: Mapping[str, str]) -> list[str]:
-    """The tags of the oldest sweeps' dashboards beyond MAX_SWEEPS: all of an experiment's tags come
-    with every answer about it, and MLflow stops its users from saving views of their own at 40."""
+    """Return the tags of the oldest sweeps' dashboards beyond MAX_SWEEPS.
+
+    Every answer about an experiment carries all of its tags, and from 40 views on MLflow keeps its
+    users from saving their own.
+    """
     ours = [
         (mark["at"], tag)
         for tag, text in existing.items()
@@ -229,7 +244,7 @@ def tags_to_delete(existing: Mapping[str, str]) -> list[str]:
 
 
 def unpack_state(text: str) -> dict[str, Any] | None:
-    """The state in a tag's value of either form; None where it cannot be read."""
+    """Return the state in a tag's value of either form; None if it cannot be read."""
     try:
         packed = text if text.startswith(_FORM) else json.loads(text)["state"]
         coded = packed.removeprefix(_FORM)
@@ -239,14 +254,14 @@ def unpack_state(text: str) -> dict[str, Any] | None:
     return state if isinstance(state, dict) else None
 
 
-def _outdated(mark: Mapping[str, Any], known: set[str], old: str, new: str) -> bool:
+def _is_outdated(mark: Mapping[str, Any], known: set[str], old: str, new: str) -> bool:
     if mark["version"] != VERSION:
         return mark["version"] < VERSION
     return known != set(mark["metrics"]) or old.startswith(_FORM) != new.startswith(_FORM)
 
 
 def _mark(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What we noted in a state of ours, unless someone changed it since."""
+    """Return our mark in a state that we wrote; None if someone else wrote or changed it."""
     mark = state and state.get(_MARK)
     if not state or not isinstance(mark, dict) or mark.get("digest") != _digest(state):
         return None
@@ -264,7 +279,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _page(search_filter: str, order: str, ascending: bool) -> dict[str, Any]:
-    """All of it but the charts: before 3.15 nothing is filled in for what is left out."""
+    """Return the page's state without its charts."""
+    # Every field is needed: versions before 3.15 fill in no defaults.
     return {
         "searchFilter": search_filter,
         "orderByKey": order,

@@ -1,5 +1,7 @@
-"""Keeps the dashboards of an experiment in its store. Works on an MLflow client; see dashboard.py
-for what they are."""
+"""Keep the dashboards of an experiment in its store, through an MLflow client.
+
+dashboard.py makes their content. This module is apart from it because it needs mlflow.
+"""
 
 import time
 from collections.abc import Collection
@@ -30,10 +32,10 @@ def ensure_dashboard(
 
     Args:
         client: of the store.
-        version: of the MLflow that shows the pages, see version_of.
+        version: of the MLflow that shows the pages, see server_version.
         experiment_id: of the experiment.
-        metrics: that are logged.
-        sweep: whose path is wanted; None wants the experiment's.
+        metrics: names of those that are logged.
+        sweep: the sweep whose path is returned; None returns the experiment's.
 
     Returns:
         The dashboard's path after the server's address; None where the version has no such views.
@@ -55,7 +57,7 @@ def ensure_dashboard(
 
 
 def server_version(uri: str) -> str:
-    """The version of the MLflow that shows a store's pages: the server's, or the one here.
+    """Return the version of the MLflow that shows a store's pages: the server's, or the one here.
 
     Raises:
         MlflowException: the server does not answer.
@@ -72,7 +74,7 @@ def server_version(uri: str) -> str:
 
 
 def too_old_reason(uri: str, version: str) -> str:
-    """What a user is told of a server without such views."""
+    """Return the message for a user whose server cannot show the dashboard."""
     return (
         f"{uri} runs MLflow {version}, whose pages cannot show the dashboard (3.10 or newer can); "
         "its plain pages hold everything."

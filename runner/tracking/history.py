@@ -1,4 +1,8 @@
-"""A run's metrics as arrays: read from its journal, kept as `history.npz`."""
+"""Read a run's metrics as arrays from its journal, and keep them as `history.npz`.
+
+The archive holds every value as it was recorded. A store does not: it keeps infinity as the
+greatest float.
+"""
 
 import io
 from array import array
@@ -16,14 +20,14 @@ from runner.tracking import journal as journals
 from runner.utils.layout import HISTORY
 
 MOST = 2**30
-"""Bytes that an archive may unfold to."""
+"""Upper bound on the uncompressed bytes of an archive that is read."""
 Curve = NDArray[np.float64]
-"""Shape [3, points]: optimizer steps, Unix times in milliseconds, values as they were (NaN and
-infinity, too), in order of time."""
+"""Shape [3, points], float64: optimizer steps, Unix times in milliseconds, and values as they were
+recorded (NaN and infinity, too), in order of time."""
 
 
 def from_journal(path: Path) -> dict[str, Curve]:
-    """Every metric of a run, by name, also of what was recorded before it was resumed."""
+    """Return every metric of a run by name, including what was recorded before a resume."""
     columns: dict[str, array[float]] = {}
     earlier: list[Path] = []
     for part in journals.run_journals(path):
@@ -38,53 +42,57 @@ def from_journal(path: Path) -> dict[str, Curve]:
 
 
 def from_folder(folder: Path) -> dict[str, Curve]:
-    """The metrics of the last run in a folder; none where nothing was recorded."""
-    newest, kept = journals.latest_journal(folder), folder / HISTORY
-    if kept.is_file() and not (newest and newest.stat().st_mtime > kept.stat().st_mtime):
+    """Return the metrics of the last run in a folder; empty if nothing was recorded."""
+    newest = journals.latest_journal(folder)
+    archive = folder / HISTORY
+    # An archive older than the journal is of an earlier part of the run.
+    if archive.is_file() and not (newest and newest.stat().st_mtime > archive.stat().st_mtime):
         with suppress(ValueError):
-            return read_history(kept)
+            return read_history(archive)
     return from_journal(newest) if newest else {}
 
 
 def write_history(path: Path, curves: Mapping[str, Curve]) -> Path:
-    """A compressed archive of plain arrays, whole or not at all; returns its path, which is in a
-    temporary folder where the disk of the run takes nothing.
+    """Write a compressed archive of plain arrays, all of it or nothing.
+
+    Returns:
+        Its path; in a temporary folder if the run's disk cannot be written.
 
     Raises:
-        RefusedError: it cannot be written, which waiting does not change.
+        RefusedError: it cannot be written there either; a retry would not help.
     """
     try:
-        return _archive(path, curves)
+        return _write_archive(path, curves)
     except OSError:
         with suppress(OSError):
-            return _archive(Path(mkdtemp(dir=_elsewhere().name)) / path.name, curves)
+            return _write_archive(Path(mkdtemp(dir=_temporary_folder().name)) / path.name, curves)
         from runner.tracking.writer.store_errors import RefusedError  # imports mlflow
 
         raise RefusedError(f"{path} was not written: the disk is full") from None
 
 
-def _archive(path: Path, curves: Mapping[str, Curve]) -> Path:
-    aside = path.with_suffix(".partial")
+def _write_archive(path: Path, curves: Mapping[str, Curve]) -> Path:
+    partial = path.with_suffix(".partial")
     try:
-        with aside.open("wb") as file:
+        with partial.open("wb") as file:
             np.savez_compressed(file, **curves)  # type: ignore[arg-type]
     except OSError:
-        aside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
-    return aside.replace(path)
+    return partial.replace(path)
 
 
 @cache
-def _elsewhere() -> TemporaryDirectory[str]:
-    """Removed when the process ends."""
+def _temporary_folder() -> TemporaryDirectory[str]:
+    """Return a folder that is removed when the process ends."""
     return TemporaryDirectory(prefix="runner-")
 
 
 def read_history(data: Path | bytes) -> dict[str, Curve]:
-    """The arrays of a `history.npz`; nothing in it is executed.
+    """Return the arrays of a `history.npz`; nothing in it is executed.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, or is no archive of curves.
     """
     source = io.BytesIO(data if isinstance(data, bytes) else data.read_bytes())
     try:
@@ -96,5 +104,5 @@ def read_history(data: Path | bytes) -> dict[str, Curve]:
             if any(curve.ndim != 2 or len(curve) != 3 for curve in curves.values()):
                 raise ValueError("it holds no curves")
             return curves
-    except Exception as error:  # whatever zipfile and NumPy make of it
+    except Exception as error:  # zipfile and NumPy raise many kinds
         raise ValueError(f"{HISTORY} is damaged: {error}") from error

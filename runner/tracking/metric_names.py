@@ -1,4 +1,4 @@
-"""The metrics of a run: the names that dashboards and scripts rely on."""
+"""Name the metrics of a run. Dashboards, reports and users' scripts rely on these names."""
 
 METRICS = {
     "train/loss": "mean over the step's examples, unscaled",

@@ -1,4 +1,8 @@
-"""Which store a run goes to. Decided before anything starts, without importing mlflow."""
+"""Resolve the store and the experiment of a run from the config and MLflow's variables.
+
+This happens before anything starts, without importing mlflow, so that a wrong URI stops a run at
+once.
+"""
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -14,11 +18,13 @@ _SCHEMES = ("http", "https", "databricks", *_DATABASES)
 
 
 def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
-    """The absolute URI of the store, so that a change of the working directory is harmless.
+    """Return the URI of the store, absolute so that the working directory may change later.
 
     Args:
-        uri: what the config gives; None takes MLFLOW_TRACKING_URI, then
+        uri: from the config; None takes MLFLOW_TRACKING_URI, then
             sqlite:///<cwd>/outputs/mlflow.db.
+        env: environment variables.
+        cwd: working directory.
 
     Raises:
         ConfigError: for a URI that no installed MLflow store can serve.
@@ -46,25 +52,26 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
 
 
 def resolve_experiment(name: str | None, env: Mapping[str, str]) -> str:
-    """The experiment's name: the config's, else MLFLOW_EXPERIMENT_NAME, else ours."""
+    """Return the experiment's name: the config's, else MLFLOW_EXPERIMENT_NAME, else ours."""
     return name or env.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT
 
 
 def resolve_experiment_id(
     name: str | None, uri: str | None, env: Mapping[str, str], cwd: Path
 ) -> str | None:
-    """MLFLOW_EXPERIMENT_ID where nothing gives a name; mlflow.set_experiment sets it.
-
-    Ids belong to one store, so it does not count where MLFLOW_TRACKING_URI names another than the
-    run goes to.
+    """Return MLFLOW_EXPERIMENT_ID if nothing gives a name, else None.
 
     Args:
         name: the config's experiment.
         uri: the config's store.
+        env: environment variables; mlflow.set_experiment sets MLFLOW_EXPERIMENT_ID.
+        cwd: working directory.
     """
     if name or env.get("MLFLOW_EXPERIMENT_NAME"):
         return None
-    if (theirs := env.get("MLFLOW_TRACKING_URI")) and uri:
+    # Ids belong to one store, so the variable does not count if MLFLOW_TRACKING_URI names another.
+    theirs = env.get("MLFLOW_TRACKING_URI")
+    if theirs and uri:
         without = {key: value for key, value in env.items() if key != "MLFLOW_TRACKING_URI"}
         if resolve_uri(uri, without, cwd) != resolve_uri(theirs, without, cwd):
             return None
@@ -72,12 +79,12 @@ def resolve_experiment_id(
 
 
 def is_database(uri: str) -> bool:
-    """Whether the store is a database that runs talk to themselves, without a server."""
+    """Return whether a store is a database that runs access directly, without a server."""
     return urlsplit(uri).scheme.split("+")[0] in _DATABASES
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The database file of an absolute SQLite URI; None for any other store."""
+    """Return the database file of an absolute SQLite URI; None for any other store."""
     prefix, _, rest = uri.partition(":///")
     return Path(rest.partition("?")[0]) if prefix.split("+")[0] == "sqlite" else None
 
