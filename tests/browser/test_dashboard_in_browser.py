@@ -131,7 +131,7 @@ def test_one_url_opens_a_sweeps_charts(stored, page, tmp_path):
     look(page, url, tmp_path / "dashboard.png")
 
 
-def test_the_note_on_the_experiments_page_leads_there(stored, page):
+def test_the_note_on_the_experiments_page_links_to_the_dashboard(stored, page):
     server, experiment = stored
     page.goto(f"{server.url}/#/experiments/{experiment}/runs?workflowType=machine_learning")
     link = page.get_by_role("link", name=dashboard.NAME).first
@@ -141,7 +141,7 @@ def test_the_note_on_the_experiments_page_leads_there(stored, page):
     opened.value.get_by_text("Trade-off", exact=True).first.wait_for()
 
 
-def test_the_experiments_charts_are_there_after_the_server_was_started_anew(stored, page, tmp_path):
+def test_the_experiments_charts_are_shown_after_a_restart_of_the_server(stored, page, tmp_path):
     server, experiment = stored
     server.stop()
     server.start()

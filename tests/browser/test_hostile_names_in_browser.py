@@ -52,7 +52,7 @@ def opened(swept, page):
     return page, asked
 
 
-def test_nothing_runs_and_nothing_is_asked_for(opened):
+def test_hostile_names_run_no_script_and_request_nothing(opened):
     page, asked = opened
     assert page.evaluate("window.__pwned") is None
     assert len(asked) == 1, asked
@@ -70,7 +70,7 @@ def test_the_names_are_shown(opened):
     assert page.locator("table").first.is_visible()
 
 
-def test_a_script_that_got_in_would_not_run(swept, page, tmp_path):
+def test_an_injected_script_would_not_run(swept, page, tmp_path):
     """The policy of the page itself."""
     html = (swept[0] / "report.html").read_text()
     path = tmp_path / "more.html"

@@ -1,7 +1,7 @@
 """A trainer for tests of outages: python fault_trainer.py URI FOLDER PAUSE [KEY=VALUE ...].
 
-Records a step every PAUSE seconds until a file FOLDER.stop is there, in blocks as the runner does,
-and prints what it came to as JSON. Values follow from their step, so that a test knows them all.
+Records a step every PAUSE seconds until a file FOLDER.stop exists, in blocks as the runner does,
+and prints its result as JSON. Values are computed from their step, so that a test knows them all.
 """
 
 import json
@@ -19,7 +19,7 @@ ODD = {7: math.nan, 11: math.inf, 13: -math.inf}
 
 
 def values(step: int) -> dict[str, float]:
-    """What is recorded at a step, from 1."""
+    """Return the values recorded at a step, counted from 1."""
     loss = ODD.get(step % 97, 1 / step)
     return {"train/loss": loss, "train/lr": step / 3, "loss_scale/value": 2.0 ** (step % 24)}
 

@@ -1,4 +1,4 @@
-"""A server that can be killed, trainers beside it, and the count of what arrived."""
+"""Run trainer processes for tests of outages, and count the points that were stored."""
 
 import json
 import os
@@ -45,16 +45,16 @@ class Trainer:
         )
 
     def training(self):
-        """Waits until it records."""
+        """Wait until the trainer has begun to record."""
         assert self.process.stdout.readline() == "training\n", self.process.stderr.read()
         return self
 
     def stop(self):
-        """Has it end its run."""
+        """Ask the trainer to end its run."""
         self.folder.with_suffix(".stop").touch()
 
     def opened(self, seconds=90):
-        """Waits until its run is in the store; the run's id."""
+        """Wait until the run is in the store; return its id."""
         end = time.monotonic() + seconds
         while not (run_id := progress_of(self.folder).run_id):
             assert time.monotonic() < end, "the run was not opened"
@@ -62,14 +62,14 @@ class Trainer:
         return run_id
 
     def result(self, timeout=180):
-        """What it came to, and its stderr."""
+        """Wait for the end; return what the trainer printed as JSON, and its stderr."""
         stdout, stderr = self.process.communicate(timeout=timeout)
         assert self.process.returncode == 0, stderr
         return json.loads(stdout), stderr
 
 
 def progress_of(folder):
-    """How far the journal of a run has come."""
+    """Return the upload state of a run's journal."""
     progress = UploadState(folder / "journal.jsonl")
     progress.peek()
     return progress
@@ -80,7 +80,7 @@ def status_of(uri, run_id):
 
 
 def counted(uri, run_id, steps, folder):
-    """Points logged, lost, doubled and altered, in the store and in history.npz."""
+    """Count the points logged, lost, doubled and altered, in the store and in history.npz."""
     client, found = MlflowClient(uri), Counter()
     kept = client.download_artifacts(run_id, HISTORY, str(folder))
     exact = history.read_history(Path(kept))
@@ -110,7 +110,7 @@ def _compared(wanted, points, stored):
 
 
 def _as(point, stored):
-    """A point as a store keeps it, which has no infinity, or as it was."""
+    """Return a point as recorded, or as a store keeps it, which has no infinity."""
     time_ms, value = point
     return time_ms, repr(
         max(-GREATEST, min(GREATEST, value)) if stored and value == value else value

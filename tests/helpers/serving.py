@@ -1,4 +1,4 @@
-"""MLflow's own server, beside the tests."""
+"""Run MLflow's own server for tests."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ from urllib.request import urlopen
 
 
 def free_port():
-    """On loopback."""
+    """Return a free port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 class Server:
-    """`mlflow server` with one worker, at one address through all its lives.
+    """`mlflow server` with one worker, at the same address after each restart.
 
     Args:
         folder: of its log, its artifacts and, unless another store is named, its database.
@@ -31,7 +31,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self, wait=True):
-        """Returns once it answers, unless told not to wait."""
+        """Start the server; with `wait`, return once it answers."""
         options = [
             f"--backend-store-uri={self.store}",
             "--host=127.0.0.1",
@@ -63,7 +63,7 @@ class Server:
         return False
 
     def stop(self):
-        """As a power cut would: its workers take long to end on request."""
+        """Kill the server: its workers take long to end on request."""
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(timeout=20)

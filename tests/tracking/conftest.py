@@ -14,7 +14,7 @@ with warnings.catch_warnings():
 
 
 class StoreReader:
-    """What a store holds, as MLflow's client tells it."""
+    """The content of a store, read with MLflow's client."""
 
     def __init__(self, uri):
         self.uri = uri
@@ -33,12 +33,12 @@ class StoreReader:
         return self.client.get_run(run_id)
 
     def points(self, run_id, key):
-        """(step, time, value) of every stored point, in order of steps."""
+        """Return (step, time, value) of every stored point, in order of steps."""
         history = self.client.get_metric_history(run_id, key)
         return sorted((point.step, point.timestamp, point.value) for point in history)
 
     def experiment(self, name):
-        """The id of an experiment, made if need be; files of a database lie beside it."""
+        """Return the id of an experiment; create it, with its artifacts next to a database."""
         found = self.client.get_experiment_by_name(name)
         if found:
             return found.experiment_id
@@ -47,14 +47,14 @@ class StoreReader:
         return self.client.create_experiment(name, artifact_location=beside)
 
     def named(self, experiment, name):
-        """The runs of this name in an experiment."""
+        """Return the runs of a name in an experiment."""
         found = self.client.get_experiment_by_name(experiment)
         query = f"attributes.run_name = '{name}'"
         return self.client.search_runs([found.experiment_id], query) if found else []
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Returns once the condition holds; fails the test after `seconds`."""
+    """Wait until a condition holds; fail the test after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -63,7 +63,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory):
-    """A SQLite store that does not exist before the first run opens it."""
+    """Return a SQLite store that does not exist before the first run opens it."""
     folder = tmp_path_factory.mktemp("store")
     return StoreReader(f"sqlite:///{folder}/outputs/mlflow.db")
 
@@ -80,7 +80,7 @@ def until():
 
 @pytest.fixture(scope="session")
 def trainer_command():
-    """The command line of a trainer process, less its arguments."""
+    """Return the command line of a trainer process, without its arguments."""
     root = Path(__file__).parents[2]
     start = f"import sys, runpy; sys.path.insert(0, {str(root)!r}); sys.argv = sys.argv[1:]; "
     start += "runpy.run_path(sys.argv[0], run_name='__main__')"

@@ -79,7 +79,7 @@ def test_every_chart_has_its_section_and_metrics_that_exist():
     assert drawn == {metric for metric in METRICS if "<" not in metric}
 
 
-def test_what_no_run_logs_has_neither_chart_nor_section():
+def test_a_metric_that_no_run_logs_has_neither_chart_nor_section():
     state = dashboard.dashboard_state(metrics=LANGUAGE)
     assert names(state) == ["Loss", "Quality", "Cost", "Trade-off", "Differences"]
     text = json.dumps([card for card in state["compareRunCharts"] if not card["deleted"]])
@@ -106,7 +106,7 @@ def test_a_url_names_the_view_and_nothing_that_overrides_it():
     }
 
 
-def test_what_is_odd_in_a_key_is_escaped():
+def test_special_characters_in_a_share_key_are_escaped():
     assert "viewStateShareKey=precision-runner-a%26b%20c%2Fd&" in dashboard.dashboard_path(
         "7", dashboard.sweep_key("a&b c/d")
     )
@@ -121,7 +121,7 @@ def test_the_note_links_to_the_dashboard_whatever_the_servers_address():
     assert dashboard.dashboard_note("7").count(f"](#{dashboard.dashboard_path('7')[2:]})") == 1
 
 
-def test_what_is_there_already_is_not_written_again():
+def test_an_existing_dashboard_is_not_written_again():
     first = written(sweep=SWEEP)
     assert first.keys() == {TAG, SWEEP_TAG, NOTE_TAG}
     assert written(first, sweep=SWEEP) == {}
@@ -136,7 +136,7 @@ def test_a_dashboard_gains_the_charts_of_metrics_that_come_later():
     assert names(dashboard.unpack_state(second[TAG]))[:3] == ["Loss scale", "Loss", "Quality"]
 
 
-def test_an_older_one_of_ours_is_replaced_and_a_newer_one_is_not(monkeypatch):
+def test_an_older_dashboard_of_ours_is_replaced_and_a_newer_one_is_not(monkeypatch):
     first = written()
     monkeypatch.setattr(dashboard, "VERSION", dashboard.VERSION + 1)
     second = written(first)
@@ -153,19 +153,19 @@ def test_another_server_gets_the_form_that_it_reads():
 @pytest.mark.parametrize(
     "text", ["{}", "[]", "deflate;x", "deflate;eJwrLkksSQUABioCDQ==", "nothing"]
 )
-def test_what_someone_else_wrote_is_left_alone(text):
+def test_a_view_of_another_author_is_kept(text):
     theirs = {TAG: text, NOTE_TAG: "our notes"}
     assert written(theirs, metrics=LANGUAGE) == {}
 
 
-def test_what_someone_changed_is_left_alone(monkeypatch):
+def test_a_dashboard_that_a_user_changed_is_kept(monkeypatch):
     first = written()
     first[TAG] = changed(first[TAG], hideEmptyCharts=False)
     monkeypatch.setattr(dashboard, "VERSION", dashboard.VERSION + 1)
     assert written(first, metrics=LANGUAGE) == {}
 
 
-def test_the_oldest_sweeps_go_and_what_someone_changed_stays():
+def test_the_oldest_sweeps_dashboards_are_deleted_but_not_those_a_user_changed():
     tags = {}
     for number in range(dashboard.MAX_SWEEPS + 3):
         sweep = (str(number), "0123abc", f"sweep {number}")

@@ -68,7 +68,7 @@ def test_runs_on_the_same_data_share_one_data_set(store, run_in):
     assert inputs_of(store, runs[0]) == inputs_of(store, runs[1])
 
 
-def test_a_set_that_is_both_trained_and_validated_on_is_told_once(store, run_in):
+def test_a_data_set_used_for_training_and_validation_is_recorded_once(store, run_in):
     few = TensorDataset(torch.ones(4, 2), torch.ones(4))
     run_id = run_in("overfit")
     log_inputs(store.client, run_id, describe_data("few", {}, Splits(few, few)))

@@ -33,7 +33,7 @@ def rows(store):
         return sorted(runs.fetchall()), sorted(names.fetchall())
 
 
-def test_runs_go_beside_it_and_it_is_left_as_it_was(deleted):
+def test_runs_go_to_another_experiment_and_the_deleted_one_is_unchanged(deleted):
     store, client, experiment = deleted
     before = rows(store)
     beside = store.experiment("old")
@@ -50,19 +50,19 @@ def test_runs_go_beside_it_and_it_is_left_as_it_was(deleted):
     assert client.get_experiment(third).name == "old 3"
 
 
-def test_one_that_is_asked_for_by_its_id_is_refused_with_the_way_back(deleted):
+def test_a_deleted_experiment_named_by_its_id_is_refused_with_the_command_to_restore_it(deleted):
     store, _, experiment = deleted
     with pytest.raises(RefusedError, match=rf"'old' .*restore --experiment-id {experiment}"):
         store.experiment("anything", known_id=experiment)
 
 
-def test_what_the_message_says_works(deleted):
+def test_the_command_in_the_message_restores_the_experiment(deleted):
     store, client, experiment = deleted
     client.restore_experiment(experiment)
     assert store.experiment("old") == experiment
 
 
-def test_restoring_to_rename_would_bring_everything_back_for_a_while(deleted):
+def test_restoring_an_experiment_to_rename_it_would_restore_its_runs(deleted):
     """Why the experiment is not set aside under another name: that takes three calls, and after
     the first one also the run that had been deleted before it is there, for everybody."""
     _, client, experiment = deleted

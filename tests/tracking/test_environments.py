@@ -79,7 +79,7 @@ def test_a_run_goes_to_the_experiment_of_the_environment(record, store, monkeypa
     assert record().info.experiment_id == wanted
 
 
-def test_an_experiment_id_that_is_not_there_is_told(record, monkeypatch):
+def test_an_unknown_experiment_id_is_reported(record, monkeypatch):
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "987654")
     with pytest.raises(TrackingError, match=r"MLFLOW_EXPERIMENT_ID=987654. Unset it, or type"):
         record()

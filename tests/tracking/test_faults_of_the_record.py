@@ -114,7 +114,7 @@ def four(uri, tmp_path, whole):
         whole(trainer, done["steps"])
 
 
-def test_a_database_locked_by_another_process_holds_up_nobody(tmp_path, whole):
+def test_a_database_locked_by_another_process_delays_no_training(tmp_path, whole):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     trainer = Trainer(uri, tmp_path / "run", pause=0.01).training()
     trainer.opened()
@@ -200,7 +200,7 @@ def test_a_disk_that_stays_full_costs_the_points_it_had_no_room_for(disk, tmp_pa
     assert found == {"logged": 3 * len(steps), **NONE}
 
 
-def test_a_run_that_lost_its_writer_too_is_settled_by_the_next_one(tmp_path, until):
+def test_a_run_killed_with_its_writer_is_uploaded_by_the_next_run(tmp_path, until):
     uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
     first = Trainer(uri, tmp_path / "outputs" / "runs" / "1").training()
     run_id = first.opened()
@@ -225,7 +225,7 @@ def children(pid):
     return [int(text) for text in found.stdout.split()]
 
 
-def test_sync_beside_a_writer_at_work_and_after_a_part_was_sent_doubles_nothing(
+def test_sync_during_an_upload_and_after_a_partial_one_doubles_nothing(
     tmp_path, server, whole, capsys
 ):
     """The writer of a run that has ended is still at it; sync takes over where it is."""
@@ -250,7 +250,7 @@ def test_sync_beside_a_writer_at_work_and_after_a_part_was_sent_doubles_nothing(
     whole(trainer, done["steps"])
 
 
-def test_a_server_that_stays_away_stops_nothing_and_sync_sends_everything_later(
+def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_everything_later(
     lonely, tmp_path, whole, capsys
 ):
     """Told once after half a minute; the run ends with success, and soon."""

@@ -18,7 +18,7 @@ def losses(folder):
     return history.from_folder(folder)["train/loss"][2].tolist()
 
 
-def test_what_was_recorded_comes_back_as_it_was(tmp_path):
+def test_recorded_values_are_read_back_unchanged(tmp_path):
     values = [0.1, float("inf"), -1e308, 2**-1074]
     curves = history.from_journal(journal(tmp_path, *values))
     kept = history.read_history(history.write_history(tmp_path / HISTORY, curves))["train/loss"]

@@ -46,14 +46,14 @@ def test_a_block_keeps_its_order(journal):
     assert [record["step"] for record in records(journal)] == list(range(500))
 
 
-def test_reading_goes_on_from_an_offset(journal):
+def test_reading_continues_from_an_offset(journal):
     journal.append_metrics([(1, 1, {"a": 1}), (2, 2, {"a": 2})])
     (_, middle), (_, end) = read_records(journal.path)
     assert [record["step"] for record, _ in read_records(journal.path, middle)] == [2]
     assert list(read_records(journal.path, end)) == []
 
 
-def test_an_unfinished_line_waits_and_a_damaged_one_is_named(journal):
+def test_an_unfinished_line_is_not_read_and_a_damaged_one_is_marked(journal):
     journal.append("tags", values={"a": "1"})
     with journal.path.open("ab") as file:
         file.write(b'{"kind":"metr\n12\n{"kind":"end"')
@@ -66,7 +66,7 @@ def test_two_runs_in_one_folder_have_a_journal_each(journal, tmp_path):
     other.close()
 
 
-def test_the_owner_is_known_to_live_until_it_closes(journal):
+def test_a_journal_has_a_live_owner_until_it_is_closed(journal):
     assert has_live_owner(journal.path)
     journal.close()
     assert not has_live_owner(journal.path)
@@ -74,7 +74,7 @@ def test_the_owner_is_known_to_live_until_it_closes(journal):
 
 @pytest.fixture
 def disk(monkeypatch):
-    """A disk with so many bytes of room, for os.write."""
+    """Return a disk for os.write with as many bytes free as its `room`."""
     write = os.write
 
     class Disk:
@@ -91,7 +91,9 @@ def disk(monkeypatch):
     return Disk
 
 
-def test_a_full_disk_is_told_once_and_filled_up_in_order_when_there_is_room(journal, disk, caplog):
+def test_a_full_disk_is_reported_once_and_records_are_written_in_order_when_there_is_room(
+    journal, disk, caplog
+):
     disk.room = 150  # ends in the middle of a line
     for step in range(1, 9):
         journal.append_metrics([(step, step, {"train/loss": 1 / step})])

@@ -50,7 +50,7 @@ def logged(store, run_id, exported, **more):
     return log_model(store.uri, run_id, folder, facts, "model", **more)
 
 
-def test_it_belongs_to_its_run(quiet_store, exported):
+def test_a_logged_model_belongs_to_its_run(quiet_store, exported):
     run_id = opened(quiet_store, "belongs")
     model_id = logged(quiet_store, run_id, exported)
     model = quiet_store.client.get_logged_model(model_id)
@@ -63,7 +63,7 @@ def test_it_belongs_to_its_run(quiet_store, exported):
     assert quiet_store.points(run_id, "val/loss") == [(4, moment, 0.4), (8, moment, 0.8)]
 
 
-def test_it_can_be_sent_again(quiet_store, exported):
+def test_a_model_can_be_uploaded_again(quiet_store, exported):
     run_id = opened(quiet_store, "again")
     ids = {logged(quiet_store, run_id, exported, registered_name=ODD) for _ in range(3)}
     assert len(ids) == 1
@@ -74,7 +74,7 @@ def test_it_can_be_sent_again(quiet_store, exported):
     assert json.loads(tags["mlflow.modelVersions"]) == [{"name": ODD, "version": 1}]
 
 
-def test_a_try_that_broke_off_is_finished(quiet_store, exported, monkeypatch):
+def test_an_interrupted_upload_of_a_model_is_completed(quiet_store, exported, monkeypatch):
     run_id = opened(quiet_store, "broken")
     client = type(quiet_store.client)
 
@@ -175,7 +175,7 @@ def server(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_over_http(server, reader, exported, tmp_path):
+def test_a_model_is_stored_over_http(server, reader, exported, tmp_path):
     store = reader(server)
     run_id = opened(store, "http")
     model_id = logged(store, run_id, exported, registered_name="over-http")

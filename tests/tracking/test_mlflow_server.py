@@ -65,7 +65,9 @@ def model_folder(folder):
     return folder, {**made.facts, "step": 2}
 
 
-def test_what_a_run_leaves_arrives_when_the_server_comes_back(late_server, reader, until, tmp_path):
+def test_model_and_data_sets_are_uploaded_when_the_server_is_back(
+    late_server, reader, until, tmp_path
+):
     """It goes away while the run trains and stays away while it ends."""
     uri = late_server.url
     if not late_server.process:

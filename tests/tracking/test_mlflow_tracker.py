@@ -21,7 +21,7 @@ KEYS = tuple(f"train/metric_{number}" for number in range(7))
 
 @pytest.fixture
 def begin(store, tmp_path):
-    """Opens a run; its folder is under tmp_path."""
+    """Return a function that opens a run in a folder under tmp_path."""
     opened = []
 
     def start(name, experiment="runs", **info):
@@ -135,7 +135,7 @@ def test_a_killed_writer_is_replaced_and_nothing_is_lost_or_doubled(begin, store
     assert store.points(tracker.run_id, KEYS[0]) == expected(1200)
 
 
-def test_runs_left_behind_with_their_writer_are_settled(
+def test_runs_killed_with_their_writer_are_uploaded_later(
     store, trainer_command, tmp_path, begin, capsys
 ):
     command = [*trainer_command, store.uri, str(tmp_path / "left"), "sleep"]
@@ -158,7 +158,7 @@ def test_runs_left_behind_with_their_writer_are_settled(
 
 
 def _child(pid):
-    """The one child process of `pid`."""
+    """Return the one child process of `pid`."""
     found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True)
     return int(found.stdout.split()[0])
 
@@ -175,7 +175,7 @@ def test_a_lost_offset_doubles_nothing(begin, store, tmp_path):
     assert store.points(run.info.run_id, KEYS[0]) == expected(300)
 
 
-def test_beside_a_deleted_experiment_the_user_is_told_where_runs_go(begin, store, until, caplog):
+def test_the_user_is_told_where_the_runs_of_a_deleted_experiment_go(begin, store, until, caplog):
     store.client.delete_experiment(store.experiment("old"))
     with caplog.at_level(logging.WARNING, "runner.tracking"):
         tracker = begin("beside", experiment="old")
@@ -186,7 +186,7 @@ def test_beside_a_deleted_experiment_the_user_is_told_where_runs_go(begin, store
     assert store.client.get_experiment(tracker.experiment_id).name == "old 2"
 
 
-def test_a_store_without_dashboards_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch):
+def test_a_store_without_dashboards_gives_one_notice_and_the_run_continues(tmp_path, monkeypatch):
     from runner.tracking.writer.store import Store
 
     monkeypatch.setattr("runner.tracking.dashboard_views.server_version", lambda uri: "3.9.0")
@@ -215,7 +215,7 @@ def test_a_deleted_experiment_that_was_asked_for_by_its_id_is_refused(
     assert time.monotonic() - start < 1
 
 
-def test_a_missing_artifact_is_told_and_the_run_goes_on(begin, store, tmp_path, caplog):
+def test_a_missing_artifact_is_reported_and_the_run_continues(begin, store, tmp_path, caplog):
     tracker = begin("gap")
     tracker.artifact(tmp_path / "gap" / "no such file")
     tracker.metrics(1, 1, {"a": 1.0})
@@ -267,7 +267,7 @@ def test_a_tag_of_the_runners_own_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_sweep_to_join_must_be_there(tmp_path, store):
+def test_a_sweep_to_join_must_exist(tmp_path, store):
     with pytest.raises(ConfigError, match=r"tracking\.sweep=nowhere: there is no such sweep"):
         MlflowTracker(uri=store.uri, sweep="nowhere").check_sweep()
     with pytest.raises(ConfigError, match="There is no store at"):

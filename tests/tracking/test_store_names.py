@@ -24,7 +24,7 @@ def test_names_become_legal(name, legal):
 @pytest.mark.parametrize(
     "name", ["a/../..", "//", "", "a" * 300, "é ü", "a\nb", "..", "a/.", "./."]
 )
-def test_mlflow_accepts_every_name_that_comes_out(name):
+def test_mlflow_accepts_every_legal_name(name):
     validation._validate_metric(legal_name(name), 1.0, 1, 1)
     validation._validate_param(legal_name(name), "x")
 

@@ -41,7 +41,7 @@ def test_uri_is_absolute(given, env, expected):
         ("sqlite:///:memory:", "in memory"),
     ],
 )
-def test_a_bad_uri_is_told_at_once_with_what_to_type(given, message):
+def test_a_bad_uri_is_refused_at_once_with_what_to_type(given, message):
     with pytest.raises(ConfigError, match=message):
         MlflowTracker(uri=given)
 

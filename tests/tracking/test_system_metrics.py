@@ -37,14 +37,14 @@ def test_a_sample_has_the_names_that_mlflow_shows():
     assert values["system/process_memory_megabytes"] > 10
 
 
-def test_it_is_due_once_per_interval_and_does_not_catch_up():
+def test_a_sample_is_due_once_per_interval_and_missed_ones_are_not_made_up():
     metrics = SystemMetrics(10, now=100.0)
     asked = (100.0, 109.9, 110.0, 110.1, 119.0, 120.5, 175.0, 176.0, 185.0)
     assert [now for now in asked if metrics.is_due(now)] == [110.0, 120.5, 175.0, 185.0]
 
 
 @pytest.mark.parametrize("seconds", [0, -1.5, float("nan")])
-def test_an_interval_that_is_none_is_refused(seconds):
+def test_an_interval_of_zero_or_less_is_refused(seconds):
     with pytest.raises(ConfigError, match=rf"tracking.system_metrics={seconds}: .* or null"):
         MlflowTracker(system_metrics=seconds)
     assert MlflowTracker(system_metrics=None).system_metrics is None
@@ -101,7 +101,7 @@ def test_a_monitor_that_breaks_or_is_missing_is_left_out(monkeypatch):
     assert "system/disk_usage_percentage" not in values
 
 
-def test_without_any_monitor_it_is_never_due(monkeypatch):
+def test_without_any_monitor_no_sample_is_due(monkeypatch):
     def nothing(name):
         raise ImportError(name)
 

@@ -1,4 +1,4 @@
-"""What the writer does when a store fails, without a store."""
+"""The writer retries, skips or closes when a store fails. Without a real store."""
 
 import json
 import os
@@ -22,7 +22,7 @@ START |= {"tags": {}, "sweep": None, "role": "run"}
 
 
 class FakeStore:
-    """Takes everything, except that each call first raises the next of `failures`."""
+    """A store that takes everything, but each call first raises the next of `failures`."""
 
     def __init__(self):
         self.failures = []
@@ -59,7 +59,7 @@ def journal(tmp_path):
 
 @pytest.fixture
 def work(journal, monkeypatch):
-    """A writer on a fake store with one journal; `events` are what it tells the trainer."""
+    """Return a writer on a fake store with one journal; `events` returns what it reported."""
     receive, send = os.pipe()
     one = writer_main.Writer(os.getpid(), send)
     store = one.store = FakeStore()
@@ -115,7 +115,7 @@ def test_a_pause_is_kept(work, journal):
     assert work.store.calls == []
 
 
-def test_a_store_that_stays_away_is_told_once_and_may_still_come_back(work, journal):
+def test_a_long_outage_is_reported_once_and_ends_when_the_store_answers(work, journal):
     journal.append("start", **START)
     away = "request failed (NewConnectionError('[Errno 111] Connection refused'))"
     work.store.failures = [UnreachableError(away)] * 9
@@ -137,7 +137,7 @@ def test_a_refused_run_is_closed(work, journal):
     assert (closed["event"], closed["complete"]) == ("closed", False)
 
 
-def test_a_refused_batch_is_left_out_and_the_rest_goes_on(work, journal):
+def test_a_refused_batch_is_skipped_and_the_rest_is_uploaded(work, journal):
     journal.append("start", **START)
     work.turn()
     journal.append("tags", values={"bad": "1"})
@@ -183,7 +183,7 @@ def test_a_disk_that_is_full_for_the_state_is_waited_for(work, journal, monkeypa
     assert [event["event"] for event in work.events()] == ["away", "opened"]
 
 
-def test_a_run_gets_its_status_whatever_its_artifacts_meet(work, journal):
+def test_a_run_gets_its_status_even_if_its_artifacts_fail(work, journal):
     journal.append("start", **START)
     journal.append("metrics", step=1, time=1, values={"train/loss": 1.0})
     journal.append("end", status="FINISHED", error=None, time=9)
@@ -267,7 +267,7 @@ def test_another_kind_of_record_completes_a_batch(journal):
     assert next_batch(journal.path, 0).complete
 
 
-def test_progress_survives_a_writer_and_admits_one_at_a_time(journal):
+def test_the_upload_state_survives_a_writer_and_admits_one_writer_at_a_time(journal):
     first, second = UploadState(journal.path), UploadState(journal.path)
     assert first.claim()
     assert not second.claim()
@@ -278,7 +278,7 @@ def test_progress_survives_a_writer_and_admits_one_at_a_time(journal):
     second.release()
 
 
-def test_what_another_writer_finished_is_not_ended_again(work, journal):
+def test_a_run_that_another_writer_ended_is_not_ended_again(work, journal):
     journal.append("start", **START)
     journal.append("end", status="FINISHED", error=None, time=9)
     work._trainer_is_alive = False
@@ -318,7 +318,7 @@ def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(
     assert pending.journal_state(journal.path) == "refused"
 
 
-def test_a_torn_progress_file_starts_over_and_looks_for_the_run(journal):
+def test_a_damaged_upload_state_starts_over_and_looks_for_the_run(journal):
     journal.path.with_suffix(".state").write_bytes(b'{"run_id": "r", "off')
     progress = UploadState(journal.path)
     assert progress.claim()
@@ -379,7 +379,7 @@ def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
         ),
     ],
 )
-def test_what_is_said_while_the_last_records_are_uploaded(tmp_path, offset, outage, message):
+def test_the_message_while_the_last_records_are_uploaded(tmp_path, offset, outage, message):
     journal = tmp_path / "journal.jsonl"
     journal.write_text("x" * 100)
     status = JournalStatus(journal)
