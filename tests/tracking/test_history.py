@@ -9,7 +9,9 @@ from runner.utils.layout import HISTORY
 
 def journal(folder, *values):
     made = Journal(folder)
-    made.metrics((step, 1000 + step, {"train/loss": value}) for step, value in enumerate(values))
+    made.append_metrics(
+        (step, 1000 + step, {"train/loss": value}) for step, value in enumerate(values)
+    )
     made.close()
     return made.path
 
