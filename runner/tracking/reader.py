@@ -147,11 +147,12 @@ class Reader:
             with tempfile.TemporaryDirectory() as folder, quiet_imports():
                 return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
         except Exception as error:
-            if self._is_missing(run_id, path):
+            reason = self._fetch_problem(run_id, path, error)
+            if reason is None:
                 return None
             raise TrackingError(
                 f"the artifact {path} of run {run_id} in {redact(self.uri)} could not be fetched: "
-                f"{_short(error)}"
+                f"{reason}"
             ) from error
 
     def artifact_or_notice(self, run_id: str, path: str) -> bytes | None:
@@ -165,14 +166,15 @@ class Reader:
             self.notices.append(str(error))
             return None
 
-    def _is_missing(self, run_id: str, path: str) -> bool:
-        """Return whether the store says that a run has no artifact of a path."""
-        # The error of a download does not tell: each kind of artifact store has its own for a
+    def _fetch_problem(self, run_id: str, path: str, error: Exception) -> str | None:
+        """Return why an artifact could not be fetched; None if the run has no such artifact."""
+        # The error of the download does not tell: each kind of artifact store has its own for a
         # missing file, some the same one as for an outage. The list of artifacts tells.
         try:
-            return path not in self.artifacts(run_id, path.rpartition("/")[0])
-        except TrackingError:
-            return False
+            exists = path in self.artifacts(run_id, path.rpartition("/")[0])
+        except TrackingError as outage:
+            return short_cause(str(outage))
+        return _short(error) if exists else None
 
     def curve(self, run_id: str, name: str) -> Curve:
         """Return a metric's points; the greatest float, which stores keep for infinity, as inf."""
