@@ -102,7 +102,7 @@ def test_the_report_is_rebuilt_from_the_store_alone(advised, inside, tmp_path, s
         (["model=gpt", "data=digits", "tracking=none"], "error: "),
     ],
 )
-def test_what_makes_no_sense_is_said_before_anything_runs(inside, tmp_path, words, says):
+def test_a_command_that_makes_no_sense_is_refused_before_any_trial(inside, tmp_path, words, says):
     with inside(tmp_path) as main:
         done = main("mode=advise", "model=mlp", *words)
     assert (done.rc, done.stderr.count("error:")) == (2, 1), done.stderr
@@ -110,7 +110,7 @@ def test_what_makes_no_sense_is_said_before_anything_runs(inside, tmp_path, word
     assert not list(tmp_path.glob("outputs/sweeps/*/*/result.json"))
 
 
-def test_what_is_missing_is_emulated_and_what_is_here_is_not(inside, tmp_path):
+def test_missing_hardware_is_emulated_and_present_hardware_is_not(inside, tmp_path):
     words = (
         "precision=bf16-mixed,tf32,transformer-engine",
         "precision.emulate=true",
@@ -132,7 +132,7 @@ def test_what_is_missing_is_emulated_and_what_is_here_is_not(inside, tmp_path):
 
 
 @pytest.fixture
-def gone_on_with(clean, tmp_path):
+def resumed(clean, tmp_path):
     """Stops a command where it is due, goes on with it, and gives all results of both."""
 
     def begun(*words: str) -> subprocess.Popen[str]:
@@ -171,8 +171,8 @@ def taken(results: list[RunResult]) -> set[tuple[str, float]]:
     return {(r.folder, r.seconds) for r in results}
 
 
-def test_a_stop_keeps_what_was_found_and_it_can_be_gone_on_with(gone_on_with):
-    before, after = gone_on_with(
+def test_a_stopped_advice_keeps_its_trials_and_is_resumed(resumed):
+    before, after = resumed(
         lambda found: len(found) >= 4,  # in the second seed
         *WORDS,
         "tracking=none",
@@ -183,10 +183,10 @@ def test_a_stop_keeps_what_was_found_and_it_can_be_gone_on_with(gone_on_with):
     assert taken(before) <= taken(after)  # not done again
 
 
-def test_a_search_for_islands_is_gone_on_with(gone_on_with, clean):
+def test_a_stopped_search_for_module_sets_is_resumed(resumed, clean):
     here = Path(__file__).parents[1] / "helpers"
     clean["PYTHONPATH"] = os.pathsep.join([str(here), clean.get("PYTHONPATH", "")])
-    before, after = gone_on_with(
+    before, after = resumed(
         lambda found: any("keep_fp32" in r.group for r in found),
         "mode=advise",
         "--config-dir",

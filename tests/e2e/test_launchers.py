@@ -142,7 +142,7 @@ def begin(jobs, clean):
 def wait_for(condition, process=None, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timed out"
         assert process is None or process.poll() is None, process.communicate()
         time.sleep(0.05)
 
@@ -250,7 +250,7 @@ def _check_store(server, told):
 
 
 @pytest.mark.slow
-def test_a_signal_stops_joblibs_jobs_and_the_sweep_goes_on_later(begin, jobs):
+def test_a_signal_stops_joblibs_jobs_and_the_sweep_is_resumed(begin, jobs):
     sweep = begin("launcher=joblib", "seed=0,1,2", "model.how=waits", "tracking=none")
     wait_for(lambda: len([*jobs.glob("waits-*")]) == 2, sweep)
     sweep.send_signal(signal.SIGTERM)  # to no other process
@@ -341,7 +341,7 @@ def test_a_ray_cluster_runs_jobs_and_is_stopped(begin, jobs, with_ray):
 
 
 @pytest.mark.slow
-def test_a_job_that_is_lost_with_its_process_is_told_and_the_others_run(main, jobs):
+def test_a_job_lost_with_its_process_is_reported_and_the_others_run(main, jobs):
     done = main(*TINY, "launcher=submitit_local", "model.how=lost,well", "tracking=none")
     assert done.rc == 1, done.stderr
     lost, well = results(jobs)
@@ -352,7 +352,7 @@ def test_a_job_that_is_lost_with_its_process_is_told_and_the_others_run(main, jo
     wait_for(lambda: len(living(jobs)) <= 1)
 
 
-def test_a_folder_that_is_not_shared_is_told_in_one_message(tmp_path, monkeypatch, capsys):
+def test_a_folder_that_is_not_shared_is_reported_in_one_message(tmp_path, monkeypatch, capsys):
     from hydra.core.utils import JobReturn, JobStatus
     from omegaconf import OmegaConf
 

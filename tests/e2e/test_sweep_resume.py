@@ -1,4 +1,4 @@
-"""sweep.resume: a sweep that was stopped or killed goes on, and ends as if it had not been."""
+"""sweep.resume: a sweep that was stopped or killed is resumed, and ends as if it had not been."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def final(folder):
 
 
 @pytest.mark.slow
-def test_a_stopped_sweep_ends_as_an_uncut_one(cut, main, lab, tmp_path_factory):
+def test_a_resumed_sweep_ends_like_an_uninterrupted_one(cut, main, lab, tmp_path_factory):
     uri = f"tracking.uri=sqlite:///{lab}/mlflow.db"
     status, out, err, folder = cut(signal.SIGTERM, uri, "tracking.log_model=false")
     assert (status, "Traceback" in err) == (143, False)
@@ -134,7 +134,7 @@ def test_a_stopped_sweep_ends_as_an_uncut_one(cut, main, lab, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_starts_over_what_left_no_checkpoint(cut, main, lab):
+def test_a_killed_sweep_restarts_jobs_without_a_checkpoint(cut, main, lab):
     """In the store that the environment named, which it need not name again."""
     uri = f"tracking.uri=sqlite:///{lab}/mlflow.db"
     named = {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}
@@ -154,7 +154,7 @@ def test_a_killed_sweep_starts_over_what_left_no_checkpoint(cut, main, lab):
     assert "failed" not in report.stdout
 
 
-def test_what_a_sweep_goes_on_with(main, lab, tmp_path):
+def test_a_resumed_sweep_runs_failed_jobs_again_and_no_finished_ones(main, lab, tmp_path):
     """In one process: jobs that failed are run again, finished and diverged ones are not."""
     (lab / "go").touch()
     tiny = (*SWEEP, "tracking=none", "hydra/launcher=basic")
@@ -169,7 +169,7 @@ def test_what_a_sweep_goes_on_with(main, lab, tmp_path):
     assert "resumed at step 12 of 12" in done.stdout
 
 
-def test_a_job_goes_on_with_its_sweep(main, lab):
+def test_a_single_job_of_a_sweep_is_not_resumed(main, lab):
     (lab / "go").touch()
     assert main(*SWEEP, "seed=0,1", "train.max_steps=2", "tracking=none").rc == 0
     (folder,) = lab.glob("outputs/sweeps/*")
@@ -177,7 +177,7 @@ def test_a_job_goes_on_with_its_sweep(main, lab):
     assert (done.rc, f"Type sweep.resume={folder}" in done.stderr) == (2, True)
 
 
-def test_what_cannot_be_gone_on_with(main, lab):
+def test_sweeps_that_cannot_be_resumed_are_refused(main, lab):
     def refused(*typed):
         done = main(*typed)
         assert (done.rc, "Traceback" in done.stderr, done.stdout) == (2, False, "")

@@ -106,7 +106,7 @@ def test_old_names_of_precisions_and_flags_in_any_place(quick, tmp_path):
     assert names == ["32-true", "16-mixed", "bf16-mixed"]
 
 
-def test_a_sweep_tells_what_this_machine_lacks_from_what_failed(quick, tmp_path):
+def test_unavailable_precisions_are_reported_apart_from_failures(quick, tmp_path):
     done = quick("-m", "accelerator=cpu", "precision=tf32,bf16-mixed")
     assert done.rc == 2
     (line,) = [row for row in done.stdout.splitlines() if row.startswith("│ tf32 ")]
