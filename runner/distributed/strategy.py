@@ -115,6 +115,7 @@ class Single(Strategy):
             raise ConfigError(
                 f"torchrun started {self.place.world_size} processes, and "
                 "strategy=single is for one. Type strategy=ddp (every process has the whole model) "
-                "or strategy=fsdp (a part)."
+                "or strategy=fsdp "
+                "(a part)."
             )
         return _NOTHING

@@ -1,70 +1,85 @@
-"""Blocks of step records on their way from the device to the host."""
+"""Collect step records on the device and copy them to the host in blocks, one transfer each.
+
+Reading a value as soon as its step is launched would make the host wait for the device in every
+step. So the records of `train.log_every` steps are copied together, and a block is read when the
+one after it has been sent. What the columns of a block are is said in step_metrics.py.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from runner.distributed.strategy import Single, Strategy
-from runner.training.records import StepRecord, Steps
+from runner.training.records import DeviceStepRecord, StepRecord, Steps
 from runner.training.state import TrainState
-from runner.training.step import DeviceStepRecord
-from runner.utils.tensors import widest_float
+from runner.training.step_metrics import device_columns
 
 
 class RecordBuffer:
-    """Steps that the host has not seen yet: those of the block in the making, and the blocks that
-    are under way. started is perf_counter() when the first step in the making began."""
+    """The steps that have not reached the host: those of the current block, and the blocks sent.
+
+    Attributes:
+        state: its count of skipped steps is updated as blocks arrive.
+        started: perf_counter() when the first step of the current block began.
+    """
 
     def __init__(self, state: TrainState) -> None:
         self.state = state
         self.started = perf_counter()
-        self._pending: list[DeviceStepRecord] = []
-        self._under_way: deque[HostTransfer] = deque()
+        self._current: list[DeviceStepRecord] = []
+        self._sent: deque[HostTransfer] = deque()
 
     def add(self, step: DeviceStepRecord) -> None:
-        self._pending.append(step)
+        """Append a step to the current block."""
+        self._current.append(step)
 
     def send(self) -> None:
-        """Ends the block in the making and has it copied."""
+        """End the current block and start its copy to the host."""
         gauges = self.state.precision.gauges(self.state.plain_model)
-        self._under_way.append(
-            HostTransfer(self._pending, self.started, gauges, self.state.strategy)
-        )
-        self.started, self._pending = self._pending[-1].ended, []
+        transfer = HostTransfer(self._current, self.started, gauges, self.state.strategy)
+        self._sent.append(transfer)
+        self.started = self._current[-1].ended
+        self._current = []
 
     def ready_records(self) -> Iterator[Steps]:
-        """Blocks that are here, and all but the last one sent: in order."""
-        while len(self._under_way) > 1 or (self._under_way and self._under_way[0].is_ready):
+        """Yield the blocks that can be read without a long wait, in order.
+
+        These are the blocks that have arrived, and all but the last one sent: the device has
+        computed them, for it is working on the block after them.
+        """
+        while len(self._sent) > 1 or (self._sent and self._sent[0].is_ready):
             yield self._next()
 
     def flush(self) -> Iterator[Steps]:
-        """Every block, the one in the making too. The last step has then lasted until the device
-        was done with it: this wait is counted nowhere else."""
-        if self._pending:
+        """Send the current block, wait for all blocks and yield them, in order.
+
+        The last step then lasts until the device is done with it: this wait is counted nowhere
+        else.
+        """
+        if self._current:
             self.send()
-        if self._under_way:
-            self.started = self._under_way[-1].wait()
-        while self._under_way:
+        if self._sent:
+            self.started = self._sent[-1].wait()
+        while self._sent:
             yield self._next()
 
     def _next(self) -> Steps:
-        block = self._under_way.popleft().records(self.state.skipped)
+        block = self._sent.popleft().records(self.state.skipped)
         self.state.skipped = block[-1].skipped_steps or 0
         return block
 
 
 class HostTransfer:
-    """The records of a block on their way to the host, in copies that nothing waits for.
+    """A block of step records that is being copied to the host.
 
     Args:
-        pending: steps in order.
+        pending: steps in order, at least one.
         started: perf_counter() when the first of them began.
-        gauges: what the precision shows at the last of them, scalars on the device.
-        strategy: of the processes that the steps were taken by.
+        gauges: what the precision shows at the last of them; scalars on the device.
+        strategy: the processes that took the steps together; None for one process.
     """
 
     def __init__(
@@ -74,23 +89,29 @@ class HostTransfer:
         gauges: Mapping[str, Tensor] = {},
         strategy: Strategy | None = None,
     ) -> None:
-        self.pending, self.started, self.gauges = [*pending], started, [*gauges]
-        self._event: torch.cuda.Event | None = None
-        self._values, self._shown = _columns(pending, strategy or Single()), torch.empty(0)
+        self.pending = [*pending]
+        self.started = started
+        self.gauges = [*gauges]
+        columns = device_columns(self.pending, strategy or Single())
+        self._fields = [*columns]
+        self._values = torch.stack([*columns.values()])  # [fields, steps]
+        self._gauge_values = torch.empty(0)
         if gauges:
-            self._shown = torch.stack([g.detach().float() for g in gauges.values()])
+            self._gauge_values = torch.stack([g.detach().float() for g in gauges.values()])
+        self._event: torch.cuda.Event | None = None
         if self._values.device.type == "cuda":
-            self._values, self._shown = _pinned(self._values), _pinned(self._shown)
+            self._values = _copy_to_pinned(self._values)
+            self._gauge_values = _copy_to_pinned(self._gauge_values)
             self._event = torch.cuda.Event()
             self._event.record()
 
     @property
     def is_ready(self) -> bool:
-        """Whether records() would not have to wait."""
+        """Return whether records() would not have to wait."""
         return self._event is None or self._event.query()
 
     def wait(self) -> float:
-        """Waits for the values, as a part of the last step; returns perf_counter() then."""
+        """Wait for the values, as a part of the last step, and return perf_counter() after it."""
         if self._event is not None:
             self._event.synchronize()
         self._values = self._values.cpu()
@@ -98,54 +119,46 @@ class HostTransfer:
         return self.pending[-1].ended
 
     def records(self, skipped: int) -> Steps:
-        """The block, once it has arrived. skipped: steps skipped before it."""
+        """Wait for the block and return its records.
+
+        Args:
+            skipped: steps skipped before the block.
+        """
         if self._event is not None:
             self._event.synchronize()
-        values, started, records = self._values.tolist(), self.started, []
-        for i, p in enumerate(self.pending):
-            step_ms, started = (p.ended - started) * 1e3, p.ended
-            scaled: tuple[Any, ...] = ()
-            if p.scale is not None:
-                skipped += int(values[3][i])
-                scaled = (values[2][i], values[3][i], skipped)
-            records.append(
-                StepRecord(
-                    p.step,
-                    p.time_ms,
-                    p.epoch,
-                    values[0][i],
-                    p.lr,
-                    values[1][i],
-                    step_ms,
-                    p.examples,
-                    *scaled,
-                )
-            )
+        columns = dict(zip(self._fields, self._values.tolist(), strict=True))
+        started = self.started
+        records: list[StepRecord] = []
+        for i, step in enumerate(self.pending):
+            values = {field: column[i] for field, column in columns.items()}
+            step_ms = (step.ended - started) * 1e3
+            started = step.ended
+            if "overflow" in values:
+                skipped += int(values["overflow"])
+                values["skipped_steps"] = skipped
+            records.append(_host_record(step, step_ms, values))
         if self.gauges:
-            shown = dict(zip(self.gauges, self._shown.tolist(), strict=True))
-            records[-1] = records[-1]._replace(gauges=shown)
+            gauges = dict(zip(self.gauges, self._gauge_values.tolist(), strict=True))
+            records[-1] = records[-1]._replace(gauges=gauges)
         return tuple(records)
 
 
-def _pinned(values: Tensor) -> Tensor:
-    """A copy in pinned memory, under way."""
+def _host_record(step: DeviceStepRecord, step_ms: float, values: dict[str, float]) -> StepRecord:
+    """Return the record of a step whose values have arrived."""
+    measured = {field: values.pop(field) for field in step.measured}
+    return StepRecord(
+        step=step.step,
+        time_ms=step.time_ms,
+        epoch=step.epoch,
+        lr=step.lr,
+        step_ms=step_ms,
+        examples=step.examples,
+        measured=measured or None,
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def _copy_to_pinned(values: Tensor) -> Tensor:
+    """Start a copy to pinned host memory; it is whole after the device has reached it."""
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return copy.copy_(values, non_blocking=True)
-
-
-def _columns(pending: Sequence[DeviceStepRecord], strategy: Strategy) -> Tensor:
-    """Loss, gradient norm and, where there is one, scale and found-inf: [2 or 4, len(pending)],
-    wide enough to alter none of them, on the device."""
-    losses = torch.stack([p.loss for p in pending])
-    if len({p.norms.shape for p in pending}) == 1:
-        norms = torch.linalg.vector_norm(torch.stack([p.norms for p in pending]), dim=1)
-    else:
-        norms = torch.stack([torch.linalg.vector_norm(p.norms) for p in pending])
-    wide = widest_float(losses.device)
-    if strategy.place.world_size > 1:
-        losses = strategy.sum(losses.to(wide)) / strategy.place.world_size
-    columns = [losses, strategy.reduce_norms(norms)]
-    if pending[0].scale is not None:
-        columns.append(torch.stack([p.scale for p in pending if p.scale is not None]))
-        columns.append(torch.stack([p.found_inf for p in pending if p.found_inf is not None]))
-    return torch.stack([column.to(wide) for column in columns])

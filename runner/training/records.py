@@ -1,7 +1,43 @@
-"""What a run tells its observers: frozen plain numbers, at true optimizer-step numbers."""
+"""The records of a run: what the loop yields and callbacks read, at true optimizer-step numbers.
+
+A step makes a DeviceStepRecord, whose tensors stay on the device. A block of them reaches the host
+in one transfer (record_buffer.py) as StepRecords, which hold plain numbers.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class DeviceStepRecord(NamedTuple):
+    """One attempted optimizer step, with its values still on the device.
+
+    Attributes:
+        step: attempted steps so far, this one included, from 1.
+        time_ms: when the step ended, milliseconds since the epoch.
+        epoch: passes over the data begun, from 1.
+        lr: learning rate in force in this step, of the first optimizer.
+        ended: perf_counter() when the host ended the step.
+        examples: in this step, in all micro-batches and processes together.
+        loss: mean over this process's labels of the step, unscaled; scalar.
+        norms: 2-norm of each gradient, unscaled, before clipping; [gradients].
+        scale: loss scale in force during the step; scalar, None for a precision without one.
+        found_inf: 1 where a gradient was not finite; scalar, None for a precision without a scale.
+        measured: values of further metrics, by field; see step_metrics.py.
+    """
+
+    step: int
+    time_ms: int
+    epoch: int
+    lr: float
+    ended: float
+    examples: int
+    loss: Tensor
+    norms: Tensor
+    scale: Tensor | None
+    found_inf: Tensor | None
+    measured: Mapping[str, Tensor] = {}
 
 
 class StepRecord(NamedTuple):
@@ -20,6 +56,7 @@ class StepRecord(NamedTuple):
         overflow: 1.0 where this step's gradients were not finite and it was skipped.
         skipped_steps: skipped so far, this one included.
         gauges: what the precision shows after it; on the last step of a block only.
+        measured: values of further metrics, by field; see step_metrics.py.
     """
 
     step: int
@@ -34,11 +71,20 @@ class StepRecord(NamedTuple):
     overflow: float | None = None
     skipped_steps: int | None = None
     gauges: Mapping[str, float] | None = None
+    measured: Mapping[str, float] | None = None
 
 
 class EvalRecord(NamedTuple):
-    """One evaluation after a step. metrics are named as in MLflow, `val/...`; stagnant is the
-    share of parameter elements that had a gradient and did not move (None: not counted)."""
+    """One evaluation after a step.
+
+    Attributes:
+        step: attempted steps so far.
+        time_ms: when the evaluation ended, milliseconds since the epoch.
+        epoch: passes over the data begun, from 1.
+        metrics: by their names in the tracker, `val/...`.
+        stagnant: share of the parameter elements with a gradient that the last step did not move;
+            None where it was not counted.
+    """
 
     step: int
     time_ms: int
@@ -66,12 +112,15 @@ _FIELDS_OF_0_1 = (
 )
 """Order of the fields of a StepRecord in checkpoints of version 0.1, which hold no names."""
 
+_NOT_STORED = ("gauges", "measured")
+
 
 def record_to_state(record: StepRecord | None) -> dict[str, Any] | None:
-    """Return a step record as a checkpoint stores it: by field name, without its gauges."""
+    """Return a step record as a checkpoint stores it: by field name, without its gauges and
+    measured values, which nothing needs after a resume."""
     if record is None:
         return None
-    return {name: value for name, value in record._asdict().items() if name != "gauges"}
+    return {name: value for name, value in record._asdict().items() if name not in _NOT_STORED}
 
 
 def record_from_state(state: Mapping[str, Any] | Sequence[Any] | None) -> StepRecord | None:

@@ -21,8 +21,12 @@ from runner.training.tasks.task import Task
 class ScheduledOptimizer:
     """An optimizer with its schedule and its own parameters.
 
-    pending_found_inf is the found-inf flag of the last step while the schedule waits for it: a
-    schedule counts applied steps only, and asking the device at once would stall it.
+    Attributes:
+        optimizer: over a part of the model's parameters, or all of them.
+        scheduler: counts applied steps; None for a constant learning rate.
+        pending_found_inf: the found-inf flag of the last step until the schedule has read it. A
+            schedule counts applied steps only, and reading the flag at once would stall the host.
+        params: the optimizer's parameters, in the order of its groups.
     """
 
     optimizer: Optimizer

@@ -11,27 +11,14 @@ from torch import Tensor
 
 from runner.precision.casting import cast_nest
 from runner.precision.loss_scale import HostFlag
+from runner.training.records import DeviceStepRecord
 from runner.training.sparse_gradients import coalesce_gradients, gradient_values
 from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.step_metrics import measure_step
 from runner.training.tasks.task import labels_of
 from runner.utils.tensors import widest_float
 
 Batch = tuple[Any, Any]
-
-
-class DeviceStepRecord(NamedTuple):
-    """A StepRecord whose tensors are still on the device. norms has one entry per gradient."""
-
-    step: int
-    time_ms: int
-    epoch: int
-    lr: float
-    ended: float
-    examples: int
-    loss: Tensor
-    norms: Tensor
-    scale: Tensor | None
-    found_inf: Tensor | None
 
 
 def examples_in(batch: Batch) -> int:
@@ -92,6 +79,7 @@ def train_step(
             state.before_update()
         _optimizer_step(state, founds)
         found = founds[0] if len(founds) == 1 else _any(founds)
+    measured = measure_step(state)  # before the gradients are dropped
     for p in state.trainable:
         p.grad = None
     return DeviceStepRecord(
@@ -105,6 +93,7 @@ def train_step(
         norms,
         scale,
         found,
+        measured,
     )
 
 

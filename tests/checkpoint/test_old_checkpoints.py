@@ -147,7 +147,7 @@ def test_a_checkpoint_of_an_old_version_is_evaluated(name, main, old_run, tmp_pa
     (written,) = tmp_path.glob("outputs/runs/*/result.json")
     metrics = json.loads(written.read_text())["metrics"]
     (path,) = folder.glob("checkpoints/*.pt")
-    stored = checkpoint_file.load(path)["observers"]["RunSummary"]["metrics"]
+    stored = checkpoint_file.load(path)["observers"]["Tally"]["metrics"]
     assert metrics == pytest.approx(stored, rel=0.05)
 
 

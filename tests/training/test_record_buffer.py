@@ -8,10 +8,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from runner.precision import registry
+from runner.tracking.metric_names import METRICS
+from runner.tracking.none import NoTracker
+from runner.training import step_metrics
+from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.record_buffer import HostTransfer, RecordBuffer
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
+from runner.training.step_metrics import StepMetric
 from runner.training.tasks.regression import Regression
+from runner.utils.accelerator import Accelerator
 
 CPU = torch.device("cpu")
 
@@ -103,3 +109,46 @@ def test_gauges_are_those_of_the_blocks_last_step(monkeypatch):
     assert [[record.gauges for record in block] for block in seen] == [
         [None, {"fp8/amax/0": float(step)}] for step in (2, 4, 6)
     ]
+
+
+class Points(NoTracker):
+    """Keeps the values of each step."""
+
+    def __init__(self):
+        self.logged = []
+
+    def metrics_many(self, records):
+        self.logged += [(step, values) for step, _, values in records]
+
+
+@pytest.mark.parametrize("name", ["32-true", "16-mixed"])
+def test_a_metric_is_added_by_one_entry_of_the_table(monkeypatch, name):
+    state = made(name)
+    tracker = Points()
+    logger = MetricLogger(tracker, state, Accelerator(CPU))
+    before = logger.state_dict()
+    largest = StepMetric(
+        field="largest_weight",
+        metric="train/largest_weight",
+        measure=lambda state: state.model[0].weight.abs().max(),
+    )
+    monkeypatch.setattr(step_metrics, "STEP_METRICS", (*step_metrics.STEP_METRICS, largest))
+    wanted, buffer = {}, RecordBuffer(state)
+    for seed in range(4):
+        buffer.add(train_step(state, [data(4, seed)]))
+        wanted[state.step] = state.model[0].weight.abs().max().item()
+        if state.step % 2 == 0:
+            buffer.send()
+    for block in buffer.flush():
+        logger.steps(block)
+    key = "train/largest_weight"
+    assert {step: values[key] for step, values in tracker.logged if key in values} == wanted
+    assert all("train/loss" in values for _, values in tracker.logged if key in values)
+    # The checkpoint's format is the same with the metric and without it.
+    stored = logger.state_dict()
+    assert stored.keys() == before.keys()
+    assert not {key, "largest_weight", "measured"} & stored["last"].keys()
+
+
+def test_every_metric_of_the_table_has_a_description():
+    assert {entry.metric for entry in step_metrics.STEP_METRICS} <= METRICS.keys()

@@ -14,6 +14,7 @@ from runner.training.records import (
     record_to_state,
 )
 from runner.training.state import TrainState
+from runner.training.step_metrics import tracker_values
 from runner.utils.accelerator import Accelerator
 from runner.utils.tensors import MIB, tensor_bytes
 
@@ -38,17 +39,9 @@ class MetricLogger(Callback):
 
     def _points(self, block: Steps) -> Iterator[Point]:
         for record in block:
-            values = {
-                "train/loss": record.loss,
-                "train/lr": record.lr,
-                "train/grad_norm": record.grad_norm,
-            }
             if record.loss_scale is not None:
-                values["loss_scale/value"] = record.loss_scale
-                values["loss_scale/overflow"] = record.overflow or 0.0
-                values["loss_scale/skipped_steps"] = record.skipped_steps or 0
                 yield from self._changes(record)
-            yield record.step, record.time_ms, values
+            yield record.step, record.time_ms, tracker_values(record)
             self._last = record
         yield self._rates(block)
 

@@ -1,0 +1,141 @@
+"""The values that are recorded in every step, one table entry each.
+
+How to add a metric: append a StepMetric to STEP_METRICS with its field, its name in the tracker and
+a `measure` function, and list the name in runner/tracking/metric_names.py. For example, the 2-norm
+of the weights after each step:
+
+    StepMetric(
+        field="weight_norm",
+        metric="train/weight_norm",
+        measure=lambda state: torch.linalg.vector_norm(
+            torch.stack(torch._foreach_norm(state.trainable))
+        ),
+    )
+
+Nothing else changes: the value travels in the one transfer of its block (record_buffer.py), is
+logged by MetricLogger at its own step, and is not written to checkpoints. `measure` must return a
+scalar tensor on the device and must not read it (`item()`, `float()`, `if tensor:`): reading makes
+the host wait for the device in every step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runner.distributed.strategy import Strategy
+from runner.training.records import DeviceStepRecord, StepRecord
+from runner.training.state import TrainState
+from runner.utils.tensors import widest_float
+
+
+def stack_values(values: Sequence[Tensor], strategy: Strategy) -> Tensor:
+    """Stack the scalars of a block's steps, which are alike in all processes: [steps]."""
+    return torch.stack([*values])
+
+
+def average_over_processes(values: Sequence[Tensor], strategy: Strategy) -> Tensor:
+    """Stack the scalars of a block's steps, each averaged over the processes: [steps]."""
+    stacked = torch.stack([*values])
+    processes = strategy.place.world_size
+    if processes == 1:
+        return stacked
+    return strategy.sum(stacked.to(widest_float(stacked.device))) / processes
+
+
+def combine_gradient_norms(norms: Sequence[Tensor], strategy: Strategy) -> Tensor:
+    """Return the 2-norm of all gradients of each step of a block: [steps].
+
+    Args:
+        norms: of each step, the 2-norm of each gradient, of what this process holds of it.
+        strategy: adds what the other processes hold.
+    """
+    if len({step.shape for step in norms}) == 1:
+        totals = torch.linalg.vector_norm(torch.stack([*norms]), dim=1)
+    else:  # parameters without a gradient in some of the steps
+        totals = torch.stack([torch.linalg.vector_norm(step) for step in norms])
+    return strategy.reduce_norms(totals)
+
+
+@dataclass(frozen=True)
+class StepMetric:
+    """A value that every step records.
+
+    Attributes:
+        field: the value's name in a StepRecord: an attribute of it, or else a key of `measured`.
+        metric: the value's name in the tracker.
+        read: returns the value from what the step itself computed, None where a run has none.
+        measure: measures the value at the end of a step, while the gradients are there. Without
+            `read` and `measure` it is a number that the host knows, filled in by record_buffer.
+        combine: makes the column of a block from the values of its steps, [steps]. It runs on the
+            device, in all processes in the same order.
+    """
+
+    field: str
+    metric: str
+    read: Callable[[DeviceStepRecord], Tensor | None] | None = None
+    measure: Callable[[TrainState], Tensor] | None = None
+    combine: Callable[[Sequence[Tensor], Strategy], Tensor] = stack_values
+
+    def device_value(self, step: DeviceStepRecord) -> Tensor | None:
+        """Return the value of a step that is still on the device; None where it has none."""
+        if self.read is not None:
+            return self.read(step)
+        return step.measured.get(self.field)
+
+    def host_value(self, record: StepRecord) -> float | None:
+        """Return the value of a step that has reached the host; None where it has none."""
+        if self.field in StepRecord._fields:
+            return getattr(record, self.field)
+        return (record.measured or {}).get(self.field)
+
+
+STEP_METRICS: tuple[StepMetric, ...] = (
+    StepMetric(
+        field="loss",
+        metric="train/loss",
+        read=lambda step: step.loss,
+        combine=average_over_processes,
+    ),
+    StepMetric(field="lr", metric="train/lr"),
+    StepMetric(
+        field="grad_norm",
+        metric="train/grad_norm",
+        read=lambda step: step.norms,
+        combine=combine_gradient_norms,
+    ),
+    StepMetric(field="loss_scale", metric="loss_scale/value", read=lambda step: step.scale),
+    StepMetric(field="overflow", metric="loss_scale/overflow", read=lambda step: step.found_inf),
+    StepMetric(field="skipped_steps", metric="loss_scale/skipped_steps"),
+)
+
+
+def measure_step(state: TrainState) -> Mapping[str, Tensor]:
+    """Return the measured values of the step that ends now, by field; scalars on the device."""
+    measures = {entry.field: entry.measure for entry in STEP_METRICS if entry.measure is not None}
+    if not measures:
+        return {}
+    with torch.no_grad():
+        return {field: measure(state) for field, measure in measures.items()}
+
+
+def device_columns(steps: Sequence[DeviceStepRecord], strategy: Strategy) -> dict[str, Tensor]:
+    """Return the values of a block of steps on the device, by field: [steps] each.
+
+    The dtype is the widest float of the device, so that no value is altered on its way. Fields
+    that the steps have no value of (the loss scale of a precision without one) are left out.
+    """
+    columns: dict[str, Tensor] = {}
+    for entry in STEP_METRICS:
+        values = [value for step in steps if (value := entry.device_value(step)) is not None]
+        if len(values) == len(steps):
+            columns[entry.field] = entry.combine(values, strategy)
+    wide = widest_float(steps[0].loss.device)
+    return {field: column.to(wide) for field, column in columns.items()}
+
+
+def tracker_values(record: StepRecord) -> dict[str, float]:
+    """Return what the tracker logs of a step, by metric name."""
+    values = {entry.metric: entry.host_value(record) for entry in STEP_METRICS}
+    return {metric: value for metric, value in values.items() if value is not None}
