@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from common import table, write
 
-from runner.checkpoint import checkpoint_file
+from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.async_writer import AsyncCheckpointWriter
 from runner.utils.errors import ConfigError
 
@@ -61,7 +61,7 @@ def first_free(folder: Path) -> int:
 def whole_ours(folder: Path) -> int:
     """Step of the newest whole checkpoint, 0 without one; its numbers are checked, too."""
     try:
-        content = checkpoint_file.load_newest(str(folder), None, "checkpoint", []).content
+        content = locate.load_newest(str(folder), None, "checkpoint", []).content
     except ConfigError:
         return 0
     weight = content["model"]["w"]

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 from runner.checkpoint import sharded_tensors
 from runner.config.renamed import with_current_targets
 from runner.config.signature import is_signed
-from runner.tracking.reader import folder_of_run
 from runner.utils.errors import ConfigError
 from runner.utils.files import write_with_torch
 from runner.utils.tpu import is_tpu
@@ -117,58 +116,6 @@ def _sync(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def find_checkpoint(where: str, tracking_uri: str | None = None, key: str = "checkpoint") -> Path:
-    """The checkpoint that a file, a run's folder or an MLflow run id names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    return _find_checkpoints(where, tracking_uri, key)[0]
-
-
-def load_newest(
-    where: str, tracking_uri: str | None, key: str, told: list[str]
-) -> "LoadedCheckpoint":
-    """The newest checkpoint that is whole, as find() looks for it.
-
-    Args:
-        where: a file, a run's folder or an MLflow run id.
-        tracking_uri: where an id is looked up.
-        key: that names it, for messages.
-        told: gets a line for each file that was passed over.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    problem = ConfigError("")
-    for path in _find_checkpoints(where, tracking_uri, key):
-        try:
-            return LoadedCheckpoint(path, load(path))
-        except ConfigError as error:
-            problem = error
-            told.append(f"passed over {path}: it is damaged")
-    raise problem
-
-
-def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Path]:
-    """Newest first."""
-    path = Path(where)
-    try:
-        if path.is_file():
-            return [path]
-        if not path.exists() and "/" not in where and "\\" not in where:
-            path = folder_of_run(where, tracking_uri, key)
-    except OSError as error:  # too long for a name, a loop of links
-        raise ConfigError(f"{key}={where}: {error.strerror}. Type a file or folder.") from error
-    found = sorted(path.glob("checkpoints/step-*.pt")) or sorted(path.glob("step-*.pt"))
-    if not found:
-        raise ConfigError(
-            f"{key}={where}: no checkpoint is there. Give a .pt file, the folder of a run "
-            "(outputs/runs/<time>), or the id of an MLflow run that was trained on this machine."
-        )
-    return found[::-1]
 
 
 def load(path: Path) -> dict[str, Any]:

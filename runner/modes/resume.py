@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from runner.checkpoint import checkpoint_file
+from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
@@ -104,7 +104,7 @@ def _resolved(origin: Invocation) -> None:
 
 def _found(spec: RunSpec, origin: Invocation, where: str, told: list[str]) -> ResumePlan:
     """The run of a file, a folder or an id."""
-    saved = checkpoint_file.load_newest(where, spec.tracking.get("uri"), "checkpoint.resume", told)
+    saved = locate.load_newest(where, spec.tracking.get("uri"), "checkpoint.resume", told)
     if "position" not in saved.content:
         raise ConfigError(
             f"checkpoint.resume={where}: {saved.path} holds weights and optimizers, but not where "
@@ -138,13 +138,12 @@ def _found(spec: RunSpec, origin: Invocation, where: str, told: list[str]) -> Re
 
 def _newest_run(out: Path, told: list[str]) -> Path:
     """The newest run beside `out` that was not finished and left a checkpoint."""
-    runs = [path.parent for path in out.parent.glob("*/checkpoints") if path.parent != out]
-    for run in sorted(runs, key=lambda path: path.name, reverse=True):
+    for run in [run for run in locate.newest_runs(out.parent) if run != out]:
         if is_locked(run):
             told.append(f"passed over {run}: a command is at work there")
         elif _finished(run):
             told.append(f"passed over {run}: it is finished")
-        elif any(run.glob("checkpoints/step-*.pt")):
+        elif locate.checkpoints_of_run(run):
             return run
         else:
             told.append(f"passed over {run}: it has no checkpoint")

@@ -5,10 +5,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.checkpoint import locate
 from runner.modes.result import RunResult
 from runner.modes.run_store import resumed_sweep_store
 from runner.sweep.manifest import Manifest
-from runner.tracking.reader import folder_of_run
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.secrets import redact
@@ -155,12 +155,9 @@ def _find_folder(name: str, uri: str | None) -> Path:
         name: the folder, or the id of the sweep's parent run or of one of its jobs.
         uri: store in which ids are looked up; None for the default one.
     """
-    path = Path(name)
-    if not path.exists() and "/" not in name:
-        path = folder_of_run(name, uri, KEY)
-    for folder in (path, path.parent):
-        if (folder / MANIFEST).is_file():
-            return folder
+    folder = locate.find_sweep(name, uri, KEY)
+    if folder is not None:
+        return folder
     raise ConfigError(
         f"{KEY}={name}: no sweep is there. Type {KEY}=last, or the folder of a sweep "
         "(outputs/sweeps/<time>), or the MLflow id of a parent run whose sweep ran on this machine."
@@ -169,10 +166,9 @@ def _find_folder(name: str, uri: str | None) -> Path:
 
 def _last_unfinished() -> Path:
     """Return the folder of the newest sweep that has not finished."""
-    manifests = sorted(Path("outputs/sweeps").glob(f"*/{MANIFEST}"), reverse=True)
-    for path in manifests:
-        if not Manifest.read(path.parent).finished:
-            return path.parent
+    for folder in locate.newest_sweeps():
+        if not Manifest.read(folder).finished:
+            return folder
     raise ConfigError(
         f"{KEY}=last: no sweep in outputs/sweeps is unfinished. Type {KEY}=<folder of a sweep>."
     )

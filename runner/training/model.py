@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from runner.checkpoint import checkpoint_file
+from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
 from runner.config.resolve import to_dict
@@ -38,7 +38,7 @@ def load_init_weights(spec: RunSpec) -> LoadedCheckpoint | None:
     where = spec.init.weights
     if where is None:
         return None
-    path = checkpoint_file.find_checkpoint(where, spec.tracking.get("uri"), key="init.weights")
+    path = locate.find_checkpoint(where, spec.tracking.get("uri"), key="init.weights")
     return LoadedCheckpoint(path, checkpoint_file.load(path))
 
 

@@ -6,7 +6,7 @@ from threading import current_thread
 import pytest
 import torch
 
-from runner.checkpoint import checkpoint_file
+from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.async_writer import AsyncCheckpointWriter
 from runner.utils.errors import CheckpointError
 
@@ -64,7 +64,7 @@ def test_a_full_disk_keeps_the_last_whole_one_and_training_goes_on(small):
     assert [path.name for path in small.iterdir()] == ["step-00000003.pt"]
     with pytest.raises(CheckpointError, match=r"last whole one is .*step-00000003\.pt"):
         saver.finish(content(4, 2_000_000))
-    assert checkpoint_file.load_newest(str(small), None, "checkpoint", []).content["step"] == 3
+    assert locate.load_newest(str(small), None, "checkpoint", []).content["step"] == 3
 
 
 def test_whatever_breaks_in_the_thread_is_told(tmp_path):

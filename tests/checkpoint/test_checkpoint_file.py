@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.checkpoint import checkpoint_file
+from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.precision.registry import load_precision
@@ -68,7 +68,7 @@ def test_a_disk_that_fills_up_leaves_the_old_one(state, saved, monkeypatch):
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match="No space"):
         save(saved.parent, state, RunSpec(), keep=1)
-    assert checkpoint_file.find_checkpoint(str(saved.parent)) == saved
+    assert locate.find_checkpoint(str(saved.parent)) == saved
     assert checkpoint_file.load(saved)["step"] == 7
 
 
@@ -81,9 +81,9 @@ def test_a_compiled_model_is_saved_under_its_plain_names(state, tmp_path):
 def test_find_takes_a_file_a_run_or_its_folder_of_checkpoints(state, saved, tmp_path):
     state.step = 12
     newest = save(saved.parent, state, RunSpec(), keep=2)
-    assert checkpoint_file.find_checkpoint(str(saved)) == saved
-    assert checkpoint_file.find_checkpoint(str(tmp_path)) == newest
-    assert checkpoint_file.find_checkpoint(str(saved.parent)) == newest
+    assert locate.find_checkpoint(str(saved)) == saved
+    assert locate.find_checkpoint(str(tmp_path)) == newest
+    assert locate.find_checkpoint(str(saved.parent)) == newest
 
 
 @pytest.mark.parametrize("where", ["/no/such.pt", "./nothing", "empty"])
@@ -91,14 +91,14 @@ def test_find_says_what_it_takes(tmp_path, monkeypatch, where):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no checkpoint is there. Give a .pt file, the folder"):
-        checkpoint_file.find_checkpoint(where)
+        locate.find_checkpoint(where)
 
 
 def test_an_unknown_run_id_does_not_make_a_store(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ConfigError, match="neither a file, a folder nor the id of a run in sqlite"):
-        checkpoint_file.find_checkpoint("0123abcd")
+        locate.find_checkpoint("0123abcd")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.checkpoint import checkpoint_file
+from runner.checkpoint import checkpoint_file, locate
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.training import state_dict
 from runner.training.callbacks.callback import Callback
@@ -94,11 +94,8 @@ def test_a_run_of_an_old_version_resumes_and_ends_as_it_would_have(name, main, o
     if computes_the_same_bits(end):
         assert result["metrics"] == end["metrics"]
         assert result["train_loss"] == end["train_loss"]
-        assert (
-            sha256_of_weights(checkpoint_file.find_checkpoint(str(folder)))
-            == end["sha256_of_weights"]
-        )
-    states = checkpoint_file.load(checkpoint_file.find_checkpoint(str(folder)))["observers"]
+        assert sha256_of_weights(locate.find_checkpoint(str(folder))) == end["sha256_of_weights"]
+    states = checkpoint_file.load(locate.find_checkpoint(str(folder)))["observers"]
     names_of_0_1 = {"Tally", "Recorder", "Guard", "EarlyStop", "Checkpoints"}
     assert states.keys() & names_of_0_1 == set()
     assert states["summary"]["last"]["step"] == end["steps"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from runner.checkpoint import checkpoint_file
+from runner.checkpoint import checkpoint_file, locate
 from runner.modes import train
 from runner.training.callbacks.callback import dispatch
 from runner.training.records import EvalRecord
@@ -130,7 +130,7 @@ def check(main, records, tmp_path, at, *typed):
     done = main(*QUICK, *typed)
     assert done.rc == 0, done.stderr
     (folder,) = tmp_path.glob("outputs/runs/*")
-    whole, end = [*records], checkpoint_file.load(checkpoint_file.find_checkpoint(str(folder)))
+    whole, end = [*records], checkpoint_file.load(locate.find_checkpoint(str(folder)))
     for step in at:
         copy = tmp_path / f"cut-{step}"
         shutil.copytree(folder, copy)
@@ -141,7 +141,7 @@ def check(main, records, tmp_path, at, *typed):
         assert f"resumed at step {step} of 12" in done.stdout
         after = [r for r in whole if r.step > step]
         assert repr(records) == repr(after)  # a NaN is itself
-        again = checkpoint_file.load(checkpoint_file.find_checkpoint(str(copy)))
+        again = checkpoint_file.load(locate.find_checkpoint(str(copy)))
         same_numbers(end, again)
         for key in ("step", "epoch", "position", "loss_scale", "schedulers", "metrics"):
             assert again[key] == end[key]

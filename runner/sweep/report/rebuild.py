@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runner.checkpoint.locate import newest_sweeps
 from runner.sweep.report.jobs import SweepData
 from runner.sweep.report.load import JOBS, load_from_folder, load_from_store
 from runner.sweep.report.pages import summary_markdown, write_report
@@ -13,7 +14,6 @@ from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.layout import MANIFEST
 from runner.utils.secrets import redact
 from runner.utils.terminal import print_error, sanitize
 
@@ -36,7 +36,7 @@ def rebuild_report(argv: Sequence[str]) -> int:
     try:
         arguments = _parsed(argv)
         upload_in_background(Path("outputs"))
-        folder = _sweep_folder(arguments.sweep) if argv else _newest_folder()
+        folder = _sweep_folder(arguments.sweep) if argv else next(iter(newest_sweeps()), None)
         if folder is not None:
             paths = write_report(load_from_folder(folder), folder)
         else:
@@ -162,11 +162,6 @@ def _sweep_folder(sweep: str | None) -> Path | None:
     if sweep is None or not Path(sweep).exists():
         return None
     return Path(sweep)
-
-
-def _newest_folder() -> Path | None:
-    manifests = sorted(Path("outputs/sweeps").glob(f"*/{MANIFEST}"))
-    return manifests[-1].parent if manifests else None
 
 
 def _parsed(argv: Sequence[str]) -> _Arguments:

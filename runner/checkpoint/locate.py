@@ -1,0 +1,129 @@
+"""Resolve what a user names, a file, a folder, an MLflow run id or `last`, to a path.
+
+Runs, checkpoints and sweeps are all found here. Nothing in this module imports torch before a
+checkpoint is loaded: `runner report` and `sweep.resume=` look for folders only.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.tracking.reader import folder_of_run
+from runner.utils.errors import ConfigError
+from runner.utils.layout import MANIFEST
+
+if TYPE_CHECKING:
+    from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+
+_STEPS = "step-*.pt"
+
+
+def resolve_path(where: str, tracking_uri: str | None, key: str) -> Path:
+    """Return the path that a text names: itself, or the output folder of an MLflow run.
+
+    Args:
+        where: a path, or the id of an MLflow run. What holds a slash is never an id.
+        tracking_uri: the store that ids are looked up in; None takes the default one.
+        key: the command's key that has this value, for messages.
+
+    Raises:
+        ConfigError: there is no such path, and the store knows no run of this id.
+    """
+    path = Path(where)
+    if path.exists() or "/" in where or "\\" in where:
+        return path
+    return folder_of_run(where, tracking_uri, key)
+
+
+def find_checkpoint(where: str, tracking_uri: str | None = None, key: str = "checkpoint") -> Path:
+    """Return the newest checkpoint that a file, a run's folder or an MLflow run id names.
+
+    Args:
+        where: the file, folder or id.
+        tracking_uri: the store that an id is looked up in.
+        key: the command's key that has this value, for messages.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return _find_checkpoints(where, tracking_uri, key)[0]
+
+
+def load_newest(
+    where: str, tracking_uri: str | None, key: str, notes: list[str]
+) -> "LoadedCheckpoint":
+    """Load the newest undamaged checkpoint that a file, a run's folder or an MLflow run id names.
+
+    Args:
+        where: the file, folder or id.
+        tracking_uri: the store that an id is looked up in.
+        key: the command's key that has this value, for messages.
+        notes: gets a line for each file that was skipped.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from runner.checkpoint.checkpoint_file import LoadedCheckpoint, load
+
+    problem = ConfigError("")
+    for path in _find_checkpoints(where, tracking_uri, key):
+        try:
+            return LoadedCheckpoint(path, load(path))
+        except ConfigError as error:
+            problem = error
+            notes.append(f"passed over {path}: it is damaged")
+    raise problem
+
+
+def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Path]:
+    """Return the checkpoints that a text names, newest first.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    try:
+        if Path(where).is_file():
+            return [Path(where)]
+        path = resolve_path(where, tracking_uri, key)
+    except OSError as error:  # too long for a name, a loop of links
+        raise ConfigError(f"{key}={where}: {error.strerror}. Type a file or folder.") from error
+    found = checkpoints_of_run(path) or sorted(path.glob(_STEPS))
+    if not found:
+        raise ConfigError(
+            f"{key}={where}: no checkpoint is there. Give a .pt file, the folder of a run "
+            "(outputs/runs/<time>), or the id of an MLflow run that was trained on this machine."
+        )
+    return found[::-1]
+
+
+def checkpoints_of_run(run: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder, oldest first; best.pt is a copy of one of them."""
+    return sorted(run.glob(f"checkpoints/{_STEPS}"))
+
+
+def newest_runs(folder: Path) -> list[Path]:
+    """Return the folders of the runs that made a checkpoint folder, by name, newest first."""
+    runs = [path.parent for path in folder.glob("*/checkpoints")]
+    return sorted(runs, key=lambda path: path.name, reverse=True)
+
+
+def newest_sweeps(folder: Path = Path("outputs/sweeps")) -> list[Path]:
+    """Return the folders of sweeps that hold a manifest, newest first."""
+    return [path.parent for path in sorted(folder.glob(f"*/{MANIFEST}"), reverse=True)]
+
+
+def find_sweep(where: str, tracking_uri: str | None, key: str) -> Path | None:
+    """Return the sweep's folder that a folder, or the id of a parent run or of a job, names.
+
+    Args:
+        where: the sweep's folder, a job's folder, or an MLflow run id.
+        tracking_uri: the store that an id is looked up in.
+        key: the command's key that has this value, for messages.
+
+    Raises:
+        ConfigError: it is no path here, and no run's id.
+    """
+    path = resolve_path(where, tracking_uri, key)
+    for folder in (path, path.parent):
+        if (folder / MANIFEST).is_file():
+            return folder
+    return None
