@@ -75,7 +75,7 @@ class AsyncCheckpointWriter:
         self._thread.start()
 
     def wait_for_copy(self) -> None:
-        """Returns once all tensors may change."""
+        """Return once all tensors may change."""
         if self._copying is not None:
             self._copying.wait()
             self._copying = None
@@ -164,7 +164,7 @@ class AsyncCheckpointWriter:
 
 
 def _bytes(value: Any) -> int:
-    """Of all tensors in plain containers."""
+    """Return the bytes of all tensors in plain containers."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Mapping):

@@ -47,8 +47,10 @@ def is_own(content: Mapping[str, Any]) -> bool:
 
 
 def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
-    """Write `step-<n>.pt` aside, sync and rename it, then drop all but the newest `keep`. What
-    was there stays whole whatever happens meanwhile. Its parts, if any, are there already.
+    """Write `step-<n>.pt`, then delete all but the newest `keep` checkpoints.
+
+    The file is written under another name, synced and renamed, so that no earlier checkpoint is
+    lost whatever happens meanwhile. Its shards, if any, have been written before.
 
     Raises:
         OSError: the file cannot be written.
@@ -70,28 +72,28 @@ def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, with its parts."""
+    """Remove a checkpoint, with its shards."""
     path.unlink()
     shutil.rmtree(shards_folder(path), ignore_errors=True)
 
 
 def shards_folder(path: Path) -> Path:
-    """Where the parts of a checkpoint lie that several processes wrote."""
+    """Return the folder of the shards that several processes wrote of a checkpoint."""
     return path.with_suffix(sharded_tensors.SUFFIX)
 
 
 def _portable(tensor: Tensor) -> Tensor:
-    """torch_xla's tensors go back to their device whatever map_location says, so as on the host."""
+    """Copy a tensor of torch_xla to the host: it ignores map_location when it is loaded."""
     return tensor.cpu() if is_tpu(tensor.device) else tensor
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the path of the checkpoint of a step."""
     return folder / f"step-{step:08d}.pt"
 
 
 def keep_best(path: Path) -> Path:
-    """Keeps a checkpoint as `best.pt`, too, whatever becomes of it under its own name."""
+    """Keep a checkpoint as `best.pt`, too, by a hard link that outlives its own name."""
     best = path.with_name("best.pt")
     if (parts := shards_folder(path)).is_dir():
         shutil.rmtree(shards_folder(best), ignore_errors=True)
@@ -103,8 +105,10 @@ def keep_best(path: Path) -> Path:
 
 
 def set_aside_newer(folder: Path, step: int) -> None:
-    """Renames the checkpoints after a step from which a run goes on: they are of another course,
-    or damaged."""
+    """Rename the checkpoints after the step that a run resumes from.
+
+    They belong to steps that are now trained again, or are damaged.
+    """
     for path in folder.glob("step-*.pt"):
         if path > checkpoint_path(folder, step):
             path.replace(path.with_suffix(".superseded"))
@@ -119,7 +123,7 @@ def _sync(folder: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A checkpoint's content on the CPU.
+    """Return a checkpoint's content, with its tensors on the CPU.
 
     Raises:
         ConfigError: the file is not one of ours, or damaged.
@@ -154,7 +158,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _misfits(content: Mapping[str, Any]) -> Iterator[str]:
-    """What is not as `contents` makes it: a file from elsewhere may hold anything."""
+    """Yield what differs from a checkpoint's format: a file from elsewhere may hold anything."""
     for key, kind in _KINDS.items():
         if not isinstance(content.get(key), kind):
             yield f"its {key} is no {kind.__name__}"

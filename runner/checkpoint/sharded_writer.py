@@ -35,7 +35,7 @@ class ShardedCheckpointWriter:
     def save(
         self, content: Mapping[str, Any], best: bool = False, late: Iterable[Tensor] = ()
     ) -> None:
-        """Returns once the checkpoint is written, or cannot be: training goes on."""
+        """Write a checkpoint and return; training continues where it cannot be written."""
         if self.strategy.shards and (error := self._write(content, best)):
             self.say(f"warning: A checkpoint could not be written ({error}). Training goes on.")
 

@@ -58,7 +58,7 @@ class DDP(ProcessGroupStrategy):
 
 
 def float32_mean_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean of a bucket over the processes: added in float32 at least, rounded once."""
+    """Average a bucket over the processes: added in float32 at least, rounded once."""
     grads = bucket.buffer()
     wide = grads.float() if grads.itemsize < 4 else grads
     wide.div_(dist.get_world_size())

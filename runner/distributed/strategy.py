@@ -1,8 +1,8 @@
-"""The strategy contract: what the step, the loop and the checkpoints ask of the processes of a run.
+"""The strategy contract: how the processes of a run train one model together.
 
-`train.batch_size` counts the examples of a micro-batch over all processes, each of which takes its
-part: so the same command has the same losses on any number of them. What they agree on, they agree
-on in the same order: every method but the properties is called by all of them or by none.
+`train.batch_size` counts the examples of a micro-batch over all processes, and each process takes
+its part of them, so that the same command has the same losses on any number of processes. Most
+methods are collective: all processes call them in the same order, or none does.
 """
 
 from abc import ABC, abstractmethod
@@ -22,8 +22,8 @@ _NOTHING = nullcontext()
 
 
 def is_sharded(value: object) -> TypeGuard["DTensor"]:
-    """Whether it is a tensor of which each process holds a part. Without an import of DTensor,
-    which costs every run more than a second."""
+    """Return whether a value is a DTensor, of which each process holds a shard."""
+    # Importing DTensor for isinstance would cost every run more than a second.
     return isinstance(value, Tensor) and hasattr(value, "to_local")
 
 
@@ -32,8 +32,8 @@ class Strategy(ABC):
 
     Attributes:
         name: the name of its yaml.
-        place: this process among them.
-        shards: each process holds a part of the weights only.
+        place: the rank of this process.
+        shards: whether each process holds a shard of the weights only.
     """
 
     name: ClassVar[str]
@@ -44,65 +44,72 @@ class Strategy(ABC):
 
     @abstractmethod
     def session(self) -> AbstractContextManager[object]:
-        """Context around the run, in which the processes are connected.
+        """Return the context around the run, in which the processes are connected.
 
         Raises:
             ConfigError: the processes that there are do not fit.
         """
 
     def device(self, device: torch.device) -> torch.device:
-        """The one of this process, where each has one."""
+        """Return the device of this process, where each process has its own."""
         return device
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model as the loop calls it. Called once, after conversion and before the optimizer
-        exists; parameters may be other ones afterwards."""
+        """Return the model as the loop calls it.
+
+        Called once, after conversion and before the optimizer exists; it may replace parameters.
+        """
         return model
 
     def accumulating(self, last: bool) -> AbstractContextManager[object]:
-        """Context around a micro-batch's forward and backward; only the last one of a step has its
-        gradients reduced."""
+        """Return the context around a micro-batch's forward and backward.
+
+        Gradients are reduced in the last micro-batch of a step only.
+        """
         return _NOTHING
 
     def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What this process holds of each."""
+        """Return the shard of each tensor that this process holds."""
         return tensors
 
     def reduce_found_inf(self, flag: Tensor | None) -> Tensor | None:
-        """A found-inf flag, raised if any process's is."""
+        """Return the found-inf flag, raised if that of any process is."""
         return flag
 
     def reduce_norms(self, norms: Tensor) -> Tensor:
-        """2-norms of whole tensors from those of this process's parts."""
+        """Return the 2-norms of full tensors from those of this process's shards."""
         return norms
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sums over the processes, in the dtype of the values."""
+        """Add values over the processes, in the dtype of the values."""
         return values
 
     def all_reduce_max_async(self, number: int) -> int:
-        """The largest number that any process has given, in the call before this one: nobody waits
-        for it."""
+        """Return the maximum over the processes of the numbers of the previous call.
+
+        The reduction of this call's numbers is started and nobody waits for it. The first call
+        returns 0.
+        """
         return number
 
     def all_reduce_max(self, number: int) -> int:
-        """The same, of this very call."""
+        """All-reduce the maximum of a number and wait for the result."""
         return number
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Every process's value, on the first one."""
+        """Return the values of all processes on the main one, an empty list on the others."""
         return [value]
 
     def broadcast_object(self, value: Any) -> Any:
-        """The first process's value."""
+        """Return the value of the main process."""
         return value
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Parameters and buffers, whole, each once, on the host of the first process."""
+        """Return full parameters and buffers by name; sharded ones on the main process only."""
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Has every process hold the first one's buffers (running statistics)."""
+        """Copy the main process's buffers (running statistics) to all processes."""
 
 
 class Single(Strategy):

@@ -1,5 +1,8 @@
-"""The processes that torchrun starts for one run, and what they tell each other before any of them
-knows its config: in which folder it lies, and where it goes on after a restart."""
+"""Rendezvous of torchrun's processes before Hydra runs.
+
+The main process publishes the run's folder and, after a restart, the checkpoint to resume from, so
+that all processes compose the same config.
+"""
 
 import os
 import zlib
@@ -22,7 +25,14 @@ _PATIENCE = timedelta(minutes=10)
 
 
 class ProcessRank(NamedTuple):
-    """Which of how many processes this is, `local` on its machine; restarts of them all so far."""
+    """The rank of this process, as torchrun sets it.
+
+    Attributes:
+        rank: from 0, over all machines.
+        world_size: number of processes.
+        local_rank: from 0, on this machine.
+        restart: how often torchrun has restarted all processes.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -31,18 +41,20 @@ class ProcessRank(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes what the run leaves."""
+        """Return whether this is the main process, which writes the files of the run."""
         return self.rank == 0
 
     def part(self, size: int) -> slice:
-        """This process's examples of a batch; the first processes take one more where it does not
-        divide."""
+        """Return this process's slice of a batch.
+
+        The first processes take one example more where the batch does not divide evenly.
+        """
         least, more = divmod(size, self.world_size)
         start = self.rank * least + min(self.rank, more)
         return slice(start, start + least + (self.rank < more))
 
     def examples(self, size: int) -> int:
-        """How many of a batch's examples are this process's."""
+        """Return how many of a batch's examples this process takes."""
         part = self.part(size)
         return part.stop - part.start
 
@@ -51,16 +63,16 @@ SINGLE_PROCESS = ProcessRank()
 
 
 class MainRankFailed(Exception):
-    """The first process has ended with an error before its run began."""
+    """Raised where the main process failed before its run began."""
 
 
 def is_torchrun() -> bool:
-    """Whether torchrun, or what sets the same variables, has started this process."""
+    """Return whether torchrun, or what sets the same variables, has started this process."""
     return all(key in os.environ for key in _NEEDED)
 
 
 def process_rank() -> ProcessRank:
-    """This process's place."""
+    """Return the rank of this process; of a single process without torchrun."""
     if not is_torchrun():
         return ProcessRank()
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"
@@ -68,12 +80,14 @@ def process_rank() -> ProcessRank:
 
 
 def join(argv: Sequence[str]) -> Sequence[str]:
-    """The command as this process runs it: all in the folder of the first one, and after a restart
-    from its newest checkpoint.
+    """Return the command that this process runs.
+
+    All processes run in the folder of the main one; after a restart they resume from its newest
+    checkpoint.
 
     Raises:
         ConfigError: the command is none for several processes.
-        FirstFailed: the first process has ended, and has said why.
+        MainRankFailed: the main process has failed, and has reported why.
     """
     here = process_rank()
     if here.world_size == 1 and not here.restart:
@@ -102,12 +116,12 @@ def join(argv: Sequence[str]) -> Sequence[str]:
 
 
 def publish_start(folder: Path) -> None:
-    """Told by the first process: the others can begin."""
+    """Publish the run's folder, so that the other processes begin. Call it in the main process."""
     _tell(_BEGUN, folder)
 
 
 def publish_failure() -> None:
-    """Told by the first process as it ends with an error: those that wait for its folder end."""
+    """Publish that the main process failed, so that the processes that wait for its folder end."""
     here = process_rank()
     if not (is_torchrun() and here.is_main and here.world_size > 1):
         return
@@ -117,12 +131,12 @@ def publish_failure() -> None:
 
 
 def publish_run_folder(folder: Path) -> None:
-    """Told by the first process: where the run's checkpoints are."""
+    """Publish the folder that the run resumes from after a restart. Call it in the main process."""
     _tell(_OUT, folder)
 
 
 def claim_message(text: str) -> bool:
-    """Whether this process is the first to say it: an error of them all is told once."""
+    """Return whether this process is the first to print a message, so that it is printed once."""
     here = process_rank()
     if here.world_size == 1:
         return True
@@ -140,7 +154,7 @@ def _tell(key: str, folder: Path) -> None:
 
 @cache
 def store(here: ProcessRank) -> "TCPStore":
-    """The store that torchrun keeps, which outlives a process."""
+    """Return the key-value store that torchrun keeps; it outlives a process."""
     from torch.distributed import TCPStore
 
     hosts = here.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -36,7 +36,7 @@ class Adapter(ABC):
 
 
 def build_adapter(node: Mapping[str, Any]) -> Adapter | None:
-    """The adapter of a config group node, None without one."""
+    """Build the adapter of a config node; None where it names none."""
     return instantiate(node) if node.get("_target_") else None
 
 

@@ -1,5 +1,7 @@
-"""How the loop runs a model: its memory format, what it computes twice, what is compiled. All of it
-happens in place: modules keep their names, parameters and class names."""
+"""Prepare a model for the loop: memory format, activation checkpointing, torch.compile.
+
+All of it happens in place: modules keep their names, parameters and class names.
+"""
 
 import os
 import shutil
@@ -24,7 +26,7 @@ COMPILERS = ("c++", "g++", "clang++", "cl")
 def check_compile_options(
     spec: RunSpec, precision: Precision, device: torch.device, model: nn.Module
 ) -> None:
-    """Raise ConfigError for what `shape` cannot do to this model, before anything is computed."""
+    """Raise ConfigError for what prepare_model cannot do to this model, before it computes."""
     problems = [*_compile_problems(spec, precision, device)] if spec.train.compile else []
     what, typed = spec.train.activation_checkpointing, "train.activation_checkpointing"
     if what and precision.unrepeatable:
@@ -92,7 +94,7 @@ def prepare_model(
 
 
 def modules_to_compile(model: nn.Module, patterns: Any) -> list[nn.Module]:
-    """The outermost modules that patterns name; of a list or dict of modules, its members.
+    """Return the outermost modules that patterns name; of a list or dict of modules, its members.
 
     Raises:
         ConfigError: a pattern matches none.

@@ -1,4 +1,4 @@
-"""The loop: a generator of records that nothing but its caller steers."""
+"""The training loop: a generator of records. Only its caller can end it early."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -20,13 +20,13 @@ _UNWATCHED = nullcontext()
 
 
 def total_steps(train: TrainSpec, loader: Loader) -> int:
-    """Optimizer steps of a whole run; the last step of an epoch may have fewer micro-batches."""
+    """Return the optimizer steps of a run; an epoch's last step may have fewer micro-batches."""
     per_epoch = -(-len(loader) // train.accumulate)
     return train.max_steps or train.epochs * per_epoch
 
 
 def is_evaluation_step(train: TrainSpec, loader: Loader, step: int) -> bool:
-    """Whether an evaluation follows this step: at an interval, and after the last one."""
+    """Return whether an evaluation follows this step: at an interval, and after the last one."""
     every = train.eval_every or -(-len(loader) // train.accumulate)
     return step % every == 0 or step == total_steps(train, loader)
 
@@ -34,8 +34,10 @@ def is_evaluation_step(train: TrainSpec, loader: Loader, step: int) -> bool:
 def accumulation_batches(
     state: TrainState, loader: Loader, size: int
 ) -> Iterator[tuple[list[Batch], list[int]]]:
-    """Micro-batches of each step and their examples in all processes, epoch after epoch, without
-    end, from state.position on."""
+    """Yield the micro-batches of each step and their examples in all processes.
+
+    It starts at state.position and goes through epoch after epoch without end.
+    """
     while True:
         if state.position == 0:
             state.epoch += 1
@@ -131,7 +133,7 @@ def _steps(
 def _evaluation(
     state: TrainState, validation: Loader, stopped: Callable[[], bool]
 ) -> Iterator[EvalRecord]:
-    """One record; none where it is stopped, as if it had not begun: the resumed run evaluates."""
+    """Yield one record; none if stopped, as if it had not begun, for the resumed run evaluates."""
     drawn = host_rng_state()
     metrics = evaluate(state, validation, stopped)
     if metrics is None:

@@ -1,4 +1,4 @@
-"""The model of a run: made, converted, adapted, and restored from a checkpoint."""
+"""Build the model of a run: made, converted, adapted, and restored from a checkpoint."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ class BuiltModel(NamedTuple):
 
 
 def load_init_weights(spec: RunSpec) -> LoadedCheckpoint | None:
-    """The checkpoint that init.weights names."""
+    """Return the checkpoint that init.weights names; None where it names none."""
     where = spec.init.weights
     if where is None:
         return None
@@ -50,8 +50,10 @@ def build_model(
     start: LoadedCheckpoint | None = None,
     whole: bool = False,
 ) -> BuiltModel:
-    """The model with its seeded weights; made in float32 first, so that all precisions start from
-    the same ones (with init.low_memory directly in the precision's dtype).
+    """Build the model with its seeded weights, converted and on its device.
+
+    It is made in float32 first, so that all precisions start from the same weights (with
+    init.low_memory directly in the precision's dtype, which draws other ones).
 
     Args:
         spec: its model and adapter nodes are called.
@@ -101,11 +103,12 @@ def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) 
 def restore_model(
     spec: RunSpec, precision: Precision, device: torch.device, saved: LoadedCheckpoint
 ) -> BuiltModel:
-    """The model with a checkpoint's weights, whatever precision they were trained in: packed
-    weights come back as they are in their own precision, and as the numbers they stand for in one
-    that packs none. An adapter is kept where weights are packed as they were in training, or not at
-    all in both, so that the run's own precision computes what it computed then; elsewhere it is
-    merged.
+    """Build the model with a checkpoint's weights, whatever precision they were trained in.
+
+    Packed weights are loaded as they are in their own precision, and as the numbers that they
+    stand for in one that packs none. An adapter is kept where weights are packed as they were in
+    training, or not at all in both, so that the run's own precision computes what it computed
+    then; elsewhere it is merged.
 
     Raises:
         ConfigError: the weights do not fit, or are packed in another way than this precision's.
@@ -120,7 +123,7 @@ def restore_model(
 
 
 def _load(spec: RunSpec, model: nn.Module, precision: Precision, saved: LoadedCheckpoint) -> None:
-    """A checkpoint's function in a plain model: its adapter is merged into the weights."""
+    """Load a checkpoint into a plain model; its adapter is merged into the weights."""
     layout = saved.content.get("layout", "")
     if layout and precision.layout:
         raise ConfigError(
@@ -197,7 +200,7 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
 
 
 def _own_model(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
-    """What to type for the model that a checkpoint was trained with."""
+    """Return what to type for the model that a checkpoint was trained with."""
     theirs = saved.content["spec"].get("model") or {}
     if node.get("_target_") == theirs.get("_target_"):
         keys = [k for k, value in theirs.items() if node.get(k) != value and "target" not in str(k)]

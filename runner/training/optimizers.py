@@ -22,7 +22,7 @@ from runner.utils.modules import matches_pattern
 def parameters_by_optimizer(
     node: Mapping[str, Any], model: nn.Module, named: dict[str, nn.Parameter]
 ) -> list[tuple[str, Mapping[str, Any], list[nn.Parameter]]]:
-    """Each optimizer's key, node and parameters; a parameter goes to the first that takes it."""
+    """Return each optimizer's key, node and parameters; a parameter goes to the first match."""
     if "_target_" in node:
         return [("optimizer", node, list(named.values()))]
     if stray := [key for key, part in node.items() if not isinstance(part, Mapping)]:
@@ -109,7 +109,7 @@ def build_optimizer(
 
 
 def build_scheduler(node: Mapping[str, Any], optimizer: Optimizer, steps: int) -> Any:
-    """A schedule that counts applied optimizer steps, or None for a constant rate."""
+    """Build a schedule that counts applied optimizer steps; None for a constant rate."""
     if not node.get("_target_"):
         return None
     filled = {k: steps if k in LENGTHS and v is None else v for k, v in node.items()}
@@ -123,7 +123,7 @@ LENGTHS = ("T_max", "total_steps", "total_iters")
 def build_scheduled_optimizers(
     spec: RunSpec, model: nn.Module, precision: Precision, steps: int
 ) -> list[ScheduledOptimizer]:
-    """Optimizers over the trainable parameters, each with its schedule.
+    """Build the optimizers over the trainable parameters, each with its schedule.
 
     Args:
         spec: its optimizer node holds one `_target_`, or several under names of their own.
@@ -173,7 +173,7 @@ def _build_checked(
 
 
 def takes_keyword(node: Mapping[str, Any], keyword: str) -> bool:
-    """Whether a node's target takes a keyword."""
+    """Return whether a node's target takes a keyword."""
     return keyword in signature(locate(node["_target_"])).parameters
 
 

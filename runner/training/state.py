@@ -1,4 +1,4 @@
-"""Everything of a run that changes while it trains."""
+"""The state of a run: everything that changes while it trains."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class ScheduledOptimizer:
         return self.optimizer.param_groups[0]["lr"]
 
     def advance_schedule(self) -> None:
-        """Move the schedule on if the last step was applied."""
+        """Advance the schedule if the last step was applied, waiting for its found-inf flag."""
         if self.pending_found_inf is not None and not self.pending_found_inf.raised:
             self.scheduler.step()
         self.pending_found_inf = None
@@ -80,7 +80,7 @@ class TrainState:
 
     @property
     def plain_model(self) -> nn.Module:
-        """The module inside the wrappers of torch.compile and DDP, whose names carry no prefix."""
+        """Return the module inside the wrappers of torch.compile and DDP."""
         model = getattr(self.model, "_orig_mod", self.model)
         return model.module if isinstance(model, DistributedDataParallel) else model
 
@@ -94,18 +94,18 @@ class TrainState:
 
     @cached_property
     def sparse(self) -> list[Tensor]:
-        """Parameters whose gradients are sparse."""
+        """Return the parameters whose gradients are sparse."""
         return [*sparse_parameters(self.plain_model).values()]
 
     @cached_property
     def takes_closure(self) -> bool:
-        """Whether the one optimizer evaluates the loss by itself, as LBFGS does."""
+        """Return whether the only optimizer evaluates the loss by itself, as LBFGS does."""
         return len(self.optimizers) == 1 and isinstance(
             self.optimizers[0].optimizer, torch.optim.LBFGS
         )
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
-        """Tensors that the optimizers hold."""
+        """Yield the tensors of the optimizers' state."""
         for d in self.optimizers:
             for values in d.optimizer.state.values():
                 yield from (v for v in values.values() if isinstance(v, Tensor))

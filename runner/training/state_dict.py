@@ -1,4 +1,4 @@
-"""What a checkpoint keeps beside the weights, and taking it back."""
+"""Collect the state that a checkpoint stores, and restore it on resume."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -39,7 +39,7 @@ _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, Ov
 
 
 def state_dict(state: TrainState, observers: Sequence[Callback]) -> dict[str, Any]:
-    """What a checkpoint keeps so that the run goes on as if it had not been cut."""
+    """Return the state beside the weights that a bit-exact resume needs."""
     return {
         "position": state.position,
         "evaluated": state.evaluated,
@@ -56,7 +56,7 @@ def restore(
     observers: Sequence[Callback],
     typed: Collection[str] = (),
 ) -> list[str]:
-    """Put everything but the weights back.
+    """Restore everything but the weights.
 
     Args:
         state: of the run; its weights are the checkpoint's.
@@ -208,7 +208,7 @@ def _changed(
 
 
 def _dtypes_before(state: TrainState, weights: Mapping[str, Any]) -> dict[int, torch.dtype]:
-    """The dtype that each parameter has in the checkpoint, by the id of the parameter."""
+    """Return the dtype of each parameter in the checkpoint, by the id of the parameter."""
     found = {}
     for name, parameter in state.plain_model.named_parameters():
         if isinstance(weight := weights.get(name), Tensor):
@@ -287,8 +287,10 @@ def _begin_schedule(scheduled: ScheduledOptimizer, applied: int) -> list[str]:
 
 
 def _change(optimizer: Optimizer, scheduler: Any, changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Hyperparameters that were typed anew; a schedule goes on from a new learning rate as from
-    the old one."""
+    """Set the hyperparameters that were typed for the resume.
+
+    A schedule continues from a new learning rate as from the old one.
+    """
     for group in optimizer.param_groups:
         for key, (old, new) in changed.items():
             if key == "lr" and isinstance(old, int | float) and old:
@@ -308,14 +310,14 @@ def checkpoint_state_dict(
     course: Mapping[str, Any] = {},
     own: bool = False,
 ) -> dict[str, Any]:
-    """What a checkpoint holds; its tensors are those of the run, not copies.
+    """Return the content of a checkpoint; its tensors are those of the run, not copies.
 
     Args:
-        state: schedules that wait for a found-inf flag are settled.
+        state: schedules that wait for a found-inf flag are advanced.
         spec: of the run.
         choices: option chosen in each config group, for the labels of evaluations.
         metrics: of an evaluation of these very weights, where there was one.
-        course: what going on needs beside it, see restore.capture.
+        course: the state that a resume needs besides, see state_dict().
         own: this user's commands composed the spec, which is signed with the user's key.
     """
     kept = {**redacted_dict(spec), "tracking": {}}

@@ -1,4 +1,8 @@
-"""One optimizer step. Nothing in it reads the device: values stay there, see blocks.py."""
+"""One optimizer step: forward, backward, clipping, update.
+
+Nothing here reads a value of the device, which would make the host wait for it: the values of a
+step stay there until record_buffer.py copies a block of them.
+"""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -22,14 +26,14 @@ Batch = tuple[Any, Any]
 
 
 def examples_in(batch: Batch) -> int:
-    """Examples of a batch: the length of the first dimension of its target, or of its inputs."""
+    """Return the examples of a batch: the first dimension of its target, or of its inputs."""
     target = batch[1]
     first = target if isinstance(target, Tensor) else batch[0]
     return first.shape[0] if isinstance(first, Tensor) and first.ndim else 1  # len() costs 3 µs
 
 
 def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
-    """Mean loss of a micro-batch, the precision holding where the spec says that it does."""
+    """Return the mean loss of a micro-batch, computed under the precision's contexts and casts."""
     precision, task = state.precision, state.task
     with precision.forward(state.device):
         output = state.model(precision.cast(inputs))
@@ -98,8 +102,10 @@ def train_step(
 
 
 def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
-    """Accumulate the gradients of the mean over all labels. Returns that mean, detached; of
-    several processes each has a number of its own, and theirs is the mean."""
+    """Accumulate the gradients of the mean over all labels and return that mean, detached.
+
+    With several processes each returns a number of its own; their average is the mean.
+    """
     if len(micros) == state.strategy.place.world_size == 1:
         loss = loss_of(state, *micros[0])
         backpropagate(state, state.scale.multiply(loss))
@@ -154,7 +160,7 @@ def _shares(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) ->
     own = torch.stack(labels).to(widest_float(state.device))
     for i, count in enumerate(examples):
         if not count:
-            own[i] = 0  # the micro-batch was lent an example
+            own[i] = 0  # it got another process's example, only to have a batch
     total = own.sum()
     if place.world_size > 1:
         total = state.strategy.sum(total)
@@ -167,8 +173,10 @@ def _grads(scheduled: ScheduledOptimizer) -> list[Tensor]:
 
 
 def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
-    """Norm of each gradient before clipping, of what this process holds of it; an overflow makes
-    it infinite and never raises."""
+    """Clip the gradients and return the norm of each before that: [len(grads)].
+
+    The norms are those of this process's shards. An overflow makes one infinite and never raises.
+    """
     norms = grad_norms(grads)
     if state.clip_norm is not None:
         # What overflowed is skipped, and must not scale another optimizer's gradients to nought.
@@ -183,7 +191,7 @@ _WIDE = ({torch.float32}, {torch.float64})
 
 
 def grad_norms(grads: list[Tensor]) -> Tensor:
-    """2-norm of each gradient, shape [len(grads)], accumulated in float32 at least.
+    """Return the 2-norm of each gradient, [len(grads)], accumulated in float32 at least.
 
     Raises:
         RuntimeError: no parameter received a gradient.
@@ -218,7 +226,7 @@ def _any(founds: Sequence[Tensor | None]) -> Tensor | None:
 def _closure_step(
     state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor, None, None]:
-    """A step of an optimizer that evaluates by itself; recorded is its first evaluation."""
+    """Take a step of an optimizer that evaluates the loss itself; record its first evaluation."""
     scheduled = state.optimizers[0]
     first: list[tuple[Tensor, Tensor]] = []
 

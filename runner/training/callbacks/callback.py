@@ -1,4 +1,4 @@
-"""Observers read records and never steer the loop."""
+"""The callback contract: callbacks read records and never steer the loop."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -20,24 +20,24 @@ class Callback:
     is_in_every_run: ClassVar[bool] = False
 
     def steps(self, block: Steps) -> None:
-        """Step records that have reached the host, in order."""
+        """Read a block of step records that have reached the host, in order."""
 
     def evaluation(self, record: EvalRecord) -> None:
-        """An evaluation, after the block that ends at its step."""
+        """Read an evaluation; the block of records that ends at its step came before."""
 
     def close(self) -> None:
-        """The run is over, however it ended."""
+        """Finish; the run is over, however it ended."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it must remember when the run goes on, in plain containers."""
+        """Return what the callback needs after a resume, in plain containers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what state_dict gave; nothing where it is new to the run."""
+        """Restore what state_dict returned; an empty mapping if the callback is new to the run."""
 
 
 def dispatch(observers: Sequence[Callback], record: Record) -> None:
-    """Hand a record to every observer."""
+    """Pass a record to every callback."""
     for observer in observers:
         if isinstance(record, EvalRecord):
             observer.evaluation(record)

@@ -1,5 +1,7 @@
-"""Judges the records by the guard section: what only wastes time stops a run, what is doubtful is
-said once. It reads records, which the host has anyway, and nothing of the device."""
+"""Check the records by the guard section of the config: stop the run or warn once.
+
+The guard reads records, which the host has anyway, and nothing of the device.
+"""
 
 import math
 from collections import deque
@@ -61,7 +63,7 @@ class Guard(Callback):
 
     @property
     def sound(self) -> bool:
-        """Whether the weights are those of the last good step: what overflowed was skipped."""
+        """Return whether the weights are those of the last good step: an overflow is skipped."""
         return self.finding is None or self.finding.key in ("overflow", "scale_floor")
 
     def steps(self, block: Steps) -> None:
@@ -91,7 +93,7 @@ class Guard(Callback):
             yield from self._spike(record)
 
     def _spike(self, record: StepRecord) -> Iterator[Finding]:
-        """A leap above what is usual and above the usual noise (batches differ)."""
+        """Yield a finding if the loss is far above its running median and its recent maximum."""
         loss, usual, factor = record.loss, self._losses, self.spec.guard.spike_factor
         # The first of these is one of the second's, and spares most steps the window's maximum.
         leaps = len(usual) >= ENOUGH and loss > 2 * usual[-1] and loss > 2 * max(usual)
@@ -144,7 +146,7 @@ class Guard(Callback):
 
 
 def guard_remedies(spec: RunSpec, precision: Precision, key: str) -> Iterator[str]:
-    """Settings that may help, as they are typed; those of the range where that may be the cause."""
+    """Yield settings that may help, as they are typed; a wider range first where that may help."""
     scale = spec.precision.get("loss_scale") or {}
     if key != "spike" and scale.get("fixed"):
         yield "precision.loss_scale.fixed=null"

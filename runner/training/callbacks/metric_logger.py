@@ -1,4 +1,4 @@
-"""Carries the records to the tracker, under the metric names that dashboards rely on."""
+"""Log the records to the tracker. Which values of a step are logged is said in step_metrics.py."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ _REFUSED = re.compile(r"[^\w\-. :/]")  # what MLflow takes in no name of a metri
 
 
 class MetricLogger(Callback):
-    """Every step's values at its own number; rates and memory once per block."""
+    """Logs every step's values at its own step number; rates and memory once per block."""
 
     key = "metric_logger"
     is_in_every_run = True
@@ -46,8 +46,10 @@ class MetricLogger(Callback):
         yield self._rates(block)
 
     def _changes(self, record: StepRecord) -> Iterator[Point]:
-        """The scale where it changes, the value before and the value after: MLflow's charts draw
-        a few hundred points per line, and so show every dip."""
+        """Yield the loss scale where it changes, the value before and the value after.
+
+        MLflow's charts draw a few hundred points per line; these few show every dip.
+        """
         last, scale = self._last, record.loss_scale
         assert scale is not None
         if last is None:
@@ -86,7 +88,7 @@ class MetricLogger(Callback):
             self._sized = state["sized"]
 
     def close(self) -> None:
-        """The last value of the scale closes the line of its changes."""
+        """Log the last loss scale, which ends the line of its changes."""
         if self._last is not None and self._last.loss_scale is not None:
             values = {"loss_scale/changes": self._last.loss_scale}
             self.tracker.metrics(self._last.step, self._last.time_ms, values)

@@ -69,5 +69,5 @@ def progress_line(record: EvalRecord, last: StepRecord | None) -> str:
 
 
 def progress(console: Console, total: int, label: str) -> Callback:
-    """The observer that fits where the output goes."""
+    """Return the progress callback that fits where the output goes."""
     return ProgressBar(console, total, label) if console.is_terminal else ProgressLines(console)
