@@ -40,12 +40,12 @@ class AsyncCheckpointWriter:
     def save(
         self, content: Mapping[str, Any], best: bool = False, late: Iterable[Tensor] = ()
     ) -> None:
-        """Returns once the tensors may change.
+        """Save a checkpoint in the background; return once the tensors may change.
 
         Args:
-            content: see checkpoint.contents.
+            content: what training.state_dict.checkpoint_state_dict returns.
             best: kept as `best.pt`, too.
-            late: tensors on the CPU that the loop does not change until it has called settle.
+            late: tensors on the CPU that the loop leaves unchanged until it calls wait_for_copy.
         """
         self._join()
         if _bytes(content) * 2 > psutil.virtual_memory().available:
@@ -81,7 +81,7 @@ class AsyncCheckpointWriter:
             self._copying = None
 
     def finish(self, content: Mapping[str, Any] | None = None) -> Path | None:
-        """Waits for what is being written, then writes a last one; its path.
+        """Wait for the current write, write a last checkpoint and return its path.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -121,8 +121,16 @@ class AsyncCheckpointWriter:
         spared: Collection[int],
         later: list[Pair],
     ) -> tuple[Any, Any]:
-        """A copy on the host in memory that is used again, and the device's event after which it is
-        whole; tensors at the addresses `spared` are left to `later`."""
+        """Copy the content to reused host memory.
+
+        Args:
+            content: plain containers of tensors.
+            spared: addresses of tensors that are not copied here.
+            later: gets (copy, tensor) of these.
+
+        Returns:
+            The copy, and the device's event after which it is whole (None on a CPU).
+        """
         seen: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
         device = False
 

@@ -1,5 +1,7 @@
-"""A trained model as a program of plain torch operations (model.pt2), which loads without the
-classes that it was made from."""
+"""Export a trained model as a program of plain torch operations (model.pt2).
+
+The program loads without the classes that the model was made from.
+"""
 
 import json
 import math
@@ -81,7 +83,7 @@ def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Whatever goes wrong inside becomes an ExportError and leaves no file."""
+    """Turn any error inside into an ExportError, and remove the file."""
     try:
         yield
     except Exception as error:
@@ -107,7 +109,7 @@ class _Evaluated(nn.Module):
 
 @contextmanager
 def _evaluating(model: nn.Module, precision: Precision, device: torch.device) -> Iterator[None]:
-    """The model in evaluation mode, no gradients, and random numbers as if nothing had been."""
+    """Put the model in evaluation mode without gradients; restore modes and random states after."""
     modes = [(module, module.training) for module in model.modules()]
     devices = [device] if device.type == "cuda" else []
     with ExitStack() as stack:
@@ -125,7 +127,7 @@ def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
 
 
 def _rows(example: Tensor) -> Tensor:
-    """ROWS rows of the batch, some of them again where it has fewer."""
+    """Return ROWS rows of the batch; a shorter batch is repeated."""
     if not isinstance(example, Tensor) or example.ndim < 1 or not len(example):
         kind = type(example).__name__
         raise ExportError(f"its input is no tensor with a batch of examples, but a {kind}")
@@ -154,7 +156,7 @@ def _trace(module: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
 
 
 def _name_dtypes(part: torch.fx.GraphModule) -> None:
-    """Tensors that the forward made took the default dtype of the moment: write it down."""
+    """Write down the dtype of tensors that the forward creates, which was the default one."""
     for node in part.graph.nodes:
         made, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
         if schema is None or not isinstance(made, Tensor) or node.kwargs.get("dtype") is not None:
@@ -167,7 +169,7 @@ def _name_dtypes(part: torch.fx.GraphModule) -> None:
 
 
 def _tolerance(plain: nn.Module, precision: Precision, device: torch.device) -> float:
-    """Half the digits of what the products are in, as a relative error."""
+    """Return the relative error that is allowed: half the digits of the compute dtype."""
     eps = torch.finfo(precision.compute).eps
     if device.type != "cpu":
         eps = max(eps, 2**-10)  # TF32, and other orders of sums
@@ -209,8 +211,10 @@ def _leaves(outputs: Any) -> list[Tensor]:
 
 
 def _distance(wanted: Tensor, found: Tensor) -> float:
-    """2-norm of the difference over that of what is wanted, where that is finite; infinite where
-    it alone is finite."""
+    """Return the 2-norm of the difference relative to the wanted values, where these are finite.
+
+    It is infinite or NaN if a found value is not finite where the wanted one is.
+    """
     wide = torch.complex128 if wanted.is_complex() else torch.float64
     a, b = wanted.detach().to(CPU, wide).flatten(), found.detach().to(wide).flatten()
     finite = a.isfinite()
@@ -247,8 +251,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def line(error: Exception) -> str:
-    """The first line that says something, with the kind of error; an ExportError speaks for
-    itself."""
+    """Return the kind of an error and its first line; of an ExportError its message alone."""
     if isinstance(error, ExportError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

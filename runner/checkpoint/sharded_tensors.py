@@ -1,7 +1,9 @@
-"""Checkpoints in parts: beside `step-<n>.pt`, which holds everything else, `step-<n>.shards` has
-what each process held of the sharded tensors, in safetensors files that
-torch.distributed.checkpoint writes. They load in any number of processes, and nothing in them is
-unpickled."""
+"""Write and read the sharded tensors of a checkpoint.
+
+The folder `step-<n>.shards` holds the shards of all processes, in safetensors files that
+torch.distributed.checkpoint writes; `step-<n>.pt` holds everything else, with a mark in place of
+each sharded tensor. They load in any number of processes, and nothing in them is unpickled.
+"""
 
 import os
 import warnings
@@ -23,7 +25,7 @@ if TYPE_CHECKING:  # else every run would pay for the import
 
 SUFFIX = ".shards"
 _MARK = "sharded"
-"""Key of what stands for a tensor that lies in parts: its name there."""
+"""Key of a mark, which stands for a sharded tensor; its value is the tensor's name in the files."""
 _CHUNK = 1 << 24
 
 Sums = dict[str, list[int]]
@@ -31,7 +33,7 @@ Sums = dict[str, list[int]]
 
 
 def extract_shards(value: Any, parts: "dict[str, DTensor]", name: str = "") -> Any:
-    """A copy of plain containers in which marks stand for sharded tensors, which go to `parts`."""
+    """Copy plain containers with marks in place of sharded tensors, which are put into `parts`."""
     if is_sharded(value):
         known = next((key for key, other in parts.items() if _same(other, value)), name)
         parts.setdefault(known, value)
@@ -46,13 +48,13 @@ def extract_shards(value: Any, parts: "dict[str, DTensor]", name: str = "") -> A
 
 
 def _same(one: "DTensor", other: "DTensor") -> bool:
-    """Whether they are one tensor under two names, in a process that has nothing of it, too."""
+    """Return whether two names hold one tensor, also in a process whose shard of it is empty."""
     storages = (t.to_local().untyped_storage()._cdata for t in (one, other))
     return len({*storages}) == 1
 
 
 def write_shards(folder: Path, parts: "Mapping[str, DTensor]") -> Sums:
-    """Write this process's parts and wait until they are on the disk; called by all.
+    """Write this process's shards and wait until they are on the disk. All processes call it.
 
     Raises:
         OSError: a file cannot be written.
@@ -68,7 +70,7 @@ def write_shards(folder: Path, parts: "Mapping[str, DTensor]") -> Sums:
 
 
 def check_shards(folder: Path, sums: Sums) -> None:
-    """Compare the files with their checksums; of several processes each takes some.
+    """Compare the files with their checksums; each of several processes reads some of them.
 
     Raises:
         ConfigError: one has changed or is missing.
@@ -88,7 +90,7 @@ def check_shards(folder: Path, sums: Sums) -> None:
 
 
 def load_full(value: Any, folder: Path) -> Any:
-    """Plain containers with whole tensors on the CPU in place of the marks."""
+    """Copy plain containers with full tensors on the CPU in place of the marks."""
     wanted: dict[str, Tensor] = {}
 
     def fill(mark: Mapping[str, Any]) -> Tensor:
@@ -102,13 +104,14 @@ def load_full(value: Any, folder: Path) -> Any:
 def load_sharded(
     state: Mapping[Any, Mapping[str, Any]], params: Sequence[Tensor], folder: Path
 ) -> Any:
-    """An optimizer's state, parted as its parameters are: read from a folder of parts where marks
-    stand for it, else cut out of what is whole.
+    """Return an optimizer's state, sharded as its parameters are.
+
+    A mark is replaced by its shards from the folder, a full tensor is sharded.
 
     Args:
-        state: values by the parameter's number and their name.
+        state: values by the parameter's number and by name.
         params: the parameters.
-        folder: of the parts.
+        folder: holds the shards.
     """
     from torch.distributed.tensor import distribute_tensor
 
@@ -133,7 +136,7 @@ def load_sharded(
 
 
 def _read(folder: Path, wanted: dict[str, Tensor]) -> None:
-    """Fill tensors in place; of a sharded one this process's part."""
+    """Fill tensors in place; of a sharded one this process's shard."""
     if not wanted:
         return
     import torch.distributed.checkpoint as dcp
@@ -158,7 +161,7 @@ def _filled(value: Any, fill: Any) -> Any:
 
 
 def _reason(error: "CheckpointException") -> str:
-    """The first process's, on one line."""
+    """Return the first process's reason of a failure, on one line."""
     return " ".join(str(next(iter(error.failures.values()))[0]).split())
 
 
@@ -170,7 +173,7 @@ def _dtype(mark: Mapping[str, Any]) -> torch.dtype:
 
 
 def _sum(path: Path) -> list[int]:
-    """Size and CRC-32 of a file, which is on the disk then."""
+    """Sync a file to the disk and return its size and CRC-32."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -40,10 +40,10 @@ class ShardedCheckpointWriter:
             self.say(f"warning: A checkpoint could not be written ({error}). Training goes on.")
 
     def wait_for_copy(self) -> None:
-        """Nothing is under way."""
+        """Return at once: save() has written all it had to."""
 
     def finish(self, content: Mapping[str, Any] | None = None) -> Path | None:
-        """Writes a last checkpoint; its path.
+        """Write a last checkpoint and return its path.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -55,7 +55,7 @@ class ShardedCheckpointWriter:
         return checkpoint_file.checkpoint_path(self.folder, content["step"])
 
     def _write(self, content: Mapping[str, Any], best: bool = False) -> str | None:
-        """Why it failed in any process."""
+        """Write a checkpoint in all processes; return the reason if any of them failed."""
         place, parts, sums = self.strategy.place, dict[str, "DTensor"](), sharded_tensors.Sums()
         path = checkpoint_file.checkpoint_path(self.folder, content["step"])
         aside = checkpoint_file.shards_folder(path).with_suffix(".partial")
@@ -66,7 +66,7 @@ class ShardedCheckpointWriter:
             reason = os_error_reason(error)
         found = self.strategy.gather_object((reason, sums))
         if place.is_main:
-            reason = next((told for told, _ in found if told), None)
+            reason = next((failure for failure, _ in found if failure), None)
             if reason is None:
                 every = {name: values for _, part in found for name, values in part.items()}
                 reason = self._finish(path, aside, {**rest, "parts": every}, best)

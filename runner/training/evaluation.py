@@ -15,8 +15,13 @@ from runner.utils.stop_signals import until_interrupted
 def evaluate(
     state: TrainState, validation: Loader, stopped: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
-    """The task's metrics over a whole data set, in the run's precision; None where `stopped`,
-    asked before each batch, says so."""
+    """Return the task's metrics over a data set, computed in the run's precision.
+
+    Args:
+        state: its model is evaluated; schedules that wait for a found-inf flag are advanced.
+        validation: the data set.
+        stopped: asked before each batch; once it returns True, the result is None.
+    """
     precision, task, strategy = state.precision, state.task, state.strategy
     for d in state.optimizers:
         d.advance_schedule()
@@ -32,7 +37,7 @@ def evaluate(
             dtype = precision.loss_dtype
             found = task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
             if not strategy.place.examples(validation.examples_in(i)):
-                found = torch.zeros_like(found)  # it was lent an example
+                found = torch.zeros_like(found)  # another process's example
             totals = found if totals is None else totals + found
     state.model.train()
     if stopped() or totals is None:

@@ -12,12 +12,15 @@ from runner.utils.errors import RunnerError
 
 
 class ForecastUnavailable(RunnerError):
-    """The memory of a run cannot be told before it runs."""
+    """The memory of a run cannot be predicted before it runs."""
 
 
 def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
-    """A batch of random numbers in the shapes of data.meta. Raises Unknown where those are not
-    given."""
+    """Make a batch of random numbers in the shapes of data.meta.
+
+    Raises:
+        ForecastUnavailable: data.meta does not give the shapes.
+    """
     meta, task = spec.data.get("meta") or {}, build_group("task", spec.task)
     if missing := [f"data.meta.{key}" for key in ("input", "classes") if not meta.get(key)]:
         raise ForecastUnavailable(

@@ -71,7 +71,7 @@ def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
 
 
 def _names(model: nn.Module) -> str:
-    """The layers that are lazy still."""
+    """Return the layers that are still lazy."""
     found = [
         name or "(the model itself)"
         for name, module in model.named_modules()
@@ -87,7 +87,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
-    """Inputs of a few examples. What is drawn for them leaves the model's random numbers alone."""
+    """Return inputs of a few examples, without a change to the model's random numbers."""
     with torch.random.fork_rng(devices=[]):
         if spec.mode == "plan":  # it promises to need no data
             try:
@@ -105,7 +105,7 @@ def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, in which norms keep their statistics; every module's own mode after."""
+    """Put modules in evaluation mode, where norms keep their statistics; restore it after."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -63,7 +63,7 @@ class Blockwise(Optimizer):
         return {**config, "optim_bits": group.get("optim_bits", self.args.optim_bits)}
 
     def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-        """Raises RuntimeError where the library leaves a 32-bit group anything but float32."""
+        """Raise RuntimeError where the library leaves a 32-bit group anything but float32."""
         base: Any = super()
         base.init_state(group, p, gindex, pindex)
         kept = {v.dtype for k, v in self.state[p].items() if k in ("state1", "state2")}
@@ -75,14 +75,14 @@ class Blockwise(Optimizer):
             )
 
     def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Paged memory is CUDA's; elsewhere plain memory, without the library's warning."""
+        """Return paged memory on CUDA and plain memory elsewhere, without the library's warning."""
         if p.device.type != "cuda":
             return torch.zeros_like(p, dtype=dtype)
         base: Any = super()
         return base.get_state_buffer(p, dtype=dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """The library would load paged state into plain memory of the device."""
+        """Load state into paged memory; the library would load it into the device's own."""
         base: Any = super()
         base.load_state_dict(state_dict, move_to_device=move_to_device and not self.is_paged)
         if not self.is_paged:

@@ -32,8 +32,8 @@ def starts_random(node: Mapping[str, Any]) -> bool:
 
 
 def _given(node: Mapping[str, Any], target: str, key: str) -> bool:
-    """A keyword's value, the target's own default where the node does not give it: torchvision's
-    detection models load their backbone unless told otherwise."""
+    """Return whether a keyword is true, by the target's default where the node lacks it."""
+    # torchvision's detection models load their backbone unless weights_backbone=None is given.
     if key in target_arguments(node):
         return bool(node[key])
     try:

@@ -71,17 +71,17 @@ def restore(
     Raises:
         ConfigError: the checkpoint's optimizers are not this run's.
     """
-    told = _restore_optimizers(state, saved, spec)
+    notes = _restore_optimizers(state, saved, spec)
     try:
         _restore_rest(state, saved.content, observers)
-        told += _restore_scale(state, saved.content, spec, typed)
+        notes += _restore_scale(state, saved.content, spec, typed)
     except _MISFITS as error:
         raise ConfigError(
             f"checkpoint.resume={saved.path} was not written by this runner: "
             f"{type(error).__name__}: {error}. Type init.weights=<it> to start a new run from its "
             "weights."
         ) from error
-    return told
+    return notes
 
 
 def _restore_rest(
@@ -108,7 +108,7 @@ def _restore_observers(
             raise KeyError(f"observers.{observer.key}")
         if theirs is None:
             # The first run had no such observer: this command asked for it, for example with
-            # train.early_stop=3, and it begins with no history. It is still told of the resume.
+            # train.early_stop=3, and it begins with no history. Its load_state_dict is still called.
             theirs = {}
         # Version 0.1 stored the summary's attributes, of which some begin with an underscore.
         theirs = {name.removeprefix("_"): value for name, value in theirs.items()}
@@ -158,7 +158,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec) -> list[str]:
     """Restore optimizers and schedules; what of them could not come back as it was."""
-    content, told = saved.content, dict[str, None]()
+    content, notes = saved.content, dict[str, None]()
     theirs = content["spec"]
     was = _dtypes_before(state, content["model"])
     applied = content["step"] - content["skipped_steps"]
@@ -178,9 +178,9 @@ def _restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpe
                 optimizer = {**optimizer, "state": held}
             else:
                 optimizer = sharded_tensors.load_full(optimizer, parts)
-            told |= dict.fromkeys(_load_optimizer(scheduled.optimizer, optimizer, was, other))
+            notes |= dict.fromkeys(_load_optimizer(scheduled.optimizer, optimizer, was, other))
             if other:
-                told |= dict.fromkeys(_begin_schedule(scheduled, applied))
+                notes |= dict.fromkeys(_begin_schedule(scheduled, applied))
                 continue
             if scheduled.scheduler is not None:
                 _load_schedule(scheduled.scheduler, scheduler, theirs["scheduler"], spec.scheduler)
@@ -191,7 +191,7 @@ def _restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpe
             "with the optimizer that it was trained with, or type init.weights=<it> to start a new "
             "run from its weights."
         ) from error
-    return list(told)
+    return list(notes)
 
 
 def _changed(
