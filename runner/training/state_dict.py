@@ -108,7 +108,8 @@ def _restore_observers(
             raise KeyError(f"observers.{observer.key}")
         if theirs is None:
             # The first run had no such observer: this command asked for it, for example with
-            # train.early_stop=3, and it begins with no history. Its load_state_dict is still called.
+            # train.early_stop=3, and it begins with no history. Its load_state_dict is still
+            # called, so that it knows of the resume.
             theirs = {}
         # Version 0.1 stored the summary's attributes, of which some begin with an underscore.
         theirs = {name.removeprefix("_"): value for name, value in theirs.items()}
