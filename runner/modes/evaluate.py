@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from runner.checkpoint import checkpoint_file
+from runner.checkpoint import checkpoint_file, locate
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
 from runner.config.resolve import resolve, to_dict
@@ -60,7 +60,7 @@ def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, 
             typed.
     """
     assert spec.checkpoint.path is not None
-    path = checkpoint_file.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
+    path = locate.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = checkpoint_file.load(path)
     if origin.overrides_key("adapter"):
         raise ConfigError(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint, locate
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
 from runner.config.resolve import flatten
 from runner.config.schema import LONE_ADVICE, RunSpec
