@@ -40,8 +40,10 @@ class ResumePlan(NamedTuple):
 def plan_resume(
     spec: RunSpec, origin: Invocation, out: Path, console: Console
 ) -> ResumePlan | None:
-    """The run that checkpoint.resume names, with the keys that were typed now over its own; None
-    where there is nothing to go on with: none is named, or it is `auto` and the run begins.
+    """Return the run that checkpoint.resume names, with the keys that were typed now over its own.
+
+    The result is None if there is nothing to resume: no run is named, or it is `auto` and this
+    run's folder holds no checkpoint.
 
     Args:
         spec: as composed.
@@ -65,8 +67,11 @@ def plan_resume(
 
 
 def _own(spec: RunSpec, origin: Invocation, out: Path, console: Console) -> ResumePlan | None:
-    """The run in its own folder, if it left a checkpoint that is whole; a job of a sweep only as
-    the very same job, for a search may ask for another one."""
+    """Return the run in its own folder, if that holds a complete checkpoint.
+
+    A job of a sweep is resumed only as the same job: a search may ask for another one in its
+    folder.
+    """
     checkpoints, told = out / "checkpoints", list[str]()
     if not any(checkpoints.glob("step-*.pt")):
         _resolved(origin)
@@ -103,7 +108,7 @@ def _resolved(origin: Invocation) -> None:
 
 
 def _found(spec: RunSpec, origin: Invocation, where: str, told: list[str]) -> ResumePlan:
-    """The run of a file, a folder or an id."""
+    """Return the run of a file, a folder or an id."""
     saved = locate.load_newest(where, spec.tracking.get("uri"), "checkpoint.resume", told)
     if "position" not in saved.content:
         raise ConfigError(
@@ -137,7 +142,7 @@ def _found(spec: RunSpec, origin: Invocation, where: str, told: list[str]) -> Re
 
 
 def _newest_run(out: Path, told: list[str]) -> Path:
-    """The newest run beside `out` that was not finished and left a checkpoint."""
+    """Return the newest run beside `out` that has not finished and has a checkpoint."""
     for run in [run for run in locate.newest_runs(out.parent) if run != out]:
         if is_locked(run):
             told.append(f"passed over {run}: a command is at work there")
@@ -195,7 +200,7 @@ def _finished(run: Path) -> bool:
 
 
 def _checkpoint_choices(choices: Mapping[str, str], origin: Invocation) -> dict[str, str]:
-    """The checkpoint's choices of groups where none was typed now."""
+    """Return the checkpoint's choices of groups where none was typed now."""
     return {group: name for group, name in choices.items() if group not in _typed(origin)}
 
 
@@ -205,9 +210,12 @@ def _typed(origin: Invocation) -> dict[str, str]:
 
 
 def _merged(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tuple[RunSpec, bool]:
-    """The checkpoint's own spec, and over it what was typed now; whether this user composed all of
-    it. What was typed is put over it before its interpolations are resolved, so that they read the
-    checkpoint's values."""
+    """Return the checkpoint's spec with what was typed now over it, and whether this user composed
+    all of it.
+
+    What was typed is put over it before its interpolations are resolved, so that they read the
+    checkpoint's values.
+    """
     ours, theirs = dict(origin.composed or to_dict(spec)), dict(saved.content["spec"])
     typed = _typed(origin)
     if any(
@@ -234,7 +242,7 @@ def _merged(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tuple
 
 
 def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:
-    """Takes one dotted key over, or out."""
+    """Copy one dotted key, or remove it."""
     head, *rest = path
     if head not in source:
         target.pop(head, None)

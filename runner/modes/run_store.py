@@ -149,7 +149,7 @@ def _typed(origin: Invocation) -> list[str]:
 
 
 def _settings(ours: Mapping[str, Any], folder: Path, typed: Sequence[str]) -> dict[str, Any]:
-    """The node `tracking` of the resumed run, but for its store."""
+    """Return the node `tracking` of the resumed run, but for its store."""
     if "tracking" in typed:
         return dict(ours)
     signed = artifacts.signed_config(folder)
@@ -179,7 +179,7 @@ def _had_none(folder: Path) -> bool:
 
 
 def _chosen(typed: str | None, last: JournalStore, key: str = KEY, what: str = "run") -> str:
-    """The store to continue in: the typed one, else the journal's."""
+    """Return the store to continue in: the typed one, else the journal's."""
     here = Path.cwd()
     if typed:
         return resolve_uri(typed, os.environ, here)
@@ -231,7 +231,7 @@ def _check_store(
 
 
 def _check_earlier(stores: Sequence[JournalStore], uri: str) -> None:
-    """What earlier journals have not sent yet goes to the same store, or to one of one's own."""
+    """Send what earlier journals have not sent yet to the same store, or to one's own."""
     for store in stores:
         if store.done or _same(store.uri, uri):
             continue
@@ -294,7 +294,7 @@ def _check_stage(stage: str | None, uri: str, run_id: str) -> None:
 
 
 def _stage_in(database: Path, run_id: str) -> str | None:
-    """A run's lifecycle stage in MLflow's table, read without importing mlflow."""
+    """Return a run's lifecycle stage in MLflow's table, read without importing mlflow."""
     if not database.is_file():
         return None
     query = "select lifecycle_stage from runs where run_uuid = ?"

@@ -124,7 +124,7 @@ def _reasons(bypassed: Mapping[str, str], most: int = 4) -> str:
 
 
 def _with_idle(report: ConversionReport, ran: set[str]) -> ConversionReport:
-    """The report in which converted layers that did not run count as not converted."""
+    """Return the report in which converted layers that did not run count as not converted."""
     rows = (
         replace(row, done=False, why=IDLE) if row.done and row.module not in ran else row
         for row in report.modules

@@ -64,7 +64,8 @@ class MlflowTracker(Tracker):
             are not positive, for a negative patience.
     """
 
-    def __init__(
+    # The parameters are keys of conf/tracking/mlflow.yaml.
+    def __init__(  # noqa: PLR0913
         self,
         uri: str | None = None,
         experiment: str | None = None,

@@ -48,7 +48,8 @@ def accumulation_batches(
         state.position = 0
 
 
-def fit(
+# What trains, on what, how long, and three hooks for the caller: each is used on its own.
+def fit(  # noqa: PLR0913
     state: TrainState,
     loader: Loader,
     validation: Loader,
@@ -86,7 +87,7 @@ def fit(
         raise
 
 
-def _steps(
+def _steps(  # noqa: PLR0913 - those of fit, and its buffer
     state: TrainState,
     blocks: RecordBuffer,
     loader: Loader,

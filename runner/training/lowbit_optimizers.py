@@ -165,7 +165,8 @@ class WrappedAdamW(Optimizer):
     block_size: int
     _subclass_zeros: Callable[[Tensor, bool, int], Tensor]
 
-    def __init__(
+    # The parameters are keys of the yamls in conf/optimizer.
+    def __init__(  # noqa: PLR0913
         self,
         params: Iterable[Any],
         lr: float = 1e-3,

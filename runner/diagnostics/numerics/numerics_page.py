@@ -42,7 +42,7 @@ TONES: dict[Sensitivity, Tone] = {"range": "bad", "precision": "bad", "none": "g
 
 
 def numerics_summary(numerics: Numerics) -> str:
-    """What each format lacks, in one line."""
+    """Return in one line what each format lacks."""
     return ", ".join(f"{fmt} {format_verdict(numerics, fmt)}" for fmt in FORMATS)
 
 
@@ -59,7 +59,8 @@ def format_verdict(numerics: Numerics, fmt: str) -> str:
 
 
 def write_page(numerics: Numerics, label: str, path: Path) -> Path:
-    """The whole of it, its own format first. Raises OSError: it cannot be written."""
+    """Write the report as a page, the run's own format first. Raises OSError: it cannot be
+    written."""
     own = numerics.computed_in
     order = [own, *(fmt for fmt in FORMATS if fmt != own)]
     blocks: list[Block] = [*_top(numerics, order)]
@@ -74,7 +75,7 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
 
 
 def draw_heat_maps(numerics: Numerics, path: Path) -> Path:
-    """The heat maps of the run's own compute format. Raises OSError: it cannot be written."""
+    """Draw the heat maps of the run's own compute format. Raises OSError: it cannot be written."""
     heat_maps(numerics, numerics.computed_in).savefig(path, dpi=110)
     return path
 
@@ -199,7 +200,7 @@ def _cell(numerics: Numerics, fmt: str, m: TensorStats) -> float:
 
 
 def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
-    """A panel per kind: modules down, steps across, the share lost as colour."""
+    """Draw a panel per kind: modules down, steps across, the share lost as colour."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -227,7 +228,7 @@ def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
 
 
 def _label(name: str, most: int = 34) -> str:
-    """The end of a dotted name, which tells modules of one kind apart."""
+    """Return the end of a dotted name, which tells modules of one kind apart."""
     return plain_label(name if len(name) <= most else f"…{name[1 - most :]}", most)
 
 

@@ -72,7 +72,7 @@ def is_user_code(module: nn.Module) -> bool:
 
 
 def return_nothing(_: object) -> None:
-    """What a hook returns that changes nothing."""
+    """Return None, by which a hook changes nothing."""
 
 
 class Probe:
@@ -181,7 +181,7 @@ class Probe:
 
 
 def _update(param: Tensor, before: Sample, gradient: Sample) -> SampledTensor:
-    """What the step has changed of a parameter."""
+    """Return the change that the step made to a parameter."""
     after = take_sample(param)
     wide = torch.float64 if before.values.dtype is torch.float64 else torch.float32
     update = (after.values.to(wide) - before.values.to(wide)).float()

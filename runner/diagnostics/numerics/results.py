@@ -131,8 +131,10 @@ class Numerics:
         return self.storage if self.storage in FORMATS else "bfloat16"
 
     def worst(self, fmt: str, most: int, kinds: Sequence[str] = KINDS) -> list[Worst]:
-        """What the format loses, module by module, as means over the looks: first what overflows,
-        then by share; nothing that is all right. `noise` is listed from NOISE on.
+        """Return what the format loses per module, as means over the snapshots.
+
+        What overflows comes first, then the largest share. Modules without a loss are left out;
+        `noise` is listed from NOISE on.
 
         Args:
             fmt: of those measured.
@@ -162,7 +164,7 @@ class Numerics:
         return [w for w in found if lacks != "none" and _lacks(w[1], means[w[0], w[1]]) == lacks]
 
     def sensitivity(self, fmt: str, kinds: Sequence[str] = KINDS) -> Sensitivity:
-        """What the format lacks for this model, at the loss scale that was in force: "range" if
+        """Return what the format lacks for this model, at the loss scale in force: "range" if
         activations, weights or gradients of a module overflow, vanish (VANISHED) or lose NOISE by
         becoming zero or subnormal; else "precision" if NOISE is passed or its updates are
         SWALLOWED, which matters where weights are stored in the format; else "none".
@@ -191,8 +193,11 @@ class Numerics:
         return {key: _mean(found) for key, found in rows.items()}
 
     def lost(self, m: TensorStats, fmt: str) -> QuantizationLoss:
-        """What a format loses of a measured tensor. What is not finite any more has left the range
-        of the run's own compute format, and with it every narrower one."""
+        """Return what a format loses of a measured tensor.
+
+        A value that is not finite has left the range of the run's own compute format, and with it
+        that of every narrower one.
+        """
         lost, kind = m.formats[fmt], FORMATS[fmt.removesuffix("_unscaled")]
         own = FORMATS[self.compute].largest if self.compute in FORMATS else math.inf
         if not m.not_finite or kind.largest > own:
@@ -200,12 +205,12 @@ class Numerics:
         return lost._replace(overflow=min(1.0, lost.overflow + m.not_finite))
 
     def write(self, path: Path) -> Path:
-        """Returns the path. Raises OSError: it cannot be written."""
+        """Write the file and return its path. Raises OSError: it cannot be written."""
         return write_text(path, json.dumps(asdict(self), allow_nan=False) + "\n")
 
 
 def read(folder: Path) -> Numerics:
-    """What a run left in its folder.
+    """Read the numerics that a run left in its folder.
 
     Raises:
         ConfigError: there is none, or it is damaged.
