@@ -25,7 +25,7 @@ class AsyncCheckpointWriter:
     Args:
         folder: where the checkpoints go.
         keep: how many of the newest are kept.
-        say: told of a checkpoint that could not be written; training goes on.
+        say: told of a checkpoint that could not be written; training continues.
     """
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]) -> None:
@@ -99,7 +99,7 @@ class AsyncCheckpointWriter:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            self.say(f"warning: {self._trouble(self._error)} Training goes on.")
+            self.say(f"warning: {self._trouble(self._error)} Training continues.")
             self._error = None
 
     def _trouble(self, error: Exception) -> str:

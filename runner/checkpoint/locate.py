@@ -70,7 +70,7 @@ def load_newest(
             return LoadedCheckpoint(path, load(path))
         except ConfigError as error:
             problem = error
-            notes.append(f"passed over {path}: it is damaged")
+            notes.append(f"skipped {path}: it is damaged")
     raise problem
 
 

@@ -37,7 +37,7 @@ class ShardedCheckpointWriter:
     ) -> None:
         """Write a checkpoint and return; training continues where it cannot be written."""
         if self.strategy.shards and (error := self._write(content, best)):
-            self.say(f"warning: A checkpoint could not be written ({error}). Training goes on.")
+            self.say(f"warning: A checkpoint could not be written ({error}). Training continues.")
 
     def wait_for_copy(self) -> None:
         """Return at once: save() has written all it had to."""

@@ -49,7 +49,7 @@ def plan_resume(
         spec: as composed.
         origin: what was typed.
         out: this run's own folder; `auto` looks into it, `last` beside it.
-        console: told of what was passed over.
+        console: told of what was skipped.
 
     Raises:
         ConfigError: there is none, it is finished, or no checkpoint of it is whole.
@@ -145,13 +145,13 @@ def _newest_run(out: Path, told: list[str]) -> Path:
     """Return the newest run beside `out` that has not finished and has a checkpoint."""
     for run in [run for run in locate.newest_runs(out.parent) if run != out]:
         if is_locked(run):
-            told.append(f"passed over {run}: a command is at work there")
+            told.append(f"skipped {run}: a command is at work there")
         elif _finished(run):
-            told.append(f"passed over {run}: it is finished")
+            told.append(f"skipped {run}: it is finished")
         elif locate.checkpoints_of_run(run):
             return run
         else:
-            told.append(f"passed over {run}: it has no checkpoint")
+            told.append(f"skipped {run}: it has no checkpoint")
     over = "".join(f" {text[0].upper()}{text[1:]}." for text in told[:3])
     raise ConfigError(
         f"checkpoint.resume=last: no run in {out.parent} was cut and left a checkpoint.{over} Type "

@@ -204,7 +204,7 @@ def _check_store(
     what: str = "run",
 ) -> None:
     """Raise ConfigError where a store does not hold the run, or does not answer although it was
-    asked by name; a job script goes on, and its records wait in the journal."""
+    asked by name; a job script continues, and its records wait in the journal."""
     same = _same(uri, last.uri)
     try:
         _look(uri, last.run_id, same)
@@ -222,7 +222,7 @@ def _check_store(
         ) from error
     except TrackingError as error:
         if waits:
-            say(f"warning: {error} Training goes on; its records are kept in the run's folder.")
+            say(f"warning: {error} Training continues; its records are kept in the run's folder.")
             return
         raise ConfigError(
             f"{key}: the {what} is recorded in {redact(uri)}, and {error} Start the store, type "

@@ -194,7 +194,7 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
         if run.signals.requested() and path:
             run.say(f"checkpoint: {path}")
             if run.origin.sweep is None:  # a sweep is resumed as a whole
-                run.say(f"to go on: {quote_command(run.origin.resume_command(run.out))}")
+                run.say(f"Resume with: {quote_command(run.origin.resume_command(run.out))}")
     if spec.checkpoint.safetensors and callbacks.weights_are_valid():
         problem = save_weights(run, callbacks.state)
         if problem:

@@ -97,7 +97,7 @@ def _prepare(config: DictConfig) -> None:
     """
     if config.checkpoint.resume is not None:
         raise ConfigError(
-            "checkpoint.resume goes on with one run. Leave -m out, or type "
+            "checkpoint.resume resumes one run. Leave -m out, or type "
             "sweep.resume=<folder of a sweep>."
         )
     sweeper = str(config.hydra.sweeper.get("_target_"))

@@ -21,7 +21,7 @@ def content(step, size=1000):
 def test_what_is_written_is_the_state_at_the_call(tmp_path):
     saver, state = AsyncCheckpointWriter(tmp_path, 9, print), content(1, 3_000_000)
     saver.save(state)
-    state["model"]["a"].fill_(7.0)  # the loop goes on
+    state["model"]["a"].fill_(7.0)  # the loop continues
     saver.save({**state, "step": 2})
     saver.finish()
     for step, value in ((1, 1.0), (2, 7.0)):
@@ -60,7 +60,7 @@ def test_a_full_disk_keeps_the_last_whole_one_and_training_goes_on(small):
     saver.finish()
     (warning,) = said
     assert "could not be written" in warning
-    assert "step-00000001.pt. Training goes on." in warning
+    assert "step-00000001.pt. Training continues." in warning
     assert [path.name for path in small.iterdir()] == ["step-00000003.pt"]
     with pytest.raises(CheckpointError, match=r"last whole one is .*step-00000003\.pt"):
         saver.finish(content(4, 2_000_000))

@@ -133,7 +133,7 @@ def test_missing_hardware_is_emulated_and_present_hardware_is_not(inside, tmp_pa
 
 @pytest.fixture
 def resumed(clean, tmp_path):
-    """Stops a command where it is due, goes on with it, and gives all results of both."""
+    """Stops a command where it is due, resumes it, and gives all results of both."""
 
     def begun(*words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

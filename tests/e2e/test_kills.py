@@ -1,4 +1,4 @@
-"""Processes killed with SIGKILL: what they had saved and recorded is whole, and goes on."""
+"""Processes killed with SIGKILL: what they had saved and recorded is whole, and continues."""
 
 import os
 import re

@@ -42,7 +42,7 @@ def test_a_run_goes_on_by_its_id_as_the_same_run(main, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-100])
     done = main(f"checkpoint.resume={run_id}", "optimizer.lr=0.0001", "train.max_steps=8", uri)
     assert done.rc == 0, done.stderr
-    assert f"passed over {damaged}: it is damaged" in done.stdout
+    assert f"skipped {damaged}: it is damaged" in done.stdout
     assert "resumed at step 2 of 8" in done.stdout
     assert json.loads((folder / "result.json").read_text())["run_id"] == run_id
     with warnings.catch_warnings():
@@ -78,7 +78,7 @@ def test_what_cannot_be_resumed(main, tmp_path):
     folder = folder_of(tmp_path)
     assert "it is finished" in refused("checkpoint.resume=last")
     assert "train.max_steps=<more" in refused(f"checkpoint.resume={folder}")
-    assert "goes on with one run" in refused("-m", "checkpoint.resume=last", "seed=0,1")
+    assert "resumes one run" in refused("-m", "checkpoint.resume=last", "seed=0,1")
     assert "is at step 6 already" in refused(f"checkpoint.resume={folder}", "train.max_steps=5")
     stray = tmp_path / "stray.pt"
     shutil.copy(next(folder.glob("checkpoints/step-*.pt")), stray)
@@ -96,7 +96,7 @@ def test_what_cannot_be_resumed(main, tmp_path):
 
 
 def test_another_precision_or_optimizer(main, tmp_path):
-    """Each goes on and says what changes, or is refused before it trains."""
+    """Each continues and says what changes, or is refused before it trains."""
     assert main(*QUICK, "tracking=none", "precision=16-mixed").rc == 0
     folder = folder_of(tmp_path)
 

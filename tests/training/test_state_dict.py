@@ -131,7 +131,7 @@ def test_values_survive_the_cast(compose):
 
 
 def resumed(compose, before, after, typed=()):
-    """(state, what was told) of a run of two steps that goes on with other overrides."""
+    """(state, what was told) of a run of two steps that continues with other overrides."""
     spec = compose(*MLP, *before)
     source = saved(trained(begun(spec), 2), spec)
     spec = compose(*MLP, *before, *after)

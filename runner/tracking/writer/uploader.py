@@ -179,7 +179,7 @@ class JournalUploader:
             "model": self._send_model,
             "end": self._end,
         }.get(kind)
-        # A damaged line, or a kind of a later version, is passed over.
+        # A damaged line, or a kind of a later version, is skipped.
         if send is not None:
             send(record)
 

@@ -110,7 +110,7 @@ class Guard(Callback):
         advice = self.cause(record) if key == "non_finite" else None
         if advice is None:
             advice = "Try " + " or ".join(guard_remedies(self.spec, self.precision, key))
-        regardless = f"; guard.{key}=warn goes on regardless" if action == "stop" else ""
+        regardless = f"; guard.{key}=warn continues regardless" if action == "stop" else ""
         message = f"{what}.\n{advice}{regardless}.\n{self.keep(record, what)}"
         if action == "stop":
             self.finding, self.message = finding, f"guard.{key}: {message}"

@@ -50,7 +50,7 @@ class Language(Task):
 def _exp(value: float) -> float:
     try:
         return math.exp(value)
-    except OverflowError:  # a diverged run reports infinity and goes on
+    except OverflowError:  # a diverged run reports infinity and continues
         return math.inf
 
 

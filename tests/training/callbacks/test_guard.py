@@ -56,7 +56,8 @@ def test_a_loss_that_is_not_finite_stops(heard, step, loss):
     assert heard.kept == [(2, f"the loss is {loss} at step 2")]
     assert guard.message == (
         f"guard.non_finite: the loss is {loss} at step 2.\n"
-        "Try optimizer.lr=0.01 or train.clip_norm=1.0; guard.non_finite=warn goes on regardless.\n"
+        "Try optimizer.lr=0.01 or train.clip_norm=1.0; "
+        "guard.non_finite=warn continues regardless.\n"
         f"{KEPT}"
     )
 
