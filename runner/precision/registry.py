@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from runner.config.targets import instantiate
 from runner.precision.precision import Precision
@@ -67,14 +67,14 @@ def precision_config(name: str, config_dir: Path | None = None) -> dict[str, Any
     Raises:
         ConfigError: no folder has it.
     """
-    node = OmegaConf.load(_yaml_path(name, config_dir))
-    assert isinstance(node, DictConfig)
+    node = OmegaConf.to_container(OmegaConf.load(_yaml_path(name, config_dir)))
+    assert isinstance(node, dict)
     for base in node.pop("defaults", ()):
         if isinstance(base, str) and base != "_self_":
-            node = OmegaConf.merge(precision_config(base, config_dir), node)
-    container = OmegaConf.to_container(node)
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
+            merged = OmegaConf.merge(precision_config(base, config_dir), node)
+            node = OmegaConf.to_container(merged)
+            assert isinstance(node, dict)
+    return {str(key): value for key, value in node.items()}
 
 
 def _yaml_path(name: str, config_dir: Path | None) -> Path:

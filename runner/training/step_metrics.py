@@ -6,7 +6,7 @@ of the weights after each step:
 
     StepMetric(
         field="weight_norm",
-        metric="train/weight_norm",
+        metric="<section>/weight_norm",
         measure=lambda state: torch.linalg.vector_norm(
             torch.stack(torch._foreach_norm(state.trainable))
         ),
