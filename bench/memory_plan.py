@@ -24,7 +24,7 @@ from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Loader
 from runner.diagnostics.memory.forecast import predict_peak
-from runner.diagnostics.memory.tracker import MemoryBreakdown
+from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
 from runner.precision.precision import Precision
 from runner.training.compile import prepare_model
 from runner.training.loop import fit

@@ -19,7 +19,7 @@ from runner.config.schema import LONE_ADVICE, RunSpec
 from runner.config.targets import build_group, check_targets
 from runner.diagnostics import saved_batch
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
-from runner.diagnostics.numerics.callback import check_numerics
+from runner.diagnostics.numerics.numerics_callback import check_numerics
 from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
 from runner.modes import artifacts, notes, resume

@@ -9,7 +9,7 @@ from runner.checkpoint.async_writer import AsyncCheckpointWriter
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.checkpoint.sharded_writer import ShardedCheckpointWriter
 from runner.data.loader import Loader
-from runner.diagnostics.numerics.callback import NumericsCallback, NumericsOutput
+from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
 from runner.modes.context import RunContext
 from runner.modes.failures import last_checkpoint_hint, make_guard, weights_are_finite
 from runner.training import state_dict

@@ -131,7 +131,7 @@ class BitsandbytesPrecision(Precision):
         self, model: nn.Module, device: torch.device = CPU
     ) -> tuple[nn.Module, ConversionReport]:
         islands = find_islands(model, self.keep_fp32, self.storage)
-        judge = partial(unfit, int8=self.mode.startswith("int8"), frozen=self.freezes)
+        judge = partial(bnb_obstacle, int8=self.mode.startswith("int8"), frozen=self.freezes)
         rules = ConversionRules(
             self.name, self.ignore_modules, islands, judge, self.freezes, self.bypassed
         )
@@ -189,7 +189,7 @@ class BitsandbytesPrecision(Precision):
         return float64_to_float32(inputs)
 
 
-def unfit(module: Any, int8: bool, frozen: bool) -> str:
+def bnb_obstacle(module: Any, int8: bool, frozen: bool) -> str:
     """Return why a linear layer cannot be packed; empty where it can."""
     # torch 2.11's int8 product is wrong for one input.
     if int8 and layer_widths(module)[0] == 1:

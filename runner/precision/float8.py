@@ -108,7 +108,7 @@ class Float8Precision(Precision):
     ) -> tuple[nn.Module, ConversionReport]:
         config = _config(self.recipe, self.emulated)
         islands = find_islands(model, self.keep_fp32, self.storage)
-        judge = partial(unfit, least=self.min_features)
+        judge = partial(float8_obstacle, least=self.min_features)
         rules = ConversionRules(
             self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed
         )
@@ -208,7 +208,7 @@ def _require_device(name: str, device: torch.device, emulate: bool) -> None:
         raise Unavailable(f"{wants} {device} ({gpu}) has {major}.{minor}.", remedy)
 
 
-def unfit(module: nn.Module, least: int) -> str:
+def float8_obstacle(module: nn.Module, least: int) -> str:
     """Return why FP8 cannot or should not hold a linear layer; empty where it can.
 
     torch._scaled_mm multiplies [m, k] by [k, n] with k and n in multiples of 16. Of a layer's

@@ -23,7 +23,7 @@ from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3
 from runner.precision.keep_fp32 import find_islands, make_islands
 from runner.precision.layers.backward_checks import refuse_recompute
-from runner.precision.layers.te_layers import convert_layers, unfit
+from runner.precision.layers.te_layers import convert_layers, te_obstacle
 from runner.precision.options import (
     DTYPES,
     FP8_LAYERS,
@@ -132,7 +132,7 @@ class TransformerEnginePrecision(Precision):
     ) -> tuple[nn.Module, ConversionReport]:
         library = self._library
         islands = find_islands(model, self.keep_fp32, self.storage)
-        judge = partial(unfit, multiple=self.kind.multiple)
+        judge = partial(te_obstacle, multiple=self.kind.multiple)
         rules = ConversionRules(
             self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed
         )

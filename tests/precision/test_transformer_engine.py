@@ -15,7 +15,7 @@ from runner.precision import registry, te_recipes
 from runner.precision.conversion import ConversionRules
 from runner.precision.layers import te_layers
 from runner.precision.layers.padding import pad_rows
-from runner.precision.layers.te_layers import convert_layers, find_pairs, unfit, unfit_shape
+from runner.precision.layers.te_layers import convert_layers, find_pairs, te_obstacle, unfit_shape
 from runner.precision.te_recipes import KINDS
 from runner.precision.transformer_engine import TransformerEnginePrecision, _resized_history
 from runner.utils.errors import ConfigError, Unavailable
@@ -235,7 +235,7 @@ TE = SimpleNamespace(Linear=FakeLinear, LayerNorm=FakeNorm, LayerNormLinear=Fake
 
 
 def convert(model, fuse=False, **rules):
-    judge = lambda module: unfit(module, 16)  # noqa: E731
+    judge = lambda module: te_obstacle(module, 16)  # noqa: E731
     report = convert_layers(model, TE, 16, ConversionRules("x", judge=judge, **rules), fuse)
     return model, {row.module: row.why for row in report.modules}
 

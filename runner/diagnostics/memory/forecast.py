@@ -1,9 +1,9 @@
 """Predict the peak memory of training, by kind, before anything is trained.
 
 The run's own step (runner.training.step) and an evaluation are rehearsed on fake tensors, which
-have shapes and no memory, and runner.diagnostics.memory.tracker adds up the storages that every
-operator makes and drops. Left out are a data set held in memory, a checkpoint's copy, and what a
-compiler or a GPU's libraries take.
+have shapes and no memory, and runner.diagnostics.memory.memory_tracker adds up the storages that
+every operator makes and drops. Left out are a data set held in memory, a checkpoint's copy, and
+what a compiler or a GPU's libraries take.
 bench/memory_plan.py holds it against the allocator.
 
 torch's MemTracker (torch.distributed._tools) adds up the same. It keeps alive what an
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
 from runner.config.targets import build_group
 from runner.diagnostics.memory.limits import USABLE, free_memory
-from runner.diagnostics.memory.tracker import (
+from runner.diagnostics.memory.memory_tracker import (
     ACTIVATIONS,
     OPTIMIZER,
     WEIGHTS,

@@ -144,7 +144,7 @@ def convert_layers(
         model: changed in place.
         te: transformer_engine.pytorch.
         multiple: that widths and numbers of rows must have.
-        rules: which modules may be converted; `unfit` is their judge.
+        rules: which modules may be converted; `te_obstacle` is their judge.
         fuse: whether a norm and the linear layer that alone takes its output become one layer.
 
     Returns:
@@ -170,7 +170,7 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
     return model.get_submodule("" if path == ROOT else path)
 
 
-def unfit(module: nn.Module, multiple: int) -> str:
+def te_obstacle(module: nn.Module, multiple: int) -> str:
     """Return why the library cannot replace a layer; empty where it can.
 
     Args:

@@ -12,7 +12,7 @@ record goes through a socket to the sweep's writer process, which imports MLflow
 
 Reading order: `isolated` (the launcher), `job_process` (one job, seen from the sweep),
 `fork_server` (the process that forks), `job_main` (the job's own process), then
-`runner/tracking/shared_writer.py` (the socket), `writer_process.py` and `writer/uploader.py`
+`runner/tracking/writer_proxy.py` (the socket), `writer_process.py` and `writer/uploader.py`
 (journal to MLflow). Not on that path: `job_request` (what is sent), `job_output` (output and exit
 reasons), `stop_requests` (signals), and `remote`, `remote_job`, `submitit` (Slurm, Ray, joblib).
 """

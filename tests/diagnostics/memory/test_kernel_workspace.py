@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.memory_plan import most_held
-from runner.diagnostics.memory.tracker import MemoryTracker
+from runner.diagnostics.memory.memory_tracker import MemoryTracker
 
 
 def convolution(dtype):

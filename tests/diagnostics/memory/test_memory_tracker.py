@@ -3,7 +3,7 @@ import gc
 import torch
 from torch._subclasses import FakeTensorMode
 
-from runner.diagnostics.memory.tracker import (
+from runner.diagnostics.memory.memory_tracker import (
     ACTIVATIONS,
     OPTIMIZER,
     WEIGHTS,
