@@ -329,7 +329,7 @@ def test_a_label_that_the_check_did_not_see_is_told_at_its_step(faulty, faults):
     told(
         done,
         f"error: At step {step}: Target 12 is out of bounds. Sample 17: label 12 is "
-        "none of the 2 classes",
+        "outside the 2 classes",
         "error.txt",
         f"guard/batch-{step:06d}.json",
     )

@@ -100,7 +100,7 @@ def test_a_closure_optimizer_and_micro_batches(quick, folder):
 def test_what_cannot_be_looked_at_is_refused(quick):
     done = quick("numerics.every=2", "train.compile=true")
     assert done.rc == 2
-    assert "numerics.every=2 watches modules by hooks" in done.stderr
+    assert "numerics.every=2 measures modules by hooks" in done.stderr
     assert "Type train.compile=false." in done.stderr
     done = quick("numerics.every=0")
     assert (done.rc, "numerics.every=0 is too small" in done.stderr) == (2, True)
