@@ -1,5 +1,8 @@
-"""Saving checkpoints beside the loop, which waits for a copy of the tensors only, and of those that
-an update alone changes not before the next update."""
+"""Write checkpoints in a thread while the training loop runs.
+
+The loop waits only until the tensors are copied. Tensors that only an update changes are waited
+for before the next update.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints: one file each, loadable without unpickling anything but tensors and containers."""
+"""Save, read and validate checkpoint files, without unpickling anything but tensors."""
 
 import json
 import os

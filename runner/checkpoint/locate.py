@@ -1,6 +1,6 @@
-"""Resolve what a user names, a file, a folder, an MLflow run id or `last`, to a path.
+"""Find the checkpoint, run folder or sweep folder that a path, an MLflow id or `last` refers to.
 
-Runs, checkpoints and sweeps are all found here. Nothing in this module imports torch before a
+Nothing in this module imports torch before a
 checkpoint is loaded: `runner report` and `sweep.resume=` look for folders only.
 """
 

@@ -1,5 +1,7 @@
-"""Saving a checkpoint by all processes of a run: each writes what it holds of the sharded tensors,
-the first one everything else."""
+"""Write a checkpoint from all processes of a run.
+
+Each process writes its shards of the sharded tensors; the main process writes everything else.
+"""
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping

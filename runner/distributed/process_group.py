@@ -1,4 +1,7 @@
-"""Processes that are connected by torch.distributed: gloo between hosts, NCCL between GPUs."""
+"""Base class of the DDP and FSDP strategies: process group, collectives, lost peers.
+
+The backend is gloo for tensors on CPUs and NCCL for tensors on GPUs.
+"""
 
 import itertools
 import re

@@ -1,4 +1,7 @@
-"""Write what describes a run in its folder: config, environment, picture of the loss scale."""
+"""Write and read a run's config and its signature; collect environment and git metadata.
+
+What a training produces (weights, model, dtype table) is saved by run_artifacts.py.
+"""
 
 import json
 import platform

@@ -1,4 +1,4 @@
-"""Check a run's data and first batch, and explain why a run failed.
+"""Check data, first batch and settings before training, and explain errors of the training loop.
 
 The guard that judges the records of a training is in training/callbacks/guard.py; here it is given
 what it saves and how it says so.

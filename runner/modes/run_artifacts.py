@@ -1,4 +1,4 @@
-"""Save a run's artifacts: data sets, dtypes, the loss scale's picture, weights and the model."""
+"""Save what a training produces and log it: weights, exported model, dtypes, loss-scale chart."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""The tables that the terminal shows: of one run, and of the jobs of a sweep."""
+"""Print the result table of one run; compute its metric changes and its place in MLflow.
+
+The table of a sweep's jobs is in runner/sweep/report/columns.py.
+"""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Check the options that several precisions share, and set the kernels that they ask for.
+"""Check options, optimizers and devices for several precisions; select matmul and CPU kernels.
 
 Every check raises before the first step, with the value that was given and what to type.
 """

@@ -1,4 +1,4 @@
-"""Evaluate a model on the validation data."""
+"""Evaluate a model on the validation data, and measure updates that leave weights unchanged."""
 
 from collections.abc import Callable
 

@@ -58,7 +58,8 @@ class TrainState:
         position: micro-batches of this pass that were taken.
         skipped: steps skipped, as far as the records have arrived.
         evaluated: the step of the last evaluation.
-        stagnant: share of elements that the last step left where they were, see loop.Stagnation.
+        stagnant: share of elements that the last step left where they were, see
+            evaluation.Stagnation.
         before_update: called before weights and optimizer state change.
     """
 

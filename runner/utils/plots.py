@@ -1,4 +1,4 @@
-"""Draw figures that look alike everywhere, as SVG text."""
+"""Convert matplotlib figures to self-contained SVG elements, and sanitise their labels."""
 
 import hashlib
 import re

@@ -1,6 +1,6 @@
-"""One job's process as the sweep sees it: its request, its output, its answer and its end.
+"""The launcher's handles on its child processes: JobProcess and ForkServerClient.
 
-Also the sweep's handle on the fork server. Nothing here blocks: every pipe is registered with the
+Nothing here blocks: every pipe is registered with the
 launcher's selector, which calls back when there is something to read.
 """
 

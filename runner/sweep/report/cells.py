@@ -1,4 +1,4 @@
-"""Make the cells of a sweep's tables: the text, its tone and the note of one column in one row.
+"""Compute one table cell per column, for jobs, groups of seeds and verdicts of mode=advise.
 
 A `job_*` function makes the cell of a job, a `group_*` function that of a group of seeds and a
 `verdict_*` function that of a precision in mode=advise; columns.py says which column uses which.

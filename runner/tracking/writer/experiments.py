@@ -1,4 +1,4 @@
-"""Find the experiment for a name, if one of that name may have been deleted."""
+"""Look up an MLflow experiment by name, trying numbered names if a deleted one holds the name."""
 
 from itertools import chain, count
 from typing import TYPE_CHECKING
