@@ -13,7 +13,7 @@ from runner.diagnostics.memory.forecast import (
     largest_fitting_batch,
     peak_forecast,
 )
-from runner.diagnostics.memory.limits import USABLE, free_memory
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.precision.keep_fp32 import Float32Island
@@ -104,12 +104,12 @@ def _peak(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str
     try:
         forecast = peak_forecast(spec, precision, device)
         most, room = forecast(own), free_memory(device)
-        fits = largest_fitting_batch(forecast, own, USABLE * room)
+        fits = largest_fitting_batch(forecast, own, USABLE_MEMORY_SHARE * room)
     except ForecastUnavailable as error:
         return {"peak of a step": f"not predicted: {error}"}
     parts = [f"{name} {size / MIB:.1f}" for name, size in most._asdict().items()]
     more = " or more" if fits == LARGEST_FORECAST_BATCH else ""
-    here = f"in {USABLE:g} of the {room / GIB:.1f} GiB that are free"
+    here = f"in {USABLE_MEMORY_SHARE:g} of the {room / GIB:.1f} GiB that are free"
     rows = {
         "peak of a step": f"{most.total / MIB:.1f} MiB",
         "at the peak": f"{', '.join(parts[:3])},\n{', '.join(parts[3:])}",

@@ -152,7 +152,7 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
     for inputs, target in batches:
         state.model.zero_grad(set_to_none=True)
         with NonfiniteTrace(state.model) as trace:
-            trace.note("forward", "(inputs)", "", "inputs", inputs)
+            trace.record("forward", "(inputs)", "", "inputs", inputs)
             loss = loss_of(state, inputs, target)
             trace.rows.append(describe_tensor("forward", "(loss)", task, "loss", loss))
             backpropagate(state, loss * scale)
@@ -162,7 +162,7 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
         if not count:
             continue  # a mean over no labels is NaN and weighs nothing in the step
         total, whole = total + loss.item() * count, whole + count
-        if not any(row.lost for row in rows):
+        if not any(row.nonfinite_share for row in rows):
             rows = trace.rows
     return ReplayResult(mean(total, whole), rows or last, float32_bytes(state.model) / MIB)
 
@@ -183,7 +183,7 @@ def _show(
     console.print(f"replay of step {step}: {samples} samples, weights: {weights}")
     for label, result in runs.items():
         console.print(f"loss in {label}: {format_number(result.loss)}")
-    beside = {row.place: row for _, result in others for row in result.rows}
+    beside = {row.key: row for _, result in others for row in result.rows}
     spot = first_nonfinite(ours.rows)
     if spot is not None:
         console.print(_verdict(name, ours.rows[spot], beside))
@@ -203,10 +203,10 @@ def _verdict(
     text = f"It begins in the {row.phase}, at the {row.tensor}{of} ({row.dtype})"
     if row.module == "(inputs)":
         return f"{text}: the samples themselves are not finite."
-    plain = beside.get(row.place)
+    plain = beside.get(row.key)
     if plain is None:
         return f"{text}."
-    if plain.lost:
+    if plain.nonfinite_share:
         return f"{text}, in 32-true as well: not a matter of precision={name}."
     keep = "" if row.module in ("(model)", "(loss)") else f": precision.keep_fp32=[{row.module}]"
     return f"{text}; in 32-true it is finite, at most {plain.largest:.4g}{keep}"
@@ -232,13 +232,15 @@ def _table(
     if beside:
         table.add_column("largest in 32-true")
     for row in rows:
-        cells = [*row[:5], f"{row.largest:.4g}", f"{row.lost:.1%}" if row.lost else ""]
+        share = f"{row.nonfinite_share:.1%}" if row.nonfinite_share else ""
+        cells = [*row[:5], f"{row.largest:.4g}", share]
         if beside:
-            plain = beside.get(row.place)
+            plain = beside.get(row.key)
             cells.append(_comparison_cell(plain) if plain else "")
         table.add_row(*cells)
     return table
 
 
 def _comparison_cell(row: TracedTensor) -> str:
-    return f"{row.largest:.4g}" + (f", {row.lost:.1%} not finite" if row.lost else "")
+    share = f", {row.nonfinite_share:.1%} not finite" if row.nonfinite_share else ""
+    return f"{row.largest:.4g}{share}"

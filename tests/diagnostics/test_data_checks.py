@@ -103,6 +103,6 @@ def test_no_more_is_looked_at_than_the_bounds_allow(monkeypatch):
     x[99] = math.nan
     assert told(x, y, kind=Items) == []
     assert told(x, y) != []
-    monkeypatch.setattr(data_checks, "ROWS", 10)
-    monkeypatch.setattr(data_checks, "SECONDS", 0.0)
+    monkeypatch.setattr(data_checks, "ROWS_PER_PIECE", 10)
+    monkeypatch.setattr(data_checks, "MAX_CHECK_SECONDS", 0.0)
     assert told(x, y) == []

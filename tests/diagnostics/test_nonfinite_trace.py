@@ -48,7 +48,7 @@ def test_it_begins_where_it_was_planted(factor):
     _, rows = traced(Times(1.0), Times(factor))
     row = rows[first_nonfinite(rows)]
     assert (row.phase, row.module, row.kind, row.dtype) == ("forward", "2", "Times", "float32")
-    assert row.lost == 1.0
+    assert row.nonfinite_share == 1.0
 
 
 def test_a_gradient_that_is_not_finite_is_found_in_the_backward():
@@ -65,8 +65,8 @@ def test_the_share_and_the_largest_are_of_what_is_left():
     row = describe_tensor(
         "forward", "m", "K", "output", torch.tensor([1.0, -3.0, math.inf, math.nan])
     )
-    assert (row.largest, row.lost) == (3.0, 0.5)
-    assert describe_tensor("forward", "m", "K", "output", torch.empty(0)).lost == 0.0
+    assert (row.largest, row.nonfinite_share) == (3.0, 0.5)
+    assert describe_tensor("forward", "m", "K", "output", torch.empty(0)).nonfinite_share == 0.0
 
 
 def test_nothing_is_left_behind():

@@ -198,7 +198,7 @@ def test_a_replay_weighs_by_labels_and_passes_over_micro_batches_without_one():
     micros = [*zip(inputs.split(2), target.split(2), strict=True)]
     found = _traced(state, micros, 1.0)
     assert found.loss == pytest.approx(F.cross_entropy(state.model(inputs), target).item())
-    assert not any(row.lost for row in found.rows)
+    assert not any(row.nonfinite_share for row in found.rows)
     empty = _traced(state, micros[:1], 1.0)
     assert math.isnan(empty.loss)
     assert empty.rows

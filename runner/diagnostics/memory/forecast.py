@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
 from runner.config.targets import build_group
-from runner.diagnostics.memory.limits import USABLE, free_memory
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.memory.memory_tracker import (
     ACTIVATIONS,
     OPTIMIZER,
@@ -172,7 +172,7 @@ def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device)
     before they are packed.
     """
     size = 0
-    room = USABLE * free_memory(device)
+    room = USABLE_MEMORY_SHARE * free_memory(device)
     with suppress(NotImplementedError, RuntimeError), META:
         model = build_group("model", spec.model)
         materialize_lazy_layers(spec, model, META)

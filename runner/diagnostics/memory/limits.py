@@ -18,7 +18,7 @@ from runner.training.state import TrainState
 from runner.training.step import loss_of
 from runner.utils.tensors import stored_bytes, tensor_bytes
 
-USABLE = 0.8
+USABLE_MEMORY_SHARE = 0.8
 """Share of the free memory that an estimate may use: allocators leave gaps, libraries load late."""
 _CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")
 

@@ -8,7 +8,7 @@ import torch
 from runner.config.schema import RunSpec
 from runner.data.loader import Loader
 from runner.diagnostics.memory.limits import (
-    USABLE,
+    USABLE_MEMORY_SHARE,
     MemoryEstimate,
     divisors,
     estimate_step_memory,
@@ -154,7 +154,7 @@ def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
     compiled = bool(watch.spec.train.compile)
     estimate = estimate_step_memory(watch.state, error, watch.loader, watch.other_bytes, compiled)
     _, whole = memory_limit(device)
-    usable = watch.other_bytes + USABLE * (whole - watch.other_bytes)
+    usable = watch.other_bytes + USABLE_MEMORY_SHARE * (whole - watch.other_bytes)
     if estimate is None or estimate.of(watch.spec.train.batch_size) <= usable:
         return []
     fitting = _fitting_overrides(watch, estimate, usable)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
-from runner.diagnostics.memory.limits import USABLE, free_memory
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.numerics import read
 from runner.modes.result import RunResult
 from runner.sweep.advisor.diagnosis import describe_shortage, suspect_modules
@@ -124,7 +124,9 @@ class TrialScheduler:
         try:
             forecast = peak_forecast(spec, precision, device)
             peak = forecast(batch_size).total / MIB
-            largest = largest_fitting_batch(forecast, batch_size, free_memory(device) * USABLE)
+            largest = largest_fitting_batch(
+                forecast, batch_size, free_memory(device) * USABLE_MEMORY_SHARE
+            )
         except RunnerError:
             return ""
         return f"{name}: {peak:.4g} {largest or 0}"
