@@ -99,9 +99,8 @@ def test_steps_of_few_examples_tell_of_many(of, monkeypatch, size):
     """The same as fake tensors of that size: of a step that they do not refuse."""
     spec, precision = of(*TEXT)
     exact = predict_peak(spec, precision, CPU, size)
-    monkeypatch.setattr(
-        "runner.diagnostics.memory.forecast._replace", None
-    )  # not callable: fake tensors fail
+    # Not callable: fake tensors fail.
+    monkeypatch.setattr("runner.diagnostics.memory.forecast._replace_by_fakes", None)
     real = peak_forecast(spec, precision, CPU)(size)
     assert real.total == pytest.approx(exact.total, rel=1e-3)
     assert real.activations == pytest.approx(exact.activations, rel=0.02)
