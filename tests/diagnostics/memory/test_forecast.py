@@ -95,7 +95,7 @@ def test_the_state_is_the_optimizers_own(of, momentum, states):
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_steps_of_few_examples_tell_of_many(of, monkeypatch, size):
+def test_steps_of_few_examples_extrapolate_to_many(of, monkeypatch, size):
     """The same as fake tensors of that size: of a step that they do not refuse."""
     spec, precision = of(*TEXT)
     exact = predict_peak(spec, precision, CPU, size)
@@ -146,7 +146,7 @@ def test_a_size_that_the_model_refuses_does_not_fit():
         ({"input": [1, 9, 9], "classes": 10}, "does not run on random inputs"),
     ],
 )
-def test_what_cannot_be_told_is_said(of, meta, said):
+def test_a_forecast_that_cannot_be_made_says_why(of, meta, said):
     spec, precision = of("model=mlp")
     with pytest.raises(ForecastUnavailable, match=said):
         predict_peak(replace(spec, data={**spec.data, "meta": meta}), precision, CPU)

@@ -304,7 +304,7 @@ def test_sqnr_is_that_of_a_module_s_tensors_together(build):
 
 
 @pytest.mark.parametrize("build", ARCHITECTURES, ids=lambda build: build.__name__)
-def test_no_architecture_is_told_that_float16_or_bfloat16_is_not_enough(build):
+def test_float16_and_bfloat16_would_do_for_every_architecture(build):
     state, batch = made(build)
     numerics = Numerics(1, "32-true", "float32", "float32", (look(state, batch),))
     scaled = " with a loss scale" if build.__name__ in NEEDS_SCALE else ""
@@ -315,7 +315,7 @@ def test_no_architecture_is_told_that_float16_or_bfloat16_is_not_enough(build):
 
 
 @pytest.mark.parametrize("build", [bert, roberta, albert, vit, pretrained_albert])
-def test_a_key_bias_weighs_nothing_beside_its_weight(build):
+def test_a_key_bias_weighs_nothing_next_to_its_weight(build):
     """Its gradient is zero in exact arithmetic, for the softmax does not see it."""
     state, batch = made(build)
     twin = copy.deepcopy(state.model)

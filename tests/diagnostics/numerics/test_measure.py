@@ -113,7 +113,7 @@ def test_every_floating_dtype(dtype):
     assert counted.exponents.sum() == 3
 
 
-def test_what_is_not_measured():
+def test_integers_sparse_and_empty_tensors_are_not_measured():
     assert not is_measurable(torch.ones(3, dtype=torch.int64))
     assert not is_measurable(torch.ones(3, dtype=torch.uint8))
     assert not is_measurable(torch.ones(3).to(torch.float8_e5m2))
@@ -121,7 +121,7 @@ def test_what_is_not_measured():
     assert not is_measurable(torch.eye(3).to_sparse())
 
 
-def test_many_tensors_are_kept_apart():
+def test_many_tensors_are_counted_separately():
     """More than one chunk of them, each as if it were alone."""
     generator = torch.Generator().manual_seed(3)
     sizes = [
@@ -173,7 +173,7 @@ def test_parts_of_a_module_are_added_up_by_size():
     assert FLOAT16.largest < 1e6
 
 
-def test_nothing_to_measure():
+def test_no_tensors_and_zeros_alone_lose_nothing():
     assert count_exponents([]) == []
     _, found = measured(torch.zeros(5))
     assert found["float16"].sqnr_db is None

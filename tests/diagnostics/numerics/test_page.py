@@ -114,8 +114,8 @@ def test_a_picture_of_one_look_where_nothing_is_lost(tmp_path):
 
 
 def test_the_summary_has_every_format():
-    told = "would do, but not to store weights in"
-    assert numerics_summary(made()) == ", ".join(f"{fmt} {told}" for fmt in FORMATS)
+    verdict = "would do, but not to store weights in"
+    assert numerics_summary(made()) == ", ".join(f"{fmt} {verdict}" for fmt in FORMATS)
     assert [format_share(v) for v in (0.0123, 0.5, 1.0)] == ["1.2 %", "50 %", "100 %"]
 
 
