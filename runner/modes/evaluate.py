@@ -25,12 +25,9 @@ from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
-from runner.modes.failures import check_data, try_batch
-from runner.modes.model_summary import describe_model
-from runner.modes.run_artifacts import (
-    log_data_sets,
-    save_dtypes,
-)
+from runner.modes.startup_checks import check_data, try_batch
+from runner.modes.startup_report import describe_model, log_data_sets
+from runner.modes.training_outputs import save_dtypes
 from runner.modes.trial_forward import prove_conversion
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate

@@ -22,7 +22,7 @@ from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Batch
 from runner.diagnostics.saved_batch import SavedBatch
-from runner.modes import artifacts
+from runner.modes import run_metadata
 from runner.modes.trial_forward import build_proven_model
 from runner.precision.precision import Precision
 from runner.training import state_dict
@@ -61,7 +61,7 @@ def with_run_config(
         return spec, origin
     untyped = [key for key in OWN if not origin.overrides_key(key)]
     folder = Path(spec.batch or "").absolute().parent.parent
-    signed = artifacts.signed_config(folder) is not None
+    signed = run_metadata.signed_config(folder) is not None
     trusted_targets.check_trusted(to_dict(own), untyped, to_dict(spec), spec.batch, "batch", signed)
     choices = {key: name for key, name in saved.names.items() if key in untyped}
     nodes = {key: getattr(own, key) for key in untyped}

@@ -22,7 +22,7 @@ from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.diagnostics.numerics.numerics_callback import check_numerics
 from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
-from runner.modes import artifacts, notes, resume
+from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
 from runner.modes.evaluate import evaluate_checkpoint, with_checkpoint_config
 from runner.modes.plan import plan
@@ -216,7 +216,7 @@ def _tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> Iterator[
     try:
         _note(context, resumed, notes.running_note(context.origin.command))
         tracker.artifact(context.out / CONFIG)
-        tracker.artifact(context.out / artifacts.ENVIRONMENT)
+        tracker.artifact(context.out / run_metadata.ENVIRONMENT_FILE)
         yield
     except (Stopped, KeyboardInterrupt) as error:
         _close(context, resumed, "KILLED", str(error) or "Interrupted.")
@@ -233,10 +233,10 @@ def _begin_folder(context: RunContext) -> None:
     Raises:
         ConfigError: the folder takes no files.
     """
-    environment = artifacts.environment_facts(context.origin)
+    environment = run_metadata.environment_facts(context.origin)
     try:
-        artifacts.write_config(context.out, context.spec, context.origin.own)
-        write_json(context.out / artifacts.ENVIRONMENT, environment)
+        run_metadata.write_config(context.out, context.spec, context.origin.own)
+        write_json(context.out / run_metadata.ENVIRONMENT_FILE, environment)
     except OSError as error:
         raise ConfigError(
             f"{relative_path(context.out)} takes no files: {os_error_reason(error)}. Make room, or "
@@ -258,7 +258,7 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     }
     if strategy.place.world_size > 1:
         tags |= {"strategy": strategy.name, "processes": str(strategy.place.world_size)}
-    tags |= artifacts.git_tags(Path.cwd())
+    tags |= run_metadata.git_tags(Path.cwd())
     info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=origin.sweep)
     before = journal.latest_journal(context.out)
     if resumed is not None:

@@ -16,7 +16,7 @@ from runner.config.renamed import current_path
 from runner.config.schema import RunSpec
 from runner.config.signature import is_signed, key_location
 from runner.distributed import torchrun
-from runner.modes import artifacts
+from runner.modes import run_metadata
 from runner.tracking import journal
 from runner.tracking.upload_state import SIGNED, UploadState
 from runner.tracking.uri import resolve_uri, sqlite_path
@@ -152,7 +152,7 @@ def _settings(ours: Mapping[str, Any], folder: Path, typed: Sequence[str]) -> di
     """Return the node `tracking` of the resumed run, but for its store."""
     if "tracking" in typed:
         return dict(ours)
-    signed = artifacts.signed_config(folder)
+    signed = run_metadata.signed_config(folder)
     kept = signed.get("tracking") if signed else None
     if kept is None and journal.latest_journal(folder) is None and _had_none(folder):
         kept = {"_target_": NONE}

@@ -14,17 +14,11 @@ from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
-from runner.modes.failures import (
-    check_data,
-    explain_data_errors,
-    raise_diverged,
-    require_single_process,
-    try_batch,
-)
-from runner.modes.model_summary import describe_model
-from runner.modes.run_artifacts import (
-    log_data_sets,
-    log_workers,
+from runner.modes.startup_checks import check_data, check_strategy, try_batch
+from runner.modes.startup_report import describe_model, log_data_sets, log_workers
+from runner.modes.training_callbacks import TrainingCallbacks
+from runner.modes.training_errors import explain_training_errors, raise_diverged
+from runner.modes.training_outputs import (
     raise_unsaved_weights,
     save_dtypes,
     save_loss_scale,
@@ -32,7 +26,6 @@ from runner.modes.run_artifacts import (
     save_processes,
     save_weights,
 )
-from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.trial_forward import FirstStepProof, prove_conversion
 from runner.precision.precision import ConversionReport
 from runner.training.callbacks.callback import dispatch
@@ -90,7 +83,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
             steps = total_steps(spec.train, loaders[0])
             setup = TrainingSetup(spec, run.precision, run.task, run.device, strategy)
             state = build_state(setup, built.model, steps)
-            require_single_process(state, spec.train)
+            check_strategy(state, spec.train)
             _separate_random_streams(run)
             memory.begin_steps(state, loaders[0])
             try_batch(run, state, loaders[1])
@@ -154,7 +147,7 @@ def _train_loop(
         stopped=run.stop_requested,
     )
     try:
-        with explain_data_errors(run, state, loaders):
+        with explain_training_errors(run, state, loaders):
             for record in records:
                 dispatch(callbacks.callbacks, record)
                 if callbacks.should_stop:

@@ -1,17 +1,21 @@
-"""Make the callbacks that read a training's records, and write its checkpoints."""
+"""Make the callbacks that read a training's records, with the guard; write its checkpoints."""
 
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from runner.checkpoint import checkpoint_file
 from runner.checkpoint.async_writer import AsyncCheckpointWriter
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.checkpoint.sharded_writer import ShardedCheckpointWriter
 from runner.data.loader import Loader
+from runner.data.step_samples import samples_of_step
+from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
 from runner.modes.context import RunContext
-from runner.modes.failures import last_checkpoint_hint, make_guard, weights_are_finite
+from runner.modes.training_errors import batch_saver
 from runner.training import state_dict
 from runner.training.callbacks.callback import Callback
 from runner.training.callbacks.checkpointing import Checkpointing
@@ -22,8 +26,11 @@ from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import progress
 from runner.training.callbacks.summary import RunSummary
 from runner.training.loop import is_evaluation_step, total_steps
+from runner.training.records import StepRecord
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
+from runner.utils.formatting import relative_path
+from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 
 
 class TrainingCallbacks:
@@ -46,7 +53,7 @@ class TrainingCallbacks:
         # The copy of the weights must be complete before the optimizer changes them.
         state.before_update = self.writer.wait_for_copy
         self.summary = RunSummary(run.task.quality, run.task.direction)
-        self.guard = make_guard(run, loader, begun)
+        self.guard = _guard(run, loader, begun)
         self.numerics = _numerics_callback(run, state)
         # Checkpoints come last: what the guard refuses is not saved.
         self.callbacks = [*self._reading_callbacks(loader), *self._saving_callbacks(loader)]
@@ -87,7 +94,7 @@ class TrainingCallbacks:
         """Why the guard stopped the run, and the last good checkpoint; empty where it did not."""
         if not self.guard.message:
             return ""
-        return f"{self.guard.message}{last_checkpoint_hint(self.run.checkpoints)}"
+        return f"{self.guard.message}{_last_checkpoint_hint(self.run.checkpoints)}"
 
     def restore(self, saved: LoadedCheckpoint) -> list[str]:
         """Restore everything but the weights, which the model was built with.
@@ -104,7 +111,7 @@ class TrainingCallbacks:
 
     def weights_are_valid(self) -> bool:
         """Return whether the weights may be saved; all processes must ask, and agree."""
-        valid = self.guard.sound and weights_are_finite(self.run, self.state)
+        valid = self.guard.sound and _weights_are_finite(self.run, self.state)
         return not self.run.strategy.all_reduce_max(not valid)
 
     def _checkpoint_content(self) -> dict[str, Any]:
@@ -147,3 +154,47 @@ def _numerics_callback(run: RunContext, state: TrainState) -> NumericsCallback |
         return None
     output = NumericsOutput(run.out, run.label, run.tracker, run.save_artifact, run.say)
     return NumericsCallback(state, every, output)
+
+
+def _guard(run: RunContext, loader: Loader, begun: int) -> Guard:
+    """Return the callback that judges the records, with what it saves and how it says so.
+
+    Args:
+        run: the run.
+        loader: yields the training batches, whose samples the guard saves.
+        begun: the step that the run started or was resumed at.
+    """
+    saver = batch_saver(run, loader)
+
+    def save(record: StepRecord, why: str) -> str:
+        return saver.save(record.step, why, record.loss_scale, begun=begun)
+
+    def cause(record: StepRecord) -> str | None:
+        samples = samples_of_step(loader, run.spec.train.accumulate, record.step).indices
+        drawn = host_rng_state()
+        try:
+            return explain_uncounted_labels(loader, samples, run.task)
+        except Exception:  # what explains an error must not hide it
+            return None
+        finally:
+            set_host_rng_state(drawn)  # a data set may draw random numbers for its samples
+
+    return Guard(run.spec, run.precision, run.say, save, cause)
+
+
+def _weights_are_finite(run: RunContext, state: TrainState) -> bool:
+    """Return whether all weights are finite; others must not replace a good checkpoint."""
+    # Parameters only: a buffer may be a mask, which holds infinities.
+    every = [p.detach() for p in state.plain_model.parameters()]
+    params = state.strategy.local_shards(every)
+    floats = [p for p in params if p.itemsize > 1 and (p.is_floating_point() or p.is_complex())]
+    if not floats or bool(torch.stack([t.isfinite().all().cpu() for t in floats]).all()):
+        return True
+    run.say(f"warning: the weights of step {state.step} are not finite and are not saved.")
+    return False
+
+
+def _last_checkpoint_hint(folder: Path) -> str:
+    """Return a line that names the newest checkpoint; empty without one."""
+    paths = sorted(folder.glob("step-*.pt"))
+    return f"\nThe last good weights: init.weights={relative_path(paths[-1])}" if paths else ""

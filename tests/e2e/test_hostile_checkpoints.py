@@ -336,16 +336,16 @@ def test_a_hostile_config_is_no_replays(made, compose):
     from types import SimpleNamespace
 
     from runner.config.invocation import Invocation
-    from runner.modes import artifacts, rewind
+    from runner.modes import rewind, run_metadata
 
     folder = Path.cwd() / "theirs"
     spec = compose("model=mlp", "tracking=none")
     for number, (target, arguments) in enumerate(sorted({**CALLS, **MORE_CALLS}.items())):
         group = ("model", "data", "task", "precision", "optimizer")[number % 5]
         hostile = replace(spec, **{group: {"_target_": target, **arguments}})
-        artifacts.write_config(folder, spec)  # one's own signature, of another text
+        run_metadata.write_config(folder, spec)  # one's own signature, of another text
         kept = (folder / SIGNATURE).read_text()
-        artifacts.write_config(folder, hostile, own=False)
+        run_metadata.write_config(folder, hostile, sign=False)
         (folder / SIGNATURE).write_text(kept)
         batch = folder / "guard" / "batch-000001.json"
         with pytest.raises(ConfigError, match=f"names {group}._target_={target}"):
