@@ -19,12 +19,12 @@ from runner.training.tasks.language import Language
 from runner.training.tasks.regression import Regression
 from runner.training.tasks.task import Task
 
-_OUTPUTS = {
+_EXPECTED_OUTPUTS = {
     Classification: "logits [B, C]",
     Language: "logits [B, T, V]",
     Regression: "real numbers in the shape of the target",
 }
-_SIZES = re.compile(
+_SIZE_ERROR = re.compile(
     r"cannot be multiplied|to have \d+ channels|size mismatch|must match the size|is invalid for "
     r"input of size|normalized_shape|shape mismatch|size of tensor"
 )
@@ -66,11 +66,11 @@ class BatchFailure:
         return str(self.error)
 
     @property
-    def wants(self) -> str:
+    def expected_output(self) -> str:
         """What a built-in task takes as output; empty for a task of the user's own."""
-        return _OUTPUTS.get(type(self.task), "")
+        return _EXPECTED_OUTPUTS.get(type(self.task), "")
 
-    def module(self) -> str:
+    def failing_module_name(self) -> str:
         """Return the innermost module whose forward raised, as `layers.0 (Linear)`, or empty."""
         found = failing_module(self.error, self.model)
         if found is None:
@@ -112,7 +112,7 @@ def _say_none(failure: BatchFailure) -> str:
 
 def _returns_structure(failure: BatchFailure) -> bool:
     outputs = failure.outputs
-    return bool(failure.wants and outputs) and not isinstance(outputs[-1], Tensor)
+    return bool(failure.expected_output and outputs) and not isinstance(outputs[-1], Tensor)
 
 
 def _say_structure(failure: BatchFailure) -> str:
@@ -126,13 +126,15 @@ def _say_structure(failure: BatchFailure) -> str:
         how = "return one tensor"
     return (
         f"The model returns a {_kind(output)}; task={failure.names['task']} takes a tensor, "
-        f"{failure.wants}. End the model's forward with `{how}`, in a module of your own around "
-        "it (docs/own-code.md), or write a task that takes what it returns."
+        f"{failure.expected_output}. End the model's forward with `{how}`, in a module of your "
+        "own around it (docs/own-code.md), or write a task that takes what it returns."
     )
 
 
 def _yields_structure(failure: BatchFailure) -> bool:
-    return bool(failure.wants and failure.outputs) and not isinstance(failure.target, Tensor)
+    return bool(failure.expected_output and failure.outputs) and not isinstance(
+        failure.target, Tensor
+    )
 
 
 def _say_target(failure: BatchFailure) -> str:
@@ -205,17 +207,18 @@ def _numbers_for_embedding(failure: BatchFailure) -> bool:
 
 def _say_indices(failure: BatchFailure) -> str:
     return (
-        f"{failure.module()} takes integer tokens, and the inputs are floating-point numbers. Have "
-        "the data set yield int64 inputs (x.long()), or type a model that takes numbers."
+        f"{failure.failing_module_name()} takes integer tokens, and the inputs are floating-point "
+        "numbers. Have the data set yield int64 inputs (x.long()), or type a model that takes "
+        "numbers."
     )
 
 
 def _size_differs(failure: BatchFailure) -> bool:
-    return failure.in_forward and bool(_SIZES.search(failure.text))
+    return failure.in_forward and bool(_SIZE_ERROR.search(failure.text))
 
 
 def _say_size(failure: BatchFailure) -> str:
-    where = failure.module()
+    where = failure.failing_module_name()
     return (
         f"{where} was made for inputs of another size. Give the model the sizes of the data: model "
         "keys that are ${data.meta.input} or ${data.meta.classes} follow the data set's meta, "
@@ -229,7 +232,7 @@ def _task_differs(failure: BatchFailure) -> bool:
 
 
 def _say_task(failure: BatchFailure) -> str:
-    return f"{_says(failure)} Those fit task={_fitting_task(failure)}: type it."
+    return f"{_output_and_target(failure)} Those fit task={_fitting_task(failure)}: type it."
 
 
 def _fitting_task(failure: BatchFailure) -> str:
@@ -244,7 +247,7 @@ def _fitting_task(failure: BatchFailure) -> str:
     return "language" if output.dim() == 3 and target.shape == output.shape[:2] else ""
 
 
-def _says(failure: BatchFailure) -> str:
+def _output_and_target(failure: BatchFailure) -> str:
     return (
         f"The model returns {_kind(failure.outputs[-1])}, and the targets are "
         f"{_kind(failure.target)}."
@@ -254,12 +257,16 @@ def _says(failure: BatchFailure) -> str:
 def _say_where(failure: BatchFailure) -> str:
     """Return what helps with a failure of no known kind."""
     if not failure.in_forward:
-        more = f" task={failure.names['task']} takes {failure.wants}." if failure.wants else ""
-        return (
-            f"The loss fails, not the model. {_says(failure)}{more} Change the model's last layer "
-            "or the data set's targets, or type the task= that takes them."
+        more = (
+            f" task={failure.names['task']} takes {failure.expected_output}."
+            if failure.expected_output
+            else ""
         )
-    where = failure.module() or f"{type(failure.model).__name__}.forward"
+        return (
+            f"The loss fails, not the model. {_output_and_target(failure)}{more} Change the "
+            "model's last layer or the data set's targets, or type the task= that takes them."
+        )
+    where = failure.failing_module_name() or f"{type(failure.model).__name__}.forward"
     return (
         f"It fails in {where}, whose input or sizes do not fit this data set. Change model= (or "
         "its keys, model.<key>=) or data= to one that the other can take."
@@ -328,14 +335,14 @@ def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     start = "The loss has no gradient, so nothing can train."
     if _requires_grad(output):
-        return f"{start} The model's output has one: the task's loss cuts it. {_CUTS}"
+        return f"{start} The model's output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
     if off:
         return (
             f"{start} {type(model).__name__}.forward runs {off[0]} with gradients switched off. "
             "Leave torch.no_grad() and torch.inference_mode() out of what trains."
         )
     if live:
-        return f"{start} The last module whose output has one is {live[-1]}. {_CUTS}"
+        return f"{start} The last module whose output has one is {live[-1]}. {_GRADIENT_BREAKERS}"
     return (
         f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
         f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "
@@ -343,7 +350,7 @@ def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
     )
 
 
-_CUTS = (
+_GRADIENT_BREAKERS = (
     "Leave out what cuts it after that: .detach(), .data, .item(), .numpy(), argmax, round, "
     "torch.no_grad()."
 )

@@ -69,7 +69,7 @@ class RunContext:
         return f"{world} x {name}" if world > 1 else name
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoint_folder(self) -> Path:
         """Folder of the run's checkpoints, which all processes share."""
         return run_folder(self.out, self.strategy.place) / "checkpoints"
 

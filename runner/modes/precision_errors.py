@@ -58,18 +58,18 @@ class PrecisionCause:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     @property
-    def half(self) -> bool:
+    def is_half(self) -> bool:
         """Whether the precision computes or stores in half precision."""
         return bool({self.precision.compute, self.precision.storage} & {*_HALVES})
 
-    def where(self) -> str:
+    def location(self) -> str:
         """Return the module and the line that failed."""
         if self.module is None:
             return f"It fails outside the model's forward, {self.line}." if self.line else ""
         name = f"{self.name} ({_kind(self.module)})" if self.name else _kind(self.module)
         return f"It fails in {name}, {self.line}." if self.line else f"It fails in {name}."
 
-    def keep_fp32(self) -> str:
+    def keep_fp32_override(self) -> str:
         """Return the override that keeps the failing module, and others of its class where it is
         a class of the user's own, in float32; empty where that is the model itself or none."""
         if not self.name or isinstance(self.module, Float32Island):
@@ -92,7 +92,7 @@ class PrecisionCause:
         alike = all(type(modules[name]) is type(self.module) for name in outermost)
         return pattern if pattern != "*" and alike and len(outermost) > 1 else self.name
 
-    def mixed(self) -> str:
+    def mixed_alternative(self) -> str:
         """Return the mixed precision whose autocast computes linalg and fft operations in float32;
         empty where there is none."""
         stores_half = self.precision.storage in _HALVES
@@ -100,7 +100,7 @@ class PrecisionCause:
             return ""
         return _half_precision(self.precision.storage, torch.float32)
 
-    def other_half(self, compute: torch.dtype, instead: torch.dtype) -> str:
+    def alternative_half(self, compute: torch.dtype, instead: torch.dtype) -> str:
         """Return the precision that differs in its half format only: in `instead` where this one
         computes in `compute`; empty where it does not, or converts layers."""
         if self.precision.compute is not compute or self.precision.converts_layers:
@@ -158,12 +158,12 @@ def _forward(cause: PrecisionCause) -> str:
 
 
 def _say_kernel(cause: PrecisionCause) -> str:
-    mixed = cause.mixed()
+    mixed = cause.mixed_alternative()
     return (
-        f"{cause.where()} PyTorch has no such operation in half precision on "
+        f"{cause.location()} PyTorch has no such operation in half precision on "
         f"{cause.device.type}. "
         + _alternatives(
-            _typed(cause.keep_fp32()),
+            _typed(cause.keep_fp32_override()),
             _typed(
                 f"precision={mixed}" if mixed else "",
                 ", whose autocast computes torch.linalg and torch.fft in float32",
@@ -175,28 +175,28 @@ def _say_kernel(cause: PrecisionCause) -> str:
 
 
 def _say_overflow(cause: PrecisionCause) -> str:
-    wide = cause.other_half(torch.float16, torch.bfloat16)
+    wide = cause.alternative_half(torch.float16, torch.bfloat16)
     half = cause.precision.compute
     dtype = str(half).removeprefix("torch.")
     return (
-        f"{cause.where()} A constant in the model is beyond the range of {dtype}, which ends at "
+        f"{cause.location()} A constant in the model is beyond the range of {dtype}, which ends at "
         f"{torch.finfo(half).max:.5g}. "
         + _alternatives(
             f"write torch.finfo(x.dtype).min in {_forward(cause)} in place of a mask's -1e9, or "
             'float("-inf")',
-            _typed(cause.keep_fp32()),
+            _typed(cause.keep_fp32_override()),
             _typed(f"precision={wide}" if wide else "", ", with the range of float32"),
         )
     ).strip()
 
 
 def _say_numpy_dtype(cause: PrecisionCause) -> str:
-    float16 = cause.other_half(torch.bfloat16, torch.float16)
+    float16 = cause.alternative_half(torch.bfloat16, torch.float16)
     return (
-        f"{cause.where()} NumPy has no bfloat16. "
+        f"{cause.location()} NumPy has no bfloat16. "
         + _alternatives(
             f"write x.float().numpy() in {_forward(cause)}",
-            _typed(cause.keep_fp32()),
+            _typed(cause.keep_fp32_override()),
             _typed(f"precision={float16}" if float16 else ""),
         )
     ).strip()
@@ -204,7 +204,7 @@ def _say_numpy_dtype(cause: PrecisionCause) -> str:
 
 def _say_numpy_gradient(cause: PrecisionCause) -> str:
     return (
-        f"{cause.where()} NumPy's operations have no gradient. "
+        f"{cause.location()} NumPy's operations have no gradient. "
         + _alternatives(
             "compute with PyTorch's operations where a gradient has to pass",
             f"write x.detach().float().cpu().numpy() in {_forward(cause)} where none has to",
@@ -219,7 +219,7 @@ def _say_lstm(cause: PrecisionCause) -> str:
     automatic = choose_kernels("auto", cause.model) == "float32_accumulate"
     kernels = "auto" if automatic else "float32_accumulate"
     return (
-        f"{cause.where()} This CPU's own float16 kernels lack it. Type "
+        f"{cause.location()} This CPU's own float16 kernels lack it. Type "
         f"precision.cpu_float16={kernels}."
     ).strip()
 
@@ -237,10 +237,10 @@ def _say_dtypes(cause: PrecisionCause) -> str:
     if _dtypes(cause) == {torch.float32}:
         return ""
     return (
-        f"{cause.where()} Tensors of two dtypes meet there; precision={cause.precision.name} "
+        f"{cause.location()} Tensors of two dtypes meet there; precision={cause.precision.name} "
         f"stores {cause.precision.stores} and computes in {cause.precision.computes}. "
         + _alternatives(
-            _typed(cause.keep_fp32() if cause.half else ""),
+            _typed(cause.keep_fp32_override() if cause.is_half else ""),
             f"leave out .float() and dtype= in {_forward(cause)}, or cast one to the "
             "other's dtype: a.to(b.dtype)",
         )
@@ -265,9 +265,9 @@ def _built_otherwise(cause: PrecisionCause) -> str:
     if len(dtypes) == 1 and {*left.values()} <= {*_HALVES} - {precision.compute}:
         compute = f"precision.compute_dtype={dtypes[0]}"
     return (
-        f"{cause.where()} precision={precision.name} leaves what it does not convert as the model "
-        f"was built, here {' and '.join(dtypes)} ({', '.join([*left][:3])}{more}), and computes in "
-        f"{str(precision.compute).removeprefix('torch.')}. "
+        f"{cause.location()} precision={precision.name} leaves what it does not convert as the "
+        f"model was built, here {' and '.join(dtypes)} ({', '.join([*left][:3])}{more}), and "
+        f"computes in {str(precision.compute).removeprefix('torch.')}. "
         + _alternatives(
             "build the model in float32 (end its constructor with self.float())", _typed(compute)
         )

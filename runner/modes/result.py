@@ -128,10 +128,10 @@ class RunResult:
         """
         if not (folder / RESULT).is_file():
             raise ValueError(f"{folder / RESULT} is no file")
-        return cls.of(json.loads((folder / RESULT).read_text()))
+        return cls.from_json(json.loads((folder / RESULT).read_text()))
 
     @classmethod
-    def of(cls, values: object) -> "RunResult":
+    def from_json(cls, values: object) -> "RunResult":
         """Return a result from the content of a file, written by any version of the runner.
 
         Raises:

@@ -28,6 +28,7 @@ from runner.modes.evaluate import evaluate_checkpoint, with_checkpoint_config
 from runner.modes.plan import plan
 from runner.modes.replay import replay
 from runner.modes.result import RunResult
+from runner.modes.resumed_spec import changed_settings
 from runner.modes.rewind import with_run_config
 from runner.modes.tables import print_result
 from runner.modes.train import train
@@ -262,7 +263,7 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=origin.sweep)
     before = journal.latest_journal(context.out)
     if resumed is not None:
-        changes = resume.changed_settings(spec, resumed)
+        changes = changed_settings(spec, resumed)
         return replace(info, continues=before, step=resumed.content["step"], changes=changes)
     # A run that should have been resumed and had no checkpoint starts over, as a new run.
     superseded = stored_run_id(before) if before and spec.checkpoint.resume else None
@@ -272,7 +273,7 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
 def _note(context: RunContext, resumed: LoadedCheckpoint | None, markdown: str) -> None:
     """Set the text of the run's page in the store; for a resumed run, it says where it resumed."""
     if resumed is not None:
-        changes = resume.changed_settings(context.spec, resumed)
+        changes = changed_settings(context.spec, resumed)
         markdown += notes.resumed_note(resumed.content["step"], changes)
     context.tracker.note(markdown)
 

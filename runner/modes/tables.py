@@ -41,7 +41,7 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
         ("peak memory", f"{format_number(result.peak_memory_mib)} MiB"),
     ]
     if result.converted:
-        weights = f"{format_number(result.weights_mib)} MiB, {memory_saved(result)} saved"
+        weights = f"{format_number(result.weights_mib)} MiB, {memory_saving(result)} saved"
         rows.append(("converted layers", result.converted))
         rows.append(("converted matrix weights", result.converted_weights))
         rows.append(("weights", weights))
@@ -103,7 +103,7 @@ def ui_command(uri: str | None, experiment: str) -> str:
     return quote_command(words)
 
 
-def memory_saved(result: RunResult) -> str:
+def memory_saving(result: RunResult) -> str:
     """Return the share of the weights' memory that the precision saves, in percent."""
     if result.weights_mib is None or not result.plain_weights_mib:
         return ""
@@ -118,7 +118,9 @@ def shared_settings(settings: str) -> str:
     return " ".join(word for word in words if not word.lstrip("+~").startswith("precision."))
 
 
-def relative_change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> float | None:
+def change_since_training(
+    name: str, result: RunResult, others: Sequence[RunResult] = ()
+) -> float | None:
     """Return a metric less its value in the precision that trained the checkpoint.
 
     Args:
@@ -148,5 +150,5 @@ def _metrics_as_trained(result: RunResult, others: Sequence[RunResult]) -> dict[
 
 
 def _change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> str:
-    gap = relative_change(name, result, others)
+    gap = change_since_training(name, result, others)
     return "" if gap is None else f"{gap:+.4g}"

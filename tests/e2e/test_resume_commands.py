@@ -71,7 +71,7 @@ def test_what_cannot_be_resumed(main, tmp_path):
         assert "Traceback" not in done.stderr
         return done.stderr
 
-    assert "was cut and left a checkpoint" in refused("checkpoint.resume=last")
+    assert "was interrupted and left a checkpoint" in refused("checkpoint.resume=last")
     assert "no checkpoint is there" in refused("checkpoint.resume=no/where")
     assert "resumes nothing" in refused("checkpoint.resume=last", "mode=plan")
     assert main(*QUICK, "tracking=none").rc == 0
@@ -82,7 +82,7 @@ def test_what_cannot_be_resumed(main, tmp_path):
     assert "is at step 6 already" in refused(f"checkpoint.resume={folder}", "train.max_steps=5")
     stray = tmp_path / "stray.pt"
     shutil.copy(next(folder.glob("checkpoints/step-*.pt")), stray)
-    assert "does not lie in a run's folder" in refused(f"checkpoint.resume={stray}")
+    assert "is not in a run's folder" in refused(f"checkpoint.resume={stray}")
     inside = next(folder.glob("checkpoints/step-*.pt"))
     older = torch.load(inside, weights_only=True)
     del older["position"]
