@@ -1,5 +1,7 @@
-"""What a failure on a batch means: a table of the kinds of failures, each with what to change or
-type."""
+"""Explain why a model or a loss fails on a batch.
+
+A table holds the kinds of failures, each with what to change or type.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,12 +64,12 @@ class BatchFailure:
 
     @property
     def text(self) -> str:
-        """The error's own message."""
+        """Message of the error itself."""
         return str(self.error)
 
     @property
     def expected_output(self) -> str:
-        """What a built-in task takes as output; empty for a task of the user's own."""
+        """Output that a built-in task takes, in words; empty for a task of the user's own."""
         return _EXPECTED_OUTPUTS.get(type(self.task), "")
 
     def failing_module_name(self) -> str:
@@ -75,14 +77,16 @@ class BatchFailure:
         found = failing_module(self.error, self.model)
         if found is None:
             return ""
-        return f"{found[0] or 'the model itself'} ({type(found[1]).__name__})"
+        name, module = found
+        return f"{name or 'the model itself'} ({type(module).__name__})"
 
 
 def explain_batch_error(failure: BatchFailure) -> str:
     """Return the message for a failure: what failed on which batch, and what to change."""
     names = failure.names
     advice = precision_advice(failure.error, failure.model, failure.precision)
-    advice = advice or next(text(failure) for applies, text in RULES if applies(failure))
+    if not advice:
+        advice = next(text(failure) for applies, text in RULES if applies(failure))
     return (
         f"model={names['model']} fails on the first batch of data={names['data']} (inputs "
         f"{_kind(failure.inputs)}) with task={names['task']}: {type(failure.error).__name__}: "
@@ -92,7 +96,7 @@ def explain_batch_error(failure: BatchFailure) -> str:
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
-    """Context in which the outputs of a model's forward are collected."""
+    """Return the context in which the outputs of a model's forward are collected."""
     outputs: list[Any] = []
     handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
@@ -119,6 +123,7 @@ def _say_structure(failure: BatchFailure) -> str:
     output = failure.outputs[-1]
     logits = isinstance(output, Mapping) and "logits" in output
     if logits or hasattr(output, "logits"):
+        # transformers' ModelOutput is a mapping with attributes, a plain dict has none.
         how = 'return output["logits"]' if type(output) is dict else "return output.logits"
     elif isinstance(output, tuple | list):
         how = "return output[0]"
@@ -189,8 +194,9 @@ def _tokens_without_embedding(failure: BatchFailure) -> bool:
     inputs = failure.inputs
     if not failure.in_forward or not isinstance(inputs, Tensor):
         return False
-    tables = (isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in failure.model.modules())
-    return not (inputs.is_floating_point() or inputs.is_complex() or any(tables))
+    if inputs.is_floating_point() or inputs.is_complex():
+        return False
+    return not any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in failure.model.modules())
 
 
 def _say_tokens(failure: BatchFailure) -> str:
@@ -237,14 +243,17 @@ def _say_task(failure: BatchFailure) -> str:
 
 def _fitting_task(failure: BatchFailure) -> str:
     """Return the built-in task that takes this output and target; empty for none."""
-    output, target = failure.outputs[-1], failure.target
+    output = failure.outputs[-1]
+    target = failure.target
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
         return ""
     if target.is_floating_point():
         return "regression" if output.shape == target.shape else ""
     if output.dim() == 2 and target.shape == output.shape[:1]:
         return "classification"
-    return "language" if output.dim() == 3 and target.shape == output.shape[:2] else ""
+    if output.dim() == 3 and target.shape == output.shape[:2]:
+        return "language"
+    return ""
 
 
 def _output_and_target(failure: BatchFailure) -> str:
@@ -289,7 +298,11 @@ RULES: tuple[tuple[Callable[[BatchFailure], bool], Callable[[BatchFailure], str]
     (_task_differs, _say_task),
     (_always, _say_where),
 )
-"""Kinds of failures, the first that applies is told: whether it applies, and what to say."""
+"""Kinds of failures: whether one applies, and what to say. The first that applies counts.
+
+The order goes from what is certain (the model returns None) to what the error's text suggests; the
+last row always applies.
+"""
 
 
 def loss_problem(loss: Any, task: str) -> str | None:
@@ -315,6 +328,7 @@ def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
         model: whose parameters train.
         call: runs the forward on a batch and returns its output.
     """
+    # Per module: its name, whether gradients are on in it, and whether its output has one.
     seen: list[tuple[str, bool, bool]] = []
 
     def note(name: str) -> Callable[..., None]:
@@ -330,19 +344,20 @@ def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    off = [name for name, enabled, _ in seen if not enabled]
-    live = [name for name, _, requires in seen if requires]
+    without_grad = [name for name, enabled, _ in seen if not enabled]
+    with_gradient = [name for name, _, requires in seen if requires]
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     start = "The loss has no gradient, so nothing can train."
     if _requires_grad(output):
         return f"{start} The model's output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
-    if off:
+    if without_grad:
         return (
-            f"{start} {type(model).__name__}.forward runs {off[0]} with gradients switched off. "
-            "Leave torch.no_grad() and torch.inference_mode() out of what trains."
+            f"{start} {type(model).__name__}.forward runs {without_grad[0]} with gradients "
+            "switched off. Leave torch.no_grad() and torch.inference_mode() out of what trains."
         )
-    if live:
-        return f"{start} The last module whose output has one is {live[-1]}. {_GRADIENT_BREAKERS}"
+    if with_gradient:
+        last = with_gradient[-1]
+        return f"{start} The last module whose output has one is {last}. {_GRADIENT_BREAKERS}"
     return (
         f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
         f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "

@@ -65,8 +65,9 @@ class RunContext:
     @property
     def device_name(self) -> str:
         """Name of the device, with the number of processes that each have one."""
-        world, name = self.strategy.place.world_size, self.accelerator.name
-        return f"{world} x {name}" if world > 1 else name
+        world_size = self.strategy.place.world_size
+        name = self.accelerator.name
+        return f"{world_size} x {name}" if world_size > 1 else name
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -86,6 +87,7 @@ class RunContext:
         """
         if self.strategy.place.world_size == 1:
             return self.signals.requested()
+        # The highest number of all processes, so that all end with the same exit status.
         number = self.strategy.all_reduce_max_async(self.signals.number or 0)
         self.signals.adopt(number)
         return number > 0
@@ -102,6 +104,7 @@ class RunContext:
         try:
             write(path)
         except OSError as error:
+            # What was written until then would be taken for the whole file.
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             self.say(f"warning: {relative_path(path)} was not written: {os_error_reason(error)}.")
@@ -135,7 +138,7 @@ class RunContext:
 
 
 class RunOutcome(NamedTuple):
-    """What training or an evaluation returns: its numbers, and what became of the layers."""
+    """The outcome of training or an evaluation: its numbers, and the conversion as proven."""
 
     result: RunResult
     report: ConversionReport
@@ -168,7 +171,9 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         summary: fields of RunResult that training or the evaluation found.
         seconds: wall-clock time of the mode.
     """
-    spec, origin, emulated = run.spec, run.origin, run.precision.emulated
+    spec = run.spec
+    origin = run.origin
+    emulated = run.precision.emulated
     if emulated:  # its speed is that of the emulation, not of the precision
         summary = summary | {"examples_per_second": None, "step_ms": None}
     return RunResult(

@@ -68,6 +68,7 @@ def run(
         Stopped: a signal ended the run, after a checkpoint.
     """
     strategy: Strategy = build_group("strategy", spec.strategy)
+    # Around everything: the processes must agree from the choice of the folder on.
     with strategy.session():
         return _run(spec, out, origin or Invocation(), console or plain_console(), strategy)
 
@@ -75,17 +76,20 @@ def run(
 def _run(
     spec: RunSpec, out: Path, origin: Invocation, console: Console, strategy: Strategy
 ) -> RunResult:
-    place, resumed = strategy.place, None
+    place = strategy.place
+    resumed = None
     if not place.is_main:
         console = Console(file=io.StringIO())  # the first process prints for all
     resume_plan = _plan_resume(spec, origin, out, console, strategy)
     if resume_plan is not None:
         out, resumed, spec, origin = resume_plan
     spec, origin = _checked_spec(spec, origin)
+    # After the resume has chosen the folder: a restarted process continues in the same one.
     torchrun.publish_run_folder(out)
     out = process_folder(out, place)
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, folder_lock(out), process_state():
+        # Nothing is computed yet, so a signal ends the set-up at once.
         with signals.at_once():
             context = _build_context(spec, out, origin, console, strategy, signals)
             if context.spec.mode in ("plan", "replay"):
@@ -115,7 +119,7 @@ def _plan_resume(
     if place.world_size == 1:
         return resume.plan_resume(spec, origin, out, console)
     plan = resume.plan_resume(spec, origin, out, console) if place.is_main else None
-    path = strategy.broadcast_object(plan and str(plan.saved.path))
+    path = strategy.broadcast_object(str(plan.saved.path) if plan else None)
     if place.is_main or path is None:
         return plan
     spec = replace(spec, checkpoint=replace(spec.checkpoint, resume=path))
@@ -173,7 +177,8 @@ def _build_context(
 
 def _run_untracked(context: RunContext) -> RunResult:
     """Run mode=plan or mode=replay, which record nothing in the store."""
-    mode, world = context.spec.mode, context.strategy.place.world_size
+    mode = context.spec.mode
+    world = context.strategy.place.world_size
     if world > 1:
         raise ConfigError(
             f"mode={mode} works in one process, and torchrun started {world}. Leave torchrun "
@@ -209,6 +214,7 @@ def _run_tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> RunRe
 def _tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> Iterator[None]:
     """Open the run in the store, and close it with the status that the run really had."""
     tracker = context.tracker
+    # A sweep has checked its own store, before its jobs.
     if context.origin.sweep is None:
         with context.signals.at_once():
             tracker.check_sweep()
@@ -247,7 +253,9 @@ def _begin_folder(context: RunContext) -> None:
 
 def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     """Return what the store is given when the run is opened there."""
-    spec, origin, strategy = context.spec, context.origin, context.strategy
+    spec = context.spec
+    origin = context.origin
+    strategy = context.strategy
     tags = {
         "precision": context.precision.name,
         "model": origin.option_name("model", spec.model),
@@ -261,13 +269,15 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
         tags |= {"strategy": strategy.name, "processes": str(strategy.place.world_size)}
     tags |= run_metadata.git_tags(Path.cwd())
     info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=origin.sweep)
-    before = journal.latest_journal(context.out)
+    earlier = journal.latest_journal(context.out)
     if resumed is not None:
         changes = changed_settings(spec, resumed)
-        return replace(info, continues=before, step=resumed.content["step"], changes=changes)
+        return replace(info, continues=earlier, step=resumed.content["step"], changes=changes)
     # A run that should have been resumed and had no checkpoint starts over, as a new run.
-    superseded = stored_run_id(before) if before and spec.checkpoint.resume else None
-    return replace(info, tags=tags | {"supersedes": superseded}) if superseded else info
+    superseded = stored_run_id(earlier) if earlier and spec.checkpoint.resume else None
+    if superseded:
+        return replace(info, tags=tags | {"supersedes": superseded})
+    return info
 
 
 def _note(context: RunContext, resumed: LoadedCheckpoint | None, markdown: str) -> None:

@@ -16,8 +16,6 @@ from runner.utils.formatting import format_number
 from runner.utils.secrets import redact
 from runner.utils.terminal import quote_command
 
-"""Name of a column, and the function that returns its cell for a job's result."""
-
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `runner ui` serves the pages of a store without a server."""
 
@@ -65,10 +63,10 @@ def _metric_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     """Yield the metrics, below each its value in the precision that trained the checkpoint."""
     for name, value in result.metrics.items():
         yield name, format_number(value)
-        gap = _change(name, result)
-        if gap:
+        change = change_since_training(name, result)
+        if change is not None:
             before = format_number(result.as_trained[name])
-            yield "  as trained", f"{before} in {result.trained_in}; change {gap}"
+            yield "  as trained", f"{before} in {result.trained_in}; change {change:+.4g}"
     if result.best is not None and result.best != result.metrics.get(result.quality):
         yield f"best {result.quality}", format_number(result.best)
 
@@ -121,13 +119,13 @@ def shared_settings(settings: str) -> str:
 def change_since_training(
     name: str, result: RunResult, others: Sequence[RunResult] = ()
 ) -> float | None:
-    """Return a metric less its value in the precision that trained the checkpoint.
+    """Return the difference between a metric and its value in the precision that trained it.
 
     Args:
         name: of the metric.
         result: of an evaluation.
-        others: jobs of the same sweep. Where the checkpoint noted no metrics, the job with the same
-            settings and device that evaluated it in its own precision stands in.
+        others: jobs of the same sweep. Where the checkpoint holds no metrics, those of the job with
+            the same settings and device are taken that evaluated it in its own precision.
 
     Returns:
         The difference; None where one of both values is not known.
@@ -145,10 +143,6 @@ def _metrics_as_trained(result: RunResult, others: Sequence[RunResult]) -> dict[
         in_own_precision = other.precision == other.trained_in == result.trained_in
         if in_own_precision and other.device == result.device:
             by_settings.setdefault(other.settings, other.metrics)
+    # The job in the trained precision need not share precision.<key>=..., a key it may not have.
     exact = by_settings.get(result.settings)
     return exact or by_settings.get(shared_settings(result.settings), {})
-
-
-def _change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> str:
-    gap = change_since_training(name, result, others)
-    return "" if gap is None else f"{gap:+.4g}"

@@ -288,5 +288,5 @@ class FirstStepProof:
         done, layers = self.report.layers
         run.say(f"converted {done} of {layers} layers: {_names_text(proven)} ran in the first step")
         run.tracker.tags(self.report.tags())
-        listed = self.report.to_names_text()
+        listed = self.report.to_list()
         run.save_artifact(run.out / "conversion.json", lambda path: write_json(path, listed))
