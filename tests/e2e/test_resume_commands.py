@@ -1,4 +1,4 @@
-"""What a user types to go on with a run, and what the store shows of it."""
+"""Commands that resume a run, and what the store shows of it."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def cut(folder, *steps):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_by_its_id_as_the_same_run(main, tmp_path):
+def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path):
     uri = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
     assert main(*QUICK, uri).rc == 0
     folder = folder_of(tmp_path)
@@ -121,7 +121,7 @@ def test_another_precision_or_optimizer(main, tmp_path):
     )
 
 
-def test_auto_begins_or_goes_on(main, tmp_path):
+def test_auto_begins_or_continues(main, tmp_path):
     """The same command each time, as a job script has it."""
     typed = (*QUICK, "tracking=none", "hydra.run.dir=outputs/runs/7", "checkpoint.resume=auto")
     folder = tmp_path / "outputs/runs/7"

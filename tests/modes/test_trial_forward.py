@@ -1,5 +1,4 @@
-"""What is said to be converted is what runs: layers that a model passes by, and readers of packed
-weights, in whole runs."""
+"""Layers that count as converted do run: bypassed layers and readers of packed weights."""
 
 import json
 import random
@@ -63,7 +62,7 @@ def conversion(tmp_path, folder="out"):
 
 
 @pytest.mark.parametrize("precision", ALL)
-def test_layers_that_are_never_called_are_left_as_they_were(net, tmp_path, precision):
+def test_layers_that_are_never_called_stay_unconverted(net, tmp_path, precision):
     done, found = net("Reads", precision)
     assert done.rc == 0, done.stderr
     assert f"skipped a, b (Linear, 2,048 weights): {BYPASSED_REASON}" in done.stdout
@@ -164,7 +163,7 @@ def test_a_weight_that_is_read_in_training_alone_stops_the_first_step(net, preci
     assert found["converted"] == "1/2"
 
 
-def test_a_checkpoint_keeps_what_was_left_plain(net, tmp_path):
+def test_a_checkpoint_keeps_bypassed_layers_plain(net, tmp_path):
     """Its plain weights are not packed by a resumed run, an evaluation or low_memory."""
     _, whole = net("Reads", "bnb-nf4")
     net.folder = "cut"
