@@ -26,6 +26,7 @@ _EXPECTED_OUTPUTS = {
     Language: "logits [B, T, V]",
     Regression: "real numbers in the shape of the target",
 }
+# PyTorch's messages about operands whose sizes do not fit, of linear, convolution and norm layers.
 _SIZE_ERROR = re.compile(
     r"cannot be multiplied|to have \d+ channels|size mismatch|must match the size|is invalid for "
     r"input of size|normalized_shape|shape mismatch|size of tensor"
@@ -153,6 +154,7 @@ def _say_target(failure: BatchFailure) -> str:
 def _does_not_bind(failure: BatchFailure) -> bool:
     if not failure.in_forward or not isinstance(failure.error, TypeError):
         return False
+    # A TypeError may come from inside the forward, too: only the signature shows the difference.
     try:
         signature(failure.model.forward).bind(failure.inputs)
     except TypeError:
@@ -338,6 +340,7 @@ def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
         return hook
 
     handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    # Whoever asks may be in an evaluation, in which no output would have a gradient.
     try:
         with torch.enable_grad():
             output = call()

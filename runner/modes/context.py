@@ -130,6 +130,7 @@ class RunContext:
         Returns:
             A sentence that names the file; empty where it could not be written.
         """
+        # An error's message may hold a URI with its credentials.
         text = redact(traceback.format_exc())
         path = self.out / "error.txt"
         if not self.write_file(path, lambda path: write_text(path, text)):
@@ -151,6 +152,7 @@ def process_folder(out: Path, place: ProcessRank) -> Path:
 
 def run_folder(folder: Path, place: ProcessRank) -> Path:
     """Return the run's folder, given the folder of one of its processes."""
+    # The folder of another process is ranks/<rank> below the run's.
     return folder if place.is_main else folder.parents[1]
 
 

@@ -55,6 +55,7 @@ def plan(run: RunContext) -> RunResult:
     for name, text in _peak_rows(spec, precision, device).items():
         table.add_row(name, text)
     run.console.print(table)
+    # All lines: a plan is asked for the details that a run shortens.
     for line in report.lines(most=len(report.modules)):
         run.console.print(line)
     if report.modules:
@@ -157,6 +158,7 @@ def _state_bytes(
     The optimizer's own code makes the state on the meta device: it takes no memory and is exact,
     also where the state depends on a tensor's size.
     """
+    # Optimizers with low-bit state keep that of embeddings in 32 bits.
     wide = embedding_parameters(model)
     twins = {p: nn.Parameter(torch.empty_like(p, device="meta")) for p in params}
     wide_twins = [twin for p, twin in twins.items() if p in wide]

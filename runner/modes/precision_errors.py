@@ -92,6 +92,7 @@ class PrecisionCause:
         """
         if type(self.module).__module__.startswith("torch."):
             return self.name  # every Linear is of that class
+        # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
         segments = ["*" if part.isdigit() else part for part in self.name.split(".")]
         pattern = ".".join(segments)
         modules = dict(self.model.named_modules())
@@ -147,6 +148,7 @@ def precision_advice(error: Exception, model: nn.Module, precision: Precision) -
     """
     name, module = failing_module(error, model) or ("", None)
     cause = PrecisionCause(str(error), model, precision, name, module, _last_line(error))
+    # A rule may find that the precision is not the cause after all; then the next one is asked.
     for pattern, say in RULES:
         advice = say(cause) if pattern.search(cause.text) else ""
         if advice:

@@ -99,6 +99,7 @@ def replay(run: RunContext) -> RunResult:
     results[precision.name] = start.result or _replayed(run, precision, start, scale)
     plain = registry.load_precision("32-true")
     is_small = results[precision.name].weights_mib <= MAX_COMPARED_WEIGHTS_MIB
+    # 32-true is the comparison; for itself and for float64 it would show nothing.
     is_narrower = precision.name != plain.name and precision.storage is not torch.float64
     if is_narrower and is_small:
         results[plain.name] = _replayed(run, plain, start, scale)
@@ -150,6 +151,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
             f"batch={spec.batch} holds sample {highest}; the training set has {loader.examples}. "
             f"Type the data= and data.* that it was saved with (data={saved.data})."
         )
+    # By micro-batch, as in the step: batch statistics and losses depend on which samples are together.
     return list(loader.batches([torch.tensor(micro) for micro in saved.micro_batches]))
 
 

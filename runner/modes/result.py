@@ -145,8 +145,10 @@ def read_results(folder: Path) -> list[RunResult]:
 
     A job without a readable `result.json` counts as failed.
     """
+    # Other folders of a sweep, such as checkpoints, have names.
     jobs = [path for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
     results = []
+    # By number: by name, job 10 would come before job 2.
     for job in sorted(jobs, key=lambda path: int(path.name)):
         try:
             result = RunResult.read(job)

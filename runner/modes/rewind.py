@@ -97,6 +97,7 @@ def checkpoint_before_step(folder: Path, saved: SavedBatch) -> LoadedCheckpoint 
     Raises:
         ConfigError: the run was resumed, and no checkpoint from there to the step exists.
     """
+    # Newest first: the fewer steps are trained again, the sooner the replay begins.
     for path in sorted(folder.glob("checkpoints/step-*.pt"), reverse=True):
         with suppress(ConfigError):  # damaged: an earlier one costs more steps, no exactness
             checkpoint = LoadedCheckpoint(path, checkpoint_file.load(path))
@@ -134,6 +135,7 @@ def rewind_to_step(
     console.print(f"trains {last - first} steps again, from {origin}", markup=False, soft_wrap=True)
     precision: Precision = build_group("precision", spec.precision)
     task: Task = build_group("task", spec.task)
+    # From here on the same calls in the same order as mode=train, or the bits would differ.
     if spec.deterministic:
         make_deterministic()
     # Seeded twice, as mode=train does: whatever random numbers the data draws, the model's weights

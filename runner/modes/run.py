@@ -134,6 +134,7 @@ def _checked_spec(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocatio
     """
     if spec.mode == "advise":
         raise ConfigError(LONE_ADVICE)
+    # All problems are collected, so that one message names every one of them.
     problems = [*spec.problems()]
     if spec.mode == "evaluate" and not problems:
         spec, origin = with_checkpoint_config(spec, origin)
@@ -162,12 +163,14 @@ def _build_context(
         saved = saved_batch.read_saved_batch(Path(spec.batch or ""))
         spec, origin = with_run_config(spec, origin, saved)
     precision: Precision = build_group("precision", spec.precision)
+    # What this machine or the strategy lacks is refused before data and model take time.
     precision.require(accelerator.device)
     precision.require_strategy(strategy)
     check_numerics(spec, strategy)
     task: Task = build_group("task", spec.task)
     check_arguments(spec)
     tracker: Tracker = build_group("tracking", spec.tracking)
+    # One run in the store for all processes: the first one records it.
     if not strategy.place.is_main:
         tracker = ProcessJournal()
     return RunContext(

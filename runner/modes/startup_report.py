@@ -58,12 +58,14 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     if run.precision.emulated:
         tags["emulated"] = "true"
     trains = run.spec.mode == "train"
+    # Only a training says it: in an evaluation nothing trains anyway.
     if trains and trainable < every:
         tags["trainable"] = f"{trainable}/{every}"
         print_trainable(run, trainable, every)
     run.tracker.tags(tags)
     modules = built.report.to_list()
     run.save_artifact(run.out / "conversion.json", lambda path: write_json(path, modules))
+    # Step 0: before anything trains.
     run.tracker.metrics(0, now_ms(), {"memory/weights_mib": weights_mib})
     return {
         "weights_mib": weights_mib,

@@ -94,6 +94,7 @@ def page_url(uri: str | None, path: str) -> str:
 def ui_command(uri: str | None, experiment: str) -> str:
     """Return the command that serves the pages of a store without a server."""
     words = ["python", "-m", "runner", "ui"]
+    # Only what differs from the defaults is shown: a short command is easier to copy.
     if uri and uri != redact(resolve_uri(None, os.environ, Path.cwd())):
         words.append(f"tracking.uri={uri}")
     if experiment and experiment != resolve_experiment(None, os.environ):
@@ -106,7 +107,7 @@ def memory_saving(result: RunResult) -> str:
     if result.weights_mib is None or not result.plain_weights_mib:
         return ""
     if result.weights_mib > result.plain_weights_mib:
-        return "none"
+        return "none"  # packed formats have scales, which may outweigh small layers
     return f"{1 - result.weights_mib / result.plain_weights_mib:.0%}"
 
 

@@ -203,6 +203,7 @@ class _Trial:
     def _forward(self, model: nn.Module, watch: ForwardWatch) -> None:
         precision = self.precision
         inputs = precision.cast(self.inputs())
+        # In evaluation mode, so that no statistics of the first batch get into the model.
         model.eval()
         with (
             torch.no_grad(),
@@ -218,6 +219,7 @@ class _Trial:
 @contextmanager
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Return the context after which modes, buffers and generators are as before."""
+    # Batch norm and FP8 layers change buffers in a forward, and dropout draws random numbers.
     drawn = rng_state(device)
     modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
     values = [(b, b.detach().clone()) for b in model.buffers()]
