@@ -151,7 +151,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
             f"batch={spec.batch} holds sample {highest}; the training set has {loader.examples}. "
             f"Type the data= and data.* that it was saved with (data={saved.data})."
         )
-    # By micro-batch, as in the step: batch statistics and losses depend on which samples are together.
+    # By micro-batch, as in the step: batch statistics depend on which samples are together.
     return list(loader.batches([torch.tensor(micro) for micro in saved.micro_batches]))
 
 
