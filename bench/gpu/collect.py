@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from runner.modes.artifacts import git_tags
+from runner.modes.run_metadata import git_tags
 
 PACKAGES = ("torch", "transformer_engine", "bitsandbytes", "torchao")
 

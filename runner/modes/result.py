@@ -128,10 +128,10 @@ class RunResult:
         """
         if not (folder / RESULT).is_file():
             raise ValueError(f"{folder / RESULT} is no file")
-        return cls.of(json.loads((folder / RESULT).read_text()))
+        return cls.from_json(json.loads((folder / RESULT).read_text()))
 
     @classmethod
-    def of(cls, values: object) -> "RunResult":
+    def from_json(cls, values: object) -> "RunResult":
         """Return a result from the content of a file, written by any version of the runner.
 
         Raises:
@@ -145,8 +145,10 @@ def read_results(folder: Path) -> list[RunResult]:
 
     A job without a readable `result.json` counts as failed.
     """
+    # Other folders of a sweep, such as checkpoints, have names.
     jobs = [path for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
     results = []
+    # By number: by name, job 10 would come before job 2.
     for job in sorted(jobs, key=lambda path: int(path.name)):
         try:
             result = RunResult.read(job)

@@ -14,7 +14,7 @@ from torch import nn
 
 from runner.checkpoint.export import ExportError, export
 from runner.config.targets import build_group
-from runner.modes.run_artifacts import save_model
+from runner.modes.training_outputs import save_model
 from runner.precision.mixed import MixedPrecision
 from runner.precision.true import TruePrecision
 from runner.training.model import build_model

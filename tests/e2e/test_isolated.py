@@ -1,4 +1,4 @@
-"""hydra/launcher=isolated: jobs that die in every way, sweeps that are stopped, nothing left."""
+"""hydra/launcher=isolated: jobs that die in every way, sweeps that are stopped; none stays."""
 
 import json
 import os

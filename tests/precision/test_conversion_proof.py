@@ -8,7 +8,7 @@ import torchvision
 import transformers
 from torch import nn
 
-from runner.modes.trial_forward import BYPASSED, CODES, build_proven_model
+from runner.modes.trial_forward import BYPASSED_REASON, CODES_REASON, build_proven_model
 from runner.precision import registry
 from runner.precision.conversion import ROOT, is_converted
 from runner.training.model import BuiltModel
@@ -207,14 +207,16 @@ def test_what_counts_as_converted_is_what_runs(make_model, name):
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_torchvisions_swin_passes_its_attentions_layers_by(name):
     made, _, _ = proven(name, swin)
-    left = {row.module.rpartition(".")[2] for row in made.report.modules if row.why == BYPASSED}
+    left = {
+        row.module.rpartition(".")[2] for row in made.report.modules if row.why == BYPASSED_REASON
+    }
     assert left == {"qkv", "proj"}
 
 
 def test_t5_casts_to_the_dtype_of_a_packed_weight_unless_it_is_int8():
     for name, count in (("bnb-nf4", 4), ("bnb-int8", 0), ("float8-tensorwise", 0)):
         made, _, _ = proven(name, t5)
-        left = [row.module for row in made.report.modules if row.why == CODES]
+        left = [row.module for row in made.report.modules if row.why == CODES_REASON]
         assert len(left) == count, name
         assert all(module.endswith(".wo") for module in left)
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from runner.config.schema import LARGEST_FORECAST_BATCH
 from runner.modes.result import RunResult
-from runner.modes.tables import relative_change
+from runner.modes.tables import change_since_training
 from runner.sweep.report.compare import Comparison
 from runner.sweep.report.number_text import (
     difference_words,
@@ -127,7 +127,7 @@ def group_best(c: Comparison, _: TableFacts) -> Cell:
 
 def job_change(metric: str, job: RunResult, facts: TableFacts) -> str:
     """Return how a metric changed from the checkpoint's own precision."""
-    change = relative_change(metric, job, facts.jobs)
+    change = change_since_training(metric, job, facts.jobs)
     return "" if change is None else f"{change:+.4g}"
 
 

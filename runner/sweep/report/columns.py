@@ -13,7 +13,7 @@ from typing import TypeVar
 from rich.table import Table as TerminalTable
 
 from runner.modes.result import RunResult
-from runner.modes.tables import memory_saved
+from runner.modes.tables import memory_saving
 from runner.sweep.report import cells
 from runner.sweep.report.cells import TableFacts
 from runner.sweep.report.compare import BASE, Comparison
@@ -100,7 +100,7 @@ COLUMNS = (
     Column("predicted peak", verdict=cells.verdict_forecast),
     Column("weights MiB", job=lambda job, _: format_number(job.weights_mib)),
     Column(
-        "saved", job=lambda job, _: memory_saved(job), is_shown=lambda facts: facts.is_evaluation
+        "saved", job=lambda job, _: memory_saving(job), is_shown=lambda facts: facts.is_evaluation
     ),
     Column(
         "state MiB",

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Literal
 
 from runner.modes.result import RunResult
-from runner.modes.tables import relative_change, shared_settings
+from runner.modes.tables import change_since_training, shared_settings
 from runner.sweep.report.statistics import Difference, Ratio, Spread, quality_difference
 from runner.tracking.metric_names import VAL_LOSS
 
@@ -139,7 +139,9 @@ def _group(
         quality=Spread.of(job.metrics.get(job.quality) for job in complete),
         best=Spread.of(job.best for job in complete),
         loss=Spread.of(job.metrics.get(VAL_LOSS) for job in complete),
-        change=Spread.of(relative_change(job.quality, job, sweep_results) for job in complete),
+        change=Spread.of(
+            change_since_training(job.quality, job, sweep_results) for job in complete
+        ),
         speed=spread(lambda job: job.examples_per_second),
         step_ms=spread(lambda job: job.step_ms),
         peak_mib=spread(lambda job: job.peak_memory_mib),

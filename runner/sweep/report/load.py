@@ -62,7 +62,7 @@ class _StoredFacts:
         """Add the content of one process's list; entries that cannot be read are skipped."""
         for values in content.get("results", ()):
             with suppress(ValueError):
-                self.results.append(RunResult.of(values))
+                self.results.append(RunResult.from_json(values))
         self.commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
         self.is_stopped |= bool(content.get("stopped"))
         self.advise_settings = AdviseSettings.of(content.get("question")) or self.advise_settings
@@ -178,7 +178,7 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
     # A damaged result is as good as none.
     with suppress(ValueError):
         if data := reader.artifact_or_notice(run.run_id, RESULT):
-            return replace(RunResult.of(json.loads(data)), **location)
+            return replace(RunResult.from_json(json.loads(data)), **location)
     seed = run.params.get("seed", "")
     return RunResult(
         run.tags.get("precision", ""),
