@@ -70,7 +70,7 @@ def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, 
     groups = ("model", "adapter", "data", "task", "precision")
     own = [key for key in groups if not origin.overrides_key(key)]
     choices = {**origin.choices, **{key: saved["choices"].get(key, "") for key in own}}
-    signed = checkpoint_file.is_own(saved)
+    signed = checkpoint_file.is_signed_by_user(saved)
     trusted_targets.check_trusted(saved["spec"], own, to_dict(spec), path, "checkpoint", signed)
     nodes = {key: saved["spec"].get(key, {}) for key in own}
     if origin.composed is not None:  # typed interpolations take the checkpoint's values

@@ -93,7 +93,7 @@ def _own(spec: RunSpec, origin: Invocation, out: Path, console: Console) -> Resu
         found, reason = (None, f"it was another job: {changed}") if changed else (found, "")
     if found is None:
         told.append(f"starts over: {reason}")
-        checkpoint_file.set_aside_newer(checkpoints, -1)
+        checkpoint_file.rename_superseded(checkpoints, -1)
     for line in told:
         console.print(line, markup=False, soft_wrap=True)
     if found is None:
@@ -233,7 +233,7 @@ def _merged(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tuple
         resolved = resolve(OmegaConf.create(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(f"checkpoint.resume={saved.path}: {error}") from error
-    own = checkpoint_file.is_own(saved.content)
+    own = checkpoint_file.is_signed_by_user(saved.content)
     known = {group: [ours.get(group), getattr(spec, group)] for group in GROUPS}
     trusted_targets.check_trusted(
         to_dict(resolved), GROUPS, known, saved.path, "checkpoint.resume", own

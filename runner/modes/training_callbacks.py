@@ -99,7 +99,7 @@ class TrainingCallbacks:
         typed = [text.lstrip("+~").partition("=")[0] for text in run.origin.overrides]
         messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
         if run.strategy.place.is_main:
-            checkpoint_file.set_aside_newer(run.checkpoints, self.state.step)
+            checkpoint_file.rename_superseded(run.checkpoints, self.state.step)
         return messages
 
     def weights_are_valid(self) -> bool:
@@ -119,8 +119,8 @@ class TrainingCallbacks:
 
     def _save(self, best: bool) -> None:
         if self.weights_are_valid():
-            late = [*self.state.trainable, *self.state.optimizer_tensors()]
-            self.writer.save(self._checkpoint_content(), best, late)
+            changed_by_update = [*self.state.trainable, *self.state.optimizer_tensors()]
+            self.writer.save(self._checkpoint_content(), best, changed_by_update)
 
     def save_last(self) -> Path | None:
         """Write the last checkpoint and wait for it; return its path, None for invalid weights."""

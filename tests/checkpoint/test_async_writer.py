@@ -13,7 +13,7 @@ from runner.utils.errors import CheckpointError
 
 def content(step, size=1000):
     tensor = torch.full((size,), float(step))
-    blank = {key: kind() for key, kind in checkpoint_file._KINDS.items()}
+    blank = {key: kind() for key, kind in checkpoint_file._KEY_TYPES.items()}
     own = {"format": checkpoint_file.FORMAT, "step": step, "model": {"a": tensor, "tied": tensor}}
     return {**blank, **own}
 
@@ -41,7 +41,7 @@ def test_tensors_that_wait_for_the_update_are_copied_beside_the_loop(tmp_path, m
     saver, state = AsyncCheckpointWriter(tmp_path, 9, print), content(1)
     state["model"]["statistics"] = torch.zeros(3)
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    saver.save(state, late=[state["model"]["a"]])
+    saver.save(state, changed_by_update=[state["model"]["a"]])
     assert copies[0] == "MainThread"  # a forward may change the statistics at once
     saver.wait_for_copy()
     assert copies[1:] == ["checkpoint"]
@@ -77,7 +77,7 @@ def test_whatever_breaks_in_the_thread_is_told(tmp_path):
 
 
 def test_without_memory_for_a_copy_the_loop_waits_for_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("runner.checkpoint.async_writer._bytes", lambda _: 2**60)
+    monkeypatch.setattr("runner.checkpoint.async_writer._total_bytes", lambda _: 2**60)
     saver = AsyncCheckpointWriter(tmp_path, 1, print)
     saver.save(content(1))
     assert saver._thread is None
@@ -91,7 +91,7 @@ def test_a_copy_that_breaks_is_told_and_holds_nothing_up(tmp_path, monkeypatch):
     said, state = [], content(1)
     saver = AsyncCheckpointWriter(tmp_path, 9, said.append)
     monkeypatch.setattr(torch.Tensor, "copy_", breaks)
-    saver.save(state, late=[state["model"]["a"]])
+    saver.save(state, changed_by_update=[state["model"]["a"]])
     saver.wait_for_copy()
     saver.finish()
     assert "no copy" in said[0]
