@@ -35,7 +35,7 @@ _KEY_TYPES = {
     "schedulers": list,
     "loss_scale": dict,
 }
-SIGNATURE_PURPOSE = "spec"
+SPEC_SIGNATURE_PURPOSE = "spec"
 """What a checkpoint's signature is of; see runner.config.signature.sign."""
 _SPEC_MAPPINGS = (
     "model",
@@ -54,7 +54,7 @@ def is_signed_by_user(content: Mapping[str, Any]) -> bool:
     """Return whether this user's key has signed the spec that a checkpoint holds."""
     # load() replaces paths of older versions in `spec`, and the signature is of the text before.
     spec = content.get("signed_spec", content["spec"])
-    return is_signed(SIGNATURE_PURPOSE, repr(spec), content.get("signature"))
+    return is_signed(SPEC_SIGNATURE_PURPOSE, repr(spec), content.get("signature"))
 
 
 def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:

@@ -18,7 +18,7 @@ from runner.config.signature import is_signed, key_location
 from runner.distributed import torchrun
 from runner.modes import artifacts
 from runner.tracking import journal
-from runner.tracking.upload_state import SIGNED, UploadState
+from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.files import read_text
@@ -124,7 +124,7 @@ def resumed_sweep_store(folder: Path, typed: str | None) -> str | None:
 def _store_of(path: Path) -> JournalStore | None:
     start = next((record for record, _ in journal.read_records(path)), {})
     progress = UploadState(path)
-    progress.peek()
+    progress.read_without_lock()
     moved = isinstance(progress.uri, str)
     uri, signature = start.get("uri"), start.get("signature")
     if moved:
@@ -137,7 +137,7 @@ def _store_of(path: Path) -> JournalStore | None:
         uri,
         run_id if isinstance(run_id, str) else None,
         experiment if isinstance(experiment, str) else None,
-        is_signed(SIGNED, uri, signature),
+        is_signed(STORE_SIGNATURE_PURPOSE, uri, signature),
         bool(progress.done),
     )
 
@@ -248,11 +248,11 @@ def _check_earlier(stores: Sequence[JournalStore], uri: str) -> None:
 def _move(store: JournalStore, uri: str) -> None:
     """Have a journal sent to the run's own store that another one has refused."""
     progress = UploadState(store.path)
-    if progress.claim():
+    if progress.acquire_lock():
         try:
-            progress.move(uri, store.experiment)
+            progress.change_store(uri, store.experiment)
         finally:
-            progress.release()
+            progress.release_lock()
 
 
 def _same(one: str, other: str) -> bool:

@@ -52,7 +52,7 @@ def ensure_dashboard(
         client.set_experiment_tag(experiment_id, key, value)
     for key in dashboard.tags_to_delete({**tags, **new}):
         client.delete_experiment_tag(experiment_id, key)
-    key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.KEY
+    key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.DASHBOARD_KEY
     return dashboard.dashboard_path(experiment_id, key)
 
 

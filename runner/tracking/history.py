@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from runner.tracking import journal as journals
 from runner.utils.layout import HISTORY
 
-MOST = 2**30
+MAX_ARCHIVE_BYTES = 2**30
 """Upper bound on the uncompressed bytes of an archive that is read."""
 Curve = NDArray[np.float64]
 """Shape [3, points], float64: optimizer steps, Unix times in milliseconds, and values as they were
@@ -97,7 +97,7 @@ def read_history(data: Path | bytes) -> dict[str, Curve]:
     source = io.BytesIO(data if isinstance(data, bytes) else data.read_bytes())
     try:
         with ZipFile(source) as packed:
-            if sum(member.file_size for member in packed.infolist()) > MOST:
+            if sum(member.file_size for member in packed.infolist()) > MAX_ARCHIVE_BYTES:
                 raise ValueError("it unfolds to more than a run records")
         with np.load(source, allow_pickle=False) as archive:
             curves = {name: np.asarray(archive[name], dtype=np.float64) for name in archive.files}

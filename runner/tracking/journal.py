@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from runner.tracking.tracker import MetricRecord
-from runner.tracking.upload_state import SIZE
+from runner.tracking.upload_state import STATE_FILE_BYTES
 
 log = logging.getLogger(__name__)
 
-MEMORY_MIB = 64
+MAX_WAITING_MIB = 64
 """Upper bound on the records that wait in memory while the disk is full."""
-SPARE = 16 * 1024
+END_RESERVE_BYTES = 16 * 1024
 """Bytes of disk reserved for the record of the run's end."""
 _RETRY_SECONDS = 0.25
 
@@ -48,7 +48,7 @@ class Journal:
         has_end: the end of the run is in the file.
     """
 
-    def __init__(self, folder: Path, memory: int = MEMORY_MIB * 2**20) -> None:
+    def __init__(self, folder: Path, memory: int = MAX_WAITING_MIB * 2**20) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._file = _create(folder.resolve())
         with suppress(OSError):  # a file system without locks
@@ -63,8 +63,8 @@ class Journal:
         # Reserve room now: a full disk must neither keep the end out of the journal, nor keep the
         # writer from saving how far it has uploaded.
         with suppress(OSError):
-            self._spare.write_bytes(bytes(SPARE))
-            self.path.with_suffix(".state").write_bytes(b" " * SIZE)
+            self._spare.write_bytes(bytes(END_RESERVE_BYTES))
+            self.path.with_suffix(".state").write_bytes(b" " * STATE_FILE_BYTES)
 
     def append(self, kind: str, **content: Any) -> None:
         """Append one record of any kind."""

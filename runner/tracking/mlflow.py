@@ -26,7 +26,7 @@ from runner.tracking.tracker import (
     StopRequested,
     Tracker,
 )
-from runner.tracking.upload_state import SIGNED
+from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE
 from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
 from runner.tracking.writer_process import WriterProcess, shared_writer
 from runner.utils.errors import ConfigError, TrackingError
@@ -35,9 +35,9 @@ from runner.utils.terminal import quote_command
 
 log = logging.getLogger(__name__)
 
-SOON = 120.0
+REFUSAL_STOP_SECONDS = 120.0
 """Seconds in which a refusal by the store stops a run; later too much work would be lost."""
-ROOM_SECONDS = 10.0
+DISK_WAIT_SECONDS = 10.0
 """Upper bound on waiting, at the end of a run, until a full disk has room."""
 
 
@@ -164,7 +164,7 @@ class MlflowTracker(Tracker):
             return
         first_report = not self._refusal_reported
         self._refusal_reported = True
-        if self._closed or time.monotonic() - self._opened_at < SOON:
+        if self._closed or time.monotonic() - self._opened_at < REFUSAL_STOP_SECONDS:
             raise TrackingError(self._explain(self._status.refusal))
         if first_report:
             log.warning("%s Training continues.", self._explain(self._status.refusal))
@@ -177,7 +177,7 @@ class MlflowTracker(Tracker):
         self._closed = True
         # A run that is killed has a few seconds left, and a checkpoint to finish in them.
         killed = status == "KILLED"
-        disk_seconds = 1.0 if killed else min(ROOM_SECONDS, self.patience)
+        disk_seconds = 1.0 if killed else min(DISK_WAIT_SECONDS, self.patience)
         self._journal.append_end(disk_seconds, status=status, error=error, time=_now())
         self._journal.close()
         self._complete = self._journal.has_end and self._writer.wait(
@@ -204,7 +204,7 @@ class MlflowTracker(Tracker):
     def url(self, timeout: float = 10.0) -> str | None:
         if not self._status or not self.uri.startswith("http"):
             return None
-        self._status.opened.wait(timeout)
+        self._status.opened_event.wait(timeout)
         if not self.run_id:
             return None
         return f"{redact(self.uri)}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
@@ -224,7 +224,7 @@ class MlflowTracker(Tracker):
             "id": uuid.uuid4().hex,
             "time": _now(),
             "uri": self.uri,
-            "signature": sign(SIGNED, self.uri),
+            "signature": sign(STORE_SIGNATURE_PURPOSE, self.uri),
             "experiment": self.experiment,
             "experiment_id": self.experiment_of_env,
             "name": redact(self.run_name or info.name or "") or None,

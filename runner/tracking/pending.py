@@ -17,9 +17,9 @@ from runner.tracking.journal import has_live_owner
 from runner.tracking.upload_state import UploadState
 from runner.tracking.writer_start import start_detached_writer
 
-FOLDERS = 2_000
+MAX_SEARCHED_FOLDERS = 2_000
 """Upper bound on the folders that a search in the background reads, the newest first."""
-JOURNALS = 100
+MAX_JOURNALS_PER_WRITER = 100
 """Upper bound on the journals that one writer uploads."""
 _NAME = re.compile(r"journal.*\.jsonl")
 _NO_RUNS = {"mlartifacts", "mlruns", "checkpoints", "model", ".hydra"}
@@ -57,7 +57,7 @@ def journal_state(journal: Path) -> State:
         none of these, so it waits to be uploaded.
     """
     state = UploadState(journal)
-    is_locked = state.peek()
+    is_locked = state.read_without_lock()
     # The trainer of an empty journal may be about to lock it; there is nothing to upload anyway.
     if state.done or journal.stat().st_size == 0:
         return "stored"
@@ -87,11 +87,11 @@ def upload_in_background(folder: Path) -> int:
         The number of journals given to the writer: 0 while another such writer works there.
     """
     found: list[Path] = []
-    for journal in find_journals(folder, FOLDERS):
+    for journal in find_journals(folder, MAX_SEARCHED_FOLDERS):
         with suppress(OSError):
             if journal_state(journal) == "pending":
                 found.append(journal)
-        if len(found) == JOURNALS:
+        if len(found) == MAX_JOURNALS_PER_WRITER:
             break
     if not found:
         return 0

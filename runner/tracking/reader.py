@@ -213,8 +213,8 @@ class Reader:
             )
         except TrackingError:
             # A user without write permission still sees a dashboard that exists.
-            key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.KEY
-            exists = dashboard.PREFIX + key in experiment.tags
+            key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.DASHBOARD_KEY
+            exists = dashboard.VIEW_TAG_PREFIX + key in experiment.tags
             return dashboard.dashboard_path(experiment_id, key) if exists else None
 
     def _search(self, experiments: list[str], query: str) -> Iterator[StoredRun]:

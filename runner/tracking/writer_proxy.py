@@ -83,7 +83,7 @@ class WriterProxyServer:
         Returns:
             Those journals, for the caller to wait until they are stored.
         """
-        unfinished = [journal for journal in self._journals.values() if not journal.complete]
+        unfinished = [journal for journal in self._journals.values() if not journal.is_complete]
         for journal in unfinished:
             _append_end(journal.journal, status, error, note)
             shared_writer().wait(journal, 0)

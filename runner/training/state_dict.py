@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from runner.checkpoint import sharded_tensors
 from runner.checkpoint.checkpoint_file import (
     FORMAT,
-    SIGNATURE_PURPOSE,
+    SPEC_SIGNATURE_PURPOSE,
     LoadedCheckpoint,
     shards_folder,
 )
@@ -334,7 +334,7 @@ def checkpoint_state_dict(
         **course,
         "format": FORMAT,
         "spec": kept,
-        "signature": sign(SIGNATURE_PURPOSE, repr(kept)) if own else "",
+        "signature": sign(SPEC_SIGNATURE_PURPOSE, repr(kept)) if own else "",
         "choices": dict(choices),
         "precision": state.precision.name,
         "layout": state.precision.layout,

@@ -42,7 +42,7 @@ def names(state):
 def test_a_named_view_has_the_form_of_mlflows_own():
     envelope = json.loads(written()[TAG])
     assert envelope.keys() == {"name", "createdAt", "updatedAt", "state"}
-    assert (envelope["name"], envelope["createdAt"]) == (dashboard.NAME, NOW)
+    assert (envelope["name"], envelope["createdAt"]) == (dashboard.DASHBOARD_NAME, NOW)
     packed = envelope["state"].removeprefix("deflate;")
     assert packed != envelope["state"]
     state = json.loads(zlib.decompress(base64.b64decode(packed)))
@@ -100,7 +100,7 @@ def test_a_url_names_the_view_and_nothing_that_overrides_it():
     place, _, query = fragment.partition("?")
     assert place == "/experiments/7/runs"
     assert parse_qs(query) == {
-        "viewStateShareKey": [dashboard.KEY],
+        "viewStateShareKey": [dashboard.DASHBOARD_KEY],
         "compareRunsMode": ["CHART"],
         "workflowType": ["machine_learning"],
     }
@@ -138,10 +138,10 @@ def test_a_dashboard_gains_the_charts_of_metrics_that_come_later():
 
 def test_an_older_dashboard_of_ours_is_replaced_and_a_newer_one_is_not(monkeypatch):
     first = written()
-    monkeypatch.setattr(dashboard, "VERSION", dashboard.VERSION + 1)
+    monkeypatch.setattr(dashboard, "CHARTS_VERSION", dashboard.CHARTS_VERSION + 1)
     second = written(first)
     assert second.keys() == {TAG}
-    monkeypatch.setattr(dashboard, "VERSION", dashboard.VERSION - 1)
+    monkeypatch.setattr(dashboard, "CHARTS_VERSION", dashboard.CHARTS_VERSION - 1)
     assert written({**first, **second}) == {}
 
 
@@ -161,7 +161,7 @@ def test_a_view_of_another_author_is_kept(text):
 def test_a_dashboard_that_a_user_changed_is_kept(monkeypatch):
     first = written()
     first[TAG] = changed(first[TAG], hideEmptyCharts=False)
-    monkeypatch.setattr(dashboard, "VERSION", dashboard.VERSION + 1)
+    monkeypatch.setattr(dashboard, "CHARTS_VERSION", dashboard.CHARTS_VERSION + 1)
     assert written(first, metrics=LANGUAGE) == {}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.tracking.journal import SPARE, Journal, has_live_owner, read_records
+from runner.tracking.journal import END_RESERVE_BYTES, Journal, has_live_owner, read_records
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_disk_that_stays_full_costs_the_records_but_not_the_end(journal, disk,
     unlink = Path.unlink
 
     def freed(path, **options):
-        disk.room = SPARE
+        disk.room = END_RESERVE_BYTES
         unlink(path, **options)
 
     monkeypatch.setattr(Path, "unlink", freed)

@@ -19,14 +19,14 @@ class Batch:
         record: the first of them.
         end: the offset after them in the journal.
         points: of metric records.
-        complete: no later record would be added to it.
+        is_complete: no later record would be added to it.
     """
 
     kind: str
     record: dict[str, Any]
     end: int
     points: list[Point] = field(default_factory=list)
-    complete: bool = True
+    is_complete: bool = True
 
 
 def next_batch(path: Path, offset: int, known: Mapping[str, int] = {}) -> Batch | None:
@@ -47,9 +47,9 @@ def next_batch(path: Path, offset: int, known: Mapping[str, int] = {}) -> Batch 
             batch = Batch(kind, record, end)
             if kind != "metrics":
                 return batch
-            batch.complete = False
+            batch.is_complete = False
         elif kind != "metrics" or len(batch.points) + len(record["values"]) > MAX_POINTS:
-            batch.complete = True
+            batch.is_complete = True
             return batch
         step, time_ms = record["step"], record["time"]
         values = journals.new_values(record, known)

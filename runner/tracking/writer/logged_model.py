@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlflow.models.model import Model
     from mlflow.tracking import MlflowClient
 
-LINKED = "val/"
+LINKED_METRICS_PREFIX = "val/"
 """Prefix of the run's metrics that are linked to the model if they were logged at its step."""
 
 
@@ -142,7 +142,7 @@ def _link_to_run(client: "MlflowClient", run: Any, model_id: str, step: int) -> 
     points = [
         Metric(p.key, p.value, p.timestamp, p.step, model_id=model_id, run_id=run_id)
         for key in run.data.metrics
-        if key.startswith(LINKED)
+        if key.startswith(LINKED_METRICS_PREFIX)
         for p in client.get_metric_history(run_id, key)
         if p.step == step
     ]

@@ -28,12 +28,12 @@ from runner.tracking.writer.dataset_inputs import log_inputs
 from runner.tracking.writer.logged_model import log_model
 from runner.tracking.writer.names import distinct_names, legal_name, truncate
 from runner.tracking.writer.store_errors import (
-    REFUSALS,
+    REFUSAL_CODES,
     RefusedError,
     UnreachableError,
     classify_errors,
 )
-from runner.tracking.writer.system_metrics import PREFIX
+from runner.tracking.writer.system_metrics import SYSTEM_PREFIX
 from runner.utils.secrets import redact
 
 Point = tuple[str, float, int, int]
@@ -92,7 +92,7 @@ class Store:
         try:
             found = self._client.get_experiment(experiment_id)
         except MlflowException as error:
-            if error.error_code not in REFUSALS:
+            if error.error_code not in REFUSAL_CODES:
                 raise
             raise RefusedError(
                 f"there is no experiment with MLFLOW_EXPERIMENT_ID={experiment_id}. Unset it, or "
@@ -200,7 +200,7 @@ class Store:
         """Return how many samples of the machine's load a run has."""
         with classify_errors():
             values = self._client.get_run(run_id).data.metrics
-            key = next((key for key in values if key.startswith(PREFIX)), None)
+            key = next((key for key in values if key.startswith(SYSTEM_PREFIX)), None)
             points = self._client.get_metric_history(run_id, key) if key else []
         return max((point.step for point in points), default=0)
 

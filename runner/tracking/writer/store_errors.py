@@ -12,7 +12,7 @@ from runner.utils.secrets import redact
 
 # Error codes of MLflow whose cause no retry changes. All others are retried: a server that cannot
 # be reached gives INTERNAL_ERROR here, a locked database TEMPORARILY_UNAVAILABLE.
-REFUSALS = {
+REFUSAL_CODES = {
     "INVALID_PARAMETER_VALUE",
     "RESOURCE_DOES_NOT_EXIST",
     "RESOURCE_ALREADY_EXISTS",
@@ -25,7 +25,7 @@ REFUSALS = {
     "NOT_IMPLEMENTED",
 }
 # Messages of databases whose cause no retry changes, whatever the type of the error.
-PERMANENT = (
+PERMANENT_MESSAGES = (
     "file is not a database",
     "readonly database",
     "password authentication failed",
@@ -59,7 +59,7 @@ def classify_errors() -> Iterator[None]:
     except (RefusedError, UnreachableError):
         raise
     except MlflowException as error:
-        if error.error_code in REFUSALS or _is_permanent(error):
+        if error.error_code in REFUSAL_CODES or _is_permanent(error):
             raise RefusedError(redact(str(error))) from error
         raise UnreachableError(redact(str(error)), error.error_code == "BAD_REQUEST") from error
     except ImportError as error:
@@ -75,4 +75,4 @@ def classify_errors() -> Iterator[None]:
 
 
 def _is_permanent(error: Exception) -> bool:
-    return any(text in str(error) for text in PERMANENT)
+    return any(text in str(error) for text in PERMANENT_MESSAGES)

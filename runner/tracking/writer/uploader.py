@@ -24,9 +24,9 @@ from runner.tracking.writer.system_metrics import SystemMetrics
 from runner.utils.layout import HISTORY
 from runner.utils.secrets import redact
 
-PARTIAL_SECONDS = 1.0
+PARTIAL_BATCH_SECONDS = 1.0
 """Seconds that points wait for a full batch before they are sent in a smaller one."""
-PARENT_SECONDS = 15.0
+PARENT_WAIT_SECONDS = 15.0
 """Seconds that a sweep's job waits for the sweep's parent run, which another process opens."""
 _NO_CLOSE = "The training process ended without closing its run."
 
@@ -103,11 +103,11 @@ class JournalUploader:
                 self._end({"status": "KILLED", "error": _NO_CLOSE, "time": _mtime_ms(self.journal)})
             return False
         waited = time.monotonic() - self._sent_at
-        if not (batch.complete or last or waited > PARTIAL_SECONDS):
+        if not (batch.is_complete or last or waited > PARTIAL_BATCH_SECONDS):
             return False
         self._send(batch)
         self._sent_at = time.monotonic()
-        if batch.kind == "metrics" and batch.complete:
+        if batch.kind == "metrics" and batch.is_complete:
             self._full_batch_bytes = batch.end - self.state.offset
         # Only now, after the store's answer: a writer that dies before this line sends it again.
         self.state.save(offset=batch.end)
@@ -125,7 +125,7 @@ class JournalUploader:
         Raises:
             UnreachableError: the store does not answer, or another writer is uploading it.
         """
-        if not self.state.claim():
+        if not self.state.acquire_lock():
             raise UnreachableError("another writer is still uploading the run's earlier journal")
         while not self.state.done:
             try:
@@ -157,7 +157,7 @@ class JournalUploader:
         if self.state.has_lock:
             return
         known = self.state.as_dict()
-        if not self.state.claim():
+        if not self.state.acquire_lock():
             raise UnreachableError("another writer is still at work on this journal")
         if self.state.as_dict() != known:
             self._store = None
@@ -238,7 +238,7 @@ class JournalUploader:
         try:
             earlier.upload_rest()
         finally:
-            earlier.state.release()
+            earlier.state.release_lock()
         if earlier.state.run_id is None:
             return False
         self._run_store().reopen(earlier.state.run_id, start)
@@ -312,7 +312,7 @@ class JournalUploader:
             return found
         now = time.monotonic()
         self._parent_wanted_at = self._parent_wanted_at or now
-        if now - self._parent_wanted_at < PARENT_SECONDS:
+        if now - self._parent_wanted_at < PARENT_WAIT_SECONDS:
             raise UnreachableError(f"the parent run of sweep {start['sweep']} is not there yet")
         text = f"The sweep {start['sweep']} has no parent run; this run stands alone."
         self._emit("error", fatal=False, message=text)

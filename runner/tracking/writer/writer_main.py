@@ -21,22 +21,22 @@ from runner.tracking import pending
 from runner.tracking.error_cause import short_cause
 from runner.utils.stop_signals import ignore_signals
 
-NAP_SECONDS = 0.25
+IDLE_POLL_SECONDS = 0.25
 """Seconds between looks at the journals when there was nothing to send."""
-REST = 4.0
+REST_FACTOR = 4.0
 """Rest after a batch, as a multiple of the time that it took, while the trainer trains: on shared
 cores (two hardware threads of one, say) a busy writer slows the trainer. The rest is shorter the
 more batches wait, because the trainer waits at its end for what is left. No rest once it waits."""
-AWAY_SECONDS = 30.0
+OUTAGE_REPORT_SECONDS = 30.0
 """Seconds without an answer of the store after which the trainer is told."""
-DOUBT_SECONDS = 30.0
+DOUBTFUL_REFUSAL_SECONDS = 30.0
 """Seconds after which an answer that may be a refusal counts as one."""
-ORPHAN_SECONDS = 300.0
+ORPHAN_IDLE_SECONDS = 300.0
 """Seconds without progress after which a writer whose trainer has ended gives up."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
 
 
-def main(parent: int) -> None:
+def run_writer(parent: int) -> None:
     """Run until the trainer (process `parent`) has ended and all of its journals are stored."""
     ignore_signals()
     events = os.dup(1)
@@ -123,7 +123,7 @@ class Writer:
         is_busy = False
         rest = 0.0
         while not self._is_finished():
-            self._read_requests(rest if is_busy else NAP_SECONDS)
+            self._read_requests(rest if is_busy else IDLE_POLL_SECONDS)
             started_at = time.monotonic()
             results = [self._advance(name, task) for name, task in list(self._tasks.items())]
             is_busy = any(results)
@@ -131,7 +131,7 @@ class Writer:
             is_awaited = not self._trainer_is_alive or any(task.is_awaited for task in tasks)
             backlog = sum(task.uploader.backlog for task in tasks)
             took = time.monotonic() - started_at
-            rest = 0.0 if is_awaited else REST * took / (1 + backlog) ** 2
+            rest = 0.0 if is_awaited else REST_FACTOR * took / (1 + backlog) ** 2
             if self._trainer_is_alive:
                 for task in tasks:
                     task.uploader.log_system_metrics()
@@ -139,7 +139,7 @@ class Writer:
     def _is_finished(self) -> bool:
         if self._trainer_is_alive:
             return False
-        return not self._tasks or time.monotonic() - self._progress_at > ORPHAN_SECONDS
+        return not self._tasks or time.monotonic() - self._progress_at > ORPHAN_IDLE_SECONDS
 
     def _read_requests(self, patience: float) -> None:
         """Read journal paths from stdin for at most `patience` seconds; note the trainer's end."""
@@ -228,13 +228,15 @@ class Writer:
         seconds = task.record_failure(now)
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         cause = short_cause(str(error))
-        if error.doubtful and seconds > DOUBT_SECONDS and not task.uploader.must_retry:
+        if error.doubtful and seconds > DOUBTFUL_REFUSAL_SECONDS and not task.uploader.must_retry:
             return self._handle_refusal(name, task, cause)
-        is_news = seconds > AWAY_SECONDS and self._trainer_is_alive and not task.outage_reported
+        is_news = (
+            seconds > OUTAGE_REPORT_SECONDS and self._trainer_is_alive and not task.outage_reported
+        )
         task.outage_reported = task.outage_reported or is_news
         self._emit(name, "away" if is_news else "waiting", seconds=round(seconds), message=cause)
         if not self._trainer_is_alive:
-            task.uploader.state.release()  # `runner sync` may take over
+            task.uploader.state.release_lock()  # `runner sync` may take over
         return False
 
     def _handle_refusal(self, name: str, task: JournalTask, message: str) -> bool:
@@ -260,7 +262,7 @@ class Writer:
 
     def _close(self, name: str, complete: bool) -> None:
         self._emit(name, "closed", complete=complete)
-        self._tasks.pop(name).uploader.state.release()
+        self._tasks.pop(name).uploader.state.release_lock()
 
     def _emit(self, journal: str, event: str, **content: Any) -> None:
         """Write one event for the trainer."""
