@@ -43,7 +43,7 @@ class ShardedCheckpointWriter:
             self._remove_incomplete()
 
     def _remove_incomplete(self) -> None:
-        """Remove what processes left that were killed while they wrote."""
+        """Remove the files of processes that were killed while they wrote."""
         for draft in self.folder.glob("*.partial"):
             if draft.is_dir():
                 shutil.rmtree(draft)

@@ -1,4 +1,4 @@
-"""Make the dashboard: a shared view of MLflow's runs page, kept as a tag of the experiment.
+"""Make the dashboard: a shared view of MLflow's runs page, stored as a tag of the experiment.
 
 MLflow does not document the form of such a tag. It was read from the scripts of its pages: 3.10.1,
 3.14.0, 3.15.2, 3.16.1, 3.17.2 and 3.18.0. A browser test compares it with the installed version.

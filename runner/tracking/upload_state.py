@@ -13,9 +13,10 @@ from typing import Any
 from runner.config.signature import sign
 
 STATE_FILE_BYTES = 4096
-"""Bytes of the file. Fixed, so that room on the disk can be reserved before the disk is full."""
+"""Bytes of the file; fixed, so that the journal can reserve them before the disk is full."""
 STORE_SIGNATURE_PURPOSE = "store"
 """Purpose of the signature of a store's URI, in a journal and in its state."""
+# The keys of the file. Attributes have the same names.
 _FIELDS = (
     "run_id",
     "experiment_id",
@@ -69,13 +70,16 @@ class UploadState:
         """Take the lock and read the state; return False while another process holds the lock."""
         if self.has_lock:
             return True
+        # The journal and its state may name a store by a URI with a password: 0o600.
         file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+        # The lock ends with the process, so that a writer that was killed leaves none.
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
             return False
-        except OSError:  # a file system without locks
+        except OSError:
+            # A file system without locks. Two writers send the same twice, which changes nothing.
             pass
         self._file = file
         self._load(os.pread(file, STATE_FILE_BYTES, 0))
@@ -83,6 +87,7 @@ class UploadState:
 
     def read_without_lock(self) -> bool:
         """Read the state without the lock; return whether another process holds the lock."""
+        # O_NONBLOCK: a pipe of this name, in a stranger's folder, must not stop the reader.
         try:
             file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
@@ -112,6 +117,7 @@ class UploadState:
 
     def change_store(self, uri: str, experiment: str | None) -> None:
         """Have the journal uploaded to another store or experiment, from its beginning."""
+        # The ids belong to the store before, and a run is not split between two stores.
         self.save(
             uri=uri,
             experiment=experiment,

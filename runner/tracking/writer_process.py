@@ -83,7 +83,7 @@ class WriterProcess:
 
         Args:
             journal: its status.
-            patience: seconds; 0 tells the writer that somebody waits, and returns.
+            patience: seconds; 0 reports to the writer that somebody waits, and returns.
             stopped: returns whether the run was asked to stop; called repeatedly.
             store: the store's name in the announcement.
 
@@ -123,7 +123,7 @@ class WriterProcess:
                 self.process.stdin.close()
 
     def wait_at_exit(self) -> None:
-        """Finish, and wait for a writer that has nothing left to upload.
+        """Finish, and wait for a writer that has uploaded everything.
 
         A writer that is still uploading, and any writer of a run that was asked to stop, outlives
         this process.
@@ -154,7 +154,7 @@ class WriterProcess:
 
     def _send(self, journal: Path) -> None:
         # If the writer has died, the thread that reads its events starts another one, which is
-        # told of all unfinished journals.
+        # sent all unfinished journals.
         with suppress(BrokenPipeError, ValueError):
             if self.process and self.process.stdin:
                 self.process.stdin.write(journal_message(journal))
@@ -174,7 +174,7 @@ class WriterProcess:
                     return
 
     def _restart(self, exit_status: int) -> bool:
-        """Start another writer if the last one has left journals unfinished.
+        """Start another writer if the last one ended before its journals were stored.
 
         Returns:
             Whether one was started.

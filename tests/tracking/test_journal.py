@@ -127,7 +127,7 @@ def test_a_disk_that_stays_full_costs_the_records_but_not_the_end(journal, disk,
 
 
 def test_memory_for_a_full_disk_has_a_bound(tmp_path, disk):
-    journal = Journal(tmp_path, memory=200)
+    journal = Journal(tmp_path, max_waiting_bytes=200)
     for step in range(1, 9):
         journal.append_metrics([(step, step, {"train/loss": 1.0})])
     disk.room = 10**6

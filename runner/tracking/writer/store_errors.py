@@ -61,13 +61,16 @@ def classify_errors() -> Iterator[None]:
     except MlflowException as error:
         if error.error_code in REFUSAL_CODES or _is_permanent(error):
             raise RefusedError(redact(str(error))) from error
-        raise UnreachableError(redact(str(error)), error.error_code == "BAD_REQUEST") from error
+        is_doubtful = error.error_code == "BAD_REQUEST"
+        raise UnreachableError(redact(str(error)), is_doubtful) from error
     except ImportError as error:
         raise RefusedError(
             f"a package is missing for it: {error}. Install it, or name the driver that you have "
             "in the URI, for example postgresql+psycopg2://"
         ) from error
     except Exception as error:
+        # Connection errors of many libraries, and bugs: doubtful, so that a batch that always
+        # fails is skipped in the end.
         text = redact(f"{type(error).__name__}: {error}")
         if _is_permanent(error):
             raise RefusedError(text) from error

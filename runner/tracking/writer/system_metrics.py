@@ -47,7 +47,8 @@ class SystemMetrics:
     def _add(self, make: Callable[[], Callable[[], dict[str, float]]]) -> None:
         with suppress(Exception):
             reader = make()
-            reader()  # CPU percentages refer to the time since the last reading
+            # CPU percentages are of the time since the last reading; the first one is 0.
+            reader()
             self._readers.append(reader)
 
     def is_due(self, now: float) -> bool:
