@@ -58,14 +58,14 @@ def test_a_named_view_has_the_form_of_mlflows_own():
     ]
 
 
-def test_before_names_the_bare_state_is_written():
+def test_servers_before_3_15_get_the_bare_state():
     bare = written(server="3.14.0")[TAG]
     assert bare.startswith("deflate;")
     assert dashboard.unpack_state(bare) == dashboard.unpack_state(written()[TAG])
 
 
 @pytest.mark.parametrize("server", ["3.14.0", "3.17.2"])
-def test_it_is_far_below_the_limit_of_an_experiments_tag(server):
+def test_a_dashboard_is_far_below_the_size_limit_of_an_experiments_tag(server):
     assert max(map(len, written(server=server, sweep=SWEEP).values())) < 4000
 
 
@@ -153,12 +153,12 @@ def test_another_server_gets_the_form_that_it_reads():
 @pytest.mark.parametrize(
     "text", ["{}", "[]", "deflate;x", "deflate;eJwrLkksSQUABioCDQ==", "nothing"]
 )
-def test_a_view_of_another_author_is_kept(text):
+def test_a_view_of_another_author_is_not_replaced(text):
     theirs = {TAG: text, NOTE_TAG: "our notes"}
     assert written(theirs, metrics=LANGUAGE) == {}
 
 
-def test_a_dashboard_that_a_user_changed_is_kept(monkeypatch):
+def test_a_dashboard_that_a_user_changed_is_not_replaced(monkeypatch):
     first = written()
     first[TAG] = changed(first[TAG], hideEmptyCharts=False)
     monkeypatch.setattr(dashboard, "CHARTS_VERSION", dashboard.CHARTS_VERSION + 1)
@@ -186,7 +186,7 @@ def test_the_oldest_sweeps_dashboards_are_deleted_but_not_those_a_user_changed()
         ("databricks", False),
     ],
 )
-def test_servers_that_are_too_old_get_nothing(server, yes):
+def test_servers_that_are_too_old_get_no_dashboard(server, yes):
     assert dashboard.is_supported(server) is yes
     assert bool(written(server=server)) is yes
 
@@ -217,7 +217,7 @@ def scripts():
         r'"mlflow\.runColor"',
     ],
 )
-def test_the_installed_pages_know(piece):
+def test_the_scripts_of_the_installed_mlflow_contain(piece):
     assert re.search(piece, scripts()), f"mlflow {version('mlflow')} changed its saved views"
 
 

@@ -41,7 +41,7 @@ def test_numbers_of_other_libraries_become_plain(journal):
     assert records(journal)[0]["values"] == {"a": 0.5, "b": 0.25, "c": 2}
 
 
-def test_a_block_keeps_its_order(journal):
+def test_the_records_of_a_block_are_written_in_their_order(journal):
     journal.append_metrics((step, step, {"a": step}) for step in range(500))
     assert [record["step"] for record in records(journal)] == list(range(500))
 

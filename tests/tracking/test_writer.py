@@ -107,7 +107,7 @@ def test_a_failing_store_is_tried_again_with_growing_pauses(work, journal):
     assert work.task.uploader.state.run_id == "create_run"
 
 
-def test_a_pause_is_kept(work, journal):
+def test_no_attempt_is_made_during_a_pause(work, journal):
     journal.append("start", **START)
     work.store.failures = [UnreachableError("away")]
     work.turn()
@@ -161,7 +161,7 @@ def test_points_are_never_given_up_for_a_doubtful_answer(work, journal):
     assert [event["event"] for event in work.events()] == ["opened", "away"]
 
 
-def test_a_doubtful_answer_is_a_refusal_after_a_while(work, journal):
+def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journal):
     journal.append("start", **START)
     work.turn()
     journal.append("tags", values={"a": "1"})
@@ -292,7 +292,7 @@ def test_a_run_that_another_writer_ended_is_not_ended_again(work, journal):
     assert [event["event"] for event in work.events()] == ["closed"]
 
 
-def test_a_journal_goes_where_it_was_moved(work, journal):
+def test_a_journal_is_uploaded_to_the_store_that_sync_gave_it(work, journal):
     journal.append("start", **START)
     progress = UploadState(journal.path)
     assert progress.acquire_lock()
