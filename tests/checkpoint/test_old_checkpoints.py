@@ -70,7 +70,7 @@ def sha256_of_weights(path):
 
 
 def computes_the_same_bits(end):
-    """Whether this machine's torch and CPU are those that computed end.json."""
+    """Return whether this machine's torch and CPU are those that computed end.json."""
     return (
         torch.__version__.partition("+")[0] == end["torch"]
         and torch.backends.cpu.get_cpu_capability() == end["capability"]
@@ -125,7 +125,7 @@ def test_the_callbacks_restore_what_an_old_version_stored(main, old_run, restore
 
 
 def test_a_warning_that_the_first_run_printed_is_not_printed_again(main, old_run):
-    """The guard remembers it; the repeated command overflows three times in a row once more."""
+    """The guard's state is restored; the repeated command overflows three times in a row again."""
     done = main(
         f"checkpoint.resume={old_run('run_of_0_1')}",
         "tracking=none",

@@ -29,7 +29,7 @@ def written(existing=None, server="3.17.2", **more):
 
 
 def changed(text, **fields):
-    """The tag after someone saved another state over it."""
+    """Return the tag after someone saved another state over it."""
     state = {**dashboard.unpack_state(text), **fields}
     packed = "deflate;" + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
     return json.dumps({**json.loads(text), "state": packed})
@@ -199,7 +199,7 @@ def test_neighbours_differ_in_color():
 
 @cache
 def scripts():
-    """The scripts of the installed MLflow's pages."""
+    """Return the scripts of the installed MLflow's pages."""
     folder = resources("mlflow") / "server" / "js" / "build" / "static" / "js"
     return "\n".join(path.read_text(errors="replace") for path in folder.glob("*.js"))
 

@@ -124,7 +124,7 @@ assert "runner" not in sys.modules
 
 
 def loads(uri, exported, folder, *models):
-    """Whether MLflow and torch alone load these and get what the exported file gives."""
+    """Load models with MLflow and torch alone, and compare them with the exported file."""
     kept = {key: v for key, v in os.environ.items() if not key.startswith(("MLFLOW_", "PYTHON"))}
     done = subprocess.run(
         [sys.executable, "-P", "-c", LOAD, uri, str(exported.path), *models],

@@ -164,7 +164,7 @@ def _child(pid):
 
 
 def test_a_lost_offset_doubles_nothing(begin, store, tmp_path):
-    """The writer died after a batch was stored and before it noted so."""
+    """The writer died after a batch was stored and before it saved the offset."""
     tracker = begin("twice")
     tracker.metrics_many(block(1, 300))
     tracker.close("FINISHED")
