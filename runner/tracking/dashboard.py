@@ -77,8 +77,8 @@ _SECTIONS: dict[str, list[_Chart]] = {
 # A line is drawn from a few hundred of its points: it would not show single dips and overflows.
 _UNCHARTED = ("loss_scale/value", "loss_scale/overflow")
 _COLUMNS = ("val/accuracy", "val/loss", _SPEED, _PEAK_MEMORY)
-# MLflow takes a run's color from its id, and gives two runs of a sweep the same one. These 16 can
-# be told apart, and a sweep with more runs begins again with the first.
+# MLflow takes a run's color from its id, and gives two runs of a sweep the same one. A sweep
+# with more than these 16 runs begins again with the first.
 _COLORS = (
     "#1f77b4",
     "#ff7f0e",
