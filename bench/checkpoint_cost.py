@@ -62,8 +62,8 @@ def main() -> None:
             if name == "waiting":
                 checkpoint_file.save(folder / "waiting", content, 1)
             elif name == "beside":
-                late = [*state.trainable, *state.optimizer_tensors()]
-                saver.save(content, late=late)
+                changed = [*state.trainable, *state.optimizer_tensors()]
+                saver.save(content, changed_by_update=changed)
             called, waited = time.perf_counter(), 0.0
             for _ in range(args.steps):
                 train_step(state, [batch])

@@ -29,7 +29,7 @@ Save = Callable[[int], None]
 
 
 def contents(step: int, tensor: torch.Tensor) -> dict[str, object]:
-    rest = {key: kind() for key, kind in checkpoint_file._KINDS.items()}
+    rest = {key: kind() for key, kind in checkpoint_file._KEY_TYPES.items()}
     model = {"w": tensor.fill_(step)}
     return {**rest, "format": checkpoint_file.FORMAT, "step": step, "model": model}
 

@@ -49,8 +49,10 @@ def sync(argv: Sequence[str]) -> int:
     counts = Counter(found.values())
     todo = [path for path, state in found.items() if state not in ("stored", "training")]
     sent = 0
-    for first in range(0, len(todo), pending.JOURNALS):
-        sent += _send(sorted(todo[first : first + pending.JOURNALS]), uri, experiment)
+    for first in range(0, len(todo), pending.MAX_JOURNALS_PER_WRITER):
+        sent += _send(
+            sorted(todo[first : first + pending.MAX_JOURNALS_PER_WRITER]), uri, experiment
+        )
     print(
         f"{sent} sent, {len(todo) - sent} not sent, {counts['stored']} stored before, "
         f"{counts['training']} still training."
@@ -71,7 +73,7 @@ def _send(paths: Sequence[Path], uri: str | None, experiment: str | None) -> int
                 followed.append(writer.add_journal(path))
         writer.finish()
         for one in _ended(followed):
-            sent += one.complete
+            sent += one.is_complete
             print(f"{one.journal.parent}: {_outcome(one)}", flush=True)
     finally:
         writer.kill()
@@ -87,7 +89,7 @@ def _move(path: Path, uri: str | None, experiment: str | None) -> str | None:
         return None
     progress = UploadState(path)
     deadline = time.monotonic() + PATIENCE
-    while not progress.claim():
+    while not progress.acquire_lock():
         if time.monotonic() > deadline:
             return "another process is sending it"
         time.sleep(0.1)
@@ -96,9 +98,9 @@ def _move(path: Path, uri: str | None, experiment: str | None) -> str | None:
         new_uri = uri or old_uri
         sets_experiment = experiment and not progress.run_id
         if not progress.done and (new_uri != old_uri or sets_experiment):
-            progress.move(new_uri, experiment)
+            progress.change_store(new_uri, experiment)
     finally:
-        progress.release()
+        progress.release_lock()
     return None
 
 
@@ -106,7 +108,7 @@ def _ended(followed: Sequence[JournalStatus]) -> Iterator[JournalStatus]:
     """Yield each journal when it is closed, and the rest after too long a time without progress."""
     todo = list(followed)
     while todo:
-        for one in [one for one in todo if one.closed.is_set()]:
+        for one in [one for one in todo if one.closed_event.is_set()]:
             todo.remove(one)
             yield one
         silent = time.monotonic() - max(one.progress_at for one in followed)
@@ -125,7 +127,7 @@ def _busy(one: JournalStatus) -> bool:
 
 
 def _outcome(one: JournalStatus) -> str:
-    if not one.complete:
+    if not one.is_complete:
         return f"not sent: {one.outage or one.last_error or 'no answer'}."
     points, status = 0, "KILLED"
     for record, _ in journals.read_records(one.journal):
@@ -134,7 +136,7 @@ def _outcome(one: JournalStatus) -> str:
         elif record["kind"] == "end":
             status = record["status"]
     progress = UploadState(one.journal)
-    progress.peek()
+    progress.read_without_lock()
     if progress.run_id is None:
         return "nothing was recorded"
     store = redact(progress.uri or _first_record(one.journal)["uri"])

@@ -69,7 +69,7 @@ def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, 
     choices = dict(origin.choices)
     for key in untyped:
         choices[key] = saved["choices"].get(key, "")
-    signed = checkpoint_file.is_own(saved)
+    signed = checkpoint_file.is_signed_by_user(saved)
     trusted_targets.check_trusted(saved["spec"], untyped, to_dict(spec), path, "checkpoint", signed)
     nodes = {key: saved["spec"].get(key, {}) for key in untyped}
     if origin.composed is not None:  # typed interpolations take the checkpoint's values

@@ -109,7 +109,7 @@ def _plan_own_folder(
             reason = f"it was another job: {changed}"
     if plan is None:
         notes.append(f"starts over: {reason}")
-        checkpoint_file.set_aside_newer(checkpoints, -1)
+        checkpoint_file.rename_superseded(checkpoints, -1)
     for line in notes:
         console.print(line, markup=False, soft_wrap=True)
     if plan is None:

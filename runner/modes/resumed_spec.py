@@ -80,7 +80,7 @@ def merge_spec(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tu
         resolved = resolve(OmegaConf.create(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(f"checkpoint.resume={saved.path}: {error}") from error
-    own = checkpoint_file.is_own(saved.content)
+    own = checkpoint_file.is_signed_by_user(saved.content)
     # Targets that this command names itself are trusted, as they were composed and as resolved.
     known = {group: [ours.get(group), getattr(spec, group)] for group in TARGET_GROUPS}
     trusted_targets.check_trusted(

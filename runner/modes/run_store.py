@@ -22,7 +22,7 @@ from runner.config.signature import is_signed, key_location
 from runner.distributed import torchrun
 from runner.modes import run_metadata
 from runner.tracking import journal
-from runner.tracking.upload_state import SIGNED, UploadState
+from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.files import read_text
@@ -142,7 +142,7 @@ def _store_of(path: Path) -> JournalStore | None:
     """Return the store of one journal; None where it names none, as a damaged one does."""
     start = next((record for record, _ in journal.read_records(path)), {})
     progress = UploadState(path)
-    progress.peek()
+    progress.read_without_lock()
     if isinstance(progress.uri, str):
         # The journal was moved: the state names its store, and its start the one before.
         uri = progress.uri
@@ -159,7 +159,7 @@ def _store_of(path: Path) -> JournalStore | None:
         uri,
         run_id if isinstance(run_id, str) else None,
         experiment if isinstance(experiment, str) else None,
-        is_signed(SIGNED, uri, signature),
+        is_signed(STORE_SIGNATURE_PURPOSE, uri, signature),
         bool(progress.done),
     )
 
@@ -301,11 +301,11 @@ def _move_journal(store: JournalStore, uri: str) -> None:
     """Have a journal that its store never opened sent to the run's store."""
     progress = UploadState(store.path)
     # Without the lock a writer is at work on the journal, which then stays where it is.
-    if progress.claim():
+    if progress.acquire_lock():
         try:
-            progress.move(uri, store.experiment)
+            progress.change_store(uri, store.experiment)
         finally:
-            progress.release()
+            progress.release_lock()
 
 
 def _is_same_store(one: str, other: str) -> bool:

@@ -110,7 +110,7 @@ class TrainingCallbacks:
         messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
         # Checkpoints of later steps would be taken for this run's newest ones.
         if run.strategy.place.is_main:
-            checkpoint_file.set_aside_newer(run.checkpoint_folder, self.state.step)
+            checkpoint_file.rename_superseded(run.checkpoint_folder, self.state.step)
         return messages
 
     def weights_are_valid(self) -> bool:
@@ -131,8 +131,8 @@ class TrainingCallbacks:
     def _save(self, best: bool) -> None:
         if self.weights_are_valid():
             # Only an update changes these, so their copy is waited for before the next one.
-            late = [*self.state.trainable, *self.state.optimizer_tensors()]
-            self.writer.save(self._checkpoint_content(), best, late)
+            changed_by_update = [*self.state.trainable, *self.state.optimizer_tensors()]
+            self.writer.save(self._checkpoint_content(), best, changed_by_update)
 
     def save_last(self) -> Path | None:
         """Write the last checkpoint and wait for it; return its path, None for invalid weights."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from platform import node
 from typing import Any, NoReturn
 
-from runner.checkpoint.export import export, line
+from runner.checkpoint.export import error_line, export
 from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
@@ -168,6 +168,7 @@ def save_model(run: RunContext, state: TrainState, loader: Loader) -> None:
             made = export(state.plain_model, run.precision, inputs, run.out / "model")
         except Exception as error:
             run.signals.check()
-            run.say(f"The model is not in MLflow, its checkpoint has the weights: {line(error)}.")
+            reason = error_line(error)
+            run.say(f"The model is not in MLflow, its checkpoint has the weights: {reason}.")
             return
     run.tracker.model(made.path.parent, {**made.facts, "step": state.step})

@@ -22,13 +22,13 @@ class JournalStatus:
 
     Attributes:
         journal: the journal's path.
-        forward: called with every event, for the process whose run it is. Only that process
+        forward_event: called with every event, for the process whose run it is. Only that process
             warns its user, so with it this one does not.
-        opened: set when the store has opened the run, or has refused it.
-        closed: set when the writer has finished with the journal.
+        opened_event: set when the store has opened the run, or has refused it.
+        closed_event: set when the writer has finished with the journal.
         refusal: why the store does not take the run; None while it does.
         last_error: the last error, even if it did not concern the whole run.
-        complete: everything in the journal is stored and the run has its status.
+        is_complete: everything in the journal is stored and the run has its status.
         has_warned: the user was shown an error of this journal.
         outage: why the store does not answer at the moment; None while it does.
         sending_file: a file is being uploaded, which may take long.
@@ -38,14 +38,14 @@ class JournalStatus:
     """
 
     journal: Path
-    forward: Callable[[dict[str, Any]], None] | None = None
-    opened: threading.Event = field(default_factory=threading.Event)
-    closed: threading.Event = field(default_factory=threading.Event)
+    forward_event: Callable[[dict[str, Any]], None] | None = None
+    opened_event: threading.Event = field(default_factory=threading.Event)
+    closed_event: threading.Event = field(default_factory=threading.Event)
     run_id: str | None = None
     experiment_id: str | None = None
     refusal: str | None = None
     last_error: str | None = None
-    complete: bool = False
+    is_complete: bool = False
     has_warned: bool = False
     outage: str | None = None
     sending_file: bool = False
@@ -56,12 +56,12 @@ class JournalStatus:
     def update(self, event: dict[str, Any]) -> None:
         """Apply one event of the writer."""
         kind = event["event"]
-        if self.forward is not None:
-            self.forward(event)
+        if self.forward_event is not None:
+            self.forward_event(event)
         self.sending_file = kind == "sending"
         if kind in ("waiting", "away"):
             self.outage = event["message"]
-        if kind == "away" and self.forward is None:
+        if kind == "away" and self.forward_event is None:
             self._warn_of_outage(event["seconds"])
         if kind in ("sending", "waiting", "away"):
             return  # a started or failed attempt is no progress
@@ -91,18 +91,18 @@ class JournalStatus:
             self.run_id = event["run_id"]
             self.experiment_id = event["experiment_id"]
             self.dashboard = event["dashboard"]
-            self.opened.set()
+            self.opened_event.set()
         elif kind == "progress":
             self.offset = event["offset"]
-        elif kind == "back" and self.forward is None:
+        elif kind == "back" and self.forward_event is None:
             log.warning("The tracking store answers again; the records kept meanwhile follow.")
-        elif kind == "notice" and self.forward is None:
+        elif kind == "notice" and self.forward_event is None:
             log.warning(event["message"])
         elif kind == "error":
             self._record_error(event)
         elif kind == "closed":
-            self.complete = event["complete"]
-            self.closed.set()
+            self.is_complete = event["complete"]
+            self.closed_event.set()
 
     def _record_error(self, event: dict[str, Any]) -> None:
         """Keep an error; warn of the first one that does not end the run.
@@ -112,8 +112,8 @@ class JournalStatus:
         self.last_error = event["message"]
         if event["fatal"]:
             self.refusal = event["message"]
-            self.opened.set()
-        elif not (self.has_warned or self.forward):
+            self.opened_event.set()
+        elif not (self.has_warned or self.forward_event):
             self.has_warned = True
             log.warning("%s The records are kept in %s.", event["message"], self.journal)
 

@@ -50,15 +50,15 @@ class WriterProcess:
         self._lock = threading.Lock()
 
     def add_journal(
-        self, journal: Path, forward: Callable[[dict[str, Any]], None] | None = None
+        self, journal: Path, forward_event: Callable[[dict[str, Any]], None] | None = None
     ) -> JournalStatus:
         """Have the writer upload a journal; start the writer if none runs.
 
         Args:
             journal: its path.
-            forward: see JournalStatus.
+            forward_event: see JournalStatus.
         """
-        status = JournalStatus(journal, forward)
+        status = JournalStatus(journal, forward_event)
         self._journals[str(journal)] = status
         with self._lock:
             if self.process is None:
@@ -83,7 +83,7 @@ class WriterProcess:
 
         Args:
             journal: its status.
-            patience: seconds; 0 tells the writer that somebody waits, and returns.
+            patience: seconds; 0 reports to the writer that somebody waits, and returns.
             stopped: returns whether the run was asked to stop; called repeatedly.
             store: the store's name in the announcement.
 
@@ -93,12 +93,12 @@ class WriterProcess:
         journal.progress_at = started_at = time.monotonic()
         # The jobs of a sweep must not all wait for a server that is gone.
         patience = min(patience, _RETRY_SECONDS) if self._last_wait_failed else patience
-        if not (self._finishing or journal.closed.is_set()):
+        if not (self._finishing or journal.closed_event.is_set()):
             with self._lock:
                 self._send(journal.journal)  # named again, it is uploaded at once
         announced = False
         stop_deadline = float("inf")
-        while not journal.closed.wait(0.05):
+        while not journal.closed_event.wait(0.05):
             now = time.monotonic()
             if stopped():
                 self._stop_requested = True
@@ -111,7 +111,7 @@ class WriterProcess:
             if not announced and now - started_at > _SILENT_SECONDS:
                 announced = True
                 log.warning(journal.waiting_message(store, patience))
-        return journal.complete
+        return journal.is_complete
 
     def finish(self) -> None:
         """Tell the writer that no more journals follow: it uploads what it has and ends."""
@@ -123,13 +123,13 @@ class WriterProcess:
                 self.process.stdin.close()
 
     def wait_at_exit(self) -> None:
-        """Finish, and wait for a writer that has nothing left to upload.
+        """Finish, and wait for a writer that has uploaded everything.
 
         A writer that is still uploading, and any writer of a run that was asked to stop, outlives
         this process.
         """
         self.finish()
-        idle = all(journal.complete for journal in self._journals.values())
+        idle = all(journal.is_complete for journal in self._journals.values())
         wait = idle and not self._stop_requested and os.getpid() == self.owner
         if wait and self.process:
             with suppress(subprocess.TimeoutExpired):
@@ -142,7 +142,7 @@ class WriterProcess:
             self.process.kill()
 
     def _unfinished(self) -> list[JournalStatus]:
-        return [journal for journal in self._journals.values() if not journal.closed.is_set()]
+        return [journal for journal in self._journals.values() if not journal.closed_event.is_set()]
 
     def _start(self, folder: Path) -> subprocess.Popen[bytes]:
         """Start a writer and name every unfinished journal to it."""
@@ -154,7 +154,7 @@ class WriterProcess:
 
     def _send(self, journal: Path) -> None:
         # If the writer has died, the thread that reads its events starts another one, which is
-        # told of all unfinished journals.
+        # sent all unfinished journals.
         with suppress(BrokenPipeError, ValueError):
             if self.process and self.process.stdin:
                 self.process.stdin.write(journal_message(journal))
@@ -174,7 +174,7 @@ class WriterProcess:
                     return
 
     def _restart(self, exit_status: int) -> bool:
-        """Start another writer if the last one has left journals unfinished.
+        """Start another writer if the last one ended before its journals were stored.
 
         Returns:
             Whether one was started.

@@ -78,12 +78,12 @@ class WriterProxyServer:
         return bool(data)
 
     def end_journals(self, status: Status, error: str, note: str) -> list[JournalStatus]:
-        """End the journals that a dead job has left open, so that its run gets a status.
+        """End the open journals of a dead job, so that its run gets a status.
 
         Returns:
             Those journals, for the caller to wait until they are stored.
         """
-        unfinished = [journal for journal in self._journals.values() if not journal.complete]
+        unfinished = [journal for journal in self._journals.values() if not journal.is_complete]
         for journal in unfinished:
             _append_end(journal.journal, status, error, note)
             shared_writer().wait(journal, 0)

@@ -133,7 +133,7 @@ def _load(spec: RunSpec, model: nn.Module, precision: Precision, saved: LoadedCh
             "a precision that packs nothing, for example precision=bf16-mixed."
         )
     theirs = saved.content["spec"]
-    own = checkpoint_file.is_own(saved.content)
+    own = checkpoint_file.is_signed_by_user(saved.content)
     trusted_targets.check_trusted(theirs, ["adapter"], to_dict(spec), saved.path, "checkpoint", own)
     addition = adapters.build_adapter(theirs.get("adapter") or {})
     if precision.storage is torch.float64:  # else a checkpoint's float64 is rounded on its way

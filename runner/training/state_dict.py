@@ -9,7 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.checkpoint import sharded_tensors
-from runner.checkpoint.checkpoint_file import _SIGNED, FORMAT, LoadedCheckpoint, shards_folder
+from runner.checkpoint.checkpoint_file import (
+    FORMAT,
+    SPEC_SIGNATURE_PURPOSE,
+    LoadedCheckpoint,
+    shards_folder,
+)
 from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import sign
@@ -329,7 +334,7 @@ def checkpoint_state_dict(
         **course,
         "format": FORMAT,
         "spec": kept,
-        "signature": sign(_SIGNED, repr(kept)) if own else "",
+        "signature": sign(SPEC_SIGNATURE_PURPOSE, repr(kept)) if own else "",
         "choices": dict(choices),
         "precision": state.precision.name,
         "layout": state.precision.layout,

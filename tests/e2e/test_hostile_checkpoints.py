@@ -274,7 +274,7 @@ def test_no_forged_signature_has_a_target_called(made, forgery):
     first = 5 * [*FORGERIES].index(forgery) % 27
     for number, (target, arguments) in enumerate(calls[first : first + 12], first):
         theirs = content()
-        assert checkpoint_file.is_own(theirs)  # before it was changed
+        assert checkpoint_file.is_signed_by_user(theirs)  # before it was changed
         group, way = GROUPS[number % 5], ("resume", "evaluate")[number // 5 % 2]
         if way == "evaluate" and group in ("optimizer", "scheduler"):
             group = "model"

@@ -179,7 +179,7 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(disk, tmp_path, whole):
 
 
 def test_a_disk_that_stays_full_costs_the_points_it_had_no_room_for(disk, tmp_path):
-    """The run ends, its status arrives, and it is said what is missing."""
+    """The run ends, its status is stored, and a warning names what is missing."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     trainer = Trainer(uri, disk / "run", patience=2).training()
     run_id = trainer.opened()
@@ -228,7 +228,7 @@ def children(pid):
 def test_sync_during_an_upload_and_after_a_partial_one_doubles_nothing(
     tmp_path, server, whole, capsys
 ):
-    """The writer of a run that has ended is still at it; sync takes over where it is."""
+    """The writer of a run that has ended is uploading; sync continues from its offset."""
     server.start()
     trainer = Trainer(server.url, tmp_path / "run", patience=1).training()
     trainer.opened()

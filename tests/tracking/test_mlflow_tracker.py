@@ -164,7 +164,7 @@ def _child(pid):
 
 
 def test_a_lost_offset_doubles_nothing(begin, store, tmp_path):
-    """The writer died after a batch was stored and before it noted so."""
+    """The writer died after a batch was stored and before it saved the offset."""
     tracker = begin("twice")
     tracker.metrics_many(block(1, 300))
     tracker.close("FINISHED")
@@ -175,7 +175,7 @@ def test_a_lost_offset_doubles_nothing(begin, store, tmp_path):
     assert store.points(run.info.run_id, KEYS[0]) == expected(300)
 
 
-def test_the_user_is_told_where_the_runs_of_a_deleted_experiment_go(begin, store, until, caplog):
+def test_a_notice_names_the_experiment_that_replaces_a_deleted_one(begin, store, until, caplog):
     store.client.delete_experiment(store.experiment("old"))
     with caplog.at_level(logging.WARNING, "runner.tracking"):
         tracker = begin("beside", experiment="old")
@@ -251,7 +251,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         tracker.check()
 
 
-def test_records_outside_open_and_close_are_a_mistake(begin):
+def test_a_record_before_open_or_after_close_raises_an_error(begin):
     tracker = begin("closed")
     tracker.close("FINISHED")
     with pytest.raises(TrackingError, match="not open"):
