@@ -20,11 +20,11 @@ from pathlib import Path
 
 from common import median, spread, table, write
 
-from runner.sweep.launcher.fork_server import PRELOAD
+from runner.sweep.launcher.fork_server import PRELOADED_MODULES
 
 ROOT = Path(__file__).parents[1]
 SWEEP = (sys.executable, "-m", "runner", "-m", "model=mlp", "train.max_steps=3")
-SPAWNED = (sys.executable, "-c", f"import {', '.join(PRELOAD)}")
+SPAWNED = (sys.executable, "-c", f"import {', '.join(PRELOADED_MODULES)}")
 TRACKING = ("none", "mlflow")
 LAUNCHERS = ("basic", "isolated")
 

@@ -14,7 +14,7 @@ from torch import nn
 from runner.config.targets import build_group
 from runner.modes.result import RunResult
 from runner.precision.precision import Precision
-from runner.sweep.advisor.minimal_set import Modules, smallest_set
+from runner.sweep.advisor.minimal_set import Modules, find_minimal_set
 from runner.sweep.advisor.request import AdviseRequest
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASE
@@ -97,9 +97,9 @@ class Float32ModuleSearch:
             return tried[frozenset(modules)]
 
         self.console.print(f"{name} fails: searching for modules to keep out of it")
-        modules = smallest_set(tree, suspects, is_enough)
+        modules = find_minimal_set(tree, suspects, is_enough)
         if modules is None or frozenset(modules) == every_module:
-            limit = " in the time that was left" if self.trials.left < self.longest_trial else ""
+            limit = " in the time that was left" if self.trials.remaining_seconds < self.longest_trial else ""
             self.console.print(f"{name}: no set of modules that was tried helps{limit}")
             return
         self._verify(name, key, modules)
@@ -110,8 +110,8 @@ class Float32ModuleSearch:
         self.console.print(f"{name}: {override} helps; verifying it with other seeds")
         first = self.request.seed
         for seed in range(first + 1, first + self.request.spec.advise.seeds + 1):
-            if seed not in self._base_losses() and self.trials.left > self.longest_trial:
-                trial = self.request.trial(BASE, seed, *self.length_overrides(BASE))
+            if seed not in self._base_losses() and self.trials.remaining_seconds > self.longest_trial:
+                trial = self.request.trial_overrides(BASE, seed, *self.length_overrides(BASE))
                 self.trials.launch([trial])
             if self._try(name, key, modules, seed) is None:
                 break
@@ -135,11 +135,11 @@ class Float32ModuleSearch:
 
     def _try(self, name: str, key: str, modules: Modules, seed: int) -> RunResult | None:
         """Return the result of one trial with the set, None if the budget has no time for it."""
-        if self.trials.left < self.longest_trial:
+        if self.trials.remaining_seconds < self.longest_trial:
             return None
         began = perf_counter()
         words = [*self.length_overrides(name), _override(key, modules)]
-        result = self.trials.launch([self.request.trial(name, seed, *words)])[0]
+        result = self.trials.launch([self.request.trial_overrides(name, seed, *words)])[0]
         self.longest_trial = max(self.longest_trial, perf_counter() - began)
         return result
 

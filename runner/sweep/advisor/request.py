@@ -61,8 +61,8 @@ class AdviseRequest:
         command: words of a command that come before its overrides.
         precisions: to try, the baseline first.
         precision_overrides: further overrides of each precision.
-        emulated: precisions that this machine emulates.
-        absent: precisions that this machine lacks, as `tf32: why`.
+        emulated_precisions: precisions that this machine emulates.
+        missing_precisions: precisions that this machine lacks, as `tf32: why`.
         seed: the first one.
         config_dir: the user's configs, among them further precisions; None without --config-dir.
     """
@@ -73,8 +73,8 @@ class AdviseRequest:
     command: Sequence[str]
     precisions: Sequence[str]
     precision_overrides: Mapping[str, Sequence[str]]
-    emulated: Sequence[str]
-    absent: Sequence[str]
+    emulated_precisions: Sequence[str]
+    missing_precisions: Sequence[str]
     seed: int
     config_dir: Path | None = None
 
@@ -110,8 +110,8 @@ class AdviseRequest:
             command=_command_words(config),
             precisions=precisions,
             precision_overrides=fitting,
-            emulated=[name for name in precisions if name in emulatable],
-            absent=[] if typed else [*_absent(supported, chosen)],
+            emulated_precisions=[name for name in precisions if name in emulatable],
+            missing_precisions=[] if typed else [*_describe_missing(supported, chosen)],
             seed=spec.seed,
             config_dir=config_dir,
         )
@@ -120,7 +120,7 @@ class AdviseRequest:
         """Return one of the precisions, built-in or the user's, as its yaml says."""
         return load_precision(name, self.config_dir)
 
-    def trial(self, precision: str, seed: int, *more: str) -> list[str]:
+    def trial_overrides(self, precision: str, seed: int, *more: str) -> list[str]:
         """Return the overrides of one trial, which the sweep's store records.
 
         Args:
@@ -133,7 +133,7 @@ class AdviseRequest:
         own = self._own_overrides(precision, seed)
         return [*self._user_overrides(_TRIAL_KEYS), *own, *tracking, *more]
 
-    def untracked_trial(self, precision: str, seed: int, *more: str) -> list[str]:
+    def untracked_trial_overrides(self, precision: str, seed: int, *more: str) -> list[str]:
         """Return the overrides of one trial that no store records.
 
         Args:
@@ -309,10 +309,10 @@ def _emulatable(
     if not value:
         del extras[_EMULATE]
         return []
-    return [row.name for row in supported if row.why and _takes(row.name, "emulate", config_dir)]
+    return [row.name for row in supported if row.why and _has_key(row.name, "emulate", config_dir)]
 
 
-def _absent(supported: Sequence[PrecisionSupport], chosen: Collection[str]) -> Iterator[str]:
+def _describe_missing(supported: Sequence[PrecisionSupport], chosen: Collection[str]) -> Iterator[str]:
     """Yield the precisions that this machine lacks, each with the reason."""
     for row in supported:
         if row.why and row.name not in chosen:
@@ -340,7 +340,7 @@ def _trainable_here(
             yield row.name
 
 
-def _takes(name: str, key: str, config_dir: Path | None) -> bool:
+def _has_key(name: str, key: str, config_dir: Path | None) -> bool:
     """Return whether a precision's config has a key."""
     return key in precision_config(name, config_dir)
 
@@ -350,6 +350,6 @@ def _fitting_extras(
 ) -> Iterator[str]:
     """Yield the overrides of keys that a precision has; what runs here is not emulated."""
     for key, override in extras.items():
-        if _takes(name, key.split(".")[1], config_dir) and (is_emulated or key != _EMULATE):
+        if _has_key(name, key.split(".")[1], config_dir) and (is_emulated or key != _EMULATE):
             assert override.input_line is not None
             yield override.input_line.lstrip("+")

@@ -28,28 +28,28 @@ from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.tensors import MIB
 
-BASELINE_SHARE = 0.05
+BASELINE_BUDGET_SHARE = 0.05
 """Share of the budget in which float32's step time is measured."""
-TRIALS_SHARE = 0.6
+TRIALS_BUDGET_SHARE = 0.6
 """Share of the budget that the trials are planned for: precisions differ in speed, and those that
 fail take further trials."""
-EXPECTED_RATIO = 1.5
+EXPECTED_STEP_TIME_RATIO = 1.5
 """Expected step time of a precision over float32's, before it is measured."""
-EMULATED_RATIO = 5.0
+EMULATED_STEP_TIME_RATIO = 5.0
 """Expected step time of an emulated precision over float32's."""
-MIN_STEPS = 20
-SNAPSHOTS = 4
+MIN_TRIAL_STEPS = 20
+DIAGNOSIS_SNAPSHOTS = 4
 """Snapshots of float32's numbers, in a trial of their own."""
-MIN_SECONDS = 0.6
+MIN_TIMED_SECONDS = 0.6
 """Shortest time of float32's steps in a trial that measures speed."""
-START_SECONDS = 0.7
+JOB_OVERHEAD_SECONDS = 0.7
 """Time of a job before and after its run: its process, its imports, the end of its record."""
-TIMEOUT_RATIO = 4.0
+TIMEOUT_TIME_RATIO = 4.0
 """A trial is cut after this many times the time that float32 takes."""
-TIMEOUT_SLACK_SECONDS = 30.0
-TIMEOUT_SLACK_SHARE = 0.1
+MAX_TIMEOUT_SLACK_SECONDS = 30.0
+TIMEOUT_SLACK_BUDGET_SHARE = 0.1
 """Share of the budget that the slack is at most: a machine may be held up for a while."""
-_NEVER = 10**9
+_UNREACHED_STEP = 10**9
 
 
 class TrialScheduler:
@@ -138,11 +138,11 @@ class TrialScheduler:
         Returns:
             The modules that each precision harms most; nothing if the trial was not possible.
         """
-        every = max(1, self.settings.steps // SNAPSHOTS)
+        every = max(1, self.settings.steps // DIAGNOSIS_SNAPSHOTS)
         words = [*self._length_overrides(), f"numerics.every={every}", "train.compile=false"]
-        if self.trials.left <= 0:
+        if self.trials.remaining_seconds <= 0:
             return {}
-        trial = self.request.trial(BASE, self.request.seed, *words)
+        trial = self.request.trial_overrides(BASE, self.request.seed, *words)
         result = self.trials.launch([trial])[0]
         if result.status != "finished":
             return {}
@@ -166,23 +166,23 @@ class TrialScheduler:
         Raises:
             ConfigError: float32 does not train, or measures no loss.
         """
-        seconds = max(1.0, BASELINE_SHARE * self.trials.budget)
-        words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_NEVER}"]
+        seconds = max(1.0, BASELINE_BUDGET_SHARE * self.trials.budget)
+        words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_UNREACHED_STEP}"]
         limits = [n for n in (self.request.spec.train.max_steps, self.options.steps) if n]
         if limits:
             words.append(f"train.max_steps={min(limits)}")
         self.console.print(f"{BASE} for {seconds:.0f} s at most, to measure its step time")
-        trial = self.request.untracked_trial(BASE, self.request.seed, *words)
-        self._share_overrides(trial)
+        trial = self.request.untracked_trial_overrides(BASE, self.request.seed, *words)
+        self._record_shared_overrides(trial)
         result = self.trials.launch([trial])[0]
-        self.trials.discard()
+        self.trials.delete_jobs()
         if result.status != "finished" or not result.step_ms:
             raise ConfigError(result.error or f"{BASE} took no step: there is nothing to compare.")
         if VAL_LOSS not in result.metrics:
             raise ConfigError(f"mode=advise judges by {VAL_LOSS}, which task= does not measure.")
         step = result.step_ms / 1e3
         # Besides its steps a run may compile, which the trials do as well.
-        start = max(0.0, result.seconds - result.steps * step) + START_SECONDS
+        start = max(0.0, result.seconds - result.steps * step) + JOB_OVERHEAD_SECONDS
         return step, start, result.planned_steps
 
     def _choose_steps(self, step: float, start: float, most: int) -> int:
@@ -193,11 +193,11 @@ class TrialScheduler:
             start: seconds of a job besides its steps.
             most: steps of the whole run.
         """
-        emulated = len(self.request.emulated)
+        emulated = len(self.request.emulated_precisions)
         others = len(self.request.precisions) - 1 - emulated
-        count = self.options.seeds * (1 + EXPECTED_RATIO * others + EMULATED_RATIO * emulated)
-        seconds = TRIALS_SHARE * self.trials.budget / count - start
-        least = max(MIN_STEPS, _round_down(2 * MIN_SECONDS / step))
+        count = self.options.seeds * (1 + EXPECTED_STEP_TIME_RATIO * others + EMULATED_STEP_TIME_RATIO * emulated)
+        seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - start
+        least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / step))
         return min(most, max(least, _round_down(seconds / step)))
 
     def _set_budget(self, step: float, start: float, most: int) -> None:
@@ -211,7 +211,7 @@ class TrialScheduler:
         request = self.request
         options = self.options
         steps = min(most, options.steps or self._choose_steps(step, start, most))
-        slack = min(TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_SHARE * self.trials.budget)
+        slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
         accelerator = request.spec.accelerator
         own = [
             f"{name} {word}"
@@ -222,34 +222,34 @@ class TrialScheduler:
             objective=options.objective,
             tolerance=options.tolerance,
             steps=steps,
-            seconds=math.ceil(TIMEOUT_RATIO * steps * step + slack),
+            seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * step + slack),
             seeds=options.seeds,
             budget=options.budget,
             command=[*request.command, *request.overrides, *request.seed_override],
-            emulated=request.emulated,
+            emulated=request.emulated_precisions,
             own=own,
-            absent=request.absent,
+            absent=request.missing_precisions,
             busy=other_programs_load(
                 choose_accelerator(accelerator.name, accelerator.index).device
             ),
         )
         shared = {word for words in request.precision_overrides.values() for word in words}
-        trial = request.trial(BASE, request.seed, *self._length_overrides())
-        self._share_overrides([*trial, *sorted(shared)])
+        trial = request.trial_overrides(BASE, request.seed, *self._length_overrides())
+        self._record_shared_overrides([*trial, *sorted(shared)])
         self._write(self._written)
         self._warn_of_small_budget(steps * step + start)
         text = f"{steps} steps, {options.seeds} seeds, {len(request.precisions)} precisions"
         self.console.print(f"{text}: {', '.join(request.precisions)}")
 
-    def _share_overrides(self, words: Sequence[str]) -> None:
+    def _record_shared_overrides(self, words: Sequence[str]) -> None:
         """Name trials by what differs: their precision, their seed, and modules kept out."""
         shared = [word for word in words if not word.startswith(("precision=", "seed="))]
-        self.trials.share_overrides(shared)
+        self.trials.record_shared_overrides(shared)
 
     def _warn_of_small_budget(self, trial_seconds: float) -> None:
         """Print a warning if the budget is too small for verdicts, by float32's step time."""
         seconds = MIN_SEEDS * trial_seconds * len(self.request.precisions)
-        if seconds > self.trials.left:
+        if seconds > self.trials.remaining_seconds:
             time = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
             text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
             self.console.print(f"{text}, and advise.budget={self.options.budget}.")
@@ -258,8 +258,8 @@ class TrialScheduler:
         """Return the overrides that set the length of a precision's trial."""
         steps = self.settings.steps
         seconds = self.settings.seconds
-        if precision in self.request.emulated:
-            seconds = math.ceil(EMULATED_RATIO * seconds)
+        if precision in self.request.emulated_precisions:
+            seconds = math.ceil(EMULATED_STEP_TIME_RATIO * seconds)
         return [
             f"train.max_steps={steps}",
             f"train.eval_every={steps}",
@@ -277,13 +277,13 @@ class TrialScheduler:
         seconds: dict[str, float] = {}
         has_diverged = False
         for number in range(self.options.seeds):
-            if number and self.trials.left < sum(seconds[name] for name in running):
+            if number and self.trials.remaining_seconds < sum(seconds[name] for name in running):
                 self.console.print(f"the budget ends after {number} seeds")
                 return
             # Each round begins with another precision, so that none always runs first.
             turn = number % len(running)
             results = self._run_round(running[turn:] + running[:turn], self.request.seed + number)
-            seconds = {r.precision: r.seconds + START_SECONDS for r in results}
+            seconds = {r.precision: r.seconds + JOB_OVERHEAD_SECONDS for r in results}
             finished = self._finished(results)
             running = [name for name in running if name in finished]
             has_diverged |= any(r.outcome == "diverged" for r in results)
@@ -297,10 +297,10 @@ class TrialScheduler:
         """Run a trial of each precision while the budget lasts, and return the results."""
         results: list[RunResult] = []
         for number, name in enumerate(order):
-            if number and self.trials.left <= 0:
+            if number and self.trials.remaining_seconds <= 0:
                 self.console.print(f"the budget ends before {', '.join(order[number:])}")
                 break
-            trial = self.request.trial(name, seed, *self._length_overrides(name))
+            trial = self.request.trial_overrides(name, seed, *self._length_overrides(name))
             results += self.trials.launch([trial])
         return results
 
@@ -325,7 +325,7 @@ class TrialScheduler:
         merits = {r.precision: self._merit(r, baseline) for r in results if r.precision in names}
         others = [name for name in names if name != BASE]
         others.sort(key=lambda name: merits[name], reverse=True)
-        left = self.trials.left - rounds * seconds[BASE]
+        left = self.trials.remaining_seconds - rounds * seconds[BASE]
         chosen = {BASE}
         for name in others:
             left -= rounds * seconds[name]

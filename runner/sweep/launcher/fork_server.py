@@ -22,13 +22,13 @@ from typing import Any
 from runner.sweep.launcher.job_request import STATUS_STRUCT
 from runner.utils.stop_signals import SIGNALS, ignore_signals
 
-REQUEST_FDS = 5
+REQUEST_FD_COUNT = 5
 """Number of file descriptors in a request: the pipe that the JobRequest comes through, the socket
 to the tracking writer, the status pipe, stdout and stderr."""
 
 # A module that is renamed, and not here, gives no error: every job would import it again, and start
 # seconds later. tests/arch/test_module_names.py fails for a name of ours that leads nowhere.
-PRELOAD = (
+PRELOADED_MODULES = (
     (
         "runner.modes.run",
         "runner.sweep.hydra_callback",
@@ -44,7 +44,7 @@ PRELOAD = (
 """Modules that most jobs need, imported before the first fork."""
 
 
-def main(fd: int) -> None:
+def run_fork_server(fd: int) -> None:
     """Serve requests until the sweep's process closes its end of the socket, or is gone.
 
     Args:
@@ -55,7 +55,7 @@ def main(fd: int) -> None:
     ignore_signals()
     # Without NVML, asking for CUDA initialises it, and an initialised CUDA fails in forked jobs.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    for name in PRELOAD:
+    for name in PRELOADED_MODULES:
         with suppress(ImportError):  # a job that needs the module reports the error
             import_module(name)
     # A garbage collection in a job would write to every page that it shares with this process.
@@ -92,7 +92,7 @@ class ForkServer:
                 os.read(self._wakeup_read, 4096)
                 self._report_ended_jobs()
             if self._requests in ready:
-                data, fds, *_ = socket.recv_fds(self._requests, 1, REQUEST_FDS)
+                data, fds, *_ = socket.recv_fds(self._requests, 1, REQUEST_FD_COUNT)
                 if not data:
                     break
                 self._fork(fds)

@@ -122,9 +122,9 @@ class IsolatedLauncher(Launcher):
         ):
             done = self._run_all(waiting, selector, stop)
         for journal in self._unsaved_journals:
-            shared_writer().wait(journal, _STORE_SECONDS, lambda: bool(stop.received))
-        if stop.received:
-            raise SystemExit(128 + stop.received[0])
+            shared_writer().wait(journal, _STORE_SECONDS, lambda: bool(stop.received_signals))
+        if stop.received_signals:
+            raise SystemExit(128 + stop.received_signals[0])
         return [done[number] for number in sorted(done)]
 
     def _run_all(
@@ -135,18 +135,18 @@ class IsolatedLauncher(Launcher):
     ) -> dict[int, JobReturn]:
         """Run jobs, at most n_jobs at once; after a stop request start no further one."""
         done: dict[int, JobReturn] = {}
-        selector.register(stop, EVENT_READ, lambda: self._forward(stop.read_new()))
-        while self._running or (waiting and not stop.received):
-            self._forward(stop.read_new())
-            while waiting and len(self._running) < self._n_jobs and not stop.received:
+        selector.register(stop, EVENT_READ, lambda: self._forward(stop.read_new_signals()))
+        while self._running or (waiting and not stop.received_signals):
+            self._forward(stop.read_new_signals())
+            while waiting and len(self._running) < self._n_jobs and not stop.received_signals:
                 self._start(*waiting.popleft(), selector)
             for key, _ in selector.select(timeout=1.0):
                 key.data()
-            if stop.seconds_since_second() > GRACE_SECONDS:
+            if stop.seconds_since_second_signal() > GRACE_SECONDS:
                 self._forward([signal.SIGKILL])
-            for number in [n for n, (job, _) in self._running.items() if job.ended]:
+            for number in [n for n, (job, _) in self._running.items() if job.has_ended]:
                 done[number] = self._finish(number, stop)
-        stop.read_new()
+        stop.read_new_signals()
         return done
 
     @contextmanager
@@ -191,7 +191,7 @@ class IsolatedLauncher(Launcher):
             return job.answer
         has_result = job.answer is not None and (job_folder(config) / RESULT).exists()
         if not has_result:
-            self._record_dead_job(number, job, config, stop.received)
+            self._record_dead_job(number, job, config, stop.received_signals)
         overrides = OmegaConf.to_container(config.hydra.overrides.task)
         assert isinstance(overrides, list)
         # Any other status would make Hydra's sweeper raise, and end the sweep; result.json has the

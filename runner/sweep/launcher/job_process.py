@@ -24,12 +24,12 @@ from runner.sweep.launcher.job_request import STATUS_STRUCT, ProcessEnvironment
 from runner.tracking.writer_proxy import WriterProxyServer
 from runner.utils.stop_signals import signals_blocked
 
-Source = Connection | socket.socket | io.FileIO
+PipeEnd = Connection | socket.socket | io.FileIO
 
 _READ_BYTES = 65536
 _COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); "
-_COMMAND += "from runner.sweep.launcher.fork_server import main; "
-_COMMAND += "main(int(sys.argv[2]))"
+_COMMAND += "from runner.sweep.launcher.fork_server import run_fork_server; "
+_COMMAND += "run_fork_server(int(sys.argv[2]))"
 
 
 class ForkServerClient:
@@ -60,7 +60,7 @@ class ForkServerClient:
         """Ask for a job's process that gets these file descriptors.
 
         Args:
-            fds: as fork_server.REQUEST_FDS lists them.
+            fds: as fork_server.REQUEST_FD_COUNT lists them.
 
         Raises:
             OSError: the fork server is gone.
@@ -86,7 +86,7 @@ class JobProcess:
         prefix: begins each line of the job's output; empty for a job that runs alone.
 
     Attributes:
-        ended: the process is gone, with all that it had started.
+        has_ended: the process is gone, with all that it had started.
         answer: a JobReturn, the exit status with which the job was stopped, or None for a job that
             died.
         writer_proxy: connects the job to the sweep's tracking writer.
@@ -100,12 +100,12 @@ class JobProcess:
         request: bytes,
         prefix: str,
     ) -> None:
-        self.ended = False
+        self.has_ended = False
         self.answer: JobReturn | int | None = None
         self._selector = selector
         self._status_data = b""
         self._oom_kills_before = oom_kills()
-        self._readers: dict[Source, Callable[[], bool]] = {}
+        self._readers: dict[PipeEnd, Callable[[], bool]] = {}
         self._unsent_signals: list[int] = []
         self._out = OutputStream(sys.stdout, prefix)
         self._err = OutputStream(sys.stderr, prefix)
@@ -138,7 +138,7 @@ class JobProcess:
         """Send a signal at once, or as soon as the process handles signals."""
         if self.pid is None:
             self._unsent_signals.append(number)
-        elif not self.ended:
+        elif not self.has_ended:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -175,15 +175,15 @@ class JobProcess:
         self._watch(file, lambda: feed(file.read(_READ_BYTES)))
         return write_end
 
-    def _watch(self, source: Source, read: Callable[[], bool]) -> None:
+    def _watch(self, source: PipeEnd, read: Callable[[], bool]) -> None:
         self._readers[source] = read
         self._selector.register(source, EVENT_READ, lambda: self._read(source))
 
-    def _read(self, source: Source) -> None:
+    def _read(self, source: PipeEnd) -> None:
         if not self._readers[source]():
             self._drop(source)
 
-    def _drop(self, source: Source) -> None:
+    def _drop(self, source: PipeEnd) -> None:
         self._selector.unregister(source)
         del self._readers[source]
         source.close()
@@ -198,8 +198,8 @@ class JobProcess:
     def _read_status(self, data: bytes) -> bool:
         """Read the process id, then the exit status; the pipe closes when the process is gone."""
         self._status_data += data
-        if self.pid is not None and not self.ended:
+        if self.pid is not None and not self.has_ended:
             while self._unsent_signals:
                 self.send_signal(self._unsent_signals.pop(0))
-        self.ended = not data
+        self.has_ended = not data
         return bool(data)

@@ -23,7 +23,7 @@ from runner.config.hydra_plugins import REMOTE, register
 from runner.sweep.launcher.isolated import announce_job, job_folder, job_hydra_config
 from runner.sweep.launcher.job_output import last_lines
 from runner.sweep.launcher.job_request import JobRequest, compose_job_config
-from runner.sweep.launcher.remote_job import STOP, RemoteJob
+from runner.sweep.launcher.remote_job import STOP_FILE_NAME, RemoteJob
 from runner.sweep.launcher.stop_requests import StopFile
 from runner.utils.errors import ConfigError
 from runner.utils.layout import RESULT
@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.2
 _RAY_STORE_BYTES = 2**27
 """Size of Ray's object store, which a sweep hardly uses; Ray's default is a third of the memory."""
 
-Outcome = JobReturn | str
+ReturnOrReason = JobReturn | str
 """What Hydra expects of a job, or why there is none."""
 
 
@@ -108,14 +108,14 @@ class RemoteLauncher(Launcher):
             number: compose_job_config(self._context, self._config, number, overrides)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         }
-        existing = {number for number, config in jobs.items() if job_folder(config).exists()}
-        stop_file = Path(self._config.hydra.sweep.dir, STOP)
+        existing_jobs = {number for number, config in jobs.items() if job_folder(config).exists()}
+        stop_file = Path(self._config.hydra.sweep.dir, STOP_FILE_NAME)
         stop_file.unlink(missing_ok=True)
         if not self._config.hydra.callbacks.sweep.resume:
-            for number in existing:
+            for number in existing_jobs:
                 # A result of another sweep in the same folder would be taken for this job's.
                 (job_folder(jobs[number]) / RESULT).unlink(missing_ok=True)
-        remote_job = self._remote_job(frozenset(existing), len(jobs))
+        remote_job = self._remote_job(frozenset(existing_jobs), len(jobs))
         if self._node.get("ray"):
             # Before the signal handlers here: ray.init installs its own for SIGTERM.
             self._start_ray()
@@ -125,18 +125,18 @@ class RemoteLauncher(Launcher):
             except Interrupted:
                 outcomes = ["Stopped at once by a second signal."] * len(jobs)
             except Exception as error:
-                started = any(job_folder(jobs[n]).exists() for n in {*jobs} - existing)
-                if not stop.received and not started:
+                started = any(job_folder(jobs[n]).exists() for n in {*jobs} - existing_jobs)
+                if not stop.received_signal and not started:
                     raise self._launcher_error(error) from error
                 outcomes = [explain_launcher_error(error)] * len(jobs)
         by_job = dict(zip(jobs, outcomes, strict=True))
-        _record_missing_results(jobs, by_job, bool(stop.received))
+        _record_missing_results(jobs, by_job, bool(stop.received_signal))
         stop_file.unlink(missing_ok=True)
-        if stop.received:
-            raise SystemExit(128 + stop.received)
+        if stop.received_signal:
+            raise SystemExit(128 + stop.received_signal)
         return [_job_return(config, by_job[number]) for number, config in jobs.items()]
 
-    def _remote_job(self, existing: frozenset[int], jobs: int) -> RemoteJob:
+    def _remote_job(self, existing_jobs: frozenset[int], jobs: int) -> RemoteJob:
         # Ray's processes may have been started before the command, so that MLflow's variables are
         # missing there. Other launchers' processes get the command's environment.
         prefix = "MLFLOW_" if self._node.get("ray") else "HYDRA_"
@@ -145,14 +145,14 @@ class RemoteLauncher(Launcher):
             folder=os.getcwd(),  # noqa: PTH109
             path=[*sys.path],
             environ={key: value for key, value in os.environ.items() if key.startswith(prefix)},
-            existing=existing,
+            existing_jobs=existing_jobs,
             jobs_at_once=_jobs_at_once(self._node, jobs),
             is_child=_launcher_name(self._node) == "JoblibLauncher",
         )
 
     def _run(
         self, job: RemoteJob, overrides: Sequence[Sequence[str]], first: int, stop: StopFile
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[ReturnOrReason]:
         """Run jobs through the other launcher; return the outcome of each, in order.
 
         Args:
@@ -216,7 +216,7 @@ def _launcher_name(node: DictConfig) -> str:
 
 
 def _record_missing_results(
-    jobs: Mapping[int, DictConfig], outcomes: Mapping[int, Outcome], stopped: bool
+    jobs: Mapping[int, DictConfig], outcomes: Mapping[int, ReturnOrReason], stopped: bool
 ) -> None:
     """Wait for the jobs' results to show here; print and record why some have none.
 
@@ -245,7 +245,7 @@ def _record_missing_results(
         print_error(f"job {', '.join(numbers)}: {reason}")
 
 
-def _missing_result_reason(outcome: Outcome, sweep_folder: Path) -> str:
+def _missing_result_reason(outcome: ReturnOrReason, sweep_folder: Path) -> str:
     if isinstance(outcome, str):
         return outcome
     if outcome.status == JobStatus.FAILED:
@@ -256,7 +256,7 @@ def _missing_result_reason(outcome: Outcome, sweep_folder: Path) -> str:
     )
 
 
-def _job_return(config: DictConfig, outcome: Outcome) -> JobReturn:
+def _job_return(config: DictConfig, outcome: ReturnOrReason) -> JobReturn:
     """Return what Hydra expects of a job; without a number for one that has no result."""
     if isinstance(outcome, JobReturn) and outcome.status == JobStatus.COMPLETED:
         return outcome

@@ -19,7 +19,7 @@ from runner.sweep.launcher.job_request import JobRequest, with_resume
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
 
-STOP = "stop"
+STOP_FILE_NAME = "stop"
 """Name of the file in a sweep's folder that requests a stop of its jobs; it holds the number of a
 signal."""
 
@@ -38,7 +38,7 @@ class RemoteJob:
         folder: the working directory of the command.
         path: sys.path of the command.
         environ: variables that the plugin's processes may lack.
-        existing: numbers of the jobs whose folders existed before the sweep began. Any other job
+        existing_jobs: numbers of the jobs whose folders existed before the sweep began. Any other job
             that finds files in its folder was started before by this sweep, and resumes.
         jobs_at_once: jobs that share the machine's processors.
         is_child: the plugin's process is a child of the sweep's, and has to stop when that is gone.
@@ -48,7 +48,7 @@ class RemoteJob:
     folder: str
     path: Sequence[str]
     environ: Mapping[str, str]
-    existing: frozenset[int]
+    existing_jobs: frozenset[int]
     jobs_at_once: int
     is_child: bool
 
@@ -68,7 +68,7 @@ class RemoteJob:
         self._enter_environment()
         hydra = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir)
-        stop_file = Path(hydra.sweep.dir, STOP)
+        stop_file = Path(hydra.sweep.dir, STOP_FILE_NAME)
         overrides = OmegaConf.to_container(hydra.overrides.task)
         assert isinstance(overrides, list)
         launcher = self._launcher(stop_file)
@@ -92,7 +92,7 @@ class RemoteJob:
         hydra = HydraConfig.get()
         files = {path.name for path in Path(hydra.runtime.output_dir).iterdir()}
         has_begun = bool(files - {str(hydra.output_subdir)})
-        resumes = has_begun and int(hydra.job.num) not in self.existing
+        resumes = has_begun and int(hydra.job.num) not in self.existing_jobs
         request: JobRequest = pickle.loads(self.sweep_request)
         launcher = IsolatedLauncher(self.jobs_at_once, stop_file, self.sweep_request)
         launcher.setup(

@@ -17,12 +17,12 @@ class StopRequests(SignalHandler):
             cannot send signals here.
 
     Attributes:
-        received: numbers of the signals that `read_new` has returned, in order.
+        received_signals: numbers of the signals that `read_new_signals` has returned, in order.
     """
 
     def __init__(self, stop_file: Path | None = None) -> None:
         super().__init__()
-        self.received: list[int] = []
+        self.received_signals: list[int] = []
         self._stop_file = stop_file
         self._read_end, self._write_end = os.pipe()
         self._first_at: float | None = None
@@ -34,14 +34,14 @@ class StopRequests(SignalHandler):
         os.close(self._write_end)
 
     def take(self, number: int) -> None:
-        """Queue a signal for `read_new`."""
+        """Queue a signal for `read_new_signals`."""
         os.write(self._write_end, bytes([number]))
 
     def fileno(self) -> int:
         """Return the file descriptor that a selector waits on."""
         return self._read_end
 
-    def read_new(self) -> list[int]:
+    def read_new_signals(self) -> list[int]:
         """Return signals received since the last call; those within 0.5 s count as one."""
         self._read_stop_file()
         new = [*os.read(self._read_end, 64)] if select([self], [], [], 0)[0] else []
@@ -54,7 +54,7 @@ class StopRequests(SignalHandler):
             return []
         elif new and self._second_at is None:
             self._second_at = now
-        self.received += new
+        self.received_signals += new
         return new
 
     def _read_stop_file(self) -> None:
@@ -63,7 +63,7 @@ class StopRequests(SignalHandler):
             self.take(int(self._stop_file.read_text()))
             self._stop_file = None
 
-    def seconds_since_second(self) -> float:
+    def seconds_since_second_signal(self) -> float:
         """Return the seconds since the second signal, 0 before it."""
         return 0.0 if self._second_at is None else time.monotonic() - self._second_at
 
@@ -77,20 +77,20 @@ class StopFile(SignalHandler):
         path: the file, which jobs look for.
 
     Attributes:
-        received: number of the first signal; 0 before it.
+        received_signal: number of the first signal; 0 before it.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.received = 0
+        self.received_signal = 0
         self._path = path
         self._first_at = 0.0
 
     def take(self, number: int) -> None:
         """Write the first signal's number to the file, or raise Interrupted for another one."""
         now = time.monotonic()
-        if not self.received:
-            self.received = number
+        if not self.received_signal:
+            self.received_signal = number
             self._first_at = now
             write_text(self._path, str(number))
         elif now - self._first_at > TOGETHER:

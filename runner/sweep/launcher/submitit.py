@@ -49,7 +49,7 @@ def run_jobs(
     asks_slurm = False
     try:
         while not all(job.done(force_check=asks_slurm) for job in jobs):
-            if stop.received and not asks_slurm:
+            if stop.received_signal and not asks_slurm:
                 asks_slurm = True
                 _cancel_pending(jobs)
             time.sleep(_SLURM_POLL_SECONDS if asks_slurm else _POLL_SECONDS)

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from runner.sweep.advisor.minimal_set import smallest_set
+from runner.sweep.advisor.minimal_set import find_minimal_set
 
 TREE = {
     "": ["stem", "blocks", "head"],
@@ -27,7 +27,7 @@ def covers(found: tuple[str, ...], leaf: str) -> bool:
 @pytest.mark.parametrize("size", [1, 2])
 def test_exactly_the_bad_leaves_are_found_wherever_they_are(size: int) -> None:
     for bad in combinations(sorted(set(LEAVES)), size):
-        found = smallest_set(
+        found = find_minimal_set(
             TREE, [], lambda kept, bad=bad: all(covers(kept, leaf) for leaf in bad)
         )
         assert sorted(found or ()) == sorted(bad)
@@ -40,16 +40,16 @@ def test_a_right_suspicion_takes_two_tries() -> None:
         tried.append(kept)
         return covers(kept, "blocks.1.mlp")
 
-    assert smallest_set(TREE, ["blocks.1.mlp", "head"], heals) == ("blocks.1.mlp",)
+    assert find_minimal_set(TREE, ["blocks.1.mlp", "head"], heals) == ("blocks.1.mlp",)
     assert len(tried) == 1
 
 
 def test_nothing_heals() -> None:
-    assert smallest_set(TREE, ["head"], lambda kept: False) is None
+    assert find_minimal_set(TREE, ["head"], lambda kept: False) is None
 
 
 def test_what_needs_a_whole_module_keeps_it() -> None:
     """A container whose own arithmetic is at fault, not that of a part of it."""
-    assert smallest_set(TREE, [], lambda kept: "blocks.1" in kept or "blocks" in kept) == (
+    assert find_minimal_set(TREE, [], lambda kept: "blocks.1" in kept or "blocks" in kept) == (
         "blocks.1",
     )
