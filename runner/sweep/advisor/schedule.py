@@ -29,7 +29,7 @@ from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.tensors import MIB
 
 BASELINE_BUDGET_SHARE = 0.05
-"""Share of the budget in which float32's step time is measured."""
+"""Share of the budget in which float32's step time is measured, for a second at least."""
 TRIALS_BUDGET_SHARE = 0.6
 """Share of the budget that the trials are planned for: precisions differ in speed, and those that
 fail take further trials."""
@@ -38,18 +38,21 @@ EXPECTED_STEP_TIME_RATIO = 1.5
 EMULATED_STEP_TIME_RATIO = 5.0
 """Expected step time of an emulated precision over float32's."""
 MIN_TRIAL_STEPS = 20
+"""Fewest optimizer steps of a trial, unless the whole run has fewer."""
 DIAGNOSIS_SNAPSHOTS = 4
-"""Snapshots of float32's numbers, in a trial of their own."""
+"""Number of snapshots of float32's numbers in the trial that explains why a precision fails."""
 MIN_TIMED_SECONDS = 0.6
-"""Shortest time of float32's steps in a trial that measures speed."""
+"""Shortest time of float32's steps in a trial, for its speed to be measured."""
 JOB_OVERHEAD_SECONDS = 0.7
-"""Time of a job before and after its run: its process, its imports, the end of its record."""
+"""Time of a job before and after its run: process, imports, the end of its record."""
 TIMEOUT_TIME_RATIO = 4.0
-"""A trial is cut after this many times the time that float32 takes."""
+"""Time limit of a trial over the time that float32 takes."""
 MAX_TIMEOUT_SLACK_SECONDS = 30.0
+"""Longest time that is added to a trial's limit: a busy machine may stall for a while."""
 TIMEOUT_SLACK_BUDGET_SHARE = 0.1
-"""Share of the budget that the slack is at most: a machine may be held up for a while."""
+"""Share of the budget that the added time is at most."""
 _UNREACHED_STEP = 10**9
+"""Step of an evaluation that never comes."""
 
 
 class TrialScheduler:
@@ -77,6 +80,7 @@ class TrialScheduler:
             ConfigError: float32 does not train, or measures no loss.
             SystemExit: a signal has stopped the sweep.
         """
+        # A resumed command keeps the length of its finished trials, to compare further ones.
         if self._written is None:
             self._set_budget(*self._measure_baseline())
         self._run_rounds()
@@ -97,7 +101,8 @@ class TrialScheduler:
     def _diagnose_and_search(self) -> None:
         """Find what is wrong with the precisions that fail, and which modules to keep out."""
         advice = self._advice()
-        failing = [line.group.precision for line in advice.verdicts if line.is_failing]
+        failing = [verdict.group.precision for verdict in advice.verdicts if verdict.is_failing]
+        # Nothing is recommended if not even float32 trains: then it explains no other precision.
         if not failing or advice.recommended is None:
             return
         suspects = self._diagnose(failing)
@@ -110,9 +115,12 @@ class TrialScheduler:
     def _forecast_memory(self) -> None:
         """Write the forecast memory of the precisions that train as well as float32."""
         texts = []
-        for line in self._advice().verdicts:
-            if line.is_acceptable and not (line.group.settings or line.is_emulated):
-                texts.append(self._memory_text(line.group.precision))
+        for verdict in self._advice().verdicts:
+            # The forecast knows no excluded modules; an emulated precision takes other memory here
+            # than on its hardware.
+            is_forecastable = not (verdict.group.settings or verdict.is_emulated)
+            if verdict.is_acceptable and is_forecastable:
+                texts.append(self._memory_text(verdict.group.precision))
         self._write(replace(self.settings, memory=[text for text in texts if text]))
 
     def _memory_text(self, name: str) -> str:
@@ -126,6 +134,7 @@ class TrialScheduler:
             peak = forecast(batch_size).total / MIB
             largest = largest_fitting_batch(forecast, batch_size, free_memory(device) * USABLE)
         except RunnerError:
+            # Precisions are judged without a forecast, too.
             return ""
         return f"{name}: {peak:.4g} {largest or 0}"
 
@@ -139,6 +148,8 @@ class TrialScheduler:
             The modules that each precision harms most; nothing if the trial was not possible.
         """
         every = max(1, self.settings.steps // DIAGNOSIS_SNAPSHOTS)
+        # Numbers are read by hooks, which need eager modules: a config with train.compile is
+        # refused together with numerics.every.
         words = [*self._length_overrides(), f"numerics.every={every}", "train.compile=false"]
         if self.trials.remaining_seconds <= 0:
             return {}
@@ -151,11 +162,14 @@ class TrialScheduler:
         except RunnerError:
             return {}
         nothing = f"in every module {BASE}'s numbers fit its formats"
-        precisions = {name: self.request.load_precision(name) for name in failing}
-        shortages = {name: describe_shortage(numbers, p) for name, p in precisions.items()}
-        found = [f"{name}: {text or nothing}" for name, text in shortages.items()]
-        self._write(replace(self.settings, found=found))
-        return {name: suspect_modules(numbers, p) for name, p in precisions.items()}
+        findings: list[str] = []
+        suspects: dict[str, list[str]] = {}
+        for name in failing:
+            precision = self.request.load_precision(name)
+            findings.append(f"{name}: {describe_shortage(numbers, precision) or nothing}")
+            suspects[name] = suspect_modules(numbers, precision)
+        self._write(replace(self.settings, found=findings))
+        return suspects
 
     def _measure_baseline(self) -> tuple[float, float, int]:
         """Train float32 for a short while, in a job that is then discarded.
@@ -168,10 +182,12 @@ class TrialScheduler:
         """
         seconds = max(1.0, BASELINE_BUDGET_SHARE * self.trials.budget)
         words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_UNREACHED_STEP}"]
+        # No longer than a trial, or the whole run, takes.
         limits = [n for n in (self.request.spec.train.max_steps, self.options.steps) if n]
         if limits:
             words.append(f"train.max_steps={min(limits)}")
         self.console.print(f"{BASE} for {seconds:.0f} s at most, to measure its step time")
+        # The job is deleted below, and a store would keep its run.
         trial = self.request.untracked_trial_overrides(BASE, self.request.seed, *words)
         self._record_shared_overrides(trial)
         result = self.trials.launch([trial])[0]
@@ -180,40 +196,49 @@ class TrialScheduler:
             raise ConfigError(result.error or f"{BASE} took no step: there is nothing to compare.")
         if VAL_LOSS not in result.metrics:
             raise ConfigError(f"mode=advise judges by {VAL_LOSS}, which task= does not measure.")
-        step = result.step_ms / 1e3
+        step_seconds = result.step_ms / 1e3
         # Besides its steps a run may compile, which the trials do as well.
-        start = max(0.0, result.seconds - result.steps * step) + JOB_OVERHEAD_SECONDS
-        return step, start, result.planned_steps
+        other_seconds = max(0.0, result.seconds - result.steps * step_seconds)
+        return step_seconds, other_seconds + JOB_OVERHEAD_SECONDS, result.planned_steps
 
-    def _choose_steps(self, step: float, start: float, most: int) -> int:
-        """Return the steps of a trial, a round number so that a machine gives the same one again.
+    def _choose_steps(
+        self, step_seconds: float, overhead_seconds: float, planned_steps: int
+    ) -> int:
+        """Return the number of optimizer steps of a trial that the budget allows.
 
         Args:
-            step: seconds of float32's step.
-            start: seconds of a job besides its steps.
-            most: steps of the whole run.
+            step_seconds: time of float32's step.
+            overhead_seconds: time of a job besides its steps.
+            planned_steps: steps of the whole run.
         """
         emulated = len(self.request.emulated_precisions)
         others = len(self.request.precisions) - 1 - emulated
-        count = self.options.seeds * (1 + EXPECTED_STEP_TIME_RATIO * others + EMULATED_STEP_TIME_RATIO * emulated)
-        seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - start
-        least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / step))
-        return min(most, max(least, _round_down(seconds / step)))
+        # A round of all precisions takes as long as this many trials of float32.
+        round_cost = 1 + EXPECTED_STEP_TIME_RATIO * others + EMULATED_STEP_TIME_RATIO * emulated
+        count = self.options.seeds * round_cost
+        seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - overhead_seconds
+        # Twice the time: rounding down may halve it.
+        least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / step_seconds))
+        # A round number, so that the same machine gives the same one again although measured step
+        # times differ a little.
+        return min(planned_steps, max(least, _round_down(seconds / step_seconds)))
 
-    def _set_budget(self, step: float, start: float, most: int) -> None:
+    def _set_budget(self, step_seconds: float, overhead_seconds: float, planned_steps: int) -> None:
         """Set the length of the trials, and write the settings.
 
         Args:
-            step: seconds of float32's step.
-            start: seconds of a job besides its steps.
-            most: steps of the whole run.
+            step_seconds: time of float32's step.
+            overhead_seconds: time of a job besides its steps.
+            planned_steps: steps of the whole run.
         """
         request = self.request
         options = self.options
-        steps = min(most, options.steps or self._choose_steps(step, start, most))
+        chosen = options.steps or self._choose_steps(step_seconds, overhead_seconds, planned_steps)
+        steps = min(planned_steps, chosen)
         slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
         accelerator = request.spec.accelerator
-        own = [
+        device = choose_accelerator(accelerator.name, accelerator.index).device
+        precision_overrides = [
             f"{name} {word}"
             for name, words in request.precision_overrides.items()
             for word in words
@@ -222,27 +247,31 @@ class TrialScheduler:
             objective=options.objective,
             tolerance=options.tolerance,
             steps=steps,
-            seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * step + slack),
+            seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * step_seconds + slack),
             seeds=options.seeds,
             budget=options.budget,
             command=[*request.command, *request.overrides, *request.seed_override],
             emulated=request.emulated_precisions,
-            own=own,
+            own=precision_overrides,
             absent=request.missing_precisions,
-            busy=other_programs_load(
-                choose_accelerator(accelerator.name, accelerator.index).device
-            ),
+            # No job runs now, so that what is measured are other programs.
+            busy=other_programs_load(device),
         )
+        # Typed keys under precision follow from a trial's precision: no job is named after them.
         shared = {word for words in request.precision_overrides.values() for word in words}
         trial = request.trial_overrides(BASE, request.seed, *self._length_overrides())
         self._record_shared_overrides([*trial, *sorted(shared)])
         self._write(self._written)
-        self._warn_of_small_budget(steps * step + start)
+        self._warn_of_small_budget(steps * step_seconds + overhead_seconds)
         text = f"{steps} steps, {options.seeds} seeds, {len(request.precisions)} precisions"
         self.console.print(f"{text}: {', '.join(request.precisions)}")
 
     def _record_shared_overrides(self, words: Sequence[str]) -> None:
-        """Name trials by what differs: their precision, their seed, and modules kept out."""
+        """Record what trials share, so that they are named by precision, seed and excluded modules.
+
+        Args:
+            words: overrides of a trial.
+        """
         shared = [word for word in words if not word.startswith(("precision=", "seed="))]
         self.trials.record_shared_overrides(shared)
 
@@ -259,11 +288,14 @@ class TrialScheduler:
         steps = self.settings.steps
         seconds = self.settings.seconds
         if precision in self.request.emulated_precisions:
+            # Emulation is slow by itself, which is no reason to call the precision too slow.
             seconds = math.ceil(EMULATED_STEP_TIME_RATIO * seconds)
         return [
             f"train.max_steps={steps}",
+            # One evaluation, at the end: precisions are judged by its loss.
             f"train.eval_every={steps}",
             f"train.max_seconds={seconds}",
+            # Losses after unequal numbers of steps could not be compared.
             "train.early_stop=null",
         ]
 
@@ -284,6 +316,7 @@ class TrialScheduler:
             turn = number % len(running)
             results = self._run_round(running[turn:] + running[:turn], self.request.seed + number)
             seconds = {r.precision: r.seconds + JOB_OVERHEAD_SECONDS for r in results}
+            # What failed or was too slow with one seed is not tried with another.
             finished = self._finished(results)
             running = [name for name in running if name in finished]
             has_diverged |= any(r.outcome == "diverged" for r in results)
@@ -313,7 +346,7 @@ class TrialScheduler:
     ) -> list[str]:
         """Return the precisions that the budget has time for until there is a verdict on them.
 
-        The least promising ones are left out first; one stays besides the baseline in any case.
+        The least promising ones are left out first.
 
         Args:
             names: precisions that finished their last trial.
@@ -325,11 +358,13 @@ class TrialScheduler:
         merits = {r.precision: self._merit(r, baseline) for r in results if r.precision in names}
         others = [name for name in names if name != BASE]
         others.sort(key=lambda name: merits[name], reverse=True)
-        left = self.trials.remaining_seconds - rounds * seconds[BASE]
+        remaining = self.trials.remaining_seconds - rounds * seconds[BASE]
         chosen = {BASE}
         for name in others:
-            left -= rounds * seconds[name]
-            if rounds <= 0 or left >= 0 or chosen == {BASE}:
+            # Also for one that is dropped: a less promising precision does not take its place.
+            remaining -= rounds * seconds[name]
+            # One besides the baseline stays in any case, or there would be nothing to compare.
+            if rounds <= 0 or remaining >= 0 or chosen == {BASE}:
                 chosen.add(name)
         dropped = [name for name in others if name not in chosen]
         if dropped:
@@ -337,12 +372,10 @@ class TrialScheduler:
         return [name for name in names if name in chosen]
 
     def _merit(self, result: RunResult, baseline: RunResult) -> float:
-        """Return how good one trial is by the objective; larger is better.
-
-        An emulated precision has no step time of its own, and takes the baseline's.
-        """
+        """Return how good one trial is by the objective; larger is better."""
         match self.options.objective:
             case "time":
+                # An emulated precision has no step time of its own.
                 return -(result.step_ms or baseline.step_ms or math.inf)
             case "memory":
                 return -((result.weights_mib or 0.0) + (result.optimizer_mib or 0.0))

@@ -38,8 +38,8 @@ class RemoteJob:
         folder: the working directory of the command.
         path: sys.path of the command.
         environ: variables that the plugin's processes may lack.
-        existing_jobs: numbers of the jobs whose folders existed before the sweep began. Any other job
-            that finds files in its folder was started before by this sweep, and resumes.
+        existing_jobs: numbers of the jobs whose folders existed before the sweep began. Any other
+            job that finds files in its folder was started before by this sweep, and resumes.
         jobs_at_once: jobs that share the machine's processors.
         is_child: the plugin's process is a child of the sweep's, and has to stop when that is gone.
     """
