@@ -12,6 +12,8 @@ from runner.utils.stop_signals import TOGETHER, Interrupted, SignalHandler
 class StopRequests(SignalHandler):
     """Context that queues signals for a selector, so that none interrupts the launcher.
 
+    The file descriptor of `fileno` becomes readable when a signal comes.
+
     Args:
         stop_file: a file that holds a signal's number once a stop is requested from a process that
             cannot send signals here.
@@ -25,8 +27,8 @@ class StopRequests(SignalHandler):
         self.received_signals: list[int] = []
         self._stop_file = stop_file
         self._read_end, self._write_end = os.pipe()
-        self._first_at: float | None = None
-        self._second_at: float | None = None
+        self._first_time: float | None = None
+        self._second_time: float | None = None
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__()
@@ -35,6 +37,7 @@ class StopRequests(SignalHandler):
 
     def take(self, number: int) -> None:
         """Queue a signal for `read_new_signals`."""
+        # A selector that waits is woken by the byte; a handler must not do more than that.
         os.write(self._write_end, bytes([number]))
 
     def fileno(self) -> int:
@@ -46,26 +49,27 @@ class StopRequests(SignalHandler):
         self._read_stop_file()
         new = [*os.read(self._read_end, 64)] if select([self], [], [], 0)[0] else []
         now = time.monotonic()
-        if new and self._first_at is None:
-            self._first_at = now
+        if new and self._first_time is None:
+            self._first_time = now
+            # Signals that came together are one request.
             del new[1:]
-        elif self._first_at is not None and now - self._first_at < TOGETHER:
+        elif self._first_time is not None and now - self._first_time < TOGETHER:
             # A batch system may signal every process, and a process may pass a signal on.
             return []
-        elif new and self._second_at is None:
-            self._second_at = now
+        elif new and self._second_time is None:
+            self._second_time = now
         self.received_signals += new
         return new
 
     def _read_stop_file(self) -> None:
-        """Queue the signal that the stop file names, once, unless one came already."""
-        if self._first_at is None and self._stop_file is not None and self._stop_file.exists():
+        """Queue the signal that the stop file names, once, unless a signal came before."""
+        if self._first_time is None and self._stop_file is not None and self._stop_file.exists():
             self.take(int(self._stop_file.read_text()))
             self._stop_file = None
 
     def seconds_since_second_signal(self) -> float:
         """Return the seconds since the second signal, 0 before it."""
-        return 0.0 if self._second_at is None else time.monotonic() - self._second_at
+        return 0.0 if self._second_time is None else time.monotonic() - self._second_time
 
 
 class StopFile(SignalHandler):
@@ -84,14 +88,14 @@ class StopFile(SignalHandler):
         super().__init__()
         self.received_signal = 0
         self._path = path
-        self._first_at = 0.0
+        self._first_time = 0.0
 
     def take(self, number: int) -> None:
         """Write the first signal's number to the file, or raise Interrupted for another one."""
         now = time.monotonic()
         if not self.received_signal:
             self.received_signal = number
-            self._first_at = now
+            self._first_time = now
             write_text(self._path, str(number))
-        elif now - self._first_at > TOGETHER:
+        elif now - self._first_time > TOGETHER:
             raise Interrupted(number)
