@@ -53,7 +53,7 @@ class ForkServerClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the fork server's process runs."""
+        """Return whether the fork server's process runs."""
         return self._process.poll() is None
 
     def fork(self, fds: list[int]) -> None:
