@@ -27,8 +27,8 @@ class StopRequests(SignalHandler):
         self.received_signals: list[int] = []
         self._stop_file = stop_file
         self._read_end, self._write_end = os.pipe()
-        self._first_time: float | None = None
-        self._second_time: float | None = None
+        self._first_at: float | None = None
+        self._second_at: float | None = None
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__()
@@ -49,27 +49,27 @@ class StopRequests(SignalHandler):
         self._read_stop_file()
         new = [*os.read(self._read_end, 64)] if select([self], [], [], 0)[0] else []
         now = time.monotonic()
-        if new and self._first_time is None:
-            self._first_time = now
+        if new and self._first_at is None:
+            self._first_at = now
             # Signals that came together are one request.
             del new[1:]
-        elif self._first_time is not None and now - self._first_time < TOGETHER:
+        elif self._first_at is not None and now - self._first_at < TOGETHER:
             # A batch system may signal every process, and a process may pass a signal on.
             return []
-        elif new and self._second_time is None:
-            self._second_time = now
+        elif new and self._second_at is None:
+            self._second_at = now
         self.received_signals += new
         return new
 
     def _read_stop_file(self) -> None:
         """Queue the signal that the stop file names, once, unless a signal came before."""
-        if self._first_time is None and self._stop_file is not None and self._stop_file.exists():
+        if self._first_at is None and self._stop_file is not None and self._stop_file.exists():
             self.take(int(self._stop_file.read_text()))
             self._stop_file = None
 
     def seconds_since_second_signal(self) -> float:
         """Return the seconds since the second signal, 0 before it."""
-        return 0.0 if self._second_time is None else time.monotonic() - self._second_time
+        return 0.0 if self._second_at is None else time.monotonic() - self._second_at
 
 
 class StopFile(SignalHandler):
@@ -88,14 +88,14 @@ class StopFile(SignalHandler):
         super().__init__()
         self.received_signal = 0
         self._path = path
-        self._first_time = 0.0
+        self._first_at = 0.0
 
     def take(self, number: int) -> None:
         """Write the first signal's number to the file, or raise Interrupted for another one."""
         now = time.monotonic()
         if not self.received_signal:
             self.received_signal = number
-            self._first_time = now
+            self._first_at = now
             write_text(self._path, str(number))
-        elif now - self._first_time > TOGETHER:
+        elif now - self._first_at > TOGETHER:
             raise Interrupted(number)
