@@ -6,7 +6,7 @@ and search for modules to keep out of them; at last forecast the memory of the o
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
@@ -55,6 +55,15 @@ _UNREACHED_STEP = 10**9
 """Step of an evaluation that never comes."""
 
 
+@dataclass(frozen=True)
+class BaselineTiming:
+    """Measured times of float32: of a step, and of a job besides its steps."""
+
+    step_seconds: float
+    overhead_seconds: float
+    planned_steps: int
+
+
 class TrialScheduler:
     """The trials of one command with mode=advise.
 
@@ -82,7 +91,7 @@ class TrialScheduler:
         """
         # A resumed command keeps the length of its finished trials, to compare further ones.
         if self._written is None:
-            self._set_budget(*self._measure_baseline())
+            self._set_budget(self._measure_baseline())
         self._run_rounds()
         self._diagnose_and_search()
         self._forecast_memory()
@@ -171,11 +180,8 @@ class TrialScheduler:
         self._write(replace(self.settings, found=findings))
         return suspects
 
-    def _measure_baseline(self) -> tuple[float, float, int]:
-        """Train float32 for a short while, in a job that is then discarded.
-
-        Returns:
-            Seconds of a step, seconds of a job besides its steps, and the steps of the whole run.
+    def _measure_baseline(self) -> BaselineTiming:
+        """Measure float32's times in a short job that is then deleted.
 
         Raises:
             ConfigError: float32 does not train, or measures no loss.
@@ -199,42 +205,30 @@ class TrialScheduler:
         step_seconds = result.step_ms / 1e3
         # Besides its steps a run may compile, which the trials do as well.
         other_seconds = max(0.0, result.seconds - result.steps * step_seconds)
-        return step_seconds, other_seconds + JOB_OVERHEAD_SECONDS, result.planned_steps
+        overhead = other_seconds + JOB_OVERHEAD_SECONDS
+        return BaselineTiming(step_seconds, overhead, result.planned_steps)
 
-    def _choose_steps(
-        self, step_seconds: float, overhead_seconds: float, planned_steps: int
-    ) -> int:
-        """Return the number of optimizer steps of a trial that the budget allows.
-
-        Args:
-            step_seconds: time of float32's step.
-            overhead_seconds: time of a job besides its steps.
-            planned_steps: steps of the whole run.
-        """
+    def _choose_steps(self, timing: BaselineTiming) -> int:
+        """Return the number of optimizer steps of a trial that the budget allows."""
         emulated = len(self.request.emulated_precisions)
         others = len(self.request.precisions) - 1 - emulated
         # A round of all precisions takes as long as this many trials of float32.
         round_cost = 1 + EXPECTED_STEP_TIME_RATIO * others + EMULATED_STEP_TIME_RATIO * emulated
         count = self.options.seeds * round_cost
-        seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - overhead_seconds
+        seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - timing.overhead_seconds
         # Twice the time: rounding down may halve it.
-        least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / step_seconds))
+        least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / timing.step_seconds))
         # A round number, so that the same machine gives the same one again although measured step
         # times differ a little.
-        return min(planned_steps, max(least, _round_down(seconds / step_seconds)))
+        affordable = _round_down(seconds / timing.step_seconds)
+        return min(timing.planned_steps, max(least, affordable))
 
-    def _set_budget(self, step_seconds: float, overhead_seconds: float, planned_steps: int) -> None:
-        """Set the length of the trials, and write the settings.
-
-        Args:
-            step_seconds: time of float32's step.
-            overhead_seconds: time of a job besides its steps.
-            planned_steps: steps of the whole run.
-        """
+    def _set_budget(self, timing: BaselineTiming) -> None:
+        """Set the length of the trials, and write the settings."""
         request = self.request
         options = self.options
-        chosen = options.steps or self._choose_steps(step_seconds, overhead_seconds, planned_steps)
-        steps = min(planned_steps, chosen)
+        steps = min(timing.planned_steps, options.steps or self._choose_steps(timing))
+        float32_seconds = steps * timing.step_seconds
         slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
         accelerator = request.spec.accelerator
         device = choose_accelerator(accelerator.name, accelerator.index).device
@@ -247,7 +241,7 @@ class TrialScheduler:
             objective=options.objective,
             tolerance=options.tolerance,
             steps=steps,
-            seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * step_seconds + slack),
+            seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * timing.step_seconds + slack),
             seeds=options.seeds,
             budget=options.budget,
             command=[*request.command, *request.overrides, *request.seed_override],
@@ -262,7 +256,7 @@ class TrialScheduler:
         trial = request.trial_overrides(BASE, request.seed, *self._length_overrides())
         self._record_shared_overrides([*trial, *sorted(shared)])
         self._write(self._written)
-        self._warn_of_small_budget(steps * step_seconds + overhead_seconds)
+        self._warn_of_small_budget(float32_seconds + timing.overhead_seconds)
         text = f"{steps} steps, {options.seeds} seeds, {len(request.precisions)} precisions"
         self.console.print(f"{text}: {', '.join(request.precisions)}")
 

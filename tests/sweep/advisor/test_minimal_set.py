@@ -1,4 +1,4 @@
-"""runner.sweep.advisor.minimal_set: the smallest healing set, found with few tries."""
+"""runner.sweep.advisor.minimal_set finds the smallest set that is enough, in few trials."""
 
 from itertools import combinations
 
@@ -20,36 +20,37 @@ LEAVES = [name for name, parts in TREE.items() if name and not parts] + [
 ]
 
 
-def covers(found: tuple[str, ...], leaf: str) -> bool:
-    return any(leaf == name or leaf.startswith(f"{name}.") for name in found)
+def covers(modules: tuple[str, ...], leaf: str) -> bool:
+    """Return whether a leaf is one of some modules, or inside one."""
+    return any(leaf == name or leaf.startswith(f"{name}.") for name in modules)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_exactly_the_bad_leaves_are_found_wherever_they_are(size: int) -> None:
     for bad in combinations(sorted(set(LEAVES)), size):
         found = find_minimal_set(
-            TREE, [], lambda kept, bad=bad: all(covers(kept, leaf) for leaf in bad)
+            TREE, [], lambda modules, bad=bad: all(covers(modules, leaf) for leaf in bad)
         )
         assert sorted(found or ()) == sorted(bad)
 
 
-def test_a_right_suspicion_takes_two_tries() -> None:
+def test_a_right_suspicion_takes_one_trial() -> None:
     tried: list[tuple[str, ...]] = []
 
-    def heals(kept: tuple[str, ...]) -> bool:
-        tried.append(kept)
-        return covers(kept, "blocks.1.mlp")
+    def is_enough(modules: tuple[str, ...]) -> bool:
+        tried.append(modules)
+        return covers(modules, "blocks.1.mlp")
 
-    assert find_minimal_set(TREE, ["blocks.1.mlp", "head"], heals) == ("blocks.1.mlp",)
+    assert find_minimal_set(TREE, ["blocks.1.mlp", "head"], is_enough) == ("blocks.1.mlp",)
     assert len(tried) == 1
 
 
-def test_nothing_heals() -> None:
-    assert find_minimal_set(TREE, ["head"], lambda kept: False) is None
+def test_there_is_no_set_where_not_even_all_modules_are_enough() -> None:
+    assert find_minimal_set(TREE, ["head"], lambda modules: False) is None
 
 
-def test_what_needs_a_whole_module_keeps_it() -> None:
-    """A container whose own arithmetic is at fault, not that of a part of it."""
-    assert find_minimal_set(TREE, [], lambda kept: "blocks.1" in kept or "blocks" in kept) == (
-        "blocks.1",
-    )
+def test_a_container_is_not_replaced_if_its_own_arithmetic_is_at_fault() -> None:
+    def is_enough(modules: tuple[str, ...]) -> bool:
+        return "blocks.1" in modules or "blocks" in modules
+
+    assert find_minimal_set(TREE, [], is_enough) == ("blocks.1",)
