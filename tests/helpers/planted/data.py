@@ -1,4 +1,4 @@
-"""Small data sets whose least possible loss is known. Inputs and targets are float32."""
+"""Small data sets whose lowest possible loss is known. Inputs and targets are float32."""
 
 import math
 
