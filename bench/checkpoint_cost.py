@@ -3,9 +3,10 @@
     python bench/checkpoint_cost.py [--rounds 8] [--steps 15]
 
 ResNet-18 with AdamW (weights and two moments: 128 MiB) trains in float32. In turn: steps alone,
-steps with a checkpoint written while the loop waits, and steps with one written beside it. Told is
-how long the loop stands still for each, in the call and before the next update, and by how much it
-is longer, with the steps that the writing slows. Writes bench/results/checkpoint_cost.md.
+steps with a checkpoint written while the loop waits, and steps with one written by a thread. The
+results are how long the loop stands still for each, in the call and before the next update, and by
+how much it is longer, with the steps that the writing slows.
+Writes bench/results/checkpoint_cost.md.
 """
 
 import argparse

@@ -118,7 +118,7 @@ def spec_of(run: str, precision: str, size: int, more: tuple[str, ...], device: 
 def trained(
     spec: RunSpec, precision: Precision, device: torch.device, loaders: tuple[Loader, Loader]
 ) -> None:
-    """What runner.modes.train does with a model, without observers and checkpoints."""
+    """Train a model as runner.modes.train does, without observers and checkpoints."""
     model = build_model(spec, precision, device).model
     task, driven = (
         build_group("task", spec.task),

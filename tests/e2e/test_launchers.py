@@ -358,7 +358,7 @@ def test_a_folder_that_is_not_shared_is_reported_in_one_message(tmp_path, monkey
 
     from runner.sweep.launcher import remote
 
-    monkeypatch.setattr(remote, "_VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr(remote, "_MAX_VISIBILITY_SECONDS", 0.1)
     monkeypatch.setattr(
         "runner.sweep.job_result.record_result", lambda *told: recorded.append(told[2:])
     )

@@ -70,7 +70,7 @@ def test_the_kernels_agree_with_the_emulation(name, rows, weights):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_they_are_as_far_from_bfloat16_as_the_format_says(name):
+def test_the_kernels_are_as_far_from_bfloat16_as_the_format_says(name):
     x, g = numbers(128)
     exact = registry.load_precision("bf16-mixed")
     torch.manual_seed(0)
@@ -119,7 +119,7 @@ def test_a_gpt_trains_as_in_bfloat16_on_an_odd_last_batch(name, weights):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_compiles(name):
+def test_a_float8_model_compiles(name):
     torch._dynamo.reset()
     state = gpt(name)
     batch = tokens(3)[0][:, :61], tokens(3)[1][:, :61]

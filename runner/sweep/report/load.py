@@ -65,7 +65,9 @@ class _StoredFacts:
                 self.results.append(RunResult.from_json(values))
         self.commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
         self.is_stopped |= bool(content.get("stopped"))
-        self.advise_settings = AdviseSettings.of(content.get("question")) or self.advise_settings
+        self.advise_settings = (
+            AdviseSettings.from_json(content.get("question")) or self.advise_settings
+        )
         job_count = content.get("asked")
         if isinstance(job_count, int):
             self.job_count += job_count

@@ -223,8 +223,8 @@ def _verdict(
         diverged_step,
         group.precision in settings.emulated,
         _command(group, settings),
-        settings.told(group.precision) if is_plain else "",
-        settings.predicted(group.precision) if is_plain else None,
+        settings.float32_finding(group.precision) if is_plain else "",
+        settings.memory_forecast(group.precision) if is_plain else None,
     )
 
 

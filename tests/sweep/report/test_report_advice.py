@@ -231,7 +231,7 @@ def test_settings_read_back_from_their_file_and_a_damaged_file_has_none(tmp_path
     (tmp_path / "advise.json").write_text("{]")
     assert AdviseSettings.read(tmp_path) is None
     assert AdviseSettings.read(tmp_path / "none") is None
-    assert AdviseSettings.of({"objective": 3}) is None
+    assert AdviseSettings.from_json({"objective": 3}) is None
 
 
 def test_speeds_missing_in_some_jobs_are_compared_by_the_other_seeds() -> None:
