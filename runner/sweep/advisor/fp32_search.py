@@ -17,7 +17,7 @@ from runner.precision.precision import Precision
 from runner.sweep.advisor.minimal_set import Modules, smallest_set
 from runner.sweep.advisor.request import AdviseRequest
 from runner.sweep.advisor.trials import Trials
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
@@ -59,7 +59,7 @@ class Float32ModuleSearch:
         """
         advice = self.advice()
         tree = _module_tree(self.request)
-        if isnan(advice.spread):
+        if isnan(advice.baseline_spread):
             self.console.print("no time to search for modules to keep out of what fails")
             return
         for line in sorted(self._failing(advice), key=_expected_gain, reverse=True):
@@ -111,7 +111,7 @@ class Float32ModuleSearch:
         first = self.request.seed
         for seed in range(first + 1, first + self.request.spec.advise.seeds + 1):
             if seed not in self._base_losses() and self.trials.left > self.longest_trial:
-                trial = self.request.trial(BASE, seed, *self.length_overrides(BASE))
+                trial = self.request.trial(BASELINE, seed, *self.length_overrides(BASELINE))
                 self.trials.launch([trial])
             if self._try(name, key, modules, seed) is None:
                 break
@@ -145,7 +145,9 @@ class Float32ModuleSearch:
 
     def _base_losses(self) -> dict[int | None, float]:
         """Return float32's final losses by seed."""
-        results = (r for r in self.trials.results() if r.group == BASE and r.outcome == "finished")
+        results = (
+            r for r in self.trials.results() if r.group == BASELINE and r.outcome == "finished"
+        )
         return {r.seed: r.metrics[VAL_LOSS] for r in results}
 
     def _max_gap(self, line: PrecisionVerdict, advice: Advice) -> float:
@@ -154,7 +156,7 @@ class Float32ModuleSearch:
         It is two standard deviations of float32's loss between seeds, or a share of the gap that
         the whole precision has, if that is larger.
         """
-        margin = 2 * advice.spread
+        margin = 2 * advice.baseline_spread
         if line.test is None or line.rating != "worse":
             return margin
         return max(margin, ACCEPTED_GAP_SHARE * line.test.mean_difference)

@@ -19,7 +19,7 @@ from runner.sweep.advisor.request import AdviseRequest
 from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.advisor.system_load import other_programs_load
 from runner.sweep.advisor.trials import Trials
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.paired_test import MIN_SEEDS
 from runner.sweep.report.ranking import Advice, rank_precisions
 from runner.tracking.metric_names import VAL_LOSS
@@ -98,7 +98,7 @@ class TrialScheduler:
         """Find what is wrong with the precisions that fail, and which modules to keep out."""
         advice = self._advice()
         failing = [line.group.precision for line in advice.verdicts if line.is_failing]
-        if not failing or advice.recommended is None:
+        if not failing or advice.recommendation is None:
             return
         suspects = self._diagnose(failing)
         if self.options.islands:
@@ -142,7 +142,7 @@ class TrialScheduler:
         words = [*self._length_overrides(), f"numerics.every={every}", "train.compile=false"]
         if self.trials.left <= 0:
             return {}
-        trial = self.request.trial(BASE, self.request.seed, *words)
+        trial = self.request.trial(BASELINE, self.request.seed, *words)
         result = self.trials.launch([trial])[0]
         if result.status != "finished":
             return {}
@@ -150,7 +150,7 @@ class TrialScheduler:
             numbers = read(self.trials.folder / Path(result.folder).name)
         except RunnerError:
             return {}
-        nothing = f"in every module {BASE}'s numbers fit its formats"
+        nothing = f"in every module {BASELINE}'s numbers fit its formats"
         precisions = {name: self.request.load_precision(name) for name in failing}
         shortages = {name: describe_shortage(numbers, p) for name, p in precisions.items()}
         found = [f"{name}: {text or nothing}" for name, text in shortages.items()]
@@ -171,13 +171,15 @@ class TrialScheduler:
         limits = [n for n in (self.request.spec.train.max_steps, self.options.steps) if n]
         if limits:
             words.append(f"train.max_steps={min(limits)}")
-        self.console.print(f"{BASE} for {seconds:.0f} s at most, to measure its step time")
-        trial = self.request.untracked_trial(BASE, self.request.seed, *words)
+        self.console.print(f"{BASELINE} for {seconds:.0f} s at most, to measure its step time")
+        trial = self.request.untracked_trial(BASELINE, self.request.seed, *words)
         self._share_overrides(trial)
         result = self.trials.launch([trial])[0]
         self.trials.discard()
         if result.status != "finished" or not result.step_ms:
-            raise ConfigError(result.error or f"{BASE} took no step: there is nothing to compare.")
+            raise ConfigError(
+                result.error or f"{BASELINE} took no step: there is nothing to compare."
+            )
         if VAL_LOSS not in result.metrics:
             raise ConfigError(f"mode=advise judges by {VAL_LOSS}, which task= does not measure.")
         step = result.step_ms / 1e3
@@ -234,7 +236,7 @@ class TrialScheduler:
             ),
         )
         shared = {word for words in request.precision_overrides.values() for word in words}
-        trial = request.trial(BASE, request.seed, *self._length_overrides())
+        trial = request.trial(BASELINE, request.seed, *self._length_overrides())
         self._share_overrides([*trial, *sorted(shared)])
         self._write(self._written)
         self._warn_of_small_budget(steps * step + start)
@@ -254,7 +256,7 @@ class TrialScheduler:
             text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
             self.console.print(f"{text}, and advise.budget={self.options.budget}.")
 
-    def _length_overrides(self, precision: str = BASE) -> list[str]:
+    def _length_overrides(self, precision: str = BASELINE) -> list[str]:
         """Return the overrides that set the length of a precision's trial."""
         steps = self.settings.steps
         seconds = self.settings.seconds
@@ -289,7 +291,7 @@ class TrialScheduler:
             has_diverged |= any(r.outcome == "diverged" for r in results)
             # Float32 alone needs further seeds only to judge a diverged precision once modules
             # are kept out of it.
-            if BASE not in running or (len(running) == 1 and not has_diverged):
+            if BASELINE not in running or (len(running) == 1 and not has_diverged):
                 return
             running = self._affordable(running, results, seconds, MIN_SEEDS - number - 1)
 
@@ -321,15 +323,15 @@ class TrialScheduler:
             seconds: time of a trial by precision.
             rounds: rounds that a verdict still takes.
         """
-        baseline = next(r for r in results if r.precision == BASE)
+        baseline = next(r for r in results if r.precision == BASELINE)
         merits = {r.precision: self._merit(r, baseline) for r in results if r.precision in names}
-        others = [name for name in names if name != BASE]
+        others = [name for name in names if name != BASELINE]
         others.sort(key=lambda name: merits[name], reverse=True)
-        left = self.trials.left - rounds * seconds[BASE]
-        chosen = {BASE}
+        left = self.trials.left - rounds * seconds[BASELINE]
+        chosen = {BASELINE}
         for name in others:
             left -= rounds * seconds[name]
-            if rounds <= 0 or left >= 0 or chosen == {BASE}:
+            if rounds <= 0 or left >= 0 or chosen == {BASELINE}:
                 chosen.add(name)
         dropped = [name for name in others if name not in chosen]
         if dropped:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from runner.modes.result import RunResult, read_results
 from runner.sweep.sweep import Sweep
-from runner.sweep.sweep_resume import finished_result, same_settings
+from runner.sweep.sweep_resume import final_result, have_same_settings
 from runner.utils.console import plain_console
 from runner.utils.formatting import format_number
 
@@ -53,7 +53,7 @@ class Trials:
         """
         numbers = [self._number(words) for words in jobs]
         for number, words in zip(numbers, jobs, strict=True):
-            if number in self._earlier and finished_result(self.folder / str(number), words):
+            if number in self._earlier and final_result(self.folder / str(number), words):
                 continue
             self.launcher.launch([[*words]], initial_job_idx=number)
         results = {int(Path(r.folder).name): r for r in self.results()}
@@ -62,7 +62,7 @@ class Trials:
     def _number(self, words: Sequence[str]) -> int:
         """Return the number that a job had in an earlier command, else the next one."""
         for number, result in self._earlier.items():
-            if same_settings(result.overrides, words):
+            if have_same_settings(result.overrides, words):
                 return number
         self._next_number += 1
         return self._next_number - 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from runner.sweep.report.columns import advice_table, advice_terminal_table
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.number_text import format_interval, format_ratio
 from runner.sweep.report.paired_test import ERROR_RATE
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
@@ -22,16 +22,17 @@ GAIN_WORDS = {"time": "faster", "memory": "smaller", "quality": "better"}
 
 def advice_sentence(advice: Advice) -> str:
     """Return which precision to use, and why, in one sentence."""
-    pick = advice.recommended
+    pick = advice.recommendation
     if pick is None:
         return (
-            f"No advice: {BASE} itself did not train in every trial, and others are judged by it."
+            f"No advice: {BASELINE} itself did not train in every trial, and others are judged "
+            "by it."
         )
     unclear = [line for line in advice.verdicts if line.rating == "unclear"]
     judged = [line for line in advice.verdicts if line.test and line.rating != "unclear"]
     if unclear and not judged:
-        return f"Stay with {BASE} for now: nothing could be judged."
-    if pick.group.name == BASE:
+        return f"Stay with {BASELINE} for now: nothing could be judged."
+    if pick.group.name == BASELINE:
         return _stay_sentence(advice)
     return f"Use {pick.name}: {_gain_words(pick)}."
 
@@ -39,18 +40,18 @@ def advice_sentence(advice: Advice) -> str:
 def _stay_sentence(advice: Advice) -> str:
     """Return why to stay with float32."""
     objective = advice.settings.objective
-    rivals = [line for line in advice.verdicts if line.name != BASE and not line.is_emulated]
+    rivals = [line for line in advice.verdicts if line.name != BASELINE and not line.is_emulated]
     if not rivals:
-        return f"Stay with {BASE} on this machine: whatever else was tried is emulated."
+        return f"Stay with {BASELINE} on this machine: whatever else was tried is emulated."
     is_timed = any(line.comparison and line.comparison.speed_ratio for line in rivals)
     if objective == "time" and not is_timed:
         return (
-            f"Stay with {BASE} for now: too few trials were long enough to measure a speed. "
+            f"Stay with {BASELINE} for now: too few trials were long enough to measure a speed. "
             "Train for longer (train.epochs, advise.steps, advise.budget), or type "
             "advise.objective=memory."
         )
     aim = GAIN_WORDS[objective]
-    return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}."
+    return f"Stay with {BASELINE}: nothing that trains as well was measured to be {aim}."
 
 
 def _gain_words(verdict: PrecisionVerdict) -> str:
@@ -65,7 +66,7 @@ def _loss_words(verdict: PrecisionVerdict) -> str:
         return "the baseline"
     if test.decision == "better":
         return f"lower by {format_interval(-test.mean_difference, test.ci_half_width)}"
-    return f"indistinguishable from {BASE}'s"
+    return f"indistinguishable from {BASELINE}'s"
 
 
 def _speed_gain(verdict: PrecisionVerdict) -> str:
@@ -74,7 +75,7 @@ def _speed_gain(verdict: PrecisionVerdict) -> str:
         return ""
     if comparison.speed_verdict not in ("faster", "slower"):
         return ""
-    return f"{format_ratio(comparison.speed_ratio)} × as fast as {BASE}"
+    return f"{format_ratio(comparison.speed_ratio)} × as fast as {BASELINE}"
 
 
 def _memory_gain(verdict: PrecisionVerdict) -> str:
@@ -119,7 +120,7 @@ def _unclear_sentence(advice: Advice, unclear: list[PrecisionVerdict]) -> str:
 def advice_blocks(advice: Advice) -> Iterator[Block]:
     """Yield the report's parts: answer, next command, table, alternatives, method."""
     yield from _answer(advice)
-    if advice.recommended is not None:
+    if advice.recommendation is not None:
         yield Text("Next:")
         yield Commands(next_commands(advice))
     yield advice_table(advice)
@@ -175,14 +176,14 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
     yield (
         "Trials",
         f"{settings.steps} optimizer steps each; every precision from the same weights on the same "
-        f"batches as {BASE}, for each seed. Jobs ran in turn, seed by seed.",
+        f"batches as {BASELINE}, for each seed. Jobs ran in turn, seed by seed.",
     )
-    if not math.isnan(advice.spread):
+    if not math.isnan(advice.baseline_spread):
         yield (
             "Baseline",
-            f"{BASE} ends at {VAL_LOSS} {format_number(advice.loss)}; its seeds differ by a "
-            f"standard deviation of {format_number(advice.spread)}. Tolerated are "
-            f"{settings.tolerance:g} of them (advise.tolerance).",
+            f"{BASELINE} ends at {VAL_LOSS} {format_number(advice.baseline_loss)}; its seeds "
+            f"differ by a standard deviation of {format_number(advice.baseline_spread)}. "
+            f"Tolerated are {settings.tolerance:g} of them (advise.tolerance).",
         )
     yield (
         "Worse",
@@ -194,7 +195,7 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
     yield (
         "Indistinguishable",
         f"the same test, at {ERROR_RATE:.0%} for each, finds the difference below the tolerance "
-        f"(non-inferiority) if {BASE}'s spread is exact; it is measured by as many seeds, see "
+        f"(non-inferiority) if {BASELINE}'s spread is exact; it is measured by as many seeds, see "
         "docs/advise.md. Neither: not enough evidence.",
     )
     if any(line.forecast for line in advice.verdicts):
@@ -211,7 +212,7 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
 
 def next_commands(advice: Advice) -> list[str]:
     """Return the command to run next; empty without a recommended precision."""
-    return [quote_command(advice.recommended.command)] if advice.recommended else []
+    return [quote_command(advice.recommendation.command)] if advice.recommendation else []
 
 
 def print_advice(console: Console, advice: Advice) -> None:

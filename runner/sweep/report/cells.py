@@ -25,7 +25,7 @@ from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number, format_percent
 from runner.utils.markup import Cell, Tone
 
-MAX_REASON = 80
+MAX_REASON_CHARACTERS = 80
 """Characters of an error in the cell of a group's status."""
 DIFFERENCE_TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "unjudged": "quiet"}
 RATING_TONES: dict[str, Tone] = {
@@ -71,12 +71,12 @@ class TableFacts:
         return all(c.speed_ratio for c in self.groups if c.group.finished_count)
 
     @cached_property
-    def fastest(self) -> float:
+    def greatest_speed_ratio(self) -> float:
         """Return the greatest speed ratio; the bars are drawn relative to it."""
         return max((c.speed_ratio.value for c in self.groups if c.speed_ratio), default=1.0)
 
     @cached_property
-    def largest(self) -> float:
+    def greatest_memory_ratio(self) -> float:
         """Return the greatest memory ratio; the bars are drawn relative to it."""
         return max((c.memory_ratio for c in self.groups if c.memory_ratio), default=1.0)
 
@@ -95,8 +95,8 @@ def group_status(c: Comparison, _: TableFacts) -> Cell:
     else:
         text = ", ".join(f"{count}/{jobs} {outcome}" for outcome, count in counts.items())
     reason = " ".join(" ".join(c.group.reasons).split())
-    if len(reason) > MAX_REASON:
-        reason = f"{reason[:MAX_REASON].rstrip()}…"
+    if len(reason) > MAX_REASON_CHARACTERS:
+        reason = f"{reason[:MAX_REASON_CHARACTERS].rstrip()}…"
     return Cell(text, "quiet" if set(counts) == {"finished"} else "bad", reason)
 
 
@@ -148,7 +148,7 @@ def group_difference(c: Comparison, _: TableFacts) -> Cell:
 
 def group_speed_ratio(c: Comparison, facts: TableFacts) -> Cell:
     """Return the ratio of speeds with its range over seeds and a bar."""
-    bar = c.speed_ratio.value / facts.fastest if c.speed_ratio else None
+    bar = c.speed_ratio.value / facts.greatest_speed_ratio if c.speed_ratio else None
     return Cell(format_ratio(c.speed_ratio), note=format_range(c.speed_ratio), bar=bar)
 
 
@@ -164,7 +164,7 @@ def group_memory_ratio(c: Comparison, facts: TableFacts) -> Cell:
     """Return the ratio of memory with the MiB and a bar."""
     if c.memory_ratio is None:
         return Cell("")
-    bar = c.memory_ratio and c.memory_ratio / facts.largest
+    bar = c.memory_ratio and c.memory_ratio / facts.greatest_memory_ratio
     return Cell(f"{c.memory_ratio:.2f}", note=format_mib(c.group.memory_mib), bar=bar)
 
 

@@ -15,11 +15,11 @@ from runner.modes.tables import relative_change, shared_settings
 from runner.sweep.report.statistics import Difference, Ratio, Spread, quality_difference
 from runner.tracking.metric_names import VAL_LOSS
 
-BASE = "32-true"
+BASELINE = "32-true"
 """The precision that every other one is compared with."""
 MIN_GAIN_SEEDS, MIN_GAIN_ONE_SEED = 0.05, 0.10
 """Speed ratios nearer to 1 are called even: on a shared machine speeds vary as much."""
-MAX_SPREAD = 1.5
+MAX_SPREAD_AROUND_ONE = 1.5
 """If the greatest ratio is this many times the least, with 1 between, nothing was measured."""
 
 
@@ -128,7 +128,7 @@ def _group(
     complete = [job for job in ended if job.outcome == "finished"]
 
     def spread(value: Callable[[RunResult], float | None]) -> Spread | None:
-        return Spread.of(map(value, ended))
+        return Spread.of_values(map(value, ended))
 
     return Group(
         name,
@@ -136,10 +136,12 @@ def _group(
         device,
         tuple(jobs),
         Counter(job.outcome for job in jobs),
-        quality=Spread.of(job.metrics.get(job.quality) for job in complete),
-        best=Spread.of(job.best for job in complete),
-        loss=Spread.of(job.metrics.get(VAL_LOSS) for job in complete),
-        change=Spread.of(relative_change(job.quality, job, sweep_results) for job in complete),
+        quality=Spread.of_values(job.metrics.get(job.quality) for job in complete),
+        best=Spread.of_values(job.best for job in complete),
+        loss=Spread.of_values(job.metrics.get(VAL_LOSS) for job in complete),
+        change=Spread.of_values(
+            relative_change(job.quality, job, sweep_results) for job in complete
+        ),
         speed=spread(lambda job: job.examples_per_second),
         step_ms=spread(lambda job: job.step_ms),
         peak_mib=spread(lambda job: job.peak_memory_mib),
@@ -185,13 +187,13 @@ class Comparison:
             return "faster"
         if ratio.high < 1 and ratio.value < 1 - min_gain:
             return "slower"
-        return "even" if ratio.high < MAX_SPREAD * ratio.low else "unclear"
+        return "even" if ratio.high < MAX_SPREAD_AROUND_ONE * ratio.low else "unclear"
 
 
-def compare(results: Sequence[RunResult]) -> list[Comparison]:
+def compare_with_baselines(results: Sequence[RunResult]) -> list[Comparison]:
     """Compare every group of a sweep with its baseline, in the order of group_jobs()."""
     groups = group_jobs(results)
-    candidates = {(g.settings, g.device): g for g in groups if g.precision == BASE}
+    candidates = {(g.settings, g.device): g for g in groups if g.precision == BASELINE}
     baselines = [_baseline_of(group, candidates) for group in groups]
     pairs = list(zip(groups, baselines, strict=True))
     used = {id(base) for group, base in pairs if base is not None and base is not group}
@@ -199,7 +201,7 @@ def compare(results: Sequence[RunResult]) -> list[Comparison]:
     for group, base in pairs:
         # A 32-true group that no other group is compared with is an ordinary row.
         is_unused = base is group and id(base) not in used
-        compared.append(compare_jobs(group, None if is_unused else base))
+        compared.append(compare_two_groups(group, None if is_unused else base))
     return compared
 
 
@@ -208,7 +210,7 @@ def _baseline_of(group: Group, candidates: Mapping[tuple[str, str], Group]) -> G
     return exact or candidates.get((shared_settings(group.settings), group.device))
 
 
-def compare_jobs(group: Group, baseline: Group | None) -> Comparison:
+def compare_two_groups(group: Group, baseline: Group | None) -> Comparison:
     """Compare a group with a baseline; without ratios if either has no finished job."""
     if baseline is None or not baseline.finished_count or not group.finished_count:
         return Comparison(group, baseline)
@@ -225,10 +227,10 @@ def _difference(group: Group, baseline: Group) -> Difference | None:
     if group is baseline or group.is_evaluation or not (group.quality and baseline.quality):
         return None
     direction = baseline.jobs[0].direction
-    return quality_difference(_qualities(group), _qualities(baseline), direction)
+    return quality_difference(_qualities_by_seed(group), _qualities_by_seed(baseline), direction)
 
 
-def _qualities(group: Group) -> list[tuple[int | None, float]]:
+def _qualities_by_seed(group: Group) -> list[tuple[int | None, float]]:
     return [(job.seed, job.metrics[job.quality]) for job in group.jobs if job.outcome == "finished"]
 
 
@@ -237,11 +239,11 @@ def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
 
     A job that was too short has no speed; the remaining seeds are still compared pairwise.
     """
-    rates = _rates(group)
-    base_rates = _rates(baseline)
+    rates = _speeds_by_seed(group)
+    base_rates = _speeds_by_seed(baseline)
     if _share_seeds(group, baseline) or not rates or not base_rates:
         by_seed = dict(base_rates)
-        return Ratio.of(rate / by_seed[seed] for seed, rate in rates if seed in by_seed)
+        return Ratio.of_values(rate / by_seed[seed] for seed, rate in rates if seed in by_seed)
     speeds = sorted(rate for _, rate in rates)
     base_speeds = sorted(rate for _, rate in base_rates)
     value = median(speeds) / median(base_speeds)
@@ -258,7 +260,7 @@ def _share_seeds(group: Group, baseline: Group) -> bool:
     return are_unique and bool({*seeds} & {*base_seeds} - {None})
 
 
-def _rates(group: Group) -> list[tuple[int | None, float]]:
+def _speeds_by_seed(group: Group) -> list[tuple[int | None, float]]:
     finished = (job for job in group.jobs if job.status == "finished")
     return [(job.seed, job.examples_per_second) for job in finished if job.examples_per_second]
 

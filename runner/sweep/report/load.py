@@ -26,9 +26,9 @@ from runner.utils.terminal import quote_command
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
 
-JOBS = "jobs"
+JOB_RESULTS_FOLDER = "jobs"
 """Folder of the parent run's artifacts that holds the lists of results."""
-_CURVES = (
+_CURVE_METRICS = (
     "train/loss",
     "val/loss",
     "val/accuracy",
@@ -36,7 +36,7 @@ _CURVES = (
     "loss_scale/changes",
     "loss_scale/overflow",
 )
-_STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
+_STATUS_BY_RUN_STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
     "FINISHED": "finished",
     "FAILED": "failed",
     "KILLED": "stopped",
@@ -158,7 +158,7 @@ def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:
 def _stored_facts(reader: "Reader", parent: "StoredRun") -> _StoredFacts:
     """Return what the processes that ran the jobs stored with the parent run when they ended."""
     facts = _StoredFacts(is_stopped=parent.status == "KILLED")
-    for path in sorted(reader.artifacts(parent.run_id, JOBS)):
+    for path in sorted(reader.artifacts(parent.run_id, JOB_RESULTS_FOLDER)):
         content = None
         # A damaged list leaves the jobs to their own runs.
         with suppress(ValueError):
@@ -184,8 +184,8 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
         run.tags.get("precision", ""),
         run.name,
         run.tags.get("output_dir", ""),
-        _STATUS.get(run.status, "stopped"),
-        run.tags.get("error", "") if run.status in _STATUS else _UNKNOWN_STATUS,
+        _STATUS_BY_RUN_STATUS.get(run.status, "stopped"),
+        run.tags.get("error", "") if run.status in _STATUS_BY_RUN_STATUS else _UNKNOWN_STATUS,
         group=re.sub(r" seed=\d+(?= |$)", "", run.name),
         seed=int(seed) if seed.isdecimal() else None,
         model=run.tags.get("model", ""),
@@ -229,4 +229,4 @@ def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
     with suppress(ValueError):
         if data := reader.artifact_or_notice(run.run_id, HISTORY):
             return history.read_history(data)
-    return {name: reader.curve(run.run_id, name) for name in _CURVES if name in run.metrics}
+    return {name: reader.curve(run.run_id, name) for name in _CURVE_METRICS if name in run.metrics}

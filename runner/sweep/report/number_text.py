@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from runner.sweep.report.statistics import Difference, Ratio, Spread
 from runner.utils.formatting import format_number
 
-MAX_NAMES = 3
-MAX_PLACES = 8
+MAX_LISTED_NAMES = 3
+MAX_DECIMALS = 8
 LARGEST_ERROR = 1e300
 """Keeps the logarithm of an infinite error finite."""
 
@@ -32,7 +32,7 @@ def format_interval(value: float, error: float, sign: str = "") -> str:
     places = 4
     if error > 0:
         places = 1 - math.floor(math.log10(min(error, LARGEST_ERROR)))
-    if not -3 < places <= MAX_PLACES:
+    if not -3 < places <= MAX_DECIMALS:
         return f"{value:{sign}.3g} ± {error:.2g}"
     places = max(0, places)
     return f"{value:{sign}.{places}f} ± {error:.{places}f}"
@@ -65,7 +65,7 @@ def difference_words(difference: Difference) -> tuple[str, str]:
     return f"{difference.verdict} by {format_interval(abs(value), half_width)}", ""
 
 
-def join_names(names: Iterable[str], limit: int = MAX_NAMES) -> str:
+def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
     """Return the first names, and how many more there are."""
     every = list(names)
     more = f" and {len(every) - limit} more" if len(every) > limit else ""

@@ -10,18 +10,18 @@ from pathlib import Path
 
 from runner.modes.result import RunResult
 from runner.sweep.report import advice_page
-from runner.sweep.report.charts import legend, overview, panels
+from runner.sweep.report.charts import chart_figures, legend_entries, overview_figure
 from runner.sweep.report.columns import groups_table, jobs_table
-from runner.sweep.report.compare import BASE, Comparison, compare
+from runner.sweep.report.compare import BASELINE, Comparison, compare_with_baselines
 from runner.sweep.report.conclusion import (
-    NO_BASE,
-    conclusion,
+    NO_BASELINE_REASON,
     conclusion_sentence,
+    conclusion_text,
     failure_sentence,
     recommended_precision,
 )
 from runner.sweep.report.downsample import curve_points
-from runner.sweep.report.footnotes import footnotes
+from runner.sweep.report.footnotes import report_footnotes
 from runner.sweep.report.jobs import Job, SweepData
 from runner.sweep.report.number_text import join_names
 from runner.utils.formatting import format_number
@@ -40,8 +40,8 @@ from runner.utils.markup import (
 from runner.utils.plots import svg_element
 
 MAX_TITLE_KEYS = 4
-MAX_FAILED_NAMES = 6
-NOTE_LIMIT = 7000
+MAX_FAILED_JOB_NAMES = 6
+MAX_NOTE_CHARACTERS = 7000
 """Characters of the note; MLflow stores a tag's value up to 8000."""
 
 
@@ -54,34 +54,34 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     Raises:
         OSError: the folder cannot be written to.
     """
-    compared = compare([job.result for job in data.jobs])
-    title = _title(data)
+    compared = compare_with_baselines([job.result for job in data.jobs])
+    title = _page_title(data)
     top = advice_page.advice_blocks(data.advice) if data.advice else _top_blocks(data, compared)
-    before = [*top, *_unread_artifacts(data)]
+    before = [*top, *_fetch_failure_blocks(data)]
     after = list(_detail_blocks(data, compared))
     paths = [folder / "report.md", folder / "report.html"]
     paths[0].write_text(to_markdown(title, [*before, *after]))
     paths[1].write_text(to_html(title, [*before, *_chart_blocks(data), *after]))
-    figure = overview(data)
+    figure = overview_figure(data)
     if figure is not None:
         paths.append(folder / "report.png")
         figure.savefig(paths[-1], dpi=110)
     return paths
 
 
-def _unread_artifacts(data: SweepData) -> Iterator[Block]:
+def _fetch_failure_blocks(data: SweepData) -> Iterator[Block]:
     """Name the artifacts that could not be fetched: without them the report is weaker."""
-    if data.unread:
+    if data.fetch_failures:
         yield Heading("Not fetched from the store")
         yield Text(
             "Without these artifacts the report uses the tags, last metrics and points of the "
             "store. Make it again when they can be fetched."
         )
-        for message in data.unread:
+        for message in data.fetch_failures:
             yield Text(message)
 
 
-def summary_markdown(data: SweepData, limit: int = NOTE_LIMIT) -> str:
+def summary_markdown(data: SweepData, limit: int = MAX_NOTE_CHARACTERS) -> str:
     """Return conclusion, table of groups and commands for the note of the parent run.
 
     Args:
@@ -112,8 +112,8 @@ def _summary_parts(data: SweepData) -> tuple[str, Table | None, str]:
     if data.advice:
         blocks, table = advice_page.advice_markdown(data.advice)
         return "\n\n".join(map(markdown, blocks)), table, tail
-    compared = compare([job.result for job in data.jobs])
-    head = markdown(Text(conclusion(compared, data.shortfall), "answer"))
+    compared = compare_with_baselines([job.result for job in data.jobs])
+    head = markdown(Text(conclusion_text(compared, data.missing_jobs_clause), "answer"))
     return head, _groups_table(compared) if compared else None, tail
 
 
@@ -121,7 +121,7 @@ def _groups_table(compared: Sequence[Comparison]) -> Table:
     return groups_table(compared, recommended_precision(compared))
 
 
-def _title(data: SweepData) -> str:
+def _page_title(data: SweepData) -> str:
     results = [job.result for job in data.jobs]
     models = ", ".join(dict.fromkeys(result.model for result in results if result.model))
     data_sets = ", ".join(dict.fromkeys(result.data for result in results if result.data))
@@ -161,25 +161,25 @@ def _top_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Blo
     count = f"{finished} of {max(data.job_count, len(data.jobs))} jobs finished"
     yield Text(" · ".join(filter(None, [count, devices, sweep])), "small")
     yield Text(conclusion_sentence(compared), "answer")
-    if failures := failure_sentence(compared, data.shortfall):
+    if failures := failure_sentence(compared, data.missing_jobs_clause):
         yield Text(failures)
     if compared:
         yield _groups_table(compared)
     uncompared = [
         c.group.name
         for c in compared
-        if c.baseline is None and c.group.finished_count and c.group.precision != BASE
+        if c.baseline is None and c.group.finished_count and c.group.precision != BASELINE
     ]
     if uncompared and any(c.baseline for c in compared):
         names = join_names(uncompared)
-        yield Text(f"Not compared: {names}: {NO_BASE} with the same settings.", "small")
+        yield Text(f"Not compared: {names}: {NO_BASELINE_REASON} with the same settings.", "small")
 
 
 def _chart_blocks(data: SweepData) -> list[Block]:
-    pictures = [svg_element(figure) for figure in panels(data)]
+    pictures = [svg_element(figure) for figure in chart_figures(data)]
     if not pictures:
         return []
-    lines = [(entry.name, entry.colour, entry.dashes) for entry in legend(data)]
+    lines = [(entry.name, entry.colour, entry.dashes) for entry in legend_entries(data)]
     return [Heading("Curves"), Charts(pictures, lines)]
 
 
@@ -202,7 +202,7 @@ def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Commands(data.commands)
     if any(group.finished_count for group in groups) and not data.advise_settings:
         yield Heading("How this was compared")
-        yield Items(list(footnotes(compared)), small=True)
+        yield Items(list(report_footnotes(compared)), small=True)
 
 
 def _failure_items(failed: Sequence[Job]) -> list[tuple[str, str]]:
@@ -211,7 +211,7 @@ def _failure_items(failed: Sequence[Job]) -> list[tuple[str, str]]:
     for job in failed:
         labels_by_reason.setdefault(_failure_reason(job), []).append(job.result.label)
     return [
-        (join_names(labels, MAX_FAILED_NAMES), reason)
+        (join_names(labels, MAX_FAILED_JOB_NAMES), reason)
         for reason, labels in labels_by_reason.items()
     ]
 

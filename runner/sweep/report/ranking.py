@@ -12,7 +12,7 @@ from typing import Literal
 
 from runner.modes.result import RunResult
 from runner.sweep.advisor.settings import AdviseSettings
-from runner.sweep.report.compare import BASE, Comparison, Group, compare_jobs, group_jobs
+from runner.sweep.report.compare import BASELINE, Comparison, Group, compare_two_groups, group_jobs
 from runner.sweep.report.paired_test import (
     MIN_SEEDS,
     PairedTest,
@@ -33,7 +33,7 @@ Rating = Literal[
     "failed",
     "unavailable",
 ]
-_ORDER: Mapping[Rating, int] = {
+_RATING_ORDER: Mapping[Rating, int] = {
     "recommended": 0,
     "fit": 1,
     "baseline": 1,
@@ -96,17 +96,17 @@ class Advice:
 
     Attributes:
         verdicts: best first.
-        spread: standard deviation of 32-true's final loss over seeds; NaN below two.
-        loss: mean of 32-true's final loss.
+        baseline_spread: standard deviation of 32-true's final loss over seeds; NaN below two.
+        baseline_loss: mean of 32-true's final loss; NaN without one.
     """
 
     settings: AdviseSettings
     verdicts: Sequence[PrecisionVerdict]
-    spread: float
-    loss: float
+    baseline_spread: float
+    baseline_loss: float
 
     @property
-    def recommended(self) -> PrecisionVerdict | None:
+    def recommendation(self) -> PrecisionVerdict | None:
         """Return the recommended precision, None if 32-true itself did not train."""
         return next((line for line in self.verdicts if line.rating == "recommended"), None)
 
@@ -120,13 +120,13 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
     """
     groups = group_jobs(results)
     trials = [group for group in groups if not _is_search_trial(group)]
-    base = next((group for group in trials if group.name == BASE), None)
-    base_losses = _losses(base, settings) if base else {}
+    base = next((group for group in trials if group.name == BASELINE), None)
+    base_losses = _final_losses(base, settings) if base else {}
     spread = baseline_spread([*base_losses.values()])
     mean = sum(base_losses.values()) / len(base_losses) if base_losses else math.nan
 
     others = [group for group in trials if group is not base]
-    differences = [_differences(group, base_losses, settings) for group in others]
+    differences = [_loss_differences(group, base_losses, settings) for group in others]
     family_size = sum(len(of_group) >= MIN_SEEDS for of_group in differences)
     verdicts = []
     for group, of_group in zip(others, differences, strict=True):
@@ -142,8 +142,8 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
         for group in groups
         if _is_search_trial(group)
     ]
-    with_attempts = [_with_attempts(verdict, verdicts, attempts) for verdict in verdicts]
-    return Advice(settings, _ranked(with_attempts, settings.objective), spread, mean)
+    with_attempts = [_add_attempted_sets(verdict, verdicts, attempts) for verdict in verdicts]
+    return Advice(settings, _rank_verdicts(with_attempts, settings.objective), spread, mean)
 
 
 def _is_search_trial(group: Group) -> bool:
@@ -153,7 +153,7 @@ def _is_search_trial(group: Group) -> bool:
     return is_dropped_set or "numerics." in group.settings
 
 
-def _losses(group: Group, settings: AdviseSettings) -> dict[int | None, float]:
+def _final_losses(group: Group, settings: AdviseSettings) -> dict[int | None, float]:
     """Return the final losses by seed of the trials that reached their last step."""
     return {
         job.seed: job.metrics[VAL_LOSS]
@@ -162,9 +162,11 @@ def _losses(group: Group, settings: AdviseSettings) -> dict[int | None, float]:
     }
 
 
-def _differences(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> list[float]:
+def _loss_differences(
+    group: Group, base_losses: LossBySeed, settings: AdviseSettings
+) -> list[float]:
     """Return the differences to 32-true's loss, seed by seed."""
-    losses = _losses(group, settings)
+    losses = _final_losses(group, settings)
     # The seed that chose the modules to exclude would favour them: it does not judge them.
     chosen_by = None
     if group.settings:
@@ -178,13 +180,13 @@ def _differences(group: Group, base_losses: LossBySeed, settings: AdviseSettings
 
 def _first_difference(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> float:
     """Return the first seed's difference to 32-true's loss, NaN if its trial did not finish."""
-    for seed, loss in _losses(group, settings).items():
+    for seed, loss in _final_losses(group, settings).items():
         if seed in base_losses:
             return loss - base_losses[seed]
     return math.nan
 
 
-def _with_attempts(
+def _add_attempted_sets(
     verdict: PrecisionVerdict,
     verdicts: Sequence[PrecisionVerdict],
     attempts: Sequence[tuple[Group, float]],
@@ -230,7 +232,7 @@ def _verdict(
 
 def _comparison(group: Group, base: Group | None) -> Comparison:
     """Compare with the baseline; drop the speed ratio if too few seeds measured it."""
-    comparison = compare_jobs(group, base)
+    comparison = compare_two_groups(group, base)
     ratio = comparison.speed_ratio
     if ratio is not None and ratio.n >= MIN_SEEDS:
         return comparison
@@ -263,24 +265,26 @@ def _command(group: Group, settings: AdviseSettings) -> Sequence[str]:
     return [*settings.command, f"precision={group.precision}", *own, *group.settings.split()]
 
 
-def _ranked(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
+def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
     """Sort the verdicts: recommended, acceptable by the objective, then by their rating."""
     speeds = _ranking_speeds(verdicts)
-    merits = [_merit(v, objective, speeds[id(v)]) for v in verdicts]
-    best = _best(verdicts, merits)
+    merits = [_merit_key(v, objective, speeds[id(v)]) for v in verdicts]
+    best = _best_index(verdicts, merits)
 
     def place(index: int) -> tuple[float, ...]:
         verdict = verdicts[index]
         rating = "recommended" if index == best else verdict.rating
         harm = verdict.test.mean_difference if verdict.test and rating == "worse" else 0.0
         negated = (-merit for merit in merits[index])
-        return _ORDER[rating], verdict.is_emulated, harm, *negated
+        return _RATING_ORDER[rating], verdict.is_emulated, harm, *negated
 
     order = sorted(range(len(verdicts)), key=place)
     return [replace(verdicts[i], rating="recommended") if i == best else verdicts[i] for i in order]
 
 
-def _best(verdicts: Sequence[PrecisionVerdict], merits: Sequence[tuple[float, ...]]) -> int | None:
+def _best_index(
+    verdicts: Sequence[PrecisionVerdict], merits: Sequence[tuple[float, ...]]
+) -> int | None:
     """Return the index of the verdict to recommend, None without a baseline to judge by."""
     # An emulated precision has no speed here, so it is never recommended.
     fit = [
@@ -320,7 +324,7 @@ def _is_slower(ratio: Ratio, leader: Ratio) -> bool:
     return ratio.high < leader.low or is_across_baseline
 
 
-def _merit(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple[float, ...]:
+def _merit_key(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple[float, ...]:
     """Return the sort key of a verdict, greater is better.
 
     What was not measured to be a gain counts as none.

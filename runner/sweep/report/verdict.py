@@ -2,7 +2,7 @@
 
 import math
 
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.number_text import format_interval
 from runner.sweep.report.paired_test import MIN_SEEDS
 from runner.sweep.report.ranking import PrecisionVerdict
@@ -51,9 +51,9 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
         return group.reasons[0].split("\n")[0]
     if verdict.rating == "slow":
         step = min(job.steps for job in group.jobs)
-        return f"a trial reached step {step} in more than four times {BASE}'s time"
+        return f"a trial reached step {step} in more than four times {BASELINE}'s time"
     if test is None:
-        return _baseline_loss_words(verdict) if verdict.name == BASE else ""
+        return _baseline_loss_words(verdict) if verdict.name == BASELINE else ""
     if test.n < MIN_SEEDS:
         gap = f"{test.mean_difference:+.2g}"
         return f"loss {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"

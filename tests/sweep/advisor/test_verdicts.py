@@ -91,8 +91,8 @@ def test_what_fp8_harms_is_healed_by_its_head_and_its_speed_stays_unknown(plante
     healed = line(advice, "float8-tensorwise precision.ignore_modules=[head]")
     assert good(healed)
     assert healed.is_emulated
-    assert advice.recommended is not None
-    assert advice.recommended.name == "32-true"
+    assert advice.recommendation is not None
+    assert advice.recommendation.name == "32-true"
     assert "unknown" in told
 
 
@@ -100,8 +100,8 @@ def test_what_nothing_harms_has_no_worse_precision_and_is_ranked_alike_twice(pla
     words = ("harmed_by_nothing", "precision=bf16-mixed,bf16-true", "advise.objective=memory")
     first, second = planted(*words)[0], planted(*words)[0]
     assert set(outcomes(first).values()) <= {"fit", "recommended", "baseline"}
-    assert first.recommended is not None
-    assert first.recommended.name == "bf16-true"
+    assert first.recommendation is not None
+    assert first.recommendation.name == "bf16-true"
     assert outcomes(first) == outcomes(second)
     assert [one.name for one in first.verdicts] == [one.name for one in second.verdicts]
     for one, again in zip(first.verdicts, second.verdicts, strict=True):
@@ -137,8 +137,8 @@ def test_models_of_the_runner_are_judged(advised, words, prose):
     judged = line(advice, "bf16-mixed").test
     assert judged is not None
     assert judged.n == 3
-    assert advice.recommended is not None
-    assert advice.recommended.name in ("32-true", "bf16-mixed")
+    assert advice.recommendation is not None
+    assert advice.recommendation.name in ("32-true", "bf16-mixed")
     assert f" {words[0]} {words[1]} " in told.partition("Next: python -m runner ")[2]
     if words is COMPLEX:  # autocast leaves complex numbers alone
         assert judged.mean_difference == 0

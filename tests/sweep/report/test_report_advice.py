@@ -99,8 +99,8 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
 
 def test_float32_is_recommended_if_nothing_is_faster() -> None:
     found = asked(BASE, trials("bf16-mixed", 0.001, 101.0), trials("16-mixed", 0.0, 50.0))
-    assert found.recommended is not None
-    assert found.recommended.name == "32-true"
+    assert found.recommendation is not None
+    assert found.recommendation.name == "32-true"
     assert advice_sentence(found).startswith("Stay with 32-true")
 
 
@@ -115,8 +115,8 @@ def test_the_objective_decides_among_the_acceptable(objective: str, best: str) -
         trials("64-true", -0.5, 50.0, 20.0),
         question=replace(ASKED, objective=objective),
     )
-    assert found.recommended is not None
-    assert found.recommended.name == best
+    assert found.recommendation is not None
+    assert found.recommendation.name == best
 
 
 def test_a_diverged_precision_names_its_step() -> None:
@@ -151,8 +151,8 @@ def test_an_emulated_precision_has_a_verdict_on_quality_and_no_speed() -> None:
         ASKED, emulated=["float8-tensorwise"], own=["float8-tensorwise precision.emulate=true"]
     )
     found = asked(BASE, trials("float8-tensorwise", 0.001, 900.0, 1.0), question=question)
-    assert found.recommended is not None
-    assert found.recommended.name == "32-true"
+    assert found.recommendation is not None
+    assert found.recommendation.name == "32-true"
     line = next(line for line in found.verdicts if line.is_emulated)
     assert line.command[-2:] == ["precision=float8-tensorwise", "precision.emulate=true"]
     assert "unknown" in to_markdown("", [advice_table(found)])
@@ -201,7 +201,7 @@ def test_a_busy_machine_is_named() -> None:
 
 def test_float32_that_diverges_leaves_no_advice() -> None:
     found = asked(changed(BASE, diverged=True, status="failed"), trials("bf16-mixed"))
-    assert found.recommended is None
+    assert found.recommendation is None
     assert advice_sentence(found).startswith("No advice")
 
 

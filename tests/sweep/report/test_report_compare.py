@@ -5,8 +5,8 @@ from scipy import stats
 
 from runner.modes.result import RunResult
 from runner.sweep.report.columns import sweep_table
-from runner.sweep.report.compare import compare, group_jobs, pareto_front
-from runner.sweep.report.conclusion import conclusion, recommended_precision
+from runner.sweep.report.compare import compare_with_baselines, group_jobs, pareto_front
+from runner.sweep.report.conclusion import conclusion_text, recommended_precision
 from runner.sweep.report.number_text import difference_words, format_interval, format_mean_sd
 from runner.sweep.report.statistics import Spread, quality_difference
 
@@ -43,7 +43,11 @@ def seeds(precision, qualities, speeds=(100.0, 100.0, 100.0), **more):
 
 
 def of(results, name, device=GPU):
-    return next(c for c in compare(results) if c.group.name == name and c.group.device == device)
+    return next(
+        c
+        for c in compare_with_baselines(results)
+        if c.group.name == name and c.group.device == device
+    )
 
 
 def test_jobs_that_differ_in_their_seeds_form_a_group():
@@ -241,20 +245,20 @@ def test_the_pareto_front_holds_the_groups_that_none_dominates():
         result("elsewhere", quality=0.10, speed=1.0, peak_memory_mib=99.0, device=CPU),
         result("gone", quality=math.nan, speed=999.0),
     ]
-    front = [c.group.name for c in pareto_front(compare(sweep))]
+    front = [c.group.name for c in pareto_front(compare_with_baselines(sweep))]
     assert front == ["32-true", "fast", "small", "elsewhere"]
 
 
 def test_the_pareto_front_follows_the_direction_of_the_quality():
     sweep = [result(name, quality=q, direction="min") for name, q in (("a", 2.0), ("b", 1.0))]
-    assert [c.group.name for c in pareto_front(compare(sweep))] == ["b"]
+    assert [c.group.name for c in pareto_front(compare_with_baselines(sweep))] == ["b"]
 
 
 NOISY, SAME, WORSE = (0.90, 0.91, 0.92), (0.905, 0.908, 0.921), (0.70, 0.711, 0.72)
 
 
 def told(*results, missing=""):
-    return conclusion(compare(results), missing)
+    return conclusion_text(compare_with_baselines(results), missing)
 
 
 def test_conclusion_of_several_seeds():
@@ -271,16 +275,16 @@ def test_conclusion_of_several_seeds():
     assert "no measurable difference in val/accuracy (+0.0013 ± " in text
     assert text.endswith("3 seeds); least memory: d with 0.30 × its peak memory.")
     assert "c" not in text.split()
-    assert recommended_precision(compare(sweep)).group.name == "b"
+    assert recommended_precision(compare_with_baselines(sweep)).group.name == "b"
 
 
 def test_a_difference_within_the_noise_is_no_gain():
     sweep = [*seeds("32-true", NOISY), *seeds("b", SAME, (99.0, 120.0, 130.0))]
     assert told(*sweep).startswith("Nothing as good trained faster than 32-true: b is about as ")
-    assert recommended_precision(compare(sweep)).group.name == "32-true"
+    assert recommended_precision(compare_with_baselines(sweep)).group.name == "32-true"
     worse = [*seeds("32-true", NOISY), *seeds("b", WORSE, (300.0,) * 3)]
     assert told(*worse).startswith("Stay with 32-true")
-    assert recommended_precision(compare(worse)).group.name == "32-true"
+    assert recommended_precision(compare_with_baselines(worse)).group.name == "32-true"
 
 
 def test_a_group_with_a_failed_seed_is_not_recommended():
@@ -294,7 +298,10 @@ def test_conclusion_of_one_seed_each():
     text = told(result("32-true"), result("b", quality=0.8, speed=150.0))
     assert "b trains 1.50 × as fast as 32-true, with the same peak memory" in text
     assert "quality not judged (-0.1 val/accuracy): one seed each; add seed=0,1,2." in text
-    assert recommended_precision(compare([result("32-true"), result("b", speed=200.0)])) is None
+    assert (
+        recommended_precision(compare_with_baselines([result("32-true"), result("b", speed=200.0)]))
+        is None
+    )
 
 
 def test_the_conclusion_names_the_groups_with_one_seed():

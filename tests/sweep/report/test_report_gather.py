@@ -10,7 +10,7 @@ import pytest
 
 from runner.modes.result import RunResult
 from runner.sweep.report import load
-from runner.sweep.report.compare import compare
+from runner.sweep.report.compare import compare_with_baselines
 from runner.sweep.report.load import (
     load_from_folder,
     load_from_store,
@@ -264,7 +264,8 @@ def test_joined_jobs_are_named_by_what_differs():
     assert named[3][0] == "16-mixed model=resnet train.max_steps=2"
     assert named[4] == ("", "job 3")
     beside = {
-        c.group.name: c.baseline and c.baseline.name for c in compare(with_unique_names(jobs))
+        c.group.name: c.baseline and c.baseline.name
+        for c in compare_with_baselines(with_unique_names(jobs))
     }
     assert beside[f"16-mixed {words}"] == f"32-true {words}"
     assert beside["16-mixed model=resnet train.max_steps=2"] is None
