@@ -77,6 +77,7 @@ class PrecisionVerdict:
 
     @property
     def name(self) -> str:
+        """Return the precision, with the overrides of a module set."""
         return self.group.name
 
     @property
@@ -123,10 +124,13 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
     base = next((group for group in trials if group.name == BASELINE), None)
     base_losses = _final_losses(base, settings) if base else {}
     spread = baseline_spread([*base_losses.values()])
-    mean = sum(base_losses.values()) / len(base_losses) if base_losses else math.nan
+    mean = math.nan
+    if base_losses:
+        mean = sum(base_losses.values()) / len(base_losses)
 
     others = [group for group in trials if group is not base]
     differences = [_loss_differences(group, base_losses, settings) for group in others]
+    # Too few seeds get no verdict, so they cannot get a false one.
     family_size = sum(len(of_group) >= MIN_SEEDS for of_group in differences)
     verdicts = []
     for group, of_group in zip(others, differences, strict=True):
@@ -155,11 +159,13 @@ def _is_search_trial(group: Group) -> bool:
 
 def _final_losses(group: Group, settings: AdviseSettings) -> dict[int | None, float]:
     """Return the final losses by seed of the trials that reached their last step."""
-    return {
-        job.seed: job.metrics[VAL_LOSS]
-        for job in group.jobs
-        if job.outcome == "finished" and job.steps >= settings.steps and VAL_LOSS in job.metrics
-    }
+    losses = {}
+    for job in group.jobs:
+        # A trial that hit its time limit finishes early: its loss is not one of the last step.
+        is_whole = job.outcome == "finished" and job.steps >= settings.steps
+        if is_whole and VAL_LOSS in job.metrics:
+            losses[job.seed] = job.metrics[VAL_LOSS]
+    return losses
 
 
 def _loss_differences(
@@ -167,15 +173,12 @@ def _loss_differences(
 ) -> list[float]:
     """Return the differences to 32-true's loss, seed by seed."""
     losses = _final_losses(group, settings)
+    seeds = [seed for seed in losses if seed is not None]
     # The seed that chose the modules to exclude would favour them: it does not judge them.
-    chosen_by = None
-    if group.settings:
-        chosen_by = min((seed for seed in losses if seed is not None), default=None)
-    return [
-        loss - base_losses[seed]
-        for seed, loss in losses.items()
-        if seed in base_losses and (chosen_by is None or seed != chosen_by)
-    ]
+    if group.settings and seeds:
+        del losses[min(seeds)]
+    paired = [seed for seed in losses if seed in base_losses]
+    return [losses[seed] - base_losses[seed] for seed in paired]
 
 
 def _first_difference(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> float:
@@ -192,16 +195,19 @@ def _add_attempted_sets(
     attempts: Sequence[tuple[Group, float]],
 ) -> PrecisionVerdict:
     """Return the verdict with the attempted module sets, unless one of them is acceptable."""
-    precision = verdict.group.precision
-    sets = [v for v in verdicts if v.group.settings and v.group.precision == precision]
-    is_healed = any(v.is_acceptable for v in sets)
-    if not verdict.is_failing or verdict.group.settings or is_healed:
+    if not verdict.is_failing or verdict.group.settings:
         return verdict
-    own = [(group.settings, gap) for group, gap in attempts if group.precision == precision]
-    return replace(verdict, attempted_module_sets=own)
+    precision = verdict.group.precision
+    of_precision = [other for other in verdicts if other.group.precision == precision]
+    # A set that heals the precision has a row of its own, which says more.
+    if any(other.is_acceptable for other in of_precision if other.group.settings):
+        return verdict
+    sets = [(group.settings, gap) for group, gap in attempts if group.precision == precision]
+    return replace(verdict, attempted_module_sets=sets)
 
 
 def _baseline_verdict(base: Group, settings: AdviseSettings) -> PrecisionVerdict:
+    """Return the verdict on 32-true, which is not compared: it is the baseline if it trains."""
     verdict = _verdict(base, base, None, settings)
     if base.finished_count and not verdict.is_failing:
         return replace(verdict, rating="baseline")
@@ -240,6 +246,8 @@ def _comparison(group: Group, base: Group | None) -> Comparison:
 
 
 def _rating(group: Group, test: PairedTest | None, settings: AdviseSettings) -> Rating:
+    """Return the rating of a group, before one is recommended."""
+    # A trial that diverged outweighs the test, which sees only the seeds that finished.
     if group.counts.get("unavailable"):
         return "unavailable"
     if group.counts.get("diverged"):
@@ -260,26 +268,33 @@ def _last_step(job: RunResult) -> int:
 
 
 def _command(group: Group, settings: AdviseSettings) -> Sequence[str]:
-    start = f"{group.precision} "
-    own = [words.removeprefix(start) for words in settings.own if words.startswith(start)]
-    return [*settings.command, f"precision={group.precision}", *own, *group.settings.split()]
+    """Return the words of the command that trains in a group's precision and settings."""
+    # settings.own holds "<precision> <override>" for the keys that only some precisions take.
+    prefix = f"{group.precision} "
+    of_precision = [words for words in settings.own if words.startswith(prefix)]
+    overrides = [words.removeprefix(prefix) for words in of_precision]
+    return [*settings.command, f"precision={group.precision}", *overrides, *group.settings.split()]
 
 
 def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
     """Sort the verdicts: recommended, acceptable by the objective, then by their rating."""
     speeds = _ranking_speeds(verdicts)
-    merits = [_merit_key(v, objective, speeds[id(v)]) for v in verdicts]
+    merits = [_merit_key(verdict, objective, speeds[id(verdict)]) for verdict in verdicts]
     best = _best_index(verdicts, merits)
+    rated = list(verdicts)
+    if best is not None:
+        rated[best] = replace(rated[best], rating="recommended")
 
     def place(index: int) -> tuple[float, ...]:
-        verdict = verdicts[index]
-        rating = "recommended" if index == best else verdict.rating
-        harm = verdict.test.mean_difference if verdict.test and rating == "worse" else 0.0
+        verdict = rated[index]
+        # Among worse precisions the least harmful is first, whatever it gains.
+        harm = 0.0
+        if verdict.rating == "worse" and verdict.test:
+            harm = verdict.test.mean_difference
         negated = (-merit for merit in merits[index])
-        return _RATING_ORDER[rating], verdict.is_emulated, harm, *negated
+        return _RATING_ORDER[verdict.rating], verdict.is_emulated, harm, *negated
 
-    order = sorted(range(len(verdicts)), key=place)
-    return [replace(verdicts[i], rating="recommended") if i == best else verdicts[i] for i in order]
+    return [rated[index] for index in sorted(range(len(rated)), key=place)]
 
 
 def _best_index(
@@ -292,6 +307,7 @@ def _best_index(
         for index, verdict in enumerate(verdicts)
         if verdict.rating in ("fit", "baseline") and not verdict.is_emulated
     ]
+    # If 32-true itself did not train, nothing was measured against it.
     if not any(verdicts[index].rating == "baseline" for index in fit):
         return None
     return max(fit, key=lambda index: merits[index])
@@ -320,6 +336,8 @@ def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
 
 
 def _is_slower(ratio: Ratio, leader: Ratio) -> bool:
+    """Return whether a speed is measurably below the leader's."""
+    # A precision slower than 32-true must not get the speed of one that is faster.
     is_across_baseline = (ratio.value > 1) != (leader.value > 1)
     return ratio.high < leader.low or is_across_baseline
 
@@ -334,7 +352,10 @@ def _merit_key(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple
     memory = comparison.memory_ratio if comparison else None
     if memory is None or abs(memory - 1) <= MIN_MEMORY_GAIN:
         memory = 1.0
-    quality = -test.mean_difference if test and test.decision == "better" else 0.0
+    quality = 0.0
+    if test and test.decision == "better":
+        quality = -test.mean_difference
+    # Emulation distorts both: they would be the emulation's merits.
     if verdict.is_emulated:
         speed = 1.0
         memory = 1.0
