@@ -91,7 +91,7 @@ class Sweep:
     def _open_parent_run(self, resume: bool) -> None:
         command = self.manifest.command
         words = (redact_override(word).removeprefix("++") for word in self.manifest.overrides)
-        # Cut after redacting: a cut credential would not be recognised.
+        # Shortened after redacting: half a credential would not be recognised.
         name = f"sweep {' '.join(words)}"[:250]
         tags = {
             "sweep_id": self.id,
@@ -154,6 +154,7 @@ class Sweep:
             self._print_locations(console, results)
         self.manifest.write(self.folder)
         self._lock.close()
+        # What Hydra returned stands, 128 + the signal's number after a stop.
         if status:
             return status
         if failed or self._is_rejected():
@@ -220,7 +221,8 @@ class Sweep:
             command = ui_command(uri, getattr(self.tracker, "experiment", ""))
             console.print(f"MLflow: parent run {self.tracker.run_id}; to see it: {command}")
         dashboards = [self.tracker.dashboard, *(result.dashboard for result in results)]
-        if path := next(filter(None, dashboards), None):
+        path = next(filter(None, dashboards), None)
+        if path:
             console.print(f"dashboard: {page_url(uri, path)}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
         if not self.manifest.finished:
@@ -234,16 +236,20 @@ def _count_failed(data: SweepData, results: Sequence[RunResult]) -> tuple[int, b
     In mode=advise a precision that fails or is not available is an answer: nothing failed once one
     precision is recommended.
     """
-    failed = sum(result.status in ("failed", "stopped") for result in results)
-    is_unavailable = any(result.status == "unavailable" for result in results)
+    statuses = [result.status for result in results]
+    failed = statuses.count("failed") + statuses.count("stopped")
+    is_unavailable = "unavailable" in statuses
     if data.advise_settings and not data.is_stopped:
         is_answered = data.advice is not None and data.advice.recommendation is not None
-        return (0 if is_answered else failed), False
+        if is_answered:
+            failed = 0
+        return failed, False
     return failed, is_unavailable
 
 
 def _run_status(status: int, failed: int) -> Status:
     """Return the status of the parent run."""
+    # 128 + the signal's number: a stop, by a shell's convention.
     if status > 128:
         return "KILLED"
     return "FAILED" if status or failed else "FINISHED"

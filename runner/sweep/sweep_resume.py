@@ -36,14 +36,16 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
     name = resume[-1].partition("=")[2].strip("'\"")
     folder = _last_unfinished() if name == "last" else _find_folder(name, _tracking_uri(added))
     manifest = Manifest.read(folder)
+    # The manifest is a file that others may have written: no other program is started.
     if [*manifest.command[:3]] != RUNNER_COMMAND:
         raise ConfigError(
             f"{folder / MANIFEST} is damaged: its command is not a command of the runner."
         )
     _check_added(added, manifest, name)
     _check_working_directory(manifest, name)
+    # Redacted words are typed again, see _check_added().
     command = [word for word in manifest.command[3:] if _REDACTION_MARK not in word]
-    _keep_store(folder, [*command, *added])
+    _select_recorded_store(folder, [*command, *added])
     return [*command, *added, *_folder_overrides(folder)]
 
 
@@ -96,7 +98,7 @@ def _folder_overrides(folder: Path) -> list[str]:
     ]
 
 
-def _keep_store(folder: Path, words: Sequence[str]) -> None:
+def _select_recorded_store(folder: Path, words: Sequence[str]) -> None:
     """Set the store that the sweep was recorded in, unless the command names another one.
 
     The sweep's command may have taken the store from the environment, and its jobs take it from

@@ -17,6 +17,7 @@ from runner.utils.terminal import quote_command
 
 BUSY_SHARE = 0.25
 """Share of the processors used by other programs above which speeds are doubtful."""
+# What the recommended precision would have to be, by advise.objective.
 GAIN_WORDS = {"time": "faster", "memory": "smaller", "quality": "better"}
 
 
@@ -57,7 +58,9 @@ def _stay_sentence(advice: Advice) -> str:
 def _gain_words(verdict: PrecisionVerdict) -> str:
     """Return speed, memory and loss of the recommended precision, compared with 32-true."""
     gains = " and ".join(filter(None, [_speed_gain(verdict), _memory_gain(verdict)]))
-    return f"{gains or 'no costlier'}, and its loss is {_loss_words(verdict)}"
+    if not gains:
+        gains = "no costlier"
+    return f"{gains}, and its loss is {_loss_words(verdict)}"
 
 
 def _loss_words(verdict: PrecisionVerdict) -> str:
@@ -85,8 +88,8 @@ def _memory_gain(verdict: PrecisionVerdict) -> str:
     ratio = f"{comparison.memory_ratio:.2f}"
     if ratio == "1.00":
         return ""
-    what = "weights and optimizer state" if verdict.group.is_on_cpu else "peak memory"
-    return f"{ratio} × its {what}"
+    memory = "weights and optimizer state" if verdict.group.is_on_cpu else "peak memory"
+    return f"{ratio} × its {memory}"
 
 
 def other_sentences(advice: Advice) -> str:
@@ -137,23 +140,30 @@ def advice_markdown(advice: Advice) -> tuple[list[Block], Table]:
 
 def _answer(advice: Advice) -> Iterator[Text]:
     yield Text(advice_sentence(advice), "answer")
-    if reservations := other_sentences(advice):
+    reservations = other_sentences(advice)
+    if reservations:
         yield Text(reservations)
 
 
 def _alternatives(advice: Advice) -> Iterator[Block]:
     """Yield the commands of the other precisions that train as well."""
-    others = [line for line in advice.verdicts if line.rating in ("fit", "baseline")]
-    here = [quote_command(line.command) for line in others if not line.is_emulated]
-    if here:
+    native = []
+    emulated = []
+    for line in advice.verdicts:
+        if line.rating not in ("fit", "baseline"):
+            continue
+        if line.is_emulated:
+            # On its own hardware the precision runs without emulation.
+            words = [word for word in line.command if word != "precision.emulate=true"]
+            emulated.append(quote_command(words))
+        else:
+            native.append(quote_command(line.command))
+    if native:
         yield Heading("What else trains as well")
-        yield Commands(here)
-    elsewhere = [line.command for line in others if line.is_emulated]
-    if elsewhere:
+        yield Commands(native)
+    if emulated:
         yield Heading("What trains as well by its numbers, where its hardware is")
-        # On its own hardware the precision runs without emulation.
-        native = [[w for w in words if w != "precision.emulate=true"] for words in elsewhere]
-        yield Commands([quote_command(words) for words in native])
+        yield Commands(emulated)
 
 
 def _unavailable(advice: Advice) -> Iterator[Block]:
@@ -212,7 +222,9 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
 
 def next_commands(advice: Advice) -> list[str]:
     """Return the command to run next; empty without a recommended precision."""
-    return [quote_command(advice.recommendation.command)] if advice.recommendation else []
+    if advice.recommendation is None:
+        return []
+    return [quote_command(advice.recommendation.command)]
 
 
 def print_advice(console: Console, advice: Advice) -> None:

@@ -183,13 +183,17 @@ def jobs_table(results: Sequence[RunResult], names: Sequence[str] = REPORT_JOB_C
 
 def groups_table(compared: Sequence[Comparison], recommended: Comparison | None) -> Table:
     """Return the table with one row per group of seeds; the recommended group's row is marked."""
-    facts = TableFacts([job for c in compared for job in c.group.jobs], compared)
+    jobs = [job for comparison in compared for job in comparison.group.jobs]
+    facts = TableFacts(jobs, compared)
 
     def cell(column: Column, c: Comparison) -> Cell:
         assert column.group is not None
         return column.group(c, facts)
 
-    marked = next((i for i, c in enumerate(compared) if c is recommended), None)
+    marked = None
+    for index, comparison in enumerate(compared):
+        if comparison is recommended:
+            marked = index
     return _table(GROUP_COLUMNS, compared, cell, facts, marked)
 
 

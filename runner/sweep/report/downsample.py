@@ -18,6 +18,7 @@ def curve_points(curve: Curve) -> Points:
 
     A step that was repeated after a resume has its last value.
     """
+    # np.unique() returns the first index of each step: reversed, the last value recorded for it.
     steps, first = np.unique(curve[0][::-1], return_index=True)
     return steps, curve[2][::-1][first]
 
@@ -35,8 +36,10 @@ def envelope(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:
         if len(finite) == 0:
             selected.append(int(bucket[0]))
         else:
-            ends = {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
-            selected += sorted(ends)
+            least = int(finite[values[finite].argmin()])
+            greatest = int(finite[values[finite].argmax()])
+            # A set: a bucket of one value is one point.
+            selected += sorted({least, greatest})
     index = np.array(selected)
     return steps[index], np.where(np.isfinite(values[index]), values[index], np.nan)
 

@@ -48,13 +48,14 @@ class SweepData:
 
         That is one that did not begin, was stopped, or failed for another reason than its numbers.
         """
+        # A trial of mode=advise that fails is an answer about its precision.
         if self.advise_settings:
             return self.is_stopped
-        has_failed_jobs = any(
-            job.result.status in ("failed", "stopped") and not job.result.diverged
-            for job in self.jobs
-        )
-        return self.is_stopped or bool(self.missing_jobs_clause) or has_failed_jobs
+        if self.is_stopped or self.missing_jobs_clause:
+            return True
+        # A job that diverged would diverge again.
+        repeatable = [job.result for job in self.jobs if not job.result.diverged]
+        return any(result.status in ("failed", "stopped") for result in repeatable)
 
     @property
     def advice(self) -> Advice | None:

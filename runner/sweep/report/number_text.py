@@ -7,7 +7,9 @@ from runner.sweep.report.statistics import Difference, Ratio, Spread
 from runner.utils.formatting import format_number
 
 MAX_LISTED_NAMES = 3
+"""Names in a sentence; the rest are counted."""
 MAX_DECIMALS = 8
+"""Smaller errors are written with an exponent."""
 LARGEST_ERROR = 1e300
 """Keeps the logarithm of an infinite error finite."""
 
@@ -17,7 +19,8 @@ def format_mean_sd(spread: Spread | None) -> str:
     if spread is None:
         return ""
     if not spread.sd:
-        return format_number(spread.mean) + (" ± 0" if spread.n > 1 else "")
+        mean = format_number(spread.mean)
+        return f"{mean} ± 0" if spread.n > 1 else mean
     return format_interval(spread.mean, spread.sd)
 
 
@@ -68,5 +71,7 @@ def difference_words(difference: Difference) -> tuple[str, str]:
 def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
     """Return the first names, and how many more there are."""
     every = list(names)
-    more = f" and {len(every) - limit} more" if len(every) > limit else ""
-    return ", ".join(every[:limit]) + more
+    listed = ", ".join(every[:limit])
+    if len(every) > limit:
+        return f"{listed} and {len(every) - limit} more"
+    return listed

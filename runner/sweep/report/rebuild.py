@@ -136,12 +136,14 @@ def _newest_sweep(uri: str, experiment: str | None) -> str:
 
 
 def _new_folder(sweep: str) -> Path:
+    """Return the folder of a report made from MLflow; the sweep's name may hold any character."""
     name = "".join(char if char.isalnum() or char in "-_" else "_" for char in sweep)
     return Path("outputs/reports") / name
 
 
 def _find_parent_run(reader: "Reader", name: str) -> "StoredRun":
     """Return the parent run of a sweep, named by its own id, a job's run id or the sweep's id."""
+    # Run ids are letters and digits; another name cannot be looked up as one.
     run = reader.run(name) if name.isalnum() else None
     if run is not None and run.tags.get("role") == "sweep":
         return run
@@ -159,6 +161,7 @@ def _find_parent_run(reader: "Reader", name: str) -> "StoredRun":
 
 
 def _sweep_folder(sweep: str | None) -> Path | None:
+    """Return the folder that was typed, None if the word names no folder here."""
     if sweep is None or not Path(sweep).exists():
         return None
     return Path(sweep)

@@ -97,7 +97,8 @@ def quality_difference(
     else:
         test = "Welch"
         half_width = _welch_half_width(values, others)
-    smallest_spread = RELATIVE_ROUNDING_ERROR * max(map(abs, [*values, *others]))
+    largest_value = max(map(abs, [*values, *others]))
+    smallest_spread = RELATIVE_ROUNDING_ERROR * largest_value
     verdict: DifferenceVerdict
     if half_width <= smallest_spread:
         # The same difference in every seed: a constant has no spread to be judged by.
@@ -116,12 +117,14 @@ def pair_by_seed(group: SeedValues, baseline: SeedValues) -> list[tuple[float, f
     second = dict(baseline)
     if None in first or first.keys() != second.keys():
         return []
+    # A seed that occurs twice has no single partner.
     if len(first) < len(group) or len(second) < len(baseline):
         return []
     return [(value, second[seed]) for seed, value in first.items()]
 
 
 def _paired_half_width(differences: Sequence[float]) -> float:
+    """Return the half-width of the 95 % interval of paired differences."""
     from scipy.stats import t
 
     count = len(differences)
