@@ -101,7 +101,10 @@ def other_sentences(advice: Advice) -> str:
     emulated = [line for line in advice.verdicts if line.is_emulated and line.rating == "fit"]
     if emulated:
         names = ", ".join(line.name for line in emulated)
-        sentences.append(f"Emulated, {names} trained as well; only the hardware tells how fast.")
+        sentences.append(
+            f"Emulated, {names} trained as well; the hardware itself is needed to measure the "
+            "speed."
+        )
     if advice.settings.busy > BUSY_SHARE:
         sentences.append(
             f"Other programs kept {advice.settings.busy:.0%} of the processors busy when this "
@@ -117,7 +120,7 @@ def _unclear_sentence(advice: Advice, unclear: list[PrecisionVerdict]) -> str:
     # Fewer trials than seeds asked for: the budget was the limit, not advise.seeds.
     fewest = min(len(line.group.jobs) for line in unclear)
     more = "a larger advise.budget" if fewest < advice.settings.seeds else "more advise.seeds"
-    return f"Not enough evidence in this budget about {names}; {more} may tell."
+    return f"Not enough evidence in this budget about {names}; {more} may decide."
 
 
 def advice_blocks(advice: Advice) -> Iterator[Block]:

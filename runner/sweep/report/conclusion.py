@@ -92,7 +92,7 @@ def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
 
 def _no_result_sentence(comparisons: Sequence[Comparison]) -> str:
     if not comparisons:
-        return "No job left a result."
+        return "No job wrote a result."
     # Modes like plan and inspect finish without a quality: that is no failure.
     if any(comparison.group.counts.get("finished") for comparison in comparisons):
         return "Nothing was trained or evaluated."
@@ -168,7 +168,7 @@ def _untimed_sentence(others: Sequence[Comparison]) -> str:
         against = f" {quality} against {BASELINE}: {join_names(compared)}."
     jobs = [job for other in others for job in other.group.jobs]
     if all(job.kernels == "emulated" for job in jobs):
-        return f"Emulated: only the hardware tells speed.{against}"
+        return f"Emulated: the hardware itself is needed to measure the speed.{against}"
     return f"Too short for a comparison of speed; train for more steps.{against}"
 
 

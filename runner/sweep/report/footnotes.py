@@ -23,7 +23,7 @@ mode=evaluate, of the evaluation); the median of the seeds' ratios where the see
 the medians, with the range over seeds. Called faster or slower where the range excludes 1 and the
 median is more than {several:.0%} from it ({single:.0%} with one seed)."""
 CPU_MEMORY_NOTE = """weights plus optimizer state, without activations. The process's resident set
-is not compared: it includes what earlier jobs left."""
+is not compared: it includes the memory of earlier jobs."""
 GPU_MEMORY_NOTE = "peak of allocated device memory."
 
 

@@ -270,8 +270,8 @@ def test_more_seeds_are_named_where_the_budget_was_enough() -> None:
         replace(j, metrics={VAL_LOSS: 1.0 + 0.05 * (-1) ** (j.seed or 0)})
         for j in trials("bf16-mixed")
     ]
-    assert "more advise.seeds may tell" in other_sentences(asked(BASE, unclear))
-    assert "a larger advise.budget may tell" in other_sentences(asked(BASE, unclear[:2]))
+    assert "more advise.seeds may decide" in other_sentences(asked(BASE, unclear))
+    assert "a larger advise.budget may decide" in other_sentences(asked(BASE, unclear[:2]))
 
 
 def test_a_loss_scale_that_begins_too_high_has_a_remedy() -> None:

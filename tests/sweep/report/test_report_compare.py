@@ -335,7 +335,7 @@ def test_conclusions_of_one_job_no_job_and_no_result():
     assert told(lost("b"), lost("c", "unavailable")) == (
         "No job finished with a finite result. Failed: b; unavailable here: c."
     )
-    assert told() == "No job left a result."
+    assert told() == "No job wrote a result."
     assert told(RunResult("b", "b", "/x")) == "Nothing was trained or evaluated."
 
 
