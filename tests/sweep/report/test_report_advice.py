@@ -159,19 +159,19 @@ def test_an_emulated_precision_has_a_verdict_on_quality_and_no_speed() -> None:
 
 
 def test_a_module_set_that_heals_has_a_row_and_a_failed_attempt_has_none() -> None:
-    kept = "precision.keep_fp32=[head]"
+    settings = "precision.keep_fp32=[head]"
     found = asked(
         BASE,
         trials("16-mixed", 0.5, 150.0),
-        trials("16-mixed", 0.001, 140.0, settings=kept),
+        trials("16-mixed", 0.001, 140.0, settings=settings),
         trials("16-mixed", 0.4, 140.0, seeds=1, settings="precision.keep_fp32=[stem]"),
     )
     assert outcomes(found) == {
-        f"16-mixed {kept}": "recommended",
+        f"16-mixed {settings}": "recommended",
         "32-true": "baseline",
         "16-mixed": "worse",
     }
-    assert next_commands(found) == [f"python -m runner model=mlp precision=16-mixed '{kept}'"]
+    assert next_commands(found) == [f"python -m runner model=mlp precision=16-mixed '{settings}'"]
 
 
 def test_attempted_module_sets_are_listed_if_none_heals() -> None:
@@ -181,15 +181,17 @@ def test_attempted_module_sets_are_listed_if_none_heals() -> None:
         *(trials("16-mixed", 0.4, seeds=1, settings=s) for s in (stem, head)),
     ]
     page = to_markdown("", [advice_table(asked(BASE, *bad))])
-    told = f"tried on one seed: {stem} loss +0.4, {head} loss +0.4"
-    assert told in page.replace("\\", "")
-    mended = trials("16-mixed", 0.001, settings="precision.keep_fp32=[head]")
-    assert "tried on" not in to_markdown("", [advice_table(asked(BASE, *bad, mended))])
+    attempts = f"tried on one seed: {stem} loss +0.4, {head} loss +0.4"
+    assert attempts in page.replace("\\", "")
+    healed = trials("16-mixed", 0.001, settings="precision.keep_fp32=[head]")
+    assert "tried on" not in to_markdown("", [advice_table(asked(BASE, *bad, healed))])
 
 
 def test_a_stop_is_named_as_the_reason_for_a_missing_verdict() -> None:
-    cut = changed(trials("bf16-mixed", seeds=1), status="stopped")
-    assert other_sentences(asked(BASE, cut)) == "It was stopped before it could judge bf16-mixed."
+    stopped = changed(trials("bf16-mixed", seeds=1), status="stopped")
+    assert (
+        other_sentences(asked(BASE, stopped)) == "It was stopped before it could judge bf16-mixed."
+    )
 
 
 def test_a_busy_machine_is_named() -> None:

@@ -61,29 +61,29 @@ def test_an_envelope_keeps_every_dip_and_peak():
     dips = np.arange(77, 100_000, 997)
     values[dips] = 2.0 ** -(np.arange(len(dips)) % 7)
     values[[500, 501]] = 2.0**20, 2.0**-20
-    steps, kept = envelope(np.arange(100_000.0), values)
+    steps, smoothed = envelope(np.arange(100_000.0), values)
     assert len(steps) <= 2 * ENVELOPE_BUCKETS
     assert {500, 501} <= set(steps.tolist())
     assert set(dips.tolist()) <= set(steps.tolist())
     assert (np.diff(steps) > 0).all()
-    assert sorted(kept[kept < 65536]) == sorted([*values[dips], 2.0**-20])
+    assert sorted(smoothed[smoothed < 65536]) == sorted([*values[dips], 2.0**-20])
 
 
 def test_values_that_are_not_finite_are_gaps():
     values = np.ones(10_000)
     values[2000:4000], values[7] = np.nan, np.inf
     for thin, most in ((envelope, 2 * ENVELOPE_BUCKETS), (bucket_means, MEAN_BUCKETS)):
-        steps, kept = thin(np.arange(10_000.0), values)
-        assert len(steps) == len(kept) <= most
-        assert np.isnan(kept).any()
-        assert set(kept[np.isfinite(kept)]) == {1.0}
-        assert np.isnan(kept[(steps > 2010) & (steps < 3990)]).all()
+        steps, smoothed = thin(np.arange(10_000.0), values)
+        assert len(steps) == len(smoothed) <= most
+        assert np.isnan(smoothed).any()
+        assert set(smoothed[np.isfinite(smoothed)]) == {1.0}
+        assert np.isnan(smoothed[(steps > 2010) & (steps < 3990)]).all()
     assert np.isnan(envelope(np.arange(3.0), np.array([1, np.inf, 2]))[1][1])
 
 
-def test_means_are_means():
-    steps, kept = bucket_means(np.arange(2000.0), np.arange(2000.0))
-    assert (len(kept), kept[0], steps[0]) == (MEAN_BUCKETS, 4.5, 4.5)
+def test_a_bucket_is_drawn_as_its_mean():
+    steps, smoothed = bucket_means(np.arange(2000.0), np.arange(2000.0))
+    assert (len(smoothed), smoothed[0], steps[0]) == (MEAN_BUCKETS, 4.5, 4.5)
 
 
 def test_a_repeated_step_has_its_last_value():
@@ -119,7 +119,7 @@ def test_nothing_trained_makes_no_figure():
         assert chart_figures(SweepData(jobs)) == []
 
 
-def test_log_axis_where_all_is_positive():
+def test_the_axis_is_logarithmic_if_all_values_are_positive():
     def scale(values):
         return axes_named(
             overview_figure(SweepData([job(values=values)])), "training loss"
@@ -147,7 +147,7 @@ def test_a_run_that_never_had_a_number_is_drawn():
     figure.draw_without_rendering()
 
 
-def test_overflows_are_marked_where_they_were():
+def test_overflows_are_marked_at_their_steps():
     figure = overview_figure(SweepData([scaled([8.0, 8.0, 4.0, 4.0], [0, 1, 0, 1])]))
     axes = axes_named(figure, "loss scale")
     (marks,) = [line for line in axes.lines if line.get_marker() == "x"]
@@ -155,7 +155,7 @@ def test_overflows_are_marked_where_they_were():
     assert axes.get_yscale() == "log"
 
 
-def test_changes_of_the_scale_where_nothing_else_is_known():
+def test_the_scale_is_drawn_from_its_changes_if_nothing_else_is_known():
     changes = curve([8.0, 8.0, 4.0, 4.0], np.array([1, 99, 100, 200]))
     flags = curve([1, 1], np.array([100, 150]))
     curves = {"loss_scale/changes": changes, "loss_scale/overflow": flags}
@@ -165,12 +165,12 @@ def test_changes_of_the_scale_where_nothing_else_is_known():
     assert marks.get_xydata().tolist() == [[100, 4], [150, 4]]
 
 
-def test_validation_loss_where_the_quality_has_no_curve():
+def test_validation_loss_is_drawn_if_the_quality_has_no_curve():
     jobs = [job(curves={"val/accuracy": curve([]), "val/loss": curve([2.0, 1.0])})]
     assert axes_named(overview_figure(SweepData(jobs)), "val/loss").get_yscale() == "log"
 
 
-def test_speed_against_quality():
+def test_speed_is_drawn_against_quality():
     jobs = [job(seed=s, metrics={"val/accuracy": 0.9 + s / 10}) for s in (0, 1)]
     figure = overview_figure(SweepData([*jobs, job("b", examples_per_second=200.0)]))
     axes = axes_named(figure, "val/accuracy against speed")
@@ -181,7 +181,7 @@ def test_speed_against_quality():
     assert {t.get_text() for t in axes.texts} == {"32-true", "b"}
 
 
-def test_examples_per_second_where_there_is_no_baseline():
+def test_speed_is_in_examples_per_second_without_a_baseline():
     figure = overview_figure(SweepData([job("a"), job("b", examples_per_second=200.0)]))
     assert figure.axes[-1].get_xlabel() == "examples/s"
 
@@ -225,7 +225,7 @@ def test_an_svg_is_the_same_every_time():
     ]
 
 
-def test_labels_are_what_the_font_has():
+def test_labels_hold_only_characters_of_the_font():
     assert plain_label("32-true ± é β") == "32-true ± é β"
     assert plain_label("a\n日") == "a??"
     assert plain_label("_hidden") == " _hidden"

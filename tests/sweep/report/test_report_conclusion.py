@@ -1,4 +1,4 @@
-"""What a sweep of short jobs says."""
+"""The conclusion of a sweep whose jobs are too short for a speed."""
 
 from runner.modes.result import RunResult
 from runner.sweep.report.compare import compare_with_baselines
