@@ -305,9 +305,9 @@ def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunRe
             config.checkpoint.resume = AUTO
     if not (resumes_sweep or config.checkpoint.resume == AUTO):
         return None
-    from runner.sweep.sweep_resume import finished_result
+    from runner.sweep.sweep_resume import final_result
 
-    return finished_result(folder, job_overrides())
+    return final_result(folder, job_overrides())
 
 
 def _is_trial() -> bool:

@@ -63,7 +63,8 @@ class SweepCallback(Callback):
         try:
             _prepare(config)
             left_out = []
-            if config.hydra.sweeper.get("_target_") != ADVISE:  # which has its own rule for keys
+            # The advisor has its own rule for keys that only some precisions have.
+            if config.hydra.sweeper.get("_target_") != ADVISE:
                 left_out = keys_left_out(config, _needs_no_emulation)
             Sweep.begin(folder, overrides, tracking, self._resume, left_out)  # type: ignore[arg-type]
             for message in left_out_messages(left_out):
@@ -161,7 +162,8 @@ def prepare_search(config: DictConfig) -> None:
             config.hydra.sweeper.direction = _direction(config)
     # Optuna would report each failed job as one without a number; the job itself has said why.
     logging.getLogger(_OPTUNA.rstrip(".")).setLevel(logging.CRITICAL)
-    with quiet_imports():  # Optuna 2 uses names that SQLAlchemy deprecates
+    # Optuna 2 uses names that SQLAlchemy deprecates.
+    with quiet_imports():
         import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -181,7 +183,7 @@ def _direction(config: DictConfig) -> str:
         direction = _DIRECTIONS.get(str(getattr(target, "direction", None)))
     if direction is None:
         raise ConfigError(
-            f"Optuna cannot tell here whether more or less is better (mode={config.mode}, "
+            f"Optuna cannot know here whether more or less is better (mode={config.mode}, "
             f"task._target_={config.task.get('_target_')}). Type hydra.sweeper.direction=maximize "
             "or hydra.sweeper.direction=minimize."
         )

@@ -16,7 +16,7 @@ from runner.precision.precision import Precision
 from runner.sweep.advisor.minimal_set import Modules, find_minimal_set
 from runner.sweep.advisor.request import AdviseRequest
 from runner.sweep.advisor.trials import Trials
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
@@ -59,7 +59,7 @@ class Float32ModuleSearch:
         advice = self.advice()
         tree = _module_tree(self.request)
         # Without a spread of float32's loss between seeds there is no gap to accept a set by.
-        if isnan(advice.spread):
+        if isnan(advice.baseline_spread):
             self.console.print("no time to search for modules to keep out of what fails")
             return
         # The budget may end during any of the searches: the one that gains most comes first.
@@ -117,7 +117,9 @@ class Float32ModuleSearch:
             has_time = self.trials.remaining_seconds > self._longest_trial_seconds
             # float32 has no loss for the last seed, which is one after those of the rounds.
             if seed not in self._base_losses() and has_time:
-                trial = self.request.trial_overrides(BASE, seed, *self.length_overrides(BASE))
+                trial = self.request.trial_overrides(
+                    BASELINE, seed, *self.length_overrides(BASELINE)
+                )
                 self.trials.launch([trial])
             if self._run_trial(name, key, modules, seed) is None:
                 break
@@ -155,7 +157,7 @@ class Float32ModuleSearch:
         """Return float32's final losses by seed."""
         losses: dict[int | None, float] = {}
         for result in self.trials.results():
-            if result.group == BASE and result.outcome == "finished":
+            if result.group == BASELINE and result.outcome == "finished":
                 losses[result.seed] = result.metrics[VAL_LOSS]
         return losses
 
@@ -166,7 +168,7 @@ class Float32ModuleSearch:
         the whole precision has, if that is larger.
         """
         # One trial decides: seeds alone put one loss in twenty further away than two deviations.
-        margin = 2 * advice.spread
+        margin = 2 * advice.baseline_spread
         if verdict.test is None or verdict.rating != "worse":
             return margin
         return max(margin, ACCEPTED_GAP_SHARE * verdict.test.mean_difference)

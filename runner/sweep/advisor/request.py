@@ -25,7 +25,7 @@ from runner.precision.registry import (
     precision_config,
     supported_precisions,
 )
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.utils.accelerator import choose_accelerator
 from runner.utils.errors import ConfigError
 
@@ -259,10 +259,10 @@ def _with_baseline(names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: there is none to compare with the baseline.
     """
-    precisions = [BASE, *(name for name in names if name != BASE)]
+    precisions = [BASELINE, *(name for name in names if name != BASELINE)]
     if len(precisions) == 1:
         raise ConfigError(
-            f"mode=advise compares precisions with {BASE}, and was given no other. Leave "
+            f"mode=advise compares precisions with {BASELINE}, and was given no other. Leave "
             "precision= out to try all that this machine has, or name some: "
             "precision=bf16-mixed,16-mixed."
         )

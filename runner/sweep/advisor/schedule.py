@@ -19,7 +19,7 @@ from runner.sweep.advisor.request import AdviseRequest
 from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.advisor.system_load import other_programs_load
 from runner.sweep.advisor.trials import Trials
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.paired_test import MIN_SEEDS
 from runner.sweep.report.ranking import Advice, rank_precisions
 from runner.tracking.metric_names import VAL_LOSS
@@ -112,7 +112,7 @@ class TrialScheduler:
         advice = self._advice()
         failing = [verdict.group.precision for verdict in advice.verdicts if verdict.is_failing]
         # Nothing is recommended if not even float32 trains: then it explains no other precision.
-        if not failing or advice.recommended is None:
+        if not failing or advice.recommendation is None:
             return
         suspects = self._diagnose(failing)
         if self.options.islands:
@@ -164,7 +164,7 @@ class TrialScheduler:
         words = [*self._length_overrides(), f"numerics.every={every}", "train.compile=false"]
         if self.trials.remaining_seconds <= 0:
             return {}
-        trial = self.request.trial_overrides(BASE, self.request.seed, *words)
+        trial = self.request.trial_overrides(BASELINE, self.request.seed, *words)
         result = self.trials.launch([trial])[0]
         if result.status != "finished":
             return {}
@@ -172,7 +172,7 @@ class TrialScheduler:
             numbers = read(self.trials.folder / Path(result.folder).name)
         except RunnerError:
             return {}
-        nothing = f"in every module {BASE}'s numbers fit its formats"
+        nothing = f"in every module {BASELINE}'s numbers fit its formats"
         findings: list[str] = []
         suspects: dict[str, list[str]] = {}
         for name in failing:
@@ -194,14 +194,16 @@ class TrialScheduler:
         limits = [n for n in (self.request.spec.train.max_steps, self.options.steps) if n]
         if limits:
             words.append(f"train.max_steps={min(limits)}")
-        self.console.print(f"{BASE} for {seconds:.0f} s at most, to measure its step time")
+        self.console.print(f"{BASELINE} for {seconds:.0f} s at most, to measure its step time")
         # The job is deleted below, and a store would keep its run.
-        trial = self.request.untracked_trial_overrides(BASE, self.request.seed, *words)
+        trial = self.request.untracked_trial_overrides(BASELINE, self.request.seed, *words)
         self._record_shared_overrides(trial)
         result = self.trials.launch([trial])[0]
         self.trials.delete_jobs()
         if result.status != "finished" or not result.step_ms:
-            raise ConfigError(result.error or f"{BASE} took no step: there is nothing to compare.")
+            raise ConfigError(
+                result.error or f"{BASELINE} took no step: there is nothing to compare."
+            )
         if VAL_LOSS not in result.metrics:
             raise ConfigError(f"mode=advise judges by {VAL_LOSS}, which task= does not measure.")
         step_seconds = result.step_ms / 1e3
@@ -255,7 +257,7 @@ class TrialScheduler:
         )
         # Typed keys under precision follow from a trial's precision: no job is named after them.
         shared = {word for words in request.precision_overrides.values() for word in words}
-        trial = request.trial_overrides(BASE, request.seed, *self._length_overrides())
+        trial = request.trial_overrides(BASELINE, request.seed, *self._length_overrides())
         self._record_shared_overrides([*trial, *sorted(shared)])
         self._write(self._written)
         self._warn_of_small_budget(float32_seconds + timing.overhead_seconds)
@@ -279,7 +281,7 @@ class TrialScheduler:
             text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
             self.console.print(f"{text}, and advise.budget={self.options.budget}.")
 
-    def _length_overrides(self, precision: str = BASE) -> list[str]:
+    def _length_overrides(self, precision: str = BASELINE) -> list[str]:
         """Return the overrides that set the length of a precision's trial."""
         steps = self.settings.steps
         seconds = self.settings.seconds
@@ -318,7 +320,7 @@ class TrialScheduler:
             has_diverged |= any(r.outcome == "diverged" for r in results)
             # Float32 alone needs further seeds only to judge a diverged precision once modules
             # are kept out of it.
-            if BASE not in running or (len(running) == 1 and not has_diverged):
+            if BASELINE not in running or (len(running) == 1 and not has_diverged):
                 return
             running = self._affordable(running, results, seconds, MIN_SEEDS - number - 1)
 
@@ -350,17 +352,17 @@ class TrialScheduler:
             seconds: time of a trial by precision.
             rounds: rounds that a verdict still takes.
         """
-        baseline = next(r for r in results if r.precision == BASE)
+        baseline = next(r for r in results if r.precision == BASELINE)
         merits = {r.precision: self._merit(r, baseline) for r in results if r.precision in names}
-        others = [name for name in names if name != BASE]
+        others = [name for name in names if name != BASELINE]
         others.sort(key=lambda name: merits[name], reverse=True)
-        remaining = self.trials.remaining_seconds - rounds * seconds[BASE]
-        chosen = {BASE}
+        remaining = self.trials.remaining_seconds - rounds * seconds[BASELINE]
+        chosen = {BASELINE}
         for name in others:
             # Also for one that is dropped: a less promising precision does not take its place.
             remaining -= rounds * seconds[name]
             # One besides the baseline stays in any case, or there would be nothing to compare.
-            if rounds <= 0 or remaining >= 0 or chosen == {BASE}:
+            if rounds <= 0 or remaining >= 0 or chosen == {BASELINE}:
                 chosen.add(name)
         dropped = [name for name in others if name not in chosen]
         if dropped:

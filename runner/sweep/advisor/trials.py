@@ -12,7 +12,7 @@ from rich.console import Console
 
 from runner.modes.result import RunResult, read_results
 from runner.sweep.sweep import Sweep
-from runner.sweep.sweep_resume import finished_result, same_settings
+from runner.sweep.sweep_resume import final_result, have_same_settings
 from runner.utils.console import plain_console
 from runner.utils.formatting import format_number
 
@@ -57,7 +57,7 @@ class Trials:
         numbers = [self._number(words) for words in jobs]
         for number, words in zip(numbers, jobs, strict=True):
             is_earlier = number in self._earlier_results
-            if is_earlier and finished_result(self.folder / str(number), words):
+            if is_earlier and final_result(self.folder / str(number), words):
                 continue
             # One job per launch: jobs that run at once would disturb each other's timing.
             self.launcher.launch([[*words]], initial_job_idx=number)
@@ -68,7 +68,7 @@ class Trials:
         """Return the number that a job had in an earlier command, else the next one."""
         # By its overrides, not by its place: how many trials come before it depends on the budget.
         for number, result in self._earlier_results.items():
-            if same_settings(result.overrides, words):
+            if have_same_settings(result.overrides, words):
                 return number
         number = self._next_number
         self._next_number += 1

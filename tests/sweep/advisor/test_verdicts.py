@@ -90,8 +90,8 @@ def test_a_model_that_fp8_harms_trains_without_its_head_and_its_speed_is_unknown
     healed = verdict_of(advice, "float8-tensorwise precision.ignore_modules=[head]")
     assert good(healed)
     assert healed.is_emulated
-    assert advice.recommended is not None
-    assert advice.recommended.name == "32-true"
+    assert advice.recommendation is not None
+    assert advice.recommendation.name == "32-true"
     assert "unknown" in printed
 
 
@@ -99,8 +99,8 @@ def test_a_model_that_no_precision_harms_gets_the_same_ranking_twice(planted):
     words = ("harmed_by_nothing", "precision=bf16-mixed,bf16-true", "advise.objective=memory")
     first, second = planted(*words)[0], planted(*words)[0]
     assert set(outcomes(first).values()) <= {"fit", "recommended", "baseline"}
-    assert first.recommended is not None
-    assert first.recommended.name == "bf16-true"
+    assert first.recommendation is not None
+    assert first.recommendation.name == "bf16-true"
     assert outcomes(first) == outcomes(second)
     assert [one.name for one in first.verdicts] == [one.name for one in second.verdicts]
     for one, again in zip(first.verdicts, second.verdicts, strict=True):
@@ -136,8 +136,8 @@ def test_models_of_the_runner_are_judged(advised, words, prose):
     judged = verdict_of(advice, "bf16-mixed").test
     assert judged is not None
     assert judged.n == 3
-    assert advice.recommended is not None
-    assert advice.recommended.name in ("32-true", "bf16-mixed")
+    assert advice.recommendation is not None
+    assert advice.recommendation.name in ("32-true", "bf16-mixed")
     assert f" {words[0]} {words[1]} " in printed.partition("Next: python -m runner ")[2]
     if words is COMPLEX:  # autocast leaves complex numbers alone
         assert judged.mean_difference == 0
