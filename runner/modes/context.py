@@ -85,9 +85,9 @@ class RunContext:
         exchange is not waited for.
         """
         if self.strategy.place.world_size == 1:
-            return self.signals.requested()
+            return self.signals.is_stop_requested()
         number = self.strategy.all_reduce_max_async(self.signals.number or 0)
-        self.signals.adopt(number)
+        self.signals.record_remote_signal(number)
         return number > 0
 
     def say(self, message: str) -> None:

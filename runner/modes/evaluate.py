@@ -88,7 +88,7 @@ def evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
         run: its parts; spec.checkpoint.path names the checkpoint.
         memory: explains an allocator's error; it is given the state before the first batch.
     """
-    with run.signals.at_once():
+    with run.signals.interruptible():
         return _evaluate_checkpoint(run, memory)
 
 

@@ -85,7 +85,7 @@ def _run(
     out = process_folder(out, place)
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, folder_lock(out), process_state():
-        with signals.at_once():
+        with signals.interruptible():
             context = _build_context(spec, out, origin, console, strategy, signals)
             if context.spec.mode in ("plan", "replay"):
                 return _run_untracked(context)
@@ -209,7 +209,7 @@ def _tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> Iterator[
     """Open the run in the store, and close it with the status that the run really had."""
     tracker = context.tracker
     if context.origin.sweep is None:
-        with context.signals.at_once():
+        with context.signals.interruptible():
             tracker.check_sweep()
     _begin_folder(context)
     tracker.open(_run_info(context, resumed))
@@ -224,7 +224,7 @@ def _tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> Iterator[
     except BaseException as error:
         _close(context, resumed, "FAILED", redact(f"{type(error).__name__}: {error}"))
         raise
-    tracker.close("FINISHED", stopped=context.signals.requested)
+    tracker.close("FINISHED", stopped=context.signals.is_stop_requested)
 
 
 def _begin_folder(context: RunContext) -> None:
@@ -282,7 +282,7 @@ def _close(
 ) -> None:
     with suppress(TrackingError):  # an error of the store must not hide why the run ended
         _note(context, resumed, notes.failed_note(context.origin.command, status, error))
-    context.tracker.close(status, error, context.signals.requested)
+    context.tracker.close(status, error, context.signals.is_stop_requested)
 
 
 def _check_end(context: RunContext, result: RunResult) -> None:
