@@ -16,7 +16,7 @@ from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.precision_keys import keys_left_out, left_out_messages
 from runner.config.schema import LONE_ADVICE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
-from runner.utils.quiet_import import quiet_imports
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.secrets import redact_values
 from runner.utils.terminal import print_error, sanitize
 
@@ -161,7 +161,7 @@ def prepare_search(config: DictConfig) -> None:
             config.hydra.sweeper.direction = _direction(config)
     # Optuna would report each failed job as one without a number; the job itself has said why.
     logging.getLogger(_OPTUNA.rstrip(".")).setLevel(logging.CRITICAL)
-    with quiet_imports():  # Optuna 2 uses names that SQLAlchemy deprecates
+    with suppress_import_warnings():  # Optuna 2 uses names that SQLAlchemy deprecates
         import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

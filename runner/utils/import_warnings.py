@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quiet_imports() -> Iterator[None]:
+def suppress_import_warnings() -> Iterator[None]:
     """Suppress Python warnings, and log records below ERROR, within a context."""
     previous_level = logging.root.manager.disable
     # A caller may have disabled more than warnings already.
