@@ -17,12 +17,12 @@ from runner.config.hydra_plugins import REMOTE
 from runner.config.messages import has_key, precisions_with_key
 from runner.utils.errors import ConfigError
 
-HEAD = "precision."
+KEY_PREFIX = "precision."
 _EMULATE = "precision.emulate"
-_CHOOSING = ("precision", "experiment")  # groups whose options decide a job's precision
+_PRECISION_GROUPS = ("precision", "experiment")  # groups whose options decide a job's precision
 
 
-def keys_left_out(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) -> list[str]:
+def omitted_keys(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) -> list[str]:
     """Return `<precision> <key>` for each key that a precision of a sweep does not take.
 
     Args:
@@ -34,10 +34,10 @@ def keys_left_out(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool
         ConfigError: no precision of the sweep takes a key.
     """
     typed = _overrides(config)
-    extras = {_key(o): o for o in typed if _key(o).startswith(HEAD)}
+    extras = {_key(o): o for o in typed if _key(o).startswith(KEY_PREFIX)}
     if not extras:
         return []
-    _mark(config)
+    _mark_preset_keys(config)
     jobs = [job for words in _combinations(typed) if (job := _compose(config, words)) is not None]
     rows = {_option(job): job for job in jobs}
     taken = {key: [name for name, job in rows.items() if has_key(job, key)] for key in extras}
@@ -51,7 +51,7 @@ def keys_left_out(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool
     return [f"{name} {key}" for name, key in pairs]
 
 
-def left_out_messages(pairs: Sequence[str]) -> Iterator[str]:
+def omitted_key_messages(pairs: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each key that some precisions run without."""
     found: dict[str, list[str]] = {}
     for pair in pairs:
@@ -62,7 +62,7 @@ def left_out_messages(pairs: Sequence[str]) -> Iterator[str]:
         yield f"{key} is left out for {whom}: it has no such key, or runs here without it."
 
 
-def drop_keys(config: DictConfig, keys: Sequence[str]) -> None:
+def remove_keys(config: DictConfig, keys: Sequence[str]) -> None:
     """Remove keys that a job's precision does not take from the job's config."""
     with read_write(config), open_dict(config):
         for key in keys:
@@ -79,7 +79,9 @@ def drop_keys(config: DictConfig, keys: Sequence[str]) -> None:
 def without_keys(overrides: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
     """Return a job's overrides without keys that its precision does not take, and without the
     marks of those that it takes."""
-    bare = (text.lstrip("+") if text.lstrip("+").startswith(HEAD) else text for text in overrides)
+    bare = (
+        text.lstrip("+") if text.lstrip("+").startswith(KEY_PREFIX) else text for text in overrides
+    )
     return tuple(text for text in bare if text.partition("=")[0] not in keys)
 
 
@@ -91,12 +93,12 @@ def _overrides(config: DictConfig) -> list[Override]:
     return OverridesParser.create(config_loader=_loader()).parse_overrides(words)
 
 
-def _mark(config: DictConfig) -> None:
+def _mark_preset_keys(config: DictConfig) -> None:
     """Mark a preset's keys under precision as new ones, as the command line's are."""
     params = config.hydra.sweeper.get("params") or {}
-    if not any(str(key).startswith(HEAD) for key in params):
+    if not any(str(key).startswith(KEY_PREFIX) for key in params):
         return
-    marked = {f"++{k}" if str(k).startswith(HEAD) else k: v for k, v in params.items()}
+    marked = {f"++{k}" if str(k).startswith(KEY_PREFIX) else k: v for k, v in params.items()}
     with read_write(config), open_dict(config):
         config.hydra.sweeper.params = marked
 
@@ -105,8 +107,8 @@ def _combinations(typed: Sequence[Override]) -> Iterator[list[str]]:
     """Yield overrides of one job for each choice of what decides a precision: without keys under
     precision, and without other keys that the sweep varies."""
     last = {_key(o): o for o in typed}
-    kept = [o for key, o in last.items() if not key.startswith(HEAD)]
-    choosing = [o for o in kept if o.is_discrete_sweep() and _key(o) in _CHOOSING]
+    kept = [o for key, o in last.items() if not key.startswith(KEY_PREFIX)]
+    choosing = [o for o in kept if o.is_discrete_sweep() and _key(o) in _PRECISION_GROUPS]
     fixed = [str(o.input_line) for o in kept if not o.is_sweep_override()]
     options = ([f"{_key(o)}={v}" for v in o.sweep_string_iterator()] for o in choosing)
     for chosen in product(*options):
@@ -125,7 +127,7 @@ def _compose(config: DictConfig, words: Sequence[str]) -> DictConfig | None:
 
 def _unknown_key_message(override: Override, names: Sequence[str]) -> str:
     key = _key(override)
-    others = precisions_with_key(key.removeprefix(HEAD))
+    others = precisions_with_key(key.removeprefix(KEY_PREFIX))
     hint = f" Of the built-in ones, {', '.join(others)} have it." if others else ""
     return (
         f"{str(override.input_line).lstrip('+')}: no precision of this sweep ({', '.join(names)}) "

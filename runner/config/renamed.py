@@ -84,6 +84,6 @@ class _RenamedModules(MetaPathFinder, Loader):
         module.__spec__ = old.loader_state
 
 
-def install() -> None:
+def install_import_hook() -> None:
     """Make old module paths importable. Call it once, when the package is imported."""
     sys.meta_path.append(_RenamedModules())

@@ -38,7 +38,7 @@ def _clear_readonly(node: DictConfig) -> None:
             _clear_readonly(child)
 
 
-def resolve(config: DictConfig, later: bool = False) -> RunSpec:
+def resolve_spec(config: DictConfig, later: bool = False) -> RunSpec:
     """Return the frozen spec of a composed config, with its interpolations resolved.
 
     Args:

@@ -54,7 +54,7 @@ def is_signed(purpose: str, text: str, signature: object) -> bool:
     return hmac.compare_digest(expected.encode(), signature.encode(errors="replace"))
 
 
-def key_location() -> str:
+def describe_key_location() -> str:
     """Say in a message where the key is, and what is wrong with it."""
     try:
         path = key_path()

@@ -13,15 +13,15 @@ from runner.utils.errors import ConfigError
 
 # Number of arguments that the runner passes before the keywords, by group: the parameters to an
 # optimizer, the optimizer to a scheduler.
-LEADING = {"optimizer": 1, "scheduler": 1}
+LEADING_ARGUMENT_COUNTS = {"optimizer": 1, "scheduler": 1}
 
 # Keys of a group that describe it to the runner and are not passed to its target.
-RESERVED = {"_target_", "meta", "match", "shuffle"}
+DESCRIPTIVE_KEYS = {"_target_", "meta", "match", "shuffle"}
 
 
 def target_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that a group node passes to its target."""
-    return {key: value for key, value in node.items() if key not in RESERVED}
+    return {key: value for key, value in node.items() if key not in DESCRIPTIVE_KEYS}
 
 
 def locate(path: str) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
         node = getattr(spec, part.name)
         if not isinstance(node, dict):
             continue
-        leading = LEADING.get(part.name, 0)
+        leading = LEADING_ARGUMENT_COUNTS.get(part.name, 0)
         if "_target_" in node:
             yield part.name, node, leading
             continue
@@ -76,11 +76,11 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
 def check_targets(spec: RunSpec) -> list[str]:
     """Return a message for each target that does not import and each argument that does not fit."""
     present = {key.partition(".")[0] for key, _, _ in target_nodes(spec)}
-    empty = [key for key in NEEDED if key not in present]
+    empty = [key for key in REQUIRED_GROUPS if key not in present]
     problems = [f"{key} has no _target_. Type {key}=<option>." for key in empty]
     for key, node, leading in target_nodes(spec):
         path = node["_target_"]
-        if path is None and key not in NEEDED:
+        if path is None and key not in REQUIRED_GROUPS:
             continue
         if not isinstance(path, str):
             problems.append(f"{key}._target_={path} is no path. Write package.module.Name.")
@@ -233,4 +233,4 @@ def build_group(key: str, node: Mapping[str, Any], *leading: object) -> Any:
 
 
 # Groups that every run needs; a scheduler may be none.
-NEEDED = ("strategy", "precision", "model", "data", "task", "optimizer", "tracking")
+REQUIRED_GROUPS = ("strategy", "precision", "model", "data", "task", "optimizer", "tracking")

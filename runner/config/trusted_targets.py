@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from runner.config.signature import key_location
+from runner.config.signature import describe_key_location
 from runner.config.targets import locate
 from runner.utils.errors import ConfigError
 
@@ -58,8 +58,8 @@ def check_trusted(
                 problems.append(
                     f"{key}={where} names {group}._target_={target}, which is neither the "
                     f"runner's own nor code of {Path.cwd()} or PYTHONPATH: it is not called. "
-                    f"Its config is not signed with your key ({key_location()}). If you trust "
-                    f"it, type {group}=... yourself, as for the training."
+                    f"Its config is not signed with your key ({describe_key_location()}). "
+                    f"If you trust it, type {group}=... yourself, as for the training."
                 )
         problems += [
             f"{key}={where} does not hold the secret {name}. Type {name}=<value>, and in "

@@ -131,8 +131,8 @@ class Loader:
     def _process_part(self, indices: Tensor) -> Tensor:
         """Return the indices that this process loads of a batch's; at least one, for collectives
         need every process to run a step."""
-        if self.place.examples(len(indices)):
-            return indices[self.place.part(len(indices))]
+        if self.place.batch_share(len(indices)):
+            return indices[self.place.batch_slice(len(indices))]
         return indices[:1]
 
     def batches(self, chosen: Sequence[Tensor], epoch: int = 0, start: int = 0) -> Iterator[Batch]:

@@ -67,7 +67,7 @@ class ProcessGroupStrategy(Strategy):
             timeout=self.timeout,
             rank=here.rank,
             world_size=here.world_size,
-            store=dist.PrefixStore(keys, torchrun.store(here)),
+            store=dist.PrefixStore(keys, torchrun.rendezvous_store(here)),
         )
         try:
             group = dist.new_group(backend="gloo", timeout=self.timeout)

@@ -18,10 +18,10 @@ from runner.utils.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SHOWS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
-_BEGUN, _OUT = "runner/begun", "runner/out"
-_PATIENCE = timedelta(minutes=10)
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_QUERY_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
+_START_KEY, _RESUME_KEY = "runner/begun", "runner/out"
+_STORE_TIMEOUT = timedelta(minutes=10)
 
 
 class ProcessRank(NamedTuple):
@@ -44,7 +44,7 @@ class ProcessRank(NamedTuple):
         """Return whether this is the main process, which writes the files of the run."""
         return self.rank == 0
 
-    def part(self, size: int) -> slice:
+    def batch_slice(self, size: int) -> slice:
         """Return this process's slice of a batch.
 
         The first processes take one example more where the batch does not divide evenly.
@@ -53,9 +53,9 @@ class ProcessRank(NamedTuple):
         start = self.rank * least + min(self.rank, more)
         return slice(start, start + least + (self.rank < more))
 
-    def examples(self, size: int) -> int:
+    def batch_share(self, size: int) -> int:
         """Return how many of a batch's examples this process takes."""
-        part = self.part(size)
+        part = self.batch_slice(size)
         return part.stop - part.start
 
 
@@ -68,7 +68,7 @@ class MainRankFailed(Exception):
 
 def is_torchrun() -> bool:
     """Return whether torchrun, or what sets the same variables, has started this process."""
-    return all(key in os.environ for key in _NEEDED)
+    return all(key in os.environ for key in _TORCHRUN_VARIABLES)
 
 
 def process_rank() -> ProcessRank:
@@ -79,7 +79,7 @@ def process_rank() -> ProcessRank:
     return ProcessRank(*(int(os.environ.get(name, 0)) for name in names))
 
 
-def join(argv: Sequence[str]) -> Sequence[str]:
+def command_of_rank(argv: Sequence[str]) -> Sequence[str]:
     """Return the command that this process runs.
 
     All processes run in the folder of the main one; after a restart they resume from its newest
@@ -92,20 +92,20 @@ def join(argv: Sequence[str]) -> Sequence[str]:
     here = process_rank()
     if here.world_size == 1 and not here.restart:
         return argv
-    if any(text in _SHOWS for text in argv):
+    if any(text in _QUERY_FLAGS for text in argv):
         return argv
     if {"-m", "--multirun"} & set(argv):
         raise ConfigError(
             f"torchrun started {here.world_size} processes, and a sweep starts its own. Leave "
             "torchrun out, or leave -m out and type one torchrun command for each job."
         )
-    shared = store(here)
+    shared = rendezvous_store(here)
     extra = {}
-    if here.restart and shared.check([_OUT]):
-        extra = {"hydra.run.dir": shared.get(_OUT).decode(), "checkpoint.resume": "auto"}
+    if here.restart and shared.check([_RESUME_KEY]):
+        extra = {"hydra.run.dir": shared.get(_RESUME_KEY).decode(), "checkpoint.resume": "auto"}
     if not here.is_main:
         if not extra:
-            folder = shared.get(_BEGUN).decode()  # waits for it
+            folder = shared.get(_START_KEY).decode()  # waits for it
             if not folder:
                 raise MainRankFailed
             extra["hydra.run.dir"] = folder
@@ -117,7 +117,7 @@ def join(argv: Sequence[str]) -> Sequence[str]:
 
 def publish_start(folder: Path) -> None:
     """Publish the run's folder, so that the other processes begin. Call it in the main process."""
-    _tell(_BEGUN, folder)
+    _publish(_START_KEY, folder)
 
 
 def publish_failure() -> None:
@@ -126,13 +126,13 @@ def publish_failure() -> None:
     if not (is_torchrun() and here.is_main and here.world_size > 1):
         return
     with suppress(RuntimeError):  # the process that keeps the store is gone
-        if not store(here).check([_BEGUN]):
-            store(here).set(_BEGUN, "")
+        if not rendezvous_store(here).check([_START_KEY]):
+            rendezvous_store(here).set(_START_KEY, "")
 
 
 def publish_run_folder(folder: Path) -> None:
     """Publish the folder that the run resumes from after a restart. Call it in the main process."""
-    _tell(_OUT, folder)
+    _publish(_RESUME_KEY, folder)
 
 
 def claim_message(text: str) -> bool:
@@ -141,19 +141,21 @@ def claim_message(text: str) -> bool:
     if here.world_size == 1:
         return True
     try:
-        return store(here).add(f"runner/{here.restart}/{zlib.crc32(text.encode())}", 1) == 1
+        return (
+            rendezvous_store(here).add(f"runner/{here.restart}/{zlib.crc32(text.encode())}", 1) == 1
+        )
     except RuntimeError:  # the process that keeps the store is gone
         return True
 
 
-def _tell(key: str, folder: Path) -> None:
+def _publish(key: str, folder: Path) -> None:
     here = process_rank()
     if is_torchrun() and here.is_main:
-        store(here).set(key, str(folder.absolute()))
+        rendezvous_store(here).set(key, str(folder.absolute()))
 
 
 @cache
-def store(here: ProcessRank) -> "TCPStore":
+def rendezvous_store(here: ProcessRank) -> "TCPStore":
     """Return the key-value store that torchrun keeps; it outlives a process."""
     from torch.distributed import TCPStore
 
@@ -163,7 +165,7 @@ def store(here: ProcessRank) -> "TCPStore":
         int(os.environ["MASTER_PORT"]),
         here.world_size,
         hosts,
-        timeout=_PATIENCE,
+        timeout=_STORE_TIMEOUT,
         wait_for_workers=False,
         multi_tenant=True,
     )

@@ -178,7 +178,7 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         group=origin.group_label(spec),
         seed=spec.seed,
         overrides=origin.overrides,
-        left_out=[*origin.keys_left_out],
+        left_out=[*origin.omitted_keys],
         model=origin.option_name("model", spec.model),
         data=origin.option_name("data", spec.data),
         device=run.device_name,

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from runner.checkpoint import checkpoint_file, locate
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
-from runner.config.resolve import resolve, to_dict
+from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import check_targets
 from runner.data.build import build_loaders, build_splits
@@ -73,12 +73,12 @@ def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, 
     signed = checkpoint_file.is_own(saved)
     trusted_targets.check_trusted(saved["spec"], own, to_dict(spec), path, "checkpoint", signed)
     nodes = {key: saved["spec"].get(key, {}) for key in own}
-    if origin.composed is not None:  # typed interpolations take the checkpoint's values
-        spec = resolve(OmegaConf.create({**origin.composed, **nodes}))
+    if origin.composed_config is not None:  # typed interpolations take the checkpoint's values
+        spec = resolve_spec(OmegaConf.create({**origin.composed_config, **nodes}))
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)
     if problems := check_targets(spec):
         raise ConfigError(*problems)
-    return spec, replace(origin, choices=choices, own=signed and origin.own)
+    return spec, replace(origin, choices=choices, is_trusted=signed and origin.is_trusted)
 
 
 def evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:

@@ -7,7 +7,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.diagnostics.memory.forecast import (
     build_fake_model,
     largest_fitting_batch,
@@ -108,7 +108,7 @@ def _peak(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str
     except ForecastUnavailable as error:
         return {"peak of a step": f"not predicted: {error}"}
     parts = [f"{name} {size / MIB:.1f}" for name, size in most._asdict().items()]
-    more = " or more" if fits == LARGEST_FORECAST_BATCH else ""
+    more = " or more" if fits == MAX_FORECAST_BATCH_SIZE else ""
     here = f"in {USABLE:g} of the {room / GIB:.1f} GiB that are free"
     rows = {
         "peak of a step": f"{most.total / MIB:.1f} MiB",

@@ -14,7 +14,7 @@ from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
-from runner.config.resolve import flatten, resolve, to_dict
+from runner.config.resolve import flatten, resolve_spec, to_dict
 from runner.config.schema import AUTO, RunSpec
 from runner.modes.result import RunResult
 from runner.modes.run_store import resumed_store
@@ -103,8 +103,8 @@ def _own(spec: RunSpec, origin: Invocation, out: Path, console: Console) -> Resu
 
 def _resolved(origin: Invocation) -> None:
     """Raise ConfigError for interpolations that only a checkpoint's values would have resolved."""
-    if origin.composed is not None:
-        resolve(OmegaConf.create(dict(origin.composed)))
+    if origin.composed_config is not None:
+        resolve_spec(OmegaConf.create(dict(origin.composed_config)))
 
 
 def _found(spec: RunSpec, origin: Invocation, where: str, told: list[str]) -> ResumePlan:
@@ -138,7 +138,7 @@ def _found(spec: RunSpec, origin: Invocation, where: str, told: list[str]) -> Re
     said = list[str]()
     merged = resumed_store(merged, folder, origin, spec.checkpoint.resume == AUTO, said.append)
     told += said
-    return ResumePlan(folder, saved, merged, replace(origin, choices=choices, own=own))
+    return ResumePlan(folder, saved, merged, replace(origin, choices=choices, is_trusted=own))
 
 
 def _newest_run(out: Path, told: list[str]) -> Path:
@@ -216,12 +216,12 @@ def _merged(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tuple
     What was typed is put over it before its interpolations are resolved, so that they read the
     checkpoint's values.
     """
-    ours, theirs = dict(origin.composed or to_dict(spec)), dict(saved.content["spec"])
+    ours, theirs = dict(origin.composed_config or to_dict(spec)), dict(saved.content["spec"])
     typed = _typed(origin)
     if any(
         typed.get(p) and origin.choices.get(p) != saved.content["choices"].get(p) for p in PRESETS
     ):
-        return spec, origin.own  # a preset sets keys anywhere
+        return spec, origin.is_trusted  # a preset sets keys anywhere
     here = {key: ours[key] for key in ("tracking", "mode", "strategy")}
     merged = {**ours, **theirs, **here}
     for key in typed:
@@ -230,7 +230,7 @@ def _merged(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tuple
     for key in [key for key in typed if key.startswith("checkpoint.")]:
         _copy(ours, merged, key.split("."))
     try:
-        resolved = resolve(OmegaConf.create(merged))
+        resolved = resolve_spec(OmegaConf.create(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(f"checkpoint.resume={saved.path}: {error}") from error
     own = checkpoint_file.is_own(saved.content)
@@ -238,7 +238,7 @@ def _merged(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tuple
     trusted_targets.check_trusted(
         to_dict(resolved), GROUPS, known, saved.path, "checkpoint.resume", own
     )
-    return resolved, own and origin.own
+    return resolved, own and origin.is_trusted
 
 
 def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:
@@ -257,7 +257,7 @@ def changed_settings(spec: RunSpec, saved: LoadedCheckpoint) -> dict[str, str]:
     """Keys whose values differ from the checkpoint's, as `old -> new`."""
 
     def flat(values: Mapping[str, Any]) -> dict[str, str]:
-        return flatten(resolve(OmegaConf.create(dict(values))))
+        return flatten(resolve_spec(OmegaConf.create(dict(values))))
 
     theirs, ours = flat(saved.content["spec"]), flatten(spec)
     ignored = ("checkpoint", "tracking")

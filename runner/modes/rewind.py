@@ -16,7 +16,7 @@ from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
-from runner.config.resolve import resolve, to_dict
+from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
@@ -50,7 +50,7 @@ def saved_run_spec(batch: Path) -> RunSpec | None:
         return None
     if "${" in (text := path.read_text()):
         raise ConfigError(f"{path} holds an interpolation, which would be resolved here.")
-    return resolve(OmegaConf.create(text))  # type: ignore[arg-type]
+    return resolve_spec(OmegaConf.create(text))  # type: ignore[arg-type]
 
 
 def with_run_config(

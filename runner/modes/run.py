@@ -15,7 +15,7 @@ from rich.console import Console
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
 from runner.config.resolve import flatten
-from runner.config.schema import LONE_ADVICE, RunSpec
+from runner.config.schema import ADVISE_USAGE_MESSAGE, RunSpec
 from runner.config.targets import build_group, check_targets
 from runner.diagnostics import saved_batch
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
@@ -128,7 +128,7 @@ def _checked_spec(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocatio
         ConfigError: with every problem of the config.
     """
     if spec.mode == "advise":
-        raise ConfigError(LONE_ADVICE)
+        raise ConfigError(ADVISE_USAGE_MESSAGE)
     problems = [*spec.problems()]
     if spec.mode == "evaluate" and not problems:
         spec, origin = with_checkpoint_config(spec, origin)
@@ -235,7 +235,7 @@ def _begin_folder(context: RunContext) -> None:
     """
     environment = artifacts.environment_facts(context.origin)
     try:
-        artifacts.write_config(context.out, context.spec, context.origin.own)
+        artifacts.write_config(context.out, context.spec, context.origin.is_trusted)
         write_json(context.out / artifacts.ENVIRONMENT, environment)
     except OSError as error:
         raise ConfigError(

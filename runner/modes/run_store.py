@@ -14,7 +14,7 @@ import yaml
 from runner.config.invocation import Invocation
 from runner.config.renamed import current_path
 from runner.config.schema import RunSpec
-from runner.config.signature import is_signed, key_location
+from runner.config.signature import describe_key_location, is_signed
 from runner.distributed import torchrun
 from runner.modes import artifacts
 from runner.tracking import journal
@@ -190,7 +190,7 @@ def _chosen(typed: str | None, last: JournalStore, key: str = KEY, what: str = "
         return last.uri
     raise ConfigError(
         f"{key}: the {what} is recorded in {redact(last.uri)}, as its journal says, which is not "
-        f"signed with your key ({key_location()}). If you trust it, type "
+        f"signed with your key ({describe_key_location()}). If you trust it, type "
         f"tracking.uri={redact(last.uri)} to continue there, or tracking=none."
     )
 
@@ -240,8 +240,8 @@ def _check_earlier(stores: Sequence[JournalStore], uri: str) -> None:
         elif not store.own:
             raise ConfigError(
                 f"{KEY}: {store.path} is to be sent to {redact(store.uri)}, and is not signed with "
-                f"your key ({key_location()}). Delete it, or type init.weights=<its checkpoint> "
-                "to start a new run from its weights."
+                f"your key ({describe_key_location()}). Delete it, or type "
+                "init.weights=<its checkpoint> to start a new run from its weights."
             )
 
 

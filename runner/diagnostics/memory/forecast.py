@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.config.targets import build_group
 from runner.diagnostics.memory.limits import USABLE, free_memory
 from runner.diagnostics.memory.memory_tracker import (
@@ -76,8 +76,8 @@ def largest_batch(
     spec: RunSpec, precision: Precision, device: torch.device, room: float
 ) -> int | None:
     """Return the largest batch size whose predicted peak is within `room` bytes, of
-    train.batch_size and the powers of two up to LARGEST_FORECAST_BATCH; None where a single example
-    is too much. Raises ForecastUnavailable."""
+    train.batch_size and the powers of two up to MAX_FORECAST_BATCH_SIZE; None where a single
+    example is too much. Raises ForecastUnavailable."""
     return largest_fitting_batch(
         peak_forecast(spec, precision, device), spec.train.batch_size, room
     )
@@ -96,7 +96,7 @@ def largest_fitting_batch(
     Returns:
         The size; None where a single example is too much.
     """
-    sizes = sorted({own, *(2**power for power in range(LARGEST_FORECAST_BATCH.bit_length()))})
+    sizes = sorted({own, *(2**power for power in range(MAX_FORECAST_BATCH_SIZE.bit_length()))})
     fits = None
     low = 0
     high = len(sizes)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from runner.config.schema import LARGEST_FORECAST_BATCH
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.modes.result import RunResult
 from runner.modes.tables import relative_change
 from runner.sweep.report.compare import Comparison
@@ -189,7 +189,7 @@ def verdict_forecast(verdict: PrecisionVerdict) -> Cell:
     if verdict.forecast is None:
         return Cell("")
     peak, batch = verdict.forecast
-    more = " or more" if batch == LARGEST_FORECAST_BATCH else ""
+    more = " or more" if batch == MAX_FORECAST_BATCH_SIZE else ""
     return Cell(format_mib(peak), note=f"largest batch {batch}{more}" if batch else "")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from runner.config.precision_keys import left_out_messages
+from runner.config.precision_keys import omitted_key_messages
 from runner.sweep.report.compare import MIN_GAIN_ONE_SEED, MIN_GAIN_SEEDS, Comparison, Group
 
 TESTS = {
@@ -59,4 +59,4 @@ def _left_out_messages(compared: Sequence[Comparison]) -> str:
     """Return which keys of the command which precisions ran without; empty for none."""
     jobs = [job for c in compared for job in c.group.jobs]
     pairs = [f"{job.precision} {key}" for job in jobs for key in job.left_out]
-    return " ".join(left_out_messages(list(dict.fromkeys(pairs))))
+    return " ".join(omitted_key_messages(list(dict.fromkeys(pairs))))
