@@ -281,7 +281,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         return finished
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
     reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
-    spec = resolve_spec(config, later=reads_checkpoint)
+    spec = resolve_spec(config, allow_unresolved=reads_checkpoint)
     composed = OmegaConf.to_container(config)
     assert isinstance(composed, dict)
     invocation = replace(
