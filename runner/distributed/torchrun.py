@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _QUERY_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
-_START_KEY, _RESUME_KEY = "runner/begun", "runner/out"
+
+# Keys of the rendezvous store, with the run's folder.
+_START_KEY = "runner/begun"
+_RESUME_KEY = "runner/out"
+
+# How long a process waits for the main one to compose its config and publish the folder.
 _STORE_TIMEOUT = timedelta(minutes=10)
 
 
@@ -49,25 +54,25 @@ class ProcessRank(NamedTuple):
 
         The first processes take one example more where the batch does not divide evenly.
         """
-        least, more = divmod(size, self.world_size)
-        start = self.rank * least + min(self.rank, more)
-        return slice(start, start + least + (self.rank < more))
+        share, remainder = divmod(size, self.world_size)
+        start = self.rank * share + min(self.rank, remainder)
+        return slice(start, start + share + (self.rank < remainder))
 
     def batch_share(self, size: int) -> int:
         """Return how many of a batch's examples this process takes."""
-        part = self.batch_slice(size)
-        return part.stop - part.start
+        share = self.batch_slice(size)
+        return share.stop - share.start
 
 
 SINGLE_PROCESS = ProcessRank()
 
 
 class MainRankFailed(Exception):
-    """Raised where the main process failed before its run began."""
+    """The main process failed before its run started; it has printed why."""
 
 
 def is_torchrun() -> bool:
-    """Return whether torchrun, or what sets the same variables, has started this process."""
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return all(key in os.environ for key in _TORCHRUN_VARIABLES)
 
 
@@ -105,14 +110,18 @@ def command_of_rank(argv: Sequence[str]) -> Sequence[str]:
         extra = {"hydra.run.dir": shared.get(_RESUME_KEY).decode(), "checkpoint.resume": "auto"}
     if not here.is_main:
         if not extra:
-            folder = shared.get(_START_KEY).decode()  # waits for it
+            # Waits until the main process has published it; empty if that failed.
+            folder = shared.get(_START_KEY).decode()
             if not folder:
                 raise MainRankFailed
             extra["hydra.run.dir"] = folder
+        # Only the main process writes Hydra's files.
         extra["hydra.output_subdir"] = "null"
-    kept = [text for text in argv if text.lstrip("+~").partition("=")[0] not in extra]
-    # First: Hydra's parser takes overrides in one piece, and `rewrite` has put the flags last.
-    return [*(f"{key}={_quoted(value)}" for key, value in extra.items()), *kept]
+    others = [text for text in argv if text.lstrip("+~").partition("=")[0] not in extra]
+    published = [f"{key}={_quoted(value)}" for key, value in extra.items()]
+    # First: Hydra's parser takes overrides next to each other, and rewrite_arguments has put the
+    # flags last.
+    return [*published, *others]
 
 
 def publish_start(folder: Path) -> None:
@@ -125,7 +134,8 @@ def publish_failure() -> None:
     here = process_rank()
     if not (is_torchrun() and here.is_main and here.world_size > 1):
         return
-    with suppress(RuntimeError):  # the process that keeps the store is gone
+    # The process that serves the store may have ended.
+    with suppress(RuntimeError):
         if not rendezvous_store(here).check([_START_KEY]):
             rendezvous_store(here).set(_START_KEY, "")
 
@@ -144,7 +154,8 @@ def claim_message(text: str) -> bool:
         return (
             rendezvous_store(here).add(f"runner/{here.restart}/{zlib.crc32(text.encode())}", 1) == 1
         )
-    except RuntimeError:  # the process that keeps the store is gone
+    except RuntimeError:
+        # The process that serves the store has ended: a message twice is better than none.
         return True
 
 
@@ -156,15 +167,16 @@ def _publish(key: str, folder: Path) -> None:
 
 @cache
 def rendezvous_store(here: ProcessRank) -> "TCPStore":
-    """Return the key-value store that torchrun keeps; it outlives a process."""
+    """Return torchrun's key-value store, which outlives a process that fails."""
     from torch.distributed import TCPStore
 
-    hosts = here.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # torchrun's own process serves the store if it sets this variable; else rank 0 does.
+    serves_store = here.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         here.world_size,
-        hosts,
+        serves_store,
         timeout=_STORE_TIMEOUT,
         wait_for_workers=False,
         multi_tenant=True,
