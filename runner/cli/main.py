@@ -150,7 +150,8 @@ def _run_hydra(argv: Sequence[str]) -> int:
     register_schema()
     # Hydra then raises errors instead of printing them, and we explain them ourselves.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    previous, sys.argv = sys.argv, [sys.argv[0], *argv]
+    previous_argv = sys.argv
+    sys.argv = [sys.argv[0], *argv]
     status = 0
     try:
         # Hydra reads sys.argv, and calls run_job once, or in a sweep through its launcher.
@@ -169,7 +170,7 @@ def _run_hydra(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
-        sys.argv = previous
+        sys.argv = previous_argv
         status = _finish_sweep(status)
     return status
 

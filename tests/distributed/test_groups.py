@@ -92,7 +92,7 @@ def test_units_that_name_no_module_are_refused(alone):
         state_of(strategy)
 
 
-def test_a_part_is_every_processes_and_none_is_left_out():
+def test_the_slices_of_all_processes_cover_a_batch():
     for world in (1, 2, 3, 8):
         for size in (1, 2, 7, 8, 64):
             parts = [ProcessRank(rank, world).batch_slice(size) for rank in range(world)]
@@ -104,7 +104,7 @@ def test_a_part_is_every_processes_and_none_is_left_out():
             assert lengths[0] > 0
 
 
-def test_packed_weights_are_whole():
+def test_packed_weights_run_with_ddp_and_not_with_fsdp():
     packed = load_precision("bnb-nf4")
     packed.require_strategy(DDP())
     with pytest.raises(Unavailable, match="strategy=ddp"):
