@@ -222,7 +222,7 @@ class AdviseSpec:
     Attributes:
         budget: time for the whole command, as 90s, 5m or 1h.
         objective: time, memory or quality: what the recommended precision is best in, among the
-            precisions whose quality cannot be told from float32's.
+            precisions whose quality cannot be distinguished from float32's.
         tolerance: accepted increase of the loss over float32's, in standard deviations of float32's
             loss between seeds.
         seeds: number of seeds that each precision is trained with, the same ones for all; 3 or

@@ -1,4 +1,4 @@
-"""What tells this user's configs from a stranger's."""
+"""Signatures distinguish this user's configs from a stranger's."""
 
 import hmac
 import os

@@ -85,12 +85,12 @@ def test_a_run_resumes_in_another_number_of_processes(runs, kind, processes):
 
 @pytest.mark.slow
 def test_a_sharded_checkpoint_holds_the_same_as_one_file(runs):
-    parted, single = runs["fsdp-Stays-whole"], runs["ddp-Stays-whole"]
-    close(parted.weights(), single.weights(), rtol=1e-5, atol=1e-6)
-    shards = [*parted.folder.glob("checkpoints/*.shards/*.safetensors")]
+    sharded, single = runs["fsdp-Stays-whole"], runs["ddp-Stays-whole"]
+    close(sharded.weights(), single.weights(), rtol=1e-5, atol=1e-6)
+    shards = [*sharded.folder.glob("checkpoints/*.shards/*.safetensors")]
     assert len(shards) == 2
-    assert sum(path.stat().st_size for path in shards) > parted.checkpoint().stat().st_size / 4
-    assert [p.suffix for p in sorted(parted.folder.glob("checkpoints/*"))] == [".pt", ".shards"]
+    assert sum(path.stat().st_size for path in shards) > sharded.checkpoint().stat().st_size / 4
+    assert [p.suffix for p in sorted(sharded.folder.glob("checkpoints/*"))] == [".pt", ".shards"]
 
 
 @pytest.mark.slow
