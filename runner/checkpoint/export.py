@@ -21,8 +21,8 @@ from runner.precision.casting import cast_nest
 from runner.precision.layers.exportable import Plain8bit, PlainFloat8, exportable_copy
 from runner.precision.precision import CPU, Precision
 from runner.utils.files import os_error_reason, write_with_torch
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import EXPORTED_MODEL
-from runner.utils.quiet_import import quiet_imports
 
 TRACED_ROWS = 4
 """Rows of the batch that is traced and compared: torch.export takes one row for a constant."""
@@ -73,7 +73,7 @@ def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path
     with _as_export_errors(path):
         example = _traced_rows(example)
         device = example.device
-        with _evaluation_mode(model, precision, device), quiet_imports():
+        with _evaluation_mode(model, precision, device), suppress_import_warnings():
             expected = _EvaluationForward(model, precision, device)(example)
             _refuse_lstm(model, precision, device)
             plain = exportable_copy(model)

@@ -86,10 +86,10 @@ class RunContext:
         exchange is not waited for.
         """
         if self.strategy.place.world_size == 1:
-            return self.signals.requested()
+            return self.signals.is_stop_requested()
         # The highest number of all processes, so that all end with the same exit status.
         number = self.strategy.all_reduce_max_async(self.signals.number or 0)
-        self.signals.adopt(number)
+        self.signals.record_remote_signal(number)
         return number > 0
 
     def say(self, message: str) -> None:
@@ -185,7 +185,7 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         group=origin.group_label(spec),
         seed=spec.seed,
         overrides=origin.overrides,
-        left_out=[*origin.keys_left_out],
+        left_out=[*origin.omitted_keys],
         model=origin.option_name("model", spec.model),
         data=origin.option_name("data", spec.data),
         device=run.device_name,

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from runner.checkpoint import checkpoint_file, locate
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
-from runner.config.resolve import resolve, to_dict
+from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import check_targets
 from runner.data.build import build_loaders, build_splits
@@ -72,13 +72,13 @@ def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, 
     signed = checkpoint_file.is_signed_by_user(saved)
     trusted_targets.check_trusted(saved["spec"], untyped, to_dict(spec), path, "checkpoint", signed)
     nodes = {key: saved["spec"].get(key, {}) for key in untyped}
-    if origin.composed is not None:  # typed interpolations take the checkpoint's values
-        spec = resolve(OmegaConf.create({**origin.composed, **nodes}))
+    if origin.composed_config is not None:  # typed interpolations take the checkpoint's values
+        spec = resolve_spec(OmegaConf.create({**origin.composed_config, **nodes}))
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)
     problems = check_targets(spec)
     if problems:
         raise ConfigError(*problems)
-    return spec, replace(origin, choices=choices, own=signed and origin.own)
+    return spec, replace(origin, choices=choices, is_trusted=signed and origin.is_trusted)
 
 
 def evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
@@ -89,7 +89,7 @@ def evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
         memory: explains an allocator's error; it is given the state before the first batch.
     """
     # An evaluation leaves nothing to save, so a signal ends it at once.
-    with run.signals.at_once():
+    with run.signals.interruptible():
         return _evaluate_checkpoint(run, memory)
 
 

@@ -7,7 +7,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.diagnostics.memory.forecast import (
     build_fake_model,
     largest_fitting_batch,
@@ -122,7 +122,7 @@ def _peak_rows(spec: RunSpec, precision: Precision, device: torch.device) -> dic
         return {"peak of a step": f"not predicted: {error}"}
     parts = [f"{name} {size / MIB:.1f}" for name, size in peak._asdict().items()]
     # The search stops there, so a larger batch may fit, too.
-    more = " or more" if largest == LARGEST_FORECAST_BATCH else ""
+    more = " or more" if largest == MAX_FORECAST_BATCH_SIZE else ""
     share = f"in {USABLE_MEMORY_SHARE:g} of the {free / GIB:.1f} GiB that are free"
     rows = {
         "peak of a step": f"{peak.total / MIB:.1f} MiB",

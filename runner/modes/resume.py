@@ -16,7 +16,7 @@ from rich.console import Console
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
-from runner.config.resolve import resolve
+from runner.config.resolve import resolve_spec
 from runner.config.schema import AUTO, RunSpec
 from runner.modes.result import RunResult
 from runner.modes.resumed_spec import (
@@ -119,8 +119,8 @@ def _plan_own_folder(
 
 def _check_interpolations(origin: Invocation) -> None:
     """Raise ConfigError for interpolations that only a checkpoint's values would have resolved."""
-    if origin.composed is not None:
-        resolve(OmegaConf.create(dict(origin.composed)))
+    if origin.composed_config is not None:
+        resolve_spec(OmegaConf.create(dict(origin.composed_config)))
 
 
 def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) -> ResumePlan:

@@ -61,8 +61,8 @@ def merge_spec(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tu
     if _has_other_preset(typed, saved, origin):
         # A preset sets keys anywhere, so which of the checkpoint's keys would be meant to stay
         # cannot be known: the command's spec counts as a whole.
-        return spec, origin.own
-    ours = dict(origin.composed or to_dict(spec))
+        return spec, origin.is_trusted
+    ours = dict(origin.composed_config or to_dict(spec))
     theirs = dict(saved.content["spec"])
     merged = {**ours, **theirs}
     for key in _KEYS_OF_THE_COMMAND:
@@ -77,7 +77,7 @@ def merge_spec(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tu
         if key.startswith("checkpoint."):
             _copy_key(ours, merged, key.split("."))
     try:
-        resolved = resolve(OmegaConf.create(merged))
+        resolved = resolve_spec(OmegaConf.create(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(f"checkpoint.resume={saved.path}: {error}") from error
     own = checkpoint_file.is_signed_by_user(saved.content)
@@ -86,7 +86,7 @@ def merge_spec(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tu
     trusted_targets.check_trusted(
         to_dict(resolved), TARGET_GROUPS, known, saved.path, "checkpoint.resume", own
     )
-    return resolved, own and origin.own
+    return resolved, own and origin.is_trusted
 
 
 def _has_other_preset(
@@ -138,7 +138,7 @@ def _optimizers(node: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 def changed_settings(spec: RunSpec, saved: LoadedCheckpoint) -> dict[str, str]:
     """Return the keys whose values differ from the checkpoint's, as `old -> new`."""
-    theirs = flatten(resolve(OmegaConf.create(dict(saved.content["spec"]))))
+    theirs = flatten(resolve_spec(OmegaConf.create(dict(saved.content["spec"]))))
     ours = flatten(spec)
     changes = {}
     for key in {**theirs, **ours}:

@@ -16,7 +16,7 @@ from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
-from runner.config.resolve import resolve, to_dict
+from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
@@ -53,7 +53,7 @@ def saved_run_spec(batch: Path) -> RunSpec | None:
     if "${" in text:
         # A run writes resolved values. An interpolation would read this machine's environment.
         raise ConfigError(f"{path} holds an interpolation, which would be resolved here.")
-    return resolve(OmegaConf.create(text))  # type: ignore[arg-type]
+    return resolve_spec(OmegaConf.create(text))  # type: ignore[arg-type]
 
 
 def run_folder_of_batch(batch: Path) -> Path:

@@ -15,7 +15,7 @@ from rich.console import Console
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
 from runner.config.resolve import flatten
-from runner.config.schema import LONE_ADVICE, RunSpec
+from runner.config.schema import ADVISE_USAGE_MESSAGE, RunSpec
 from runner.config.targets import build_group, check_targets
 from runner.diagnostics import saved_batch
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
@@ -90,7 +90,7 @@ def _run(
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, folder_lock(out), process_state():
         # Nothing is computed yet, so a signal ends the set-up at once.
-        with signals.at_once():
+        with signals.interruptible():
             context = _build_context(spec, out, origin, console, strategy, signals)
             if context.spec.mode in ("plan", "replay"):
                 return _run_untracked(context)
@@ -133,7 +133,7 @@ def _checked_spec(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocatio
         ConfigError: with every problem of the config.
     """
     if spec.mode == "advise":
-        raise ConfigError(LONE_ADVICE)
+        raise ConfigError(ADVISE_USAGE_MESSAGE)
     # All problems are collected, so that one message names every one of them.
     problems = [*spec.problems()]
     if spec.mode == "evaluate" and not problems:
@@ -219,7 +219,7 @@ def _tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> Iterator[
     tracker = context.tracker
     # A sweep has checked its own store, before its jobs.
     if context.origin.sweep is None:
-        with context.signals.at_once():
+        with context.signals.interruptible():
             tracker.check_sweep()
     _begin_folder(context)
     tracker.open(_run_info(context, resumed))
@@ -234,7 +234,7 @@ def _tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> Iterator[
     except BaseException as error:
         _close(context, resumed, "FAILED", redact(f"{type(error).__name__}: {error}"))
         raise
-    tracker.close("FINISHED", stopped=context.signals.requested)
+    tracker.close("FINISHED", stopped=context.signals.is_stop_requested)
 
 
 def _begin_folder(context: RunContext) -> None:
@@ -245,7 +245,7 @@ def _begin_folder(context: RunContext) -> None:
     """
     environment = run_metadata.environment_facts(context.origin)
     try:
-        run_metadata.write_config(context.out, context.spec, context.origin.own)
+        run_metadata.write_config(context.out, context.spec, context.origin.is_trusted)
         write_json(context.out / run_metadata.ENVIRONMENT_FILE, environment)
     except OSError as error:
         raise ConfigError(
@@ -296,7 +296,7 @@ def _close(
 ) -> None:
     with suppress(TrackingError):  # an error of the store must not hide why the run ended
         _note(context, resumed, notes.failed_note(context.origin.command, status, error))
-    context.tracker.close(status, error, context.signals.requested)
+    context.tracker.close(status, error, context.signals.is_stop_requested)
 
 
 def _check_end(context: RunContext, result: RunResult) -> None:

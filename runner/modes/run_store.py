@@ -18,7 +18,7 @@ import yaml
 from runner.config.invocation import Invocation
 from runner.config.renamed import current_path
 from runner.config.schema import RunSpec
-from runner.config.signature import is_signed, key_location
+from runner.config.signature import describe_key_location, is_signed
 from runner.distributed import torchrun
 from runner.modes import run_metadata
 from runner.tracking import journal
@@ -234,7 +234,7 @@ def _chosen_uri(
         return last.uri
     raise ConfigError(
         f"{key}: the {what} is recorded in {redact(last.uri)}, as its journal says, which is not "
-        f"signed with your key ({key_location()}). If you trust it, type "
+        f"signed with your key ({describe_key_location()}). If you trust it, type "
         f"tracking.uri={redact(last.uri)} to continue there, or tracking=none."
     )
 
@@ -292,7 +292,7 @@ def _check_earlier_journals(stores: Sequence[JournalStore], uri: str) -> None:
         elif not store.signed_by_user:
             raise ConfigError(
                 f"{RESUME_KEY}: {store.path} is to be sent to {redact(store.uri)}, and is not "
-                f"signed with your key ({key_location()}). Delete it, or type "
+                f"signed with your key ({describe_key_location()}). Delete it, or type "
                 "init.weights=<its checkpoint> to start a new run from its weights."
             )
 

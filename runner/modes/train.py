@@ -74,13 +74,13 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
     spec = run.spec
     start = perf_counter()
     # Until the loop runs there is nothing to save, so a signal ends the set-up at once.
-    with run.signals.at_once():
+    with run.signals.interruptible():
         loaders = _loaders(run)
         make = model_builder(spec, run.precision, run.device, resumed)
         built = prove_conversion(run, make, loaders[1])
         check_compile_options(spec, run.precision, run.device, built.model)
     with run.precision.session(built.model, run.device):
-        with run.signals.at_once():
+        with run.signals.interruptible():
             sizes = describe_model(run, built)
             steps = total_steps(spec.train, loaders[0])
             setup = TrainingSetup(spec, run.precision, run.task, run.device, run.strategy)
@@ -115,7 +115,7 @@ def _loaders(run: RunContext) -> tuple[Loader, Loader]:
     loaders = build_loaders(run.spec, splits, run.device, place)
     if place.world_size == 1:  # else the others would not know that a wait was interrupted
         for loader in loaders:
-            loader.wait_context = run.signals.at_once
+            loader.wait_context = run.signals.interruptible
     log_data_sets(run, splits)
     log_workers(run, loaders[0])
     check_data(run, loaders)
@@ -135,7 +135,7 @@ def _train_loop(
     spec = run.spec
     probe = DtypeProbe(state.model)
     if spec.train.compile:  # compiled modules do not show their dtypes to the probe
-        with run.signals.at_once(), probe:
+        with run.signals.interruptible(), probe:
             try_batch(run, state, loaders[1])
     prepare_model(spec, run.precision, run.device, state.plain_model)
     start_step = resumed.content["step"] if resumed else 0
@@ -161,7 +161,7 @@ def _train_loop(
         for loader in loaders:
             loader.close()
     # A signal that reached one process stops all of them.
-    run.signals.adopt(run.strategy.all_reduce_max(run.signals.number or 0))
+    run.signals.record_remote_signal(run.strategy.all_reduce_max(run.signals.number or 0))
     unsaved = _save_weights(run, callbacks)
     # After the last checkpoint: the message names the newest one.
     failure = callbacks.failure_message
@@ -184,13 +184,13 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
     """Write the last checkpoint and the safetensors file; return why one was not written."""
     spec = run.spec
     unsaved: list[str] = []
-    if spec.checkpoint.final or run.signals.requested():
+    if spec.checkpoint.final or run.signals.is_stop_requested():
         path = None
         try:
             path = callbacks.save_last()
         except CheckpointError as error:
             unsaved.append(str(error))
-        if run.signals.requested() and path:
+        if run.signals.is_stop_requested() and path:
             run.say(f"checkpoint: {path}")
             if run.origin.sweep is None:  # a sweep is resumed as a whole
                 run.say(f"Resume with: {quote_command(run.origin.resume_command(run.out))}")
@@ -236,5 +236,5 @@ def _first_step(
 
     It may compile for minutes, and there is nothing to save before it.
     """
-    with run.signals.at_once(), probe, proof.watch(), measured:
+    with run.signals.interruptible(), probe, proof.watch(), measured:
         yield

@@ -125,7 +125,7 @@ class TrainingCallbacks:
         rest = state_dict.state_dict(self.state, self.callbacks)
         origin = self.run.origin
         return checkpoint_state_dict(
-            self.state, self.run.spec, origin.choices, metrics, rest, origin.own
+            self.state, self.run.spec, origin.choices, metrics, rest, origin.is_trusted
         )
 
     def _save(self, best: bool) -> None:

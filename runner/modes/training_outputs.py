@@ -159,10 +159,10 @@ def raise_unsaved_weights(run: RunContext, result: RunResult, problems: Sequence
 
 def save_model(run: RunContext, state: TrainState, loader: Loader) -> None:
     """Export the trained model and upload it; a model that cannot be exported is reported."""
-    if not run.tracker.takes_models or run.signals.requested():
+    if not run.tracker.takes_models or run.signals.is_stop_requested():
         return
     # An export may take minutes and has nothing to lose, so a signal ends it at once.
-    with run.signals.at_once():
+    with run.signals.interruptible():
         try:
             inputs, _ = next(loader.epoch(0))
             made = export(state.plain_model, run.precision, inputs, run.out / "model")

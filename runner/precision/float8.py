@@ -24,7 +24,7 @@ from runner.precision.layers.padding import pad_rows
 from runner.precision.options import DTYPES, FP8_LAYERS, check_kernels, float32_matmul
 from runner.precision.precision import CPU, ComputeFormat, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.quiet_import import quiet_imports
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tpu import accelerator_kind, is_tpu
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def _swap(module: nn.Module, config: "Float8LinearConfig") -> None:
     """Turn a linear layer into a Float8Linear that holds the same parameter objects."""
     transposed = is_transposed(module)
     plain = nn.Linear(*layer_widths(module), bias=False, device="meta") if transposed else module
-    with quiet_imports():
+    with suppress_import_warnings():
         from torchao.float8 import convert_to_float8_training
 
         # Not Float8Linear.from_float: this also works around a miscompilation of FP8 in Inductor.
@@ -277,7 +277,7 @@ def _layer(kind: type[nn.Module], converted: type[nn.Module], mixin: type) -> ty
 
 
 def _config(recipe: str, emulate: bool) -> "Float8LinearConfig":
-    with quiet_imports():
+    with suppress_import_warnings():
         from torchao.float8 import Float8LinearConfig
 
         return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)

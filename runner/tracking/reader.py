@@ -25,7 +25,7 @@ from runner.tracking.history import Curve
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.tracking.writer.experiments import active_experiment
 from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.quiet_import import quiet_imports
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.secrets import redact
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Reader:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-        with quiet_imports():
+        with suppress_import_warnings():
             from mlflow import MlflowClient
         database = sqlite_path(uri)
         # MlflowClient would create a file that is missing: a mistyped path would look like an empty
@@ -101,7 +101,7 @@ class Reader:
         from mlflow.exceptions import MlflowException
 
         try:
-            with quiet_imports():
+            with suppress_import_warnings():
                 return self.client.get_run(run_id)
         except MlflowException as error:
             # The second one is for a text that cannot be an id.
@@ -167,7 +167,7 @@ class Reader:
             TrackingError: it could not be fetched, or it is not known whether the run has it.
         """
         try:
-            with tempfile.TemporaryDirectory() as folder, quiet_imports():
+            with tempfile.TemporaryDirectory() as folder, suppress_import_warnings():
                 return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
         except Exception as error:
             reason = self._fetch_problem(run_id, path, error)
@@ -258,7 +258,7 @@ class Reader:
     def _ask(self, call: Any) -> Any:
         """Return what a call of the client returns; raise TrackingError if it fails."""
         try:
-            with quiet_imports():
+            with suppress_import_warnings():
                 return call()
         except Exception as error:
             raise TrackingError(
@@ -303,11 +303,11 @@ def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint"
     if database and not database.exists():
         raise ConfigError(unknown)
 
-    with quiet_imports():
+    with suppress_import_warnings():
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
     try:
-        with quiet_imports():
+        with suppress_import_warnings():
             run = MlflowClient(uri).get_run(run_id)
     except MlflowException:
         raise ConfigError(unknown) from None

@@ -17,8 +17,8 @@ from runner.precision.conversion import find_shared_weights
 from runner.precision.layers.conv1d import linear_classes
 from runner.precision.layers.te_layers import NormFirst
 from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.modules import select_modules
-from runner.utils.quiet_import import quiet_imports
 
 
 class Adapter(ABC):
@@ -84,7 +84,7 @@ class Lora(Adapter):
         self.modules, self.train = modules, train
 
     def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
-        with quiet_imports():
+        with suppress_import_warnings():
             from peft import LoraConfig, inject_adapter_in_model
 
         names = [name for name, _ in model.named_modules()]
@@ -99,7 +99,7 @@ class Lora(Adapter):
         full = [p for name in trained for p in model.get_submodule(name).parameters()]
         _refuse(model, trained)
         with (
-            quiet_imports()
+            suppress_import_warnings()
         ):  # peft warns of a Conv1D, for which it transposes the addition by itself
             inject_adapter_in_model(config, model)
         for added in (p for p in model.parameters() if p.requires_grad):
@@ -141,7 +141,7 @@ class Lora(Adapter):
         return chosen
 
     def merge(self, model: nn.Module) -> None:
-        with quiet_imports():
+        with suppress_import_warnings():
             from peft.tuners.lora import LoraLayer
 
         for name, module in list(model.named_modules()):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.config.schema import CUDA_GRAPHS, RunSpec
+from runner.config.schema import CUDA_GRAPH_MODES, RunSpec
 from runner.precision.precision import Precision
 from runner.utils.errors import ConfigError
 from runner.utils.modules import repeated_blocks, select_modules
@@ -56,7 +56,7 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
             f"{typed} replays CUDA graphs, and this run is on {device.type}. "
             "Type train.compile=default."
         )
-    if mode in CUDA_GRAPHS and device.type == "cuda" and spec.train.accumulate > 1:
+    if mode in CUDA_GRAPH_MODES and device.type == "cuda" and spec.train.accumulate > 1:
         yield (
             f"{typed} replays CUDA graphs, in whose memory gradients of several micro-batches do "
             "not add up (pytorch/pytorch#169545). Type train.accumulate=1, "

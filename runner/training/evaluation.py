@@ -36,7 +36,7 @@ def evaluate(
                 output = state.model(precision.cast(inputs))
             dtype = precision.loss_dtype
             found = task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
-            if not strategy.place.examples(validation.examples_in(i)):
+            if not strategy.place.batch_share(validation.examples_in(i)):
                 found = torch.zeros_like(found)  # another process's example
             totals = found if totals is None else totals + found
     state.model.train()

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.utils.errors import ConfigError
-from runner.utils.quiet_import import quiet_imports
+from runner.utils.import_warnings import suppress_import_warnings
 
 # Both libraries compute in float32 and store the result in the parameter's dtype.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -315,7 +315,7 @@ def _made(name: str) -> type[Optimizer]:
     module, mixin = CLASSES[name]
     library = module.partition(".")[0]
     try:
-        with quiet_imports():
+        with suppress_import_warnings():
             base = getattr(import_module(module), name)
     except Exception as error:
         raise ConfigError(

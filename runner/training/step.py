@@ -151,7 +151,7 @@ def _shares(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) ->
     Gradients are averaged over the processes, so a share is multiplied by their number.
     """
     place = state.strategy.place
-    examples = [place.examples(size) for size in sizes]
+    examples = [place.batch_share(size) for size in sizes]
     counts = [labels_of(state.task, target) for _, target in micros]
     labels = [count for count in counts if count is not None]
     if len(labels) < len(counts):

@@ -306,7 +306,9 @@ def test_a_run_whose_loader_fails_at_the_export_still_finishes():
             raise OSError("the data are gone")
 
     tracker = SimpleNamespace(takes_models=True)
-    signals = SimpleNamespace(requested=lambda: False, at_once=nullcontext, check=lambda: None)
+    signals = SimpleNamespace(
+        is_stop_requested=lambda: False, interruptible=nullcontext, check=lambda: None
+    )
     save_model(SimpleNamespace(tracker=tracker, signals=signals, say=told.append), None, Loader())
     assert told == [
         "The model is not in MLflow, its checkpoint has the weights: OSError: the data are gone."

@@ -60,7 +60,7 @@ def test_a_report_of_a_store_that_is_not_there_makes_none(main, tmp_path):
 
 @pytest.mark.slow
 def test_the_ui_listens_on_loopback_only(tmp_path, clean):
-    """As the kernel tells it of the server and its workers."""
+    """As the kernel reports it of the server and its workers."""
     ui = subprocess.Popen(
         [sys.executable, "-m", "runner", "ui"],
         cwd=tmp_path,

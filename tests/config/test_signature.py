@@ -1,4 +1,4 @@
-"""What tells this user's configs from a stranger's."""
+"""Signatures distinguish this user's configs from a stranger's."""
 
 import hmac
 import os
@@ -102,14 +102,14 @@ def test_a_key_that_others_may_know_signs_and_checks_nothing(change):
     change(path)
     assert not is_signed("spec", "x", signed)
     assert sign("spec", "x") == ""
-    assert str(path) in signature.key_location()
+    assert str(path) in signature.describe_key_location()
 
 
 def test_without_a_home_nothing_is_signed(monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", "/dev/null/nowhere")
     assert sign("spec", "x") == ""
     assert not is_signed("spec", "x", "")
-    assert "cannot be read" in signature.key_location()
+    assert "cannot be read" in signature.describe_key_location()
 
 
 def test_checking_makes_no_key():

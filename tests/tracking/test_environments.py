@@ -121,14 +121,14 @@ from pathlib import Path
 import mlflow
 from hydra import compose, initialize_config_module
 
-from runner.config.resolve import register_schema, resolve
+from runner.config.resolve import register_schema, resolve_spec
 from runner.modes.run import run
 
 mlflow.set_tracking_uri(sys.argv[1])
 mlflow.set_experiment("notebook")
 register_schema()
 with initialize_config_module(version_base="1.3", config_module="runner.conf"):
-    spec = resolve(compose("config", ["model=mlp", "model.hidden=[16]", "train.max_steps=3"]))
+    spec = resolve_spec(compose("config", ["model=mlp", "model.hidden=[16]", "train.max_steps=3"]))
 with mlflow.start_run() as mine:
     mlflow.log_metric("before", 1.0)
     result = run(spec, Path("out"))

@@ -268,12 +268,14 @@ def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_everything_later
     assert sync([str(trainer.folder), f"tracking.uri={elsewhere}"]) == 0
     said = capsys.readouterr().out.splitlines()
     points = f"{3 * done['steps']:,} points"
-    assert said[0].startswith(f"{trainer.folder}: sent to {elsewhere} as run ")
+    assert said[0].startswith(f"{trainer.folder}: uploaded to {elsewhere} as run ")
     assert said[0].endswith(f", FINISHED, {points}")
-    assert said[1:] == ["1 sent, 0 not sent, 0 stored before, 0 still training."]
+    assert said[1:] == ["1 uploaded, 0 failed, 0 already uploaded, 0 still training."]
     whole(trainer, done["steps"], elsewhere)
     assert sync([str(trainer.folder)]) == 0
-    assert capsys.readouterr().out == "0 sent, 0 not sent, 1 stored before, 0 still training.\n"
+    assert (
+        capsys.readouterr().out == "0 uploaded, 0 failed, 1 already uploaded, 0 still training.\n"
+    )
 
 
 @pytest.mark.soak

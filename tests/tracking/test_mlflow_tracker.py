@@ -147,12 +147,14 @@ def test_runs_killed_with_their_writer_are_uploaded_later(
         os.kill(writer, signal.SIGKILL)
     alive = begin("alive")  # settles it behind our back, at the same time
     assert sync([str(tmp_path)]) == 0
-    assert "sent to sqlite:///" in capsys.readouterr().out
+    assert "uploaded to sqlite:///" in capsys.readouterr().out
     (run,) = store.named("endings", "sleep")
     assert run.info.status == "KILLED"
     assert len(store.points(run.info.run_id, "train/loss")) == 400
     assert sync([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "0 sent, 0 not sent, 1 stored before, 1 still training.\n"
+    assert (
+        capsys.readouterr().out == "0 uploaded, 0 failed, 1 already uploaded, 1 still training.\n"
+    )
     alive.close("FINISHED")
     assert store.run(alive.run_id).info.status == "FINISHED"
 

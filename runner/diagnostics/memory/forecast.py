@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.config.targets import build_group
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.memory.memory_tracker import (
@@ -86,8 +86,8 @@ def largest_batch(
         room: bytes.
 
     Returns:
-        train.batch_size or a power of two up to LARGEST_FORECAST_BATCH; None where a single example
-        is too much.
+        train.batch_size or a power of two up to MAX_FORECAST_BATCH_SIZE; None where a single
+        example is too much.
 
     Raises:
         ForecastUnavailable: see `predict_peak`.
@@ -110,7 +110,7 @@ def largest_fitting_batch(
     Returns:
         The size; None where a single example is too much.
     """
-    powers = [2**power for power in range(LARGEST_FORECAST_BATCH.bit_length())]
+    powers = [2**power for power in range(MAX_FORECAST_BATCH_SIZE.bit_length())]
     sizes = sorted({configured, *powers})
     # By bisection: a forecast costs about as long as a step.
     fits = None

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.overrides import PRECISION_ALIASES
-from runner.config.resolve import resolve
+from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import check_targets
 from runner.precision.precision import Precision
@@ -179,7 +179,7 @@ def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
     They may belong to another precision than the baseline.
     """
     run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    spec = resolve(run_config)
+    spec = resolve_spec(run_config)
     precision = {k: v for k, v in spec.precision.items() if f"precision.{k}" not in extras}
     spec = replace(spec, precision=precision)
     problems = [*spec.problems(), *check_targets(spec)]

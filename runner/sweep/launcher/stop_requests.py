@@ -6,7 +6,7 @@ from pathlib import Path
 from select import select
 
 from runner.utils.files import write_text
-from runner.utils.stop_signals import TOGETHER, Interrupted, SignalHandler
+from runner.utils.stop_signals import COALESCE_SECONDS, Interrupted, SignalHandler
 
 
 class StopRequests(SignalHandler):
@@ -35,7 +35,7 @@ class StopRequests(SignalHandler):
         os.close(self._read_end)
         os.close(self._write_end)
 
-    def take(self, number: int) -> None:
+    def handle_signal(self, number: int) -> None:
         """Queue a signal for `read_new_signals`."""
         # A selector that waits is woken by the byte; a handler must not do more than that.
         os.write(self._write_end, bytes([number]))
@@ -53,7 +53,7 @@ class StopRequests(SignalHandler):
             self._first_at = now
             # Signals that came together are one request.
             del new[1:]
-        elif self._first_at is not None and now - self._first_at < TOGETHER:
+        elif self._first_at is not None and now - self._first_at < COALESCE_SECONDS:
             # A batch system may signal every process, and a process may pass a signal on.
             return []
         elif new and self._second_at is None:
@@ -64,7 +64,7 @@ class StopRequests(SignalHandler):
     def _read_stop_file(self) -> None:
         """Queue the signal that the stop file names, once, unless a signal came before."""
         if self._first_at is None and self._stop_file is not None and self._stop_file.exists():
-            self.take(int(self._stop_file.read_text()))
+            self.handle_signal(int(self._stop_file.read_text()))
             self._stop_file = None
 
     def seconds_since_second_signal(self) -> float:
@@ -90,12 +90,12 @@ class StopFile(SignalHandler):
         self._path = path
         self._first_at = 0.0
 
-    def take(self, number: int) -> None:
+    def handle_signal(self, number: int) -> None:
         """Write the first signal's number to the file, or raise Interrupted for another one."""
         now = time.monotonic()
         if not self.received_signal:
             self.received_signal = number
             self._first_at = now
             write_text(self._path, str(number))
-        elif now - self._first_at > TOGETHER:
+        elif now - self._first_at > COALESCE_SECONDS:
             raise Interrupted(number)

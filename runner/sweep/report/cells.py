@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from runner.config.schema import LARGEST_FORECAST_BATCH
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.modes.result import RunResult
 from runner.modes.tables import change_since_training
 from runner.sweep.report.compare import Comparison
@@ -199,7 +199,7 @@ def verdict_forecast(verdict: PrecisionVerdict) -> Cell:
     if not batch:
         return Cell(format_mib(peak))
     # The forecast tries no larger batch.
-    more = " or more" if batch == LARGEST_FORECAST_BATCH else ""
+    more = " or more" if batch == MAX_FORECAST_BATCH_SIZE else ""
     return Cell(format_mib(peak), note=f"largest batch {batch}{more}")
 
 

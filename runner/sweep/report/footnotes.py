@@ -5,7 +5,7 @@ A report gets the note of a number only if it shows such a number.
 
 from collections.abc import Iterator, Sequence
 
-from runner.config.precision_keys import left_out_messages
+from runner.config.precision_keys import omitted_key_messages
 from runner.sweep.report.compare import MIN_GAIN_ONE_SEED, MIN_GAIN_SEEDS, Comparison, Group
 
 TEST_SOURCES = {
@@ -72,4 +72,4 @@ def _left_out_messages(compared: Sequence[Comparison]) -> str:
     """Return which keys of the command which precisions ran without; empty for none."""
     jobs = [job for comparison in compared for job in comparison.group.jobs]
     pairs = dict.fromkeys(f"{job.precision} {key}" for job in jobs for key in job.left_out)
-    return " ".join(left_out_messages(list(pairs)))
+    return " ".join(omitted_key_messages(list(pairs)))

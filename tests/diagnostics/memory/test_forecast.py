@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.memory_plan import measured
-from runner.config.schema import LARGEST_FORECAST_BATCH
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.config.targets import build_group
 from runner.diagnostics.memory.forecast import (
     largest_batch,
@@ -126,7 +126,7 @@ def test_no_batch_fits_no_room(of):
 
 
 def test_there_is_a_largest_size_that_is_tried(of):
-    assert largest_batch(*of("model=mlp", "model.hidden=[4]"), CPU, 1e12) == LARGEST_FORECAST_BATCH
+    assert largest_batch(*of("model=mlp", "model.hidden=[4]"), CPU, 1e12) == MAX_FORECAST_BATCH_SIZE
 
 
 def test_a_size_that_the_model_refuses_does_not_fit():
