@@ -132,7 +132,7 @@ class Contender:
         """As many forwards and backwards of the same, and nothing else."""
         for _ in range(LOG_EVERY):
             self.state.scale.multiply(loss_of(self.state, *self.batch)).backward()
-            for p in self.state.trainable:
+            for p in self.state.trainable_parameters:
                 p.grad = None
 
 

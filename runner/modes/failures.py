@@ -99,7 +99,11 @@ def require_single_process(state: TrainState, train: TrainSpec) -> None:
         )
     if not state.strategy.shards:
         return
-    what = "complex weights" if state.complex else "sparse gradients" if state.sparse else ""
+    what = ""
+    if state.complex_parameters:
+        what = "complex weights"
+    elif state.sparse_gradient_parameters:
+        what = "sparse gradients"
     for scheduled in state.optimizers:
         if hasattr(scheduled.optimizer, "wide_embeddings"):
             what = f"the low-bit state of {type(scheduled.optimizer).__name__}"

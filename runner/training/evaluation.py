@@ -51,7 +51,7 @@ class Stagnation:
 
     def __init__(self, state: TrainState) -> None:
         self.strategy = state.strategy
-        self.params = [p for p in state.trainable if p.dtype.itemsize == 2]
+        self.params = [p for p in state.trainable_parameters if p.dtype.itemsize == 2]
         self.before = [p.clone() for p in self._held(self.params)]
         self.pulled: dict[int, Tensor] = {}
         self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]

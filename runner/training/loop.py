@@ -102,7 +102,7 @@ def _steps(  # noqa: PLR0913 - those of fit, and its buffer
     state.model.train()
     if (
         state.step
-        and state.evaluated < state.step
+        and state.last_evaluation_step < state.step
         and is_evaluation_step(train, loader, state.step)
     ):
         yield from _evaluation(state, validation, stopped)  # the run was stopped before it
@@ -116,7 +116,7 @@ def _steps(  # noqa: PLR0913 - those of fit, and its buffer
         watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
         with around(step):
             blocks.add(train_step(state, micros, sizes))
-        state.stagnant = None if watch is None else watch.share()
+        state.stagnant_share = None if watch is None else watch.share()
         stop = stopped()
         if at_eval or stop or (flush_every and step % flush_every == 0):
             yield from blocks.flush()
@@ -140,5 +140,5 @@ def _evaluation(
     if metrics is None:
         set_host_rng_state(drawn)
         return
-    state.evaluated = state.step
-    yield EvalRecord(state.step, int(time() * 1000), state.epoch, metrics, state.stagnant)
+    state.last_evaluation_step = state.step
+    yield EvalRecord(state.step, int(time() * 1000), state.epoch, metrics, state.stagnant_share)

@@ -82,15 +82,15 @@ class EvalRecord(NamedTuple):
         time_ms: when the evaluation ended, milliseconds since the epoch.
         epoch: passes over the data begun, from 1.
         metrics: by their names in the tracker, `val/...`.
-        stagnant: share of the parameter elements with a gradient that the last step did not move;
-            None where it was not counted.
+        stagnant_share: share of the parameter elements with a gradient that the last step did not
+            change; None where it was not counted.
     """
 
     step: int
     time_ms: int
     epoch: int
     metrics: Mapping[str, float]
-    stagnant: float | None = None
+    stagnant_share: float | None = None
 
 
 Steps = tuple[StepRecord, ...]

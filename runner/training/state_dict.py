@@ -42,8 +42,8 @@ def state_dict(state: TrainState, observers: Sequence[Callback]) -> dict[str, An
     """Return the state beside the weights that a bit-exact resume needs."""
     return {
         "position": state.position,
-        "evaluated": state.evaluated,
-        "stagnant": state.stagnant,
+        "evaluated": state.last_evaluation_step,
+        "stagnant": state.stagnant_share,
         "rng": state.strategy.gather_object(rng_state(state.device)),
         "observers": {o.key: o.state_dict() for o in observers},
     }
@@ -90,7 +90,7 @@ def _restore_rest(
     state.precision.load_state_dict(state.plain_model, content["precision_state"])
     state.step, state.epoch = content["step"], content["epoch"]
     state.position, state.skipped = content["position"], content["skipped_steps"]
-    state.evaluated, state.stagnant = content["evaluated"], content["stagnant"]
+    state.last_evaluation_step, state.stagnant_share = content["evaluated"], content["stagnant"]
     _restore_observers(observers, content["observers"])
     streams, rank = _streams(content["rng"]), state.strategy.place.rank
     if rank < len(streams):  # more processes than before go on with seeds of their own

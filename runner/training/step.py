@@ -79,12 +79,11 @@ def train_step(
             if d.pending_found_inf is not None:
                 d.advance_schedule()
         lr = state.optimizers[0].lr
-        if state.before_update:
-            state.before_update()
+        state.run_update_hook()
         _optimizer_step(state, founds)
         found = founds[0] if len(founds) == 1 else _any(founds)
     measured = measure_step(state)  # before the gradients are dropped
-    for p in state.trainable:
+    for p in state.trainable_parameters:
         p.grad = None
     return DeviceStepRecord(
         state.step,
@@ -112,8 +111,10 @@ def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) 
         total = loss.detach()
     else:
         total = _accumulate(state, micros, sizes)
-    coalesce_gradients(state.sparse)
-    for p in state.complex:  # autograd leaves lazy conjugates, which optimizers cannot read
+    coalesce_gradients(state.sparse_gradient_parameters)
+    for (
+        p
+    ) in state.complex_parameters:  # autograd leaves lazy conjugates, which optimizers cannot read
         p.grad = None if p.grad is None else p.grad.resolve_conj()
     return total
 
@@ -238,8 +239,7 @@ def _closure_step(
             first.append((loss, grad_norms(_grads(scheduled))))
         return loss
 
-    if state.before_update:
-        state.before_update()
+    state.run_update_hook()
     scheduled.optimizer.step(closure)  # type: ignore[arg-type]
     if scheduled.scheduler is not None:
         scheduled.scheduler.step()

@@ -8,7 +8,7 @@ of the weights after each step:
         field="weight_norm",
         metric="<section>/weight_norm",
         measure=lambda state: torch.linalg.vector_norm(
-            torch.stack(torch._foreach_norm(state.trainable))
+            torch.stack(torch._foreach_norm(state.trainable_parameters))
         ),
     )
 

@@ -165,7 +165,7 @@ def test_a_stop_ends_an_evaluation_as_if_it_had_not_begun(monkeypatch):
 
     records = list(fit(state, loader(), batches, TrainSpec(epochs=5, log_every=2), stopped=stopped))
     assert [len(block) for block in records] == [2, 1]
-    assert (state.step, state.evaluated) == (3, 0)
+    assert (state.step, state.last_evaluation_step) == (3, 0)
     assert torch.equal(torch.get_rng_state(), asked[2])
 
 
@@ -374,13 +374,13 @@ def test_the_share_of_elements_that_did_not_move(name, lr, low, high):
     state.optimizers = [ScheduledOptimizer(torch.optim.Adam(weights, lr=lr, eps=1e-4))]
     records, _ = run(state, epochs=2)
     for record in evaluations(records):
-        assert record.stagnant is not None
-        assert low <= record.stagnant <= high
+        assert record.stagnant_share is not None
+        assert low <= record.stagnant_share <= high
 
 
 @pytest.mark.parametrize("name", ["64-true", "32-true", "16-mixed", "bf16-mixed"])
 def test_it_is_counted_in_half_precision_only(name):
-    assert {r.stagnant for r in evaluations(run(made(name), epochs=1)[0])} == {None}
+    assert {r.stagnant_share for r in evaluations(run(made(name), epochs=1)[0])} == {None}
 
 
 def test_only_elements_with_a_gradient_count():
@@ -398,13 +398,13 @@ def test_only_elements_with_a_gradient_count():
 
 def test_float32_islands_do_not_count():
     state = made("bf16-true", lr=1e-9, keep_fp32=["0", "1", "3"])
-    assert evaluations(run(state, epochs=1)[0])[0].stagnant == 0.0
+    assert evaluations(run(state, epochs=1)[0])[0].stagnant_share == 0.0
 
 
 def test_a_stop_leaves_no_hook():
     state = made("bf16-true")
     run(state, max_steps=5, eval_every=1, stopped=lambda: True)
-    assert not any(p._post_accumulate_grad_hooks for p in state.trainable)
+    assert not any(p._post_accumulate_grad_hooks for p in state.trainable_parameters)
 
 
 def test_an_overflow_in_a_run_is_recorded(monkeypatch):

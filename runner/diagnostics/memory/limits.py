@@ -106,9 +106,9 @@ def estimate_step_memory(
         The estimate; None where even so few examples find no memory.
     """
     traceback.clear_frames(error.__traceback__)
-    weights, gradients = stored_bytes(state.model), tensor_bytes(*state.trainable)
+    weights, gradients = stored_bytes(state.model), tensor_bytes(*state.trainable_parameters)
     made = tensor_bytes(*state.optimizer_tensors())
-    for parameter in state.trainable:
+    for parameter in state.trainable_parameters:
         parameter.grad = None
     gc.collect()
     # Compiled code would be compiled again for each size, which takes minutes, and memory.

@@ -95,7 +95,7 @@ class Probe:
         self._counted: dict[str, list[Tensor]] = defaultdict(list)
         self._gradients: dict[int, Sample] = {}
         self._weights: list[tuple[str, Tensor, Sample]] = []
-        model, trainable = self.state.plain_model, {id(p) for p in self.state.trainable}
+        model, trainable = self.state.plain_model, {id(p) for p in self.state.trainable_parameters}
         self._hooks.callback(model.register_forward_pre_hook(self._begin).remove)
         operations = OperationWatcher(self._operation)
         for name, module in model.named_modules():

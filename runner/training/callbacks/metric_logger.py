@@ -75,8 +75,8 @@ class MetricLogger(Callback):
 
     def evaluation(self, record: EvalRecord) -> None:
         values = dict(record.metrics)
-        if record.stagnant is not None:
-            values["guard/stagnant_share"] = record.stagnant
+        if record.stagnant_share is not None:
+            values["guard/stagnant_share"] = record.stagnant_share
         self.tracker.metrics(record.step, record.time_ms, values)
 
     def state_dict(self) -> dict[str, Any]:

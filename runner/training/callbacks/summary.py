@@ -27,9 +27,9 @@ class RunSummary(Callback):
         self.quality, self.better = quality, max if direction == "max" else min
         self.last: StepRecord | None = None
         self.metrics: dict[str, float] = {}
-        self.evaluated = 0
+        self.last_evaluation_step = 0
         self.best: float | None = None
-        self.stagnant: float | None = None
+        self.stagnant_share: float | None = None
         self.scales: list[tuple[int, float]] = []
         self.overflows: list[int] = []
         self._examples = self._steps = self._blocks = 0
@@ -56,8 +56,8 @@ class RunSummary(Callback):
                 self.scales.append((record.step, scale))
 
     def evaluation(self, record: EvalRecord) -> None:
-        self.metrics, self.evaluated = dict(record.metrics), record.step
-        self.stagnant = record.stagnant
+        self.metrics, self.last_evaluation_step = dict(record.metrics), record.step
+        self.stagnant_share = record.stagnant_share
         value = record.metrics[self.quality]
         if not math.isnan(value):
             self.best = value if self.best is None else self.better(self.best, value)
@@ -66,9 +66,9 @@ class RunSummary(Callback):
         return {
             "last": record_to_state(self.last),
             "metrics": self.metrics,
-            "evaluated": self.evaluated,
+            "evaluated": self.last_evaluation_step,
             "best": self.best,
-            "stagnant": self.stagnant,
+            "stagnant": self.stagnant_share,
             "scales": self.scales,
             "overflows": self.overflows,
             "examples": self._examples,
@@ -83,9 +83,9 @@ class RunSummary(Callback):
             return
         self.last = record_from_state(state["last"])
         self.metrics = state["metrics"]
-        self.evaluated = state["evaluated"]
+        self.last_evaluation_step = state["evaluated"]
         self.best = state["best"]
-        self.stagnant = state["stagnant"]
+        self.stagnant_share = state["stagnant"]
         self.scales = state["scales"]
         self.overflows = state["overflows"]
         self._examples = state["examples"]
@@ -105,5 +105,5 @@ class RunSummary(Callback):
             "step_ms": ms / self._steps if last else None,
             "skipped_steps": last.skipped_steps if last else None,
             "loss_scale": last.loss_scale if last else None,
-            "stagnant_share": self.stagnant,
+            "stagnant_share": self.stagnant_share,
         }
