@@ -96,7 +96,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
             try_batch(run, state, loaders[1])
         proof = FirstStepProof(run, state, built.report)
         end = _train_loop(run, state, loaders, resumed, proof)
-        summary = end.summary.summary()
+        summary = end.summary.result_values()
         # Taken before the export, which has a peak of its own.
         sizes["peak_memory_mib"] = save_processes(run, summary)
         if not end.failure:
