@@ -149,9 +149,9 @@ def _train_loop(
         state,
         *loaders,
         spec.train,
-        around=_step_contexts(run, callbacks, probe, proof),
+        step_context=_step_contexts(run, callbacks, probe, proof),
         flush_every=spec.checkpoint.every_steps,
-        stopped=run.stop_requested,
+        should_stop=run.stop_requested,
     )
     try:
         with explain_data_errors(run, state, loaders):

@@ -148,7 +148,7 @@ def test_steps_are_counted_and_stamped():
     first, second = (train_step(state, [data(4)]) for _ in range(2))
     assert (first.step, second.step, state.step) == (1, 2, 2)
     assert first.epoch == 3
-    assert first.ended < second.ended <= perf_counter()
+    assert first.ended_at < second.ended_at <= perf_counter()
     assert abs(second.time_ms - 1000 * time()) < 10_000
 
 

@@ -16,7 +16,7 @@ class Callback:
         key: name of the callback's state in checkpoints. It must not change when the class is
             renamed: old checkpoints would lose the state.
         is_in_every_run: whether each training run has one, so that a checkpoint without its state
-            is incomplete. A checkpoint without the state of any other callback comes from a run that
+            is incomplete. A checkpoint lacks the state of any other callback if the run before
             had none.
     """
 
