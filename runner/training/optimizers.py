@@ -112,12 +112,12 @@ def build_scheduler(node: Mapping[str, Any], optimizer: Optimizer, steps: int) -
     """Build a schedule that counts applied optimizer steps; None for a constant rate."""
     if not node.get("_target_"):
         return None
-    filled = {k: steps if k in LENGTHS and v is None else v for k, v in node.items()}
+    filled = {k: steps if k in RUN_LENGTH_KEYWORDS and v is None else v for k, v in node.items()}
     return build_group("scheduler", filled, optimizer)
 
 
 # Keywords of schedulers that say how long a run is; null means the run's own length.
-LENGTHS = ("T_max", "total_steps", "total_iters")
+RUN_LENGTH_KEYWORDS = ("T_max", "total_steps", "total_iters")
 
 
 def build_scheduled_optimizers(

@@ -216,7 +216,7 @@ def trained(name, spec, folder, steps=3):
     """Return a state after some steps, their losses, and its checkpoint."""
     state, _ = made(name, spec)
     losses = steps_of(state, range(steps))
-    content = checkpoint_state_dict(state, spec, course=state_dict(state, []))
+    content = checkpoint_state_dict(state, spec, resume_state=state_dict(state, []))
     path = checkpoint_file.save(folder, content, keep=1)
     return state, losses, LoadedCheckpoint(path, checkpoint_file.load(path))
 
