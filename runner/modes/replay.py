@@ -134,7 +134,7 @@ def _replayed(
     seed_all(spec.seed)
     # The run's own weights (rng is given) come with the adapter that its gradients were of.
     whole = rng is not None and begin is not None and keeps_adapter(spec, precision, begin)
-    make = partial(build_model, spec, precision, device, start=begin, whole=whole)
+    make = partial(build_model, spec, precision, device, start=begin, restore_exactly=whole)
     built = build_proven_model(make, precision, device, spec.seed, lambda: batches[0][0])
     state = build_state(TrainingSetup(spec, precision, run.task, device), built.model)
     if rng is not None:

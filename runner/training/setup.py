@@ -63,7 +63,9 @@ def model_builder(
         ConfigError: init.weights names no checkpoint.
     """
     start = resumed or load_init_weights(spec)
-    return partial(build_model, spec, precision, device, start=start, whole=resumed is not None)
+    return partial(
+        build_model, spec, precision, device, start=start, restore_exactly=resumed is not None
+    )
 
 
 def build_state(

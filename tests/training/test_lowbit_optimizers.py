@@ -350,7 +350,7 @@ def test_float64_and_complex_parameters_are_refused(compose, name):
         ({"weight_decay": True, "lr": -1}, "lr=-1 is not a number, 0 and up; weight_decay=True"),
     ],
 )
-def test_bad_keywords_are_told_in_one_message(node, message):
+def test_bad_keywords_are_refused_in_one_message(node, message):
     with pytest.raises(ConfigError, match=rf"^optimizer: runner.*AdamW8bit refuses.*{message}"):
         driven({**ADAMW8, **node})
 
@@ -371,7 +371,7 @@ def test_bad_keywords_of_torchaos(key, value):
         driven({**ADAMW4, key: value})
 
 
-def test_text_and_unknown_keywords_are_told_before_anything_is_built(compose):
+def test_text_and_unknown_keywords_are_refused_before_anything_is_built(compose):
     spec = compose("optimizer=adamw8bit", "optimizer.lr=high", "+optimizer.amsgrad=true")
     problems = check_targets(spec)
     assert [p.partition(":")[0].partition(" ")[0] for p in problems] == [
@@ -383,13 +383,13 @@ def test_text_and_unknown_keywords_are_told_before_anything_is_built(compose):
 @pytest.mark.parametrize(
     ("name", "library"), [("adamw8bit", "bitsandbytes"), ("adamw4bit", "torchao")]
 )
-def test_a_machine_without_the_library_is_told_what_to_install(compose, monkeypatch, name, library):
-    lowbit_optimizers._made.cache_clear()
+def test_the_message_without_the_library_names_what_to_install(compose, monkeypatch, name, library):
+    lowbit_optimizers._make_class.cache_clear()
     monkeypatch.setitem(sys.modules, f"{library}.optim", None)
     try:
         (problem,) = check_targets(compose(f"optimizer={name}"))
     finally:
-        lowbit_optimizers._made.cache_clear()
+        lowbit_optimizers._make_class.cache_clear()
     assert re.search(
         rf"needs {library}, which does not import here: .*Type pip install {library} "
         r".* or optimizer=adamw\.$",

@@ -45,7 +45,7 @@ def begun(spec, start=None):
     """The state of a run before its first step."""
     torch.manual_seed(0)
     precision = build_group("precision", spec.precision)
-    model = build_model(spec, precision, CPU, start=start, whole=start is not None).model
+    model = build_model(spec, precision, CPU, start=start, restore_exactly=start is not None).model
     driven = build_scheduled_optimizers(spec, model, precision, 20)
     return TrainState(model, precision, Classification(), precision.scale(CPU), driven, CPU)
 

@@ -320,7 +320,7 @@ def test_clipping_mixed_dtypes_in_one_step(clip):
     train_step(made("bf16-true", clip=clip, keep_fp32=["2"], kinds=["adamw-fused"]), [data(4)])
 
 
-def test_a_loss_that_reaches_no_parameter_is_told():
+def test_a_loss_that_reaches_no_parameter_is_refused():
     state = made("32-true")
     state.model[2].register_forward_hook(lambda m, a, out: out.detach().requires_grad_())
     with pytest.raises(RuntimeError, match="no parameter received a gradient"):

@@ -208,7 +208,7 @@ def state_of(precision, model, spec):
 def made(name, spec, saved=None):
     torch.manual_seed(0 if saved is None else 99)
     precision = load(name)
-    built = build_model(spec, precision, CPU, start=saved, whole=saved is not None)
+    built = build_model(spec, precision, CPU, start=saved, restore_exactly=saved is not None)
     return state_of(precision, built.model, spec), built.report
 
 
