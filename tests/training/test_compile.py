@@ -210,8 +210,8 @@ def test_a_probe_leaves_what_is_compiled_alone(counter):
 
 
 # What is computed twice.
-class Kept:
-    """Context that counts the bytes that autograd keeps for the backward, parameters left out."""
+class SavedTensors:
+    """Context that counts the bytes that autograd keeps for the backward, without parameters."""
 
     def __init__(self, model):
         self.params = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -224,12 +224,12 @@ class Kept:
         return tensor
 
 
-def trained(model, precision, kept=None):
+def trained(model, precision, context=None):
     """Loss and gradients of a step with dropout."""
     model, _ = precision.convert(model)
     model.train()
     torch.manual_seed(1)
-    with kept or nullcontext():
+    with context or nullcontext():
         with precision.forward(CPU):
             output = model(TOKENS)
         loss = F.cross_entropy(output.float().flatten(0, 1), TOKENS.flatten())
@@ -275,9 +275,9 @@ def test_less_is_kept_for_the_backward():
     found = []
     for what in (False, True):
         model = shaped(gpt(layers=4), activation_checkpointing=what)
-        kept = Kept(model)
-        trained(model, PLAIN, kept.hooks)
-        found.append(kept.bytes)
+        saved = SavedTensors(model)
+        trained(model, PLAIN, saved.hooks)
+        found.append(saved.bytes)
     assert found[1] < found[0] / 4
 
 

@@ -103,11 +103,11 @@ def all_tensors(values):
 def test_matrices_have_few_bits_embeddings_and_small_tensors_32(compose, name):
     model, (d,) = driven(compose(f"optimizer={name}").optimizer)
     train(model, [d], range(1))
-    for parameter, kept in states(model, d.optimizer).items():
+    for parameter, stored in states(model, d.optimizer).items():
         wanted = parameter in ("body.weight", "head.weight")
-        assert [low(state) for state in kept] == [wanted] * len(kept), parameter
+        assert [low(state) for state in stored] == [wanted] * len(stored), parameter
         if not wanted:
-            assert {state.dtype for state in kept} == {torch.float32}
+            assert {state.dtype for state in stored} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit"])
@@ -183,8 +183,8 @@ def test_overrides_of_other_code_do_not_reach_a_run():
         manager.initialize()
     train(twin, [other], range(3))
     for made, part in ((model, d), (twin, other)):
-        kept = states(made, part.optimizer)
-        assert [low(kept[f"{n}.weight"][0]) for n in ("words", "body", "head")] == [
+        stored = states(made, part.optimizer)
+        assert [low(stored[f"{n}.weight"][0]) for n in ("words", "body", "head")] == [
             False,
             True,
             True,
@@ -312,8 +312,8 @@ def test_a_resumed_run_is_bit_exact(compose, name, precision):
     train(twin, [other], range(4, 8))
     for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, its)
-    kept, its = states(model, d.optimizer), states(twin, other.optimizer)
-    for key, values in kept.items():
+    stored, its = states(model, d.optimizer), states(twin, other.optimizer)
+    for key, values in stored.items():
         assert [(type(v), v.dtype, tensor_bytes(v)) for v in values] == [
             (type(v), v.dtype, tensor_bytes(v)) for v in its[key]
         ]

@@ -331,10 +331,10 @@ def test_parameters_without_a_gradient_are_passed_over():
     model = nn.Sequential(*net(), nn.Linear(2, 2))
     state = made("16-mixed", model=model, loss_scale={"init_scale": 8.0}, clip=0.1)
     state.model[3].forward = lambda x: x
-    kept = model[3].weight.detach().clone()
+    before = model[3].weight.detach().clone()
     pending = train_step(state, [data(4)])
     assert (len(pending.norms), pending.found_inf.item()) == (4, 0.0)
-    assert torch.equal(model[3].weight, kept)
+    assert torch.equal(model[3].weight, before)
 
 
 # Complex parameters

@@ -77,7 +77,7 @@ class RunSummary(Callback):
         # A resumed process warms up again. Its first block counts only if nothing else was timed.
         if self._is_first_block_after_resume and self._steps:
             return ()
-        # Within the first block of the run only the first step is left out, the slowest of all.
+        # Within the first block of the run only the first step is omitted, the slowest of all.
         if self._blocks == 1 and len(block) > 1:
             return block[1:]
         return block
