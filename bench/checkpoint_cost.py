@@ -53,7 +53,7 @@ def main() -> None:
         saver.wait_for_copy()
         waited += time.perf_counter() - began
 
-    state.before_update = settle
+    state.set_update_hook(settle)
     calls: dict[str, list[float]] = {"none": [], "waiting": [], "beside": []}
     loops: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(args.rounds + 1):
@@ -63,7 +63,7 @@ def main() -> None:
             if name == "waiting":
                 checkpoint_file.save(folder / "waiting", content, 1)
             elif name == "beside":
-                changed = [*state.trainable, *state.optimizer_tensors()]
+                changed = [*state.trainable_parameters, *state.optimizer_tensors()]
                 saver.save(content, changed_by_update=changed)
             called, waited = time.perf_counter(), 0.0
             for _ in range(args.steps):

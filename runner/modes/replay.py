@@ -170,7 +170,7 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
         and checkpoint is not None
         and keeps_adapter(spec, precision, checkpoint)
     )
-    make = partial(build_model, spec, precision, device, start=checkpoint, whole=whole)
+    make = partial(build_model, spec, precision, device, start=checkpoint, restore_exactly=whole)
     built = build_proven_model(make, precision, device, spec.seed, lambda: start.batches[0][0])
     state = build_state(TrainingSetup(spec, precision, run.task, device), built.model)
     if start.rng is not None:

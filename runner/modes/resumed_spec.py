@@ -13,7 +13,7 @@ from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
-from runner.config.resolve import flatten, resolve, to_dict
+from runner.config.resolve import flatten, resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
 

@@ -73,9 +73,9 @@ def _unshardable_part(state: TrainState) -> str:
     for scheduled in state.optimizers:
         if hasattr(scheduled.optimizer, "wide_embeddings"):
             return f"the low-bit state of {type(scheduled.optimizer).__name__}"
-    if state.complex:
+    if state.complex_parameters:
         return "complex weights"
-    return "sparse gradients" if state.sparse else ""
+    return "sparse gradients" if state.sparse_gradient_parameters else ""
 
 
 def try_batch(run: RunContext, state: TrainState, loader: Loader) -> None:

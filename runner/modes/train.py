@@ -91,7 +91,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
             try_batch(run, state, loaders[1])
         proof = FirstStepProof(run, state, built.report)
         outcome = _train_loop(run, state, loaders, resumed, proof)
-        summary = outcome.summary.summary()
+        summary = outcome.summary.result_values()
         # Taken before the export, which has a peak of its own.
         sizes["peak_memory_mib"] = save_processes(run, summary)
         if not outcome.failure:
@@ -146,9 +146,9 @@ def _train_loop(
         state,
         *loaders,
         spec.train,
-        around=_step_contexts(run, callbacks, probe, proof),
+        step_context=_step_contexts(run, callbacks, probe, proof),
         flush_every=spec.checkpoint.every_steps,
-        stopped=run.stop_requested,
+        should_stop=run.stop_requested,
     )
     try:
         with explain_training_errors(run, state, loaders):

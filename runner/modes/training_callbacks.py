@@ -52,7 +52,7 @@ class TrainingCallbacks:
         self.state = state
         self.writer = _checkpoint_writer(run)
         # The copy of the weights must be complete before the optimizer changes them.
-        state.before_update = self.writer.wait_for_copy
+        state.set_update_hook(self.writer.wait_for_copy)
         self.summary = RunSummary(run.task.quality, run.task.direction)
         self.guard = _guard(run, loader, start_step)
         self.numerics = _numerics_callback(run, state)
@@ -90,7 +90,7 @@ class TrainingCallbacks:
     def should_stop(self) -> bool:
         """Whether early stopping or the guard ends the training."""
         stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard)]
-        return any(callback.reached for callback in stoppers)
+        return any(callback.should_stop for callback in stoppers)
 
     @property
     def failure_message(self) -> str:
@@ -115,12 +115,12 @@ class TrainingCallbacks:
 
     def weights_are_valid(self) -> bool:
         """Return whether the weights may be saved; all processes must ask, and agree."""
-        valid = self.guard.sound and _weights_are_finite(self.run, self.state)
+        valid = self.guard.weights_are_good and _weights_are_finite(self.run, self.state)
         return not self.run.strategy.all_reduce_max(not valid)
 
     def _checkpoint_content(self) -> dict[str, Any]:
         # Metrics of an earlier step would be taken for those of the weights in the file.
-        is_evaluated = self.summary.evaluated == self.state.step
+        is_evaluated = self.summary.last_evaluation_step == self.state.step
         metrics = self.summary.metrics if is_evaluated else {}
         rest = state_dict.state_dict(self.state, self.callbacks)
         origin = self.run.origin
@@ -131,7 +131,7 @@ class TrainingCallbacks:
     def _save(self, best: bool) -> None:
         if self.weights_are_valid():
             # Only an update changes these, so their copy is waited for before the next one.
-            changed_by_update = [*self.state.trainable, *self.state.optimizer_tensors()]
+            changed_by_update = [*self.state.trainable_parameters, *self.state.optimizer_tensors()]
             self.writer.save(self._checkpoint_content(), best, changed_by_update)
 
     def save_last(self) -> Path | None:

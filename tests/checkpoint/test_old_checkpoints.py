@@ -208,7 +208,7 @@ def test_the_summary_restores_its_own_state():
     first.evaluation(EvalRecord(7, 1, 1, {"val/accuracy": 0.5}, 0.25))
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
-    assert second.summary() == first.summary()
+    assert second.result_values() == first.result_values()
 
 
 def test_an_observer_that_the_first_run_had_not_begins_with_no_history(main, old_run, restored):

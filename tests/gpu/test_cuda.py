@@ -70,11 +70,11 @@ def test_an_overflow_is_skipped_on_the_device(optimizer):
     state = train_state("16-mixed", optimizer)
     train_step(state, [batch()])
     state.scale._scale.fill_(2.0**40)
-    before = [p.detach().clone() for p in state.trainable]
+    before = [p.detach().clone() for p in state.trainable_parameters]
     pending = train_step(state, [batch()])
     state.optimizers[0].advance_schedule()
     assert pending.found_inf.item() == 1.0
-    assert all(torch.equal(a, b) for a, b in zip(before, state.trainable, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, state.trainable_parameters, strict=True))
     assert state.optimizers[0].scheduler.last_epoch == 1
 
 

@@ -125,12 +125,12 @@ def test_a_float8_model_compiles(name):
     batch = tokens(3)[0][:, :61], tokens(3)[1][:, :61]
     eager = loss_of(state, *batch)
     eager.backward()
-    before = [p.grad.clone() for p in state.trainable]
+    before = [p.grad.clone() for p in state.trainable_parameters]
     state.model.zero_grad()
     state.model = torch.compile(state.model, fullgraph=True)
     compiled = loss_of(state, *batch)
     compiled.backward()
     assert abs(compiled.item() - eager.item()) < 2**-6 * eager.item()
-    for a, p in zip(before, state.trainable, strict=True):
+    for a, p in zip(before, state.trainable_parameters, strict=True):
         assert p.grad.isfinite().all()
         assert (p.grad - a).norm() <= 4 * E4M3 * a.norm()

@@ -1,4 +1,4 @@
-"""Low-rank additions: where they go, what trains, and what is left after they are merged."""
+"""Low-rank additions: where they go, what trains, and what remains after they are merged."""
 
 import pytest
 import torch
@@ -174,7 +174,7 @@ def test_the_rest_of_a_chosen_models_layers_is_frozen_too():
     ],
     ids=["norm", "head", "both"],
 )
-def test_named_modules_train_in_full_besides(patterns, more):
+def test_named_modules_also_train_in_full(patterns, more):
     model = Net()
     Lora(modules=["layers"], train=patterns).add(model, torch.float32)
     assert trainable(model) == additions("layers.0", "layers.1") | more

@@ -287,11 +287,11 @@ class _Rehearsal:
 
     def _make_optimizer_state(self) -> None:
         """Step once with gradients of zero: optimizers make their state in the first step."""
-        for p in self.state.trainable:
+        for p in self.state.trainable_parameters:
             p.grad = torch.zeros_like(p)
         for scheduled in self.state.optimizers:
             scheduled.optimizer.step()
-        for p in self.state.trainable:
+        for p in self.state.trainable_parameters:
             p.grad = None
 
     def timeline(self, size: int) -> list[MemoryBreakdown]:
@@ -309,10 +309,10 @@ class _Rehearsal:
             tracker.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
             tracker.add(OPTIMIZER, *state.optimizer_tensors())
             tracker.add(ACTIVATIONS, *tree_leaves(batches))
-            with tracker.gradients_of(state.trainable), tracker:
+            with tracker.gradients_of(state.trainable_parameters), tracker:
                 # An evaluation's step compares half-precision weights before and after it.
                 watch = Stagnation(state) if precision.storage.itemsize == 2 else None
-                state.before_update = tracker.begin_update
+                state.set_update_hook(tracker.begin_update)
                 train_step(state, batches[:2])  # further micro-batches hold what the second does
                 if watch is not None:
                     watch.close()

@@ -112,9 +112,9 @@ def estimate_step_memory(
     # The frames of the failed step hold its activations alive.
     traceback.clear_frames(error.__traceback__)
     weights = stored_bytes(state.model)
-    gradients = tensor_bytes(*state.trainable)
+    gradients = tensor_bytes(*state.trainable_parameters)
     optimizer_state = tensor_bytes(*state.optimizer_tensors())
-    for parameter in state.trainable:
+    for parameter in state.trainable_parameters:
         parameter.grad = None
     gc.collect()
     # Compiled code would be compiled again for each size, which takes minutes, and memory.

@@ -135,7 +135,7 @@ def _table(watch: MemoryWatch) -> Iterator[tuple[str, float]]:
     state = watch.state
     device = watch.accelerator.device
     if state is not None:
-        gradients = [p.grad for p in state.trainable if p.grad is not None]
+        gradients = [p.grad for p in state.trainable_parameters if p.grad is not None]
         yield "weights", stored_bytes(state.model)
         yield "gradients", tensor_bytes(*gradients)
         yield "optimizer state", tensor_bytes(*state.optimizer_tensors())

@@ -123,7 +123,7 @@ class Probe:
 
     def _watch_tensors(self, model: nn.Module) -> None:
         """Sample the weights, and record outputs and gradients when the step makes them."""
-        trainable = {id(p) for p in self.state.trainable}
+        trainable = {id(p) for p in self.state.trainable_parameters}
         for name, module, params in modules_holding_tensors(model):
             record_output = self._output_hook(name, is_user_code(module))
             self._hooks.callback(module.register_forward_hook(record_output).remove)

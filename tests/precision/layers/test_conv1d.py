@@ -208,7 +208,7 @@ def state_of(precision, model, spec):
 def made(name, spec, saved=None):
     torch.manual_seed(0 if saved is None else 99)
     precision = load(name)
-    built = build_model(spec, precision, CPU, start=saved, whole=saved is not None)
+    built = build_model(spec, precision, CPU, start=saved, restore_exactly=saved is not None)
     return state_of(precision, built.model, spec), built.report
 
 
@@ -216,7 +216,7 @@ def trained(name, spec, folder, steps=3):
     """Return a state after some steps, their losses, and its checkpoint."""
     state, _ = made(name, spec)
     losses = steps_of(state, range(steps))
-    content = checkpoint_state_dict(state, spec, course=state_dict(state, []))
+    content = checkpoint_state_dict(state, spec, resume_state=state_dict(state, []))
     path = checkpoint_file.save(folder, content, keep=1)
     return state, losses, LoadedCheckpoint(path, checkpoint_file.load(path))
 
