@@ -117,7 +117,7 @@ def _evaluating(model: nn.Module, precision: Precision, device: torch.device) ->
         stack.enter_context(torch.no_grad())
         stack.callback(_restore, modes)
         model.eval()
-        stack.enter_context(precision.evaluating(model))
+        stack.enter_context(precision.eval_context(model))
         yield
 
 

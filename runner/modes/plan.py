@@ -82,7 +82,7 @@ def _overview(
     rows = {
         "device": run.accelerator.name,
         "stored in": _dtypes(model),
-        "computed in": run.precision.computes,
+        "computed in": run.precision.compute_format,
         "loss scale": "none" if scale is None else f"from {scale.item():g}",
         "parameters": f"{_count(params):,} ({_count(trainable):,} trainable)",
         "weights and buffers": f"{weights / MIB:.1f} MiB (float32: {built.plain_bytes / MIB:.1f})",

@@ -181,7 +181,7 @@ class _Trial:
         with (
             torch.no_grad(),
             precision.session(model, self.device),
-            precision.evaluating(model),
+            precision.eval_context(model),
             torch.compiler.set_stance("force_eager"),  # a compiled part would show nothing
             precision.forward(self.device),
             watch,

@@ -75,7 +75,9 @@ class BitsandbytesPrecision(Precision):
         self.reduced_precision_reduction = reduced_precision_reduction
         self.freezes = mode != "int8-training"
         self.layout = f"bnb-{mode}" if self.freezes else ""
-        self.whole = "packed weights cannot be parted from their scales" if self.freezes else ""
+        self.unshardable_reason = (
+            "packed weights cannot be parted from their scales" if self.freezes else ""
+        )
         self._kernels = ""
         self._offload = DiskOffload()
 
@@ -124,7 +126,7 @@ class BitsandbytesPrecision(Precision):
     def kernels(self) -> str:
         return self._kernels
 
-    def building(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[Any]:
         return self._offload if self.freezes else nullcontext()
 
     def convert(
@@ -157,18 +159,18 @@ class BitsandbytesPrecision(Precision):
             Linear4bit.swap(module, quant_type, bool(nested), self.compute)
 
     @property
-    def stores(self) -> str:
+    def storage_format(self) -> str:
         if not self.freezes:
-            return super().stores
+            return super().storage_format
         bits = "8" if self.mode == "int8" else "4"
         scales = ", 8-bit scales" if self.mode.endswith("-dq") else ""
         return f"{bits}-bit linear weights{scales}; the rest as built"
 
     @property
-    def computes(self) -> str:
+    def compute_format(self) -> str:
         if self.mode.startswith("int8"):
-            return f"int8 in linear layers, {super().computes} elsewhere"
-        return super().computes
+            return f"int8 in linear layers, {super().compute_format} elsewhere"
+        return super().compute_format
 
     @property
     def sort_key(self) -> tuple[float, ...]:

@@ -119,8 +119,8 @@ class Float8Precision(Precision):
         return model, report
 
     @property
-    def computes(self) -> str:
-        return f"FP8 in linear layers, {super().computes} elsewhere"
+    def compute_format(self) -> str:
+        return f"FP8 in linear layers, {super().compute_format} elsewhere"
 
     @property
     def formats(self) -> tuple[ComputeFormat, ...]:

@@ -21,6 +21,7 @@ from runner.precision.casting import cast_floats
 from runner.precision.emulation.formats import FORMATS
 from runner.precision.keep_fp32 import make_islands
 from runner.precision.loss_scale import LossScale, NoLossScale
+from runner.precision.renamed_members import alias_members, other_name
 from runner.utils.errors import Unavailable
 
 CPU = torch.device("cpu")
@@ -187,10 +188,11 @@ class Precision(ABC):
         layout: name of the format of a converted model's state dict; empty where the state dict
             can be loaded into a model that was never converted.
         freezes: converted weights do not train.
-        whole: reason why its weights cannot be sharded among processes; empty where they can.
+        unshardable_reason: reason why its weights cannot be sharded among processes; empty where
+            they can.
         emulated: its arithmetic is emulated, so that speed and memory mean nothing.
-        unrepeatable: reason why a forward can neither be compiled nor recomputed in the backward,
-            with what to type; empty where it can.
+        no_recompute_reason: reason why a forward can neither be compiled nor recomputed in the
+            backward, with what to type; empty where it can.
         bypassed: modules that a conversion skips because the model does not call their forward:
             the reason, by dotted name.
     """
@@ -203,9 +205,19 @@ class Precision(ABC):
     layout: str = ""
     freezes: bool = False
     emulated: bool = False
-    whole: str = ""
-    unrepeatable: str = ""
+    unshardable_reason: str = ""
+    no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        alias_members(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # A user's constructor may set a reason by its old name.
+        if other_name(name):
+            super().__setattr__(other_name(name), value)
 
     def require(self, device: torch.device) -> None:
         """Raise Unavailable, with what is missing and the remedy, where the precision cannot run
@@ -213,9 +225,9 @@ class Precision(ABC):
 
     def require_strategy(self, strategy: Strategy) -> None:
         """Raise Unavailable where the strategy cannot train the precision's layers."""
-        if strategy.shards and self.whole:
+        if strategy.shards and self.unshardable_reason:
             raise Unavailable(
-                f"precision={self.name} with strategy={strategy.name}: {self.whole}.",
+                f"precision={self.name} with strategy={strategy.name}: {self.unshardable_reason}.",
                 "Type strategy=ddp, where every process has the whole model.",
             )
 
@@ -224,7 +236,7 @@ class Precision(ABC):
         precision needs and restores them after."""
         return nullcontext()
 
-    def building(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[Any]:
         """Return the context around the construction of a model that does not fit in memory in
         float32 (init.low_memory=true)."""
         return nullcontext()
@@ -274,7 +286,7 @@ class Precision(ABC):
         """Return the loss scale of a run, whose tensors are on the device."""
         return NoLossScale()
 
-    def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def eval_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context around an evaluation during training, so that the evaluation does not
         change the training that follows."""
         return nullcontext()
@@ -295,12 +307,12 @@ class Precision(ABC):
         return ""
 
     @property
-    def stores(self) -> str:
+    def storage_format(self) -> str:
         """Return in which format parameters, gradients and optimizer state are, as a phrase."""
         return dtype_name(self.storage)
 
     @property
-    def computes(self) -> str:
+    def compute_format(self) -> str:
         """Return in which format the matrix products are, as a phrase."""
         return dtype_name(self.compute)
 
@@ -360,3 +372,7 @@ class Precision(ABC):
     def loss_dtype(self) -> torch.dtype:
         """Return the dtype of floating outputs and targets in the loss if autocast_loss is off."""
         return torch.float64 if self.storage is torch.float64 else torch.float32
+
+
+# `super()` in a user's class looks for an old name in this class.
+alias_members(Precision)

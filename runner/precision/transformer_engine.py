@@ -35,7 +35,7 @@ from runner.precision.precision import CPU, ComputeFormat, ConversionReport, Pre
 from runner.utils.errors import ConfigError, Unavailable
 
 WEIGHTS = ("bfloat16", "float16")
-_UNREPEATABLE = (
+_NO_RECOMPUTE_REASON = (
     "scales by past steps, which a forward moves on. Type precision=transformer-engine-current, "
     "or leave it out."
 )
@@ -102,7 +102,7 @@ class TransformerEnginePrecision(Precision):
         self.update_in_eval, self.emulated = update_in_eval, emulate
         self.reduced_precision_reduction = reduced_precision_reduction
         if self._is_delayed:
-            self.unrepeatable = _UNREPEATABLE
+            self.no_recompute_reason = _NO_RECOMPUTE_REASON
         self._built: Any = None
         self._forward: dict[str, AbstractContextManager[Any]] = {}
         self._floats = DefaultDtype(self.storage)
@@ -149,9 +149,9 @@ class TransformerEnginePrecision(Precision):
             check_eps(self.name, optimizers)
 
     @property
-    def computes(self) -> str:
+    def compute_format(self) -> str:
         width = "FP4" if self.recipe["kind"] == "nvfp4" else "FP8"
-        return f"{width} in linear layers, {super().computes} elsewhere"
+        return f"{width} in linear layers, {super().compute_format} elsewhere"
 
     @property
     def formats(self) -> tuple[ComputeFormat, ...]:
@@ -176,7 +176,7 @@ class TransformerEnginePrecision(Precision):
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.storage)
 
-    def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def eval_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         if self.update_in_eval or not self._is_delayed:
             return nullcontext()
         return _restored_scales(model)

@@ -29,10 +29,10 @@ def check_compile_options(
     """Raise ConfigError for what prepare_model cannot do to this model, before it computes."""
     problems = [*_compile_problems(spec, precision, device)] if spec.train.compile else []
     what, typed = spec.train.activation_checkpointing, "train.activation_checkpointing"
-    if what and precision.unrepeatable:
+    if what and precision.no_recompute_reason:
         problems.append(
             f"{typed}={str(what).lower()} computes forwards twice, and precision={precision.name} "
-            f"{precision.unrepeatable}"
+            f"{precision.no_recompute_reason}"
         )
     if (what is True or spec.train.compile == "regional") and not repeated_blocks(model):
         problems.append(
@@ -48,8 +48,8 @@ def check_compile_options(
 
 def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device) -> Iterator[str]:
     mode, typed = str(spec.train.compile).lower(), f"train.compile={spec.train.compile}"
-    if precision.unrepeatable:
-        why = precision.unrepeatable
+    if precision.no_recompute_reason:
+        why = precision.no_recompute_reason
         yield f"{typed.lower()} compiles forwards, and precision={precision.name} {why}"
     if mode == "reduce-overhead" and device.type != "cuda":
         yield (

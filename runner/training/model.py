@@ -159,8 +159,8 @@ def _make(
     low = spec.init.low_memory
     made_on = device if low else made_on
     dtype = default_dtype(precision.storage) if low else nullcontext()
-    building = precision.building() if low else nullcontext()
-    with dtype, made_on or nullcontext(), building:
+    init_context = precision.init_context() if low else nullcontext()
+    with dtype, made_on or nullcontext(), init_context:
         model = build_group("model", spec.model)
         if isinstance(model, nn.Module):
             materialize_lazy_layers(spec, model, made_on or torch.device("cpu"))

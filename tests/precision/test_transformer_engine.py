@@ -610,7 +610,7 @@ def test_an_evaluation_leaves_the_scales(update):
     precision = registry.load_precision(DELAYED, update_in_eval=update)
     model = trained(precision)
     before = precision.state_dict(model)
-    with precision.evaluating(model):
+    with precision.eval_context(model):
         first_forward(precision, *model)
         for layer in model:
             layer.fp8_meta["scaling_fwd"].amax_history[0] = 99.0

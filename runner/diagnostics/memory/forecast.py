@@ -291,7 +291,7 @@ class _Rehearsal:
         """Compute what an evaluation computes with a batch."""
         state, precision = self.state, self.state.precision
         state.model.eval()
-        with precision.evaluating(state.plain_model), precision.forward(self.device):
+        with precision.eval_context(state.plain_model), precision.forward(self.device):
             output = state.model(precision.cast(inputs))
         dtype = precision.loss_dtype
         state.task.totals(cast_nest(output, dtype), cast_nest(target, dtype))

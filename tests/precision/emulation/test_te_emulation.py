@@ -109,13 +109,13 @@ def test_delayed_scaling_goes_by_past_steps():
 def test_an_evaluation_leaves_the_scales():
     precision = load("transformer-engine")
     layer, _ = precision.convert(nn.Linear(32, 32))
-    with precision.evaluating(layer), torch.no_grad(), precision.forward(CPU):
+    with precision.eval_context(layer), torch.no_grad(), precision.forward(CPU):
         layer(torch.ones(16, 32, dtype=torch.bfloat16))
     assert not precision.state_dict(layer)
     with precision.forward(CPU):
         layer(torch.ones(16, 32, dtype=torch.bfloat16)).sum().backward()
     before = precision.state_dict(layer)
-    with precision.evaluating(layer), torch.no_grad(), precision.forward(CPU):
+    with precision.eval_context(layer), torch.no_grad(), precision.forward(CPU):
         layer(torch.full((16, 32), 99, dtype=torch.bfloat16))
     after = precision.state_dict(layer)
     assert str(before) == str(after)

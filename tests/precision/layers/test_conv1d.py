@@ -101,7 +101,7 @@ def test_a_conv1d_computes_what_a_linear_layer_of_its_transposed_weight_does(nam
         for layer, twin in zip(ours.children(), linear.children(), strict=True):
             assert torch.equal(layer.weight.grad.t(), twin.weight.grad)
             assert torch.equal(layer.bias.grad, twin.bias.grad)
-    with torch.no_grad(), precision.evaluating(ours), precision.evaluating(linear):
+    with torch.no_grad(), precision.eval_context(ours), precision.eval_context(linear):
         assert torch.equal(run(precision, ours.eval(), x), run(precision, linear.eval(), x))
         assert torch.equal(run(precision, copy.deepcopy(ours), x), run(precision, ours, x))
 
@@ -232,7 +232,7 @@ def steps_of(state, seeds):
 
 def evaluated(model, precision):
     model.eval()
-    with torch.no_grad(), precision.session(model, CPU), precision.evaluating(model):
+    with torch.no_grad(), precision.session(model, CPU), precision.eval_context(model):
         loss = loss_of(TrainState(model, precision, Language(), None, [], CPU), *batch(7))
     model.train()
     return loss.item()
