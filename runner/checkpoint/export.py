@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.precision.casting import cast_nest
 from runner.precision.layers.exportable import Plain8bit, PlainFloat8, exportable_copy
-from runner.precision.precision import CPU, Precision
+from runner.precision.precision import CPU_DEVICE, Precision
 from runner.utils.files import os_error_reason, write_with_torch
 from runner.utils.layout import EXPORTED_MODEL
 from runner.utils.quiet_import import quiet_imports
@@ -48,7 +48,7 @@ class ExportedModel:
 
 
 def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path) -> ExportedModel:
-    """Write the model as the evaluation runs it, on the CPU, for any number of rows.
+    """Write the model as the evaluation runs it, on the CPU_DEVICE, for any number of rows.
 
     Call it inside `precision.session`. The program takes inputs as the data gives them and gives
     outputs as the task gets them, in `precision.loss_dtype`. The model, its modes and the process
@@ -71,7 +71,7 @@ def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path
             live = _Evaluated(model, precision, example.device)(example)
             _refuse_lstm(model, precision, example.device)
             plain = exportable_copy(model)
-            program = _trace(_Evaluated(plain, precision, CPU), example.to(CPU))
+            program = _trace(_Evaluated(plain, precision, CPU_DEVICE), example.to(CPU_DEVICE))
             folder.mkdir(parents=True, exist_ok=True)
             with write_with_torch(path) as file:
                 torch.export.save(program, file)
@@ -188,8 +188,8 @@ def _compare(loaded: Any, example: Tensor, live: Any, tolerance: float) -> None:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = loaded(example.to(CPU))
-            single = loaded(example[:1].to(CPU))
+            found = loaded(example.to(CPU_DEVICE))
+            single = loaded(example[:1].to(CPU_DEVICE))
         except Exception as error:
             raise ExportError(f"the program does not run: {line(error)}") from error
     wanted, made = _leaves(live), _leaves(found)
@@ -216,7 +216,7 @@ def _distance(wanted: Tensor, found: Tensor) -> float:
     It is infinite or NaN if a found value is not finite where the wanted one is.
     """
     wide = torch.complex128 if wanted.is_complex() else torch.float64
-    a, b = wanted.detach().to(CPU, wide).flatten(), found.detach().to(wide).flatten()
+    a, b = wanted.detach().to(CPU_DEVICE, wide).flatten(), found.detach().to(wide).flatten()
     finite = a.isfinite()
     a, b = a[finite], b[finite]
     if not a.numel() or torch.equal(a, b):

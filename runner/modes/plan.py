@@ -52,7 +52,7 @@ def plan(run: RunContext) -> RunResult:
     for name, text in _peak(spec, precision, accelerator.device).items():
         table.add_row(name, text)
     run.console.print(table)
-    for line in report.lines(most=len(report.modules)):
+    for line in report.lines(limit=len(report.modules)):
         run.console.print(line)
     if report.modules:
         run.console.print(

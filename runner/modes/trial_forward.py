@@ -114,7 +114,7 @@ def _list(names: Any, most: int = 6) -> str:
 
 def _bypassed(watch: ForwardWatch) -> dict[str, str]:
     """Why layers count as not converted, by name."""
-    return {name: CODES if name in watch.ran else BYPASSED for name in sorted(watch.bypassed)}
+    return {name: CODES if name in watch.executed else BYPASSED for name in sorted(watch.bypassed)}
 
 
 def _reasons(bypassed: Mapping[str, str], most: int = 4) -> str:
@@ -169,10 +169,11 @@ class _Trial:
                 raise
             except Exception:  # the check of the first batch says it, where it is not the packing
                 pass
-        if not ended and watch.asked and not strict:  # what was asked for may be why it failed
+        # The dtype that the model asked for may be why its forward failed.
+        if not ended and watch.queried_dtypes and not strict:
             return self._found(built, strict=True)
         matrices = [name for name, layer in converted.items() if holds_matrix(layer)]
-        return TrialResult(watch.ran, _bypassed(watch), ended, matrices)
+        return TrialResult(watch.executed, _bypassed(watch), ended, matrices)
 
     def _forward(self, model: nn.Module, watch: ForwardWatch) -> None:
         precision = self.precision
@@ -243,8 +244,8 @@ class FirstStepProof:
                 f"evaluation before it: {_reasons(found)}. Type "
                 f"precision.ignore_modules=[{','.join(found)}]."
             )
-        if any(row.module in watch.ran for row in idle):
-            self._count_trained(watch.ran)
+        if any(row.module in watch.executed for row in idle):
+            self._count_trained(watch.executed)
 
     def _count_trained(self, ran: set[str]) -> None:
         """Count the layers that ran in the first step as converted, and write the report again."""
@@ -255,7 +256,7 @@ class FirstStepProof:
             for row in self.report.modules
         )
         self.report = replace(self.report, modules=tuple(rows))
-        done, layers = self.report.layers
+        done, layers = self.report.layer_counts
         run.say(f"converted {done} of {layers} layers: {_list(proven)} ran in the first step")
         run.tracker.tags(self.report.tags())
         listed = self.report.to_list()

@@ -22,7 +22,7 @@ from runner.precision.precision import ConversionReport, ModuleConversion, summa
 from runner.utils.errors import ConfigError
 from runner.utils.modules import select_modules
 
-ROOT = "(model)"  # name in reports of a model that is itself a layer
+ROOT_NAME = "(model)"  # name in reports of a model that is itself a layer
 # Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
 # holds still remove their hooks.
 _HOOKS = (
@@ -40,7 +40,7 @@ _HOOKS = (
 )
 
 
-Swap = Callable[[nn.Module], None]
+LayerConverter = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ConversionRules:
         name: of the precision, for messages.
         ignore: the patterns of `precision.ignore_modules`.
         islands: dotted names of the modules that `precision.keep_fp32` selects.
-        judge: returns why this precision cannot hold a module; empty where it can.
+        find_obstacle: returns why this precision cannot hold a module; empty where it can.
         new_weights: the weight becomes another object, so that no other module may share it and
             no hook may be registered on it.
         bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
@@ -60,26 +60,26 @@ class ConversionRules:
     name: str
     ignore: Sequence[str] = ()
     islands: Collection[str] = ()
-    judge: Callable[[nn.Module], str] = lambda module: ""
+    find_obstacle: Callable[[nn.Module], str] = lambda module: ""
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
 
 
 def convert_modules(
-    model: nn.Module, swaps: Mapping[type[nn.Module], Swap], rules: ConversionRules
+    model: nn.Module, converters: Mapping[type[nn.Module], LayerConverter], rules: ConversionRules
 ) -> ConversionReport:
     """Convert every module that the rules allow, in place; return a row for each module looked at.
 
     Args:
         model: changed in place.
-        swaps: by the plain class of a layer, the function that converts one of its objects.
+        converters: by the plain class of a layer, the function that converts one of its objects.
         rules: which modules are converted.
 
     Raises:
         ConfigError: nothing would be converted, a pattern matches nothing, or a hook is registered
             on a weight that would be replaced.
     """
-    rows = list(classify_modules(model, tuple(swaps), rules))
+    rows = list(classify_modules(model, tuple(converters), rules))
     chosen = [(row.module, module) for row, module in rows if row.done]
     report = ConversionReport(tuple(row for row, _ in rows))
     _check(rules, report, chosen)
@@ -88,11 +88,11 @@ def convert_modules(
         # forward, unless a part has a hook.
         module.register_forward_pre_hook(no_op_hook)
     for path, module in chosen:
-        swap = next(s for kind, s in swaps.items() if isinstance(module, kind))
+        convert_layer = next(s for kind, s in converters.items() if isinstance(module, kind))
         try:
-            swap(module)
+            convert_layer(module)
         except (AssertionError, TypeError, ValueError) as error:
-            where = "*" if path == ROOT else path
+            where = "*" if path == ROOT_NAME else path
             raise ConfigError(
                 f"precision={rules.name} cannot convert {path} ({type(module).__name__}): "
                 f"{type(error).__name__}: {error} Type precision.ignore_modules=[{where}]."
@@ -119,7 +119,7 @@ def classify_modules(
             continue  # it holds the weight of the module around it, which has a row
         if not is_layer and not weight_matrices(module):
             continue
-        path = name or ROOT
+        path = name or ROOT_NAME
         # The user's own choice is named first, then what the model does, then what the layer is.
         why = ""
         if module in islands:
@@ -130,7 +130,7 @@ def classify_modules(
         why = why or _reason_of_class(module, kind, is_layer, rules.name)
         if rules.new_weights:
             why = why or _reason_of_sharing(path, module, holders)
-        why = why or rules.judge(module)
+        why = why or rules.find_obstacle(module)
         pairs.append((ModuleConversion(path, type(module).__name__, not why, why), module))
     yield from _with_counts(pairs)
 
@@ -210,7 +210,7 @@ def _check(
         reasons = summarize_modules(report.modules)
         if len(reasons) > 4:
             reasons = [*reasons[:4], f"and {len(reasons) - 4} more"]
-        _, weights = report.weights
+        _, weights = report.weight_counts
         total = f"the model's {weights:,} matrix weights" if weights else "the model"
         raise ConfigError(
             f"precision={rules.name} would convert nothing of {total}: "
@@ -219,7 +219,7 @@ def _check(
         )
     hooked = [path for path, module in chosen if _has_weight_hook(module)]
     if rules.new_weights and hooked:
-        patterns = ",".join("*" if path == ROOT else path for path in hooked)
+        patterns = ",".join("*" if path == ROOT_NAME else path for path in hooked)
         raise ConfigError(
             f"precision={rules.name} replaces weights, and a hook hangs on that of "
             f"{', '.join(hooked)}. Type precision.ignore_modules=[{patterns}]."
@@ -271,7 +271,7 @@ def find_shared_weights(model: nn.Module) -> dict[str, list[str]]:
     holders = _holders_by_parameter(model, twice=True)
     shared = {}
     for name, module in model.named_modules():
-        others = _sharing_modules(name or ROOT, module, holders)
+        others = _sharing_modules(name or ROOT_NAME, module, holders)
         if others:
             shared[name] = others
     return shared
@@ -283,7 +283,7 @@ def _holders_by_parameter(model: nn.Module, twice: bool = False) -> dict[int, li
     holders: dict[int, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=not twice):
         for parameter in {id(p) for p in module.parameters(recurse=False)}:
-            holders[parameter].append(path or ROOT)
+            holders[parameter].append(path or ROOT_NAME)
     return holders
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.precision.conversion import ROOT
+from runner.precision.conversion import ROOT_NAME
 from runner.precision.precision import ConversionReport
 
-_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 # Questions whose answers differ between a packed weight [bytes, 1] and the weight it represents.
-_SHAPES = {
+_SHAPE_QUERIES = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
     torch.Tensor.size,
@@ -36,7 +36,7 @@ def converted_layers(model: nn.Module, report: ConversionReport) -> dict[str, nn
     modules = dict(model.named_modules(remove_duplicate=False))
     layers = {}
     for row in report.modules:
-        module = modules.get("" if row.module == ROOT else row.module)
+        module = modules.get("" if row.module == ROOT_NAME else row.module)
         while hasattr(module, "get_base_layer"):  # an adapter's wrapper has taken the name
             module = module.get_base_layer()  # type: ignore[union-attr,operator]
         if row.done and module is not None:
@@ -72,8 +72,8 @@ class ForwardWatch(TorchFunctionMode):
             to an operator does.
 
     Attributes:
-        ran: names of the layers whose own forward ran.
-        read: names of the layers whose weight other code computed with.
+        executed: names of the layers whose own forward ran.
+        read_elsewhere: names of the layers whose weight other code computed with.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class ForwardWatch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.model, self.layers, self.strict = model, layers, strict
-        self.ran: set[str] = set()
-        self.read: set[str] = set()
+        self.executed: set[str] = set()
+        self.read_elsewhere: set[str] = set()
         # By dtype, the last layer whose packed weight was asked for its dtype.
-        self.asked: dict[torch.dtype, str] = {}
+        self.queried_dtypes: dict[torch.dtype, str] = {}
         self._names = {id(layer._parameters.get("weight")): n for n, layer in layers.items()}
         # Nesting depth of converted layers' forwards, in which reads are the layer's own.
         self._layer_depth = 0
@@ -99,7 +99,9 @@ class ForwardWatch(TorchFunctionMode):
     def bypassed(self) -> set[str]:
         """Return the names of the layers that must not be converted: a plain weight may be read by
         other code as long as the layer runs too, a packed one may not."""
-        return {n for n in self.read if n not in self.ran or _is_packed(self.layers[n])}
+        return {
+            n for n in self.read_elsewhere if n not in self.executed or _is_packed(self.layers[n])
+        }
 
     def __enter__(self) -> "ForwardWatch":
         # Not by hooks: `layer.forward(x)` does not call them, and their presence changes the path
@@ -144,7 +146,7 @@ class ForwardWatch(TorchFunctionMode):
         forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.ran.add(name)
+            self.executed.add(name)
             self._layer_depth += 1
             try:
                 return forward(*args, **kwargs)
@@ -181,12 +183,12 @@ class ForwardWatch(TorchFunctionMode):
         packed = {n: self.layers[n] for n in names if _is_packed(self.layers[n])}
         if packed:
             return self._call_on_unpacked(func, given, names, packed)
-        if self.asked:
+        if self.queried_dtypes:
             given = self._without_packed_dtypes(given)
-        made = func(*given[0], **given[1])
-        if names and _has_tensor(made):
-            self.read |= names
-        return made
+        result = func(*given[0], **given[1])
+        if names and _has_tensor(result):
+            self.read_elsewhere |= names
+        return result
 
     def _read_layers(self, given: Any) -> Iterator[str]:
         """Yield the names of the layers whose weight is among a function's arguments, and which no
@@ -203,29 +205,31 @@ class ForwardWatch(TorchFunctionMode):
         """Return a function's result on the numbers that packed weights represent."""
         plain = {id(m._parameters["weight"]): m.unpacked_weight() for m in packed.values()}  # type: ignore[operator]
         args, kwargs = tree_map(lambda leaf: plain.get(id(leaf), leaf), given)
-        made = func(*args, **kwargs)
-        if _has_tensor(made):
-            self.read |= names
-            return made
+        result = func(*args, **kwargs)
+        if _has_tensor(result):
+            self.read_elsewhere |= names
+            return result
         real = func(*given[0], **given[1])
-        if func == _DTYPE and not self.strict:
-            self.asked[real] = next(iter(packed))
+        if func == _GET_DTYPE and not self.strict:
+            self.queried_dtypes[real] = next(iter(packed))
             return real
-        if (func in _SHAPES and made != real) or func == _DTYPE:
-            self.read |= names
-            return made
+        if (func in _SHAPE_QUERIES and result != real) or func == _GET_DTYPE:
+            self.read_elsewhere |= names
+            return result
         return real
 
     def _without_packed_dtypes(self, given: Any) -> Any:
         """Return a function's arguments with a packed weight's dtype replaced by that of the weight
         it represents: floating numbers that are cast to the packed one would be lost."""
         leaves = tree_leaves(given)
-        dtypes = {leaf for leaf in leaves if isinstance(leaf, torch.dtype)} & self.asked.keys()
+        dtypes = {
+            leaf for leaf in leaves if isinstance(leaf, torch.dtype)
+        } & self.queried_dtypes.keys()
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
         if not dtypes or (first is not None and not first.is_floating_point()):
             return given
-        names = {dtype: self.asked[dtype] for dtype in dtypes}
-        self.read |= set(names.values())
+        names = {dtype: self.queried_dtypes[dtype] for dtype in dtypes}
+        self.read_elsewhere |= set(names.values())
         plain = {d: self.layers[n].unpacked_weight().dtype for d, n in names.items()}  # type: ignore[operator]
         return tree_map(lambda v: plain.get(v, v) if isinstance(v, torch.dtype) else v, given)
 
@@ -234,5 +238,5 @@ def _is_packed(layer: nn.Module) -> bool:
     return hasattr(layer, "unpacked_weight")
 
 
-def _has_tensor(made: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(made))
+def _has_tensor(result: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))

@@ -26,7 +26,7 @@ def lacks_bfloat16(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) < (8, 0)
 
 
-def nearest_half(device: torch.device) -> str:
+def native_half_prefix(device: torch.device) -> str:
     """Return the prefix (`bf16` or `16`) of the half precisions that run on a device in hardware,
     for remedies such as `precision=bf16-mixed`."""
     return "16" if lacks_bfloat16(device) else "bf16"
@@ -51,7 +51,7 @@ def require_bfloat16(name: str, device: torch.device, remedy: str) -> None:
 
 
 @contextmanager
-def half_precision_sums(reduced: bool) -> Iterator[None]:
+def reduced_precision_sums(reduced: bool) -> Iterator[None]:
     """Set whether float16 and bfloat16 products on CUDA may add their parts in half precision,
     and restore torch's switches after, also after an exception.
 

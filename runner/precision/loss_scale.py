@@ -150,7 +150,7 @@ class DynamicLossScale(LossScale):
                 optimizer.step()
             finally:
                 del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-        elif not HostFlag(found_inf).raised:
+        elif not HostFlag(found_inf).is_set:
             optimizer.step()
 
     def update(self, found_infs: Sequence[Tensor | None]) -> None:
@@ -249,7 +249,7 @@ class HostFlag:
             self._value = flag.cpu()
 
     @property
-    def raised(self) -> bool:
+    def is_set(self) -> bool:
         """Return whether the flag is not zero; waits for the copy."""
         if self._event is not None:
             self._event.synchronize()

@@ -12,12 +12,12 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from runner.precision.emulation.float16 import Choice, choose_kernels, float32_accumulate
+from runner.precision.emulation.float16 import KernelChoice, choose_kernels, float32_accumulate
 from runner.precision.precision import ComputeFormat, Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import accelerator_kind
 
-MATMUL = ("highest", "high", "medium")  # what torch.set_float32_matmul_precision takes
+MATMUL_PRECISIONS = ("highest", "high", "medium")  # what torch.set_float32_matmul_precision takes
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -30,7 +30,7 @@ FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradient
 
 
 def cpu_kernels(
-    precision: Precision, choice: Choice, model: nn.Module, device: torch.device
+    precision: Precision, choice: KernelChoice, model: nn.Module, device: torch.device
 ) -> tuple[str, AbstractContextManager[Any]]:
     """Return the name of the kernels that half precision takes on a CPU, and the context that puts
     them in place; an empty name and no change where there is no choice."""
@@ -53,8 +53,8 @@ def check_line_search(name: str, optimizers: Sequence[torch.optim.Optimizer]) ->
 
 
 # How far one step may move a weight before check_eps warns, and before it refuses.
-LARGE_STEP = 0.2
-DESTRUCTIVE_STEP = 1.0
+MAX_SAFE_STEP = 0.2
+MAX_ALLOWED_STEP = 1.0
 
 
 def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -74,9 +74,9 @@ def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
             continue
         key = "optimizer.eps" if len(optimizers) == 1 else "optimizer.<name>.eps"
         given = f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
-        vanishes, reach = _largest_blind_step(optimizer)
-        # The least power of ten that keeps a step below LARGE_STEP, from 1e-4.
-        suggested = 10.0 ** math.ceil(math.log10(max(1e-4, reach / LARGE_STEP)) - 1e-9)
+        vanishes, reach = _largest_underflow_step(optimizer)
+        # The least power of ten that keeps a step below MAX_SAFE_STEP, from 1e-4.
+        suggested = 10.0 ** math.ceil(math.log10(max(1e-4, reach / MAX_SAFE_STEP)) - 1e-9)
         remedy = f"Type {key}={suggested:.0e}, or precision=16-mixed.".replace("e-0", "e-")
         if torch.tensor(eps).half().item() == 0.0:
             raise ConfigError(
@@ -84,19 +84,19 @@ def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 f"and divides by it at a step whose squared gradients underflow. {remedy}"
             )
         step = reach / eps
-        if step <= LARGE_STEP:
+        if step <= MAX_SAFE_STEP:
             continue
         message = (
             f"{given}under precision={name}, where the squares of gradients under {vanishes:.2g} "
             f"round to 0, so that one step can move a weight by lr * {vanishes:.2g} / eps = "
             f"{step:.2g}. {remedy}"
         )
-        if step > DESTRUCTIVE_STEP:
+        if step > MAX_ALLOWED_STEP:
             raise ConfigError(message)
         warnings.warn(message, stacklevel=2)
 
 
-def _largest_blind_step(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+def _largest_underflow_step(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
     """Return the gradient under which an optimizer's squares round to 0 in float16, and its product
     with the learning rate, of the parameter group where the product is largest; zeros for an
     optimizer that keeps no squares."""
@@ -135,20 +135,20 @@ def check_kernels(
     """
     problems = []
     for key, value, names in (
-        ("float32_matmul", float32_matmul, MATMUL),
-        ("cpu_float16", cpu_float16, get_args(Choice)),
+        ("float32_matmul", float32_matmul, MATMUL_PRECISIONS),
+        ("cpu_float16", cpu_float16, get_args(KernelChoice)),
     ):
         if value not in names:
             allowed = ", ".join(names)
             problems.append(f"precision.{key}={value} is not known. Allowed: {allowed}.")
-    problems += problems_of_switches(
+    problems += switch_problems(
         emulate=emulate, reduced_precision_reduction=reduced_precision_reduction
     )
     if problems:
         raise ConfigError(*problems)
 
 
-def problems_of_switches(**switches: object) -> list[str]:
+def switch_problems(**switches: object) -> list[str]:
     """Return a sentence for each key under precision that must be true or false and is neither."""
     return [
         f"precision.{key}={value} is not known. Allowed: true, false."

@@ -24,7 +24,7 @@ from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.renamed_members import alias_members, other_name
 from runner.utils.errors import Unavailable
 
-CPU = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 # One object for all precisions: the backward enters it once per micro-batch.
 _NO_CONTEXT = nullcontext()
 
@@ -68,42 +68,42 @@ class ConversionReport:
     modules: tuple[ModuleConversion, ...] = ()
 
     def __str__(self) -> str:
-        converted, total = self.layers
+        converted, total = self.layer_counts
         return f"{converted}/{total}"
 
     @property
-    def layers(self) -> tuple[int, int]:
+    def layer_counts(self) -> tuple[int, int]:
         """Return how many layers were converted, and how many there are."""
         rows = [row for row in self.modules if row.elements]
         return sum(row.done for row in rows), len(rows)
 
     @property
-    def weights(self) -> tuple[int, int]:
+    def weight_counts(self) -> tuple[int, int]:
         """Return how many elements of matrix weights were converted, and how many there are."""
         converted = sum(row.converted for row in self.modules if row.done)
         return converted, sum(row.elements for row in self.modules)
 
-    def lines(self, most: int = 8) -> Iterator[str]:
+    def lines(self, limit: int = 8) -> Iterator[str]:
         """Yield the console's lines: what was converted, and what was skipped for which reason."""
         if not self.modules:
             return
         done = [row.module for row in self.modules if row.done and row.elements]
-        names = ", ".join(done[:most])
-        if len(done) > most:
-            names += f", and {len(done) - most} more"
+        names = ", ".join(done[:limit])
+        if len(done) > limit:
+            names += f", and {len(done) - limit} more"
         yield f"converted {self._counts()}: {names}" if done else f"converted {self._counts()}"
         skipped = summarize_modules(row for row in self.modules if not row.done)
         notes = summarize_modules(row for row in self.modules if row.done and row.why)
         texts = [f"  skipped {text}" for text in skipped]
         texts += [f"  converted {text}" for text in notes]
-        yield from texts[:most]
-        if len(texts) > most:
-            yield f"  and {len(texts) - most} more, all in conversion.json"
+        yield from texts[:limit]
+        if len(texts) > limit:
+            yield f"  and {len(texts) - limit} more, all in conversion.json"
 
     def _counts(self) -> str:
         """Return the numbers of converted layers, weights and norms as a phrase."""
-        done, layers = self.layers
-        converted, weights = self.weights
+        done, layers = self.layer_counts
+        converted, weights = self.weight_counts
         text = (
             f"{done} of {layers} layers, {converted:,} of {weights:,} matrix weights "
             f"({_percent(converted, weights)})"
@@ -120,7 +120,7 @@ class ConversionReport:
         """Return the counts as tags of a run; empty where a precision converts no modules."""
         if not self.modules:
             return {}
-        converted, weights = self.weights
+        converted, weights = self.weight_counts
         return {"converted": str(self), "converted_weights": f"{converted}/{weights}"}
 
     def to_list(self) -> list[dict[str, Any]]:
@@ -128,7 +128,7 @@ class ConversionReport:
         return [asdict(module) for module in self.modules]
 
 
-def summarize_modules(rows: Iterable[ModuleConversion], most: int = 4) -> list[str]:
+def summarize_modules(rows: Iterable[ModuleConversion], limit: int = 4) -> list[str]:
     """Return a phrase for the modules of each class and reason, with up to `most` names; for more
     modules than that, their number and the first names."""
     groups: dict[tuple[str, str, str], list[ModuleConversion]] = {}
@@ -140,8 +140,8 @@ def summarize_modules(rows: Iterable[ModuleConversion], most: int = 4) -> list[s
         size = f", {elements:,} weights" if elements else ""
         if counted_with:
             size += f", counted with {counted_with}"
-        names = ", ".join(row.module for row in group[:most])
-        if len(group) > most:
+        names = ", ".join(row.module for row in group[:limit])
+        if len(group) > limit:
             texts.append(f"{len(group)} {kind} ({names}, …{size}): {why}")
         else:
             texts.append(f"{names} ({kind}{size}): {why}")
@@ -242,7 +242,7 @@ class Precision(ABC):
         return nullcontext()
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU
+        self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
         """Return the model in this precision and a row per module that a conversion looked at.
 
@@ -331,7 +331,7 @@ class Precision(ABC):
         if name not in FORMATS:
             return ()
         kinds = ["activations", "weights"]
-        if self.scale(CPU).value is None:
+        if self.scale(CPU_DEVICE).value is None:
             kinds.append("gradients")
         if self.storage == self.compute:
             kinds.append("updates")

@@ -16,7 +16,7 @@ from runner.config.targets import instantiate
 from runner.precision.precision import Precision
 from runner.utils.errors import ConfigError, Unavailable
 
-CONF = Path(str(files("runner.conf"))) / "precision"
+PRECISION_CONFIGS = Path(str(files("runner.conf"))) / "precision"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ def precision_names(config_dir: Path | None = None) -> list[str]:
 
 def _folders(config_dir: Path | None) -> list[Path]:
     """Return the folders that hold yamls. Hydra takes a built-in one of the same name first."""
-    return [CONF] if config_dir is None else [CONF, config_dir / "precision"]
+    return (
+        [PRECISION_CONFIGS] if config_dir is None else [PRECISION_CONFIGS, config_dir / "precision"]
+    )
 
 
 def _sort_key(name: str, config_dir: Path | None) -> tuple[bool, tuple[float, ...], str]:

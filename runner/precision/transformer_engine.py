@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from runner.distributed.strategy import Strategy
 from runner.precision import te_recipes
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest
-from runner.precision.conversion import ROOT, ConversionRules
-from runner.precision.cuda_half import half_precision_sums
+from runner.precision.conversion import ROOT_NAME, ConversionRules
+from runner.precision.cuda_half import reduced_precision_sums
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3
 from runner.precision.keep_fp32 import find_islands, make_islands
@@ -29,18 +29,18 @@ from runner.precision.options import (
     FP8_LAYERS,
     check_eps,
     float32_matmul,
-    problems_of_switches,
+    switch_problems,
 )
-from runner.precision.precision import CPU, ComputeFormat, ConversionReport, Precision
+from runner.precision.precision import CPU_DEVICE, ComputeFormat, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
 
-WEIGHTS = ("bfloat16", "float16")
+WEIGHT_DTYPES = ("bfloat16", "float16")
 _NO_RECOMPUTE_REASON = (
     "scales by past steps, which a forward moves on. Type precision=transformer-engine-current, "
     "or leave it out."
 )
 # Of each direction, the library's key for its scales and amax histories.
-PASSES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+SCALING_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 @final
@@ -81,13 +81,13 @@ class TransformerEnginePrecision(Precision):
         update_in_eval: bool = False,
         reduced_precision_reduction: bool = False,
     ) -> None:
-        problems = te_recipes.unknown_recipe(name, recipe) or te_recipes.recipe_problems(
+        problems = te_recipes.name_problems(name, recipe) or te_recipes.recipe_problems(
             recipe, weights
         )
-        if weights not in WEIGHTS:
-            allowed = ", ".join(WEIGHTS)
+        if weights not in WEIGHT_DTYPES:
+            allowed = ", ".join(WEIGHT_DTYPES)
             problems.append(f"precision.weights={weights} is not known. Allowed: {allowed}.")
-        problems += problems_of_switches(
+        problems += switch_problems(
             emulate=emulate,
             fuse=fuse,
             update_in_eval=update_in_eval,
@@ -103,9 +103,9 @@ class TransformerEnginePrecision(Precision):
         self.reduced_precision_reduction = reduced_precision_reduction
         if self._is_delayed:
             self.no_recompute_reason = _NO_RECOMPUTE_REASON
-        self._built: Any = None
+        self._built_recipe: Any = None
         self._forward: dict[str, AbstractContextManager[Any]] = {}
-        self._floats = DefaultDtype(self.storage)
+        self._default_dtype = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         if not self.emulated:
@@ -124,17 +124,21 @@ class TransformerEnginePrecision(Precision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         own = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
-        with float32_matmul("highest"), half_precision_sums(self.reduced_precision_reduction), own:
+        with (
+            float32_matmul("highest"),
+            reduced_precision_sums(self.reduced_precision_reduction),
+            own,
+        ):
             yield
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU
+        self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
         library = self._library
         islands = find_islands(model, self.keep_fp32, self.storage)
-        judge = partial(te_obstacle, multiple=self.kind.multiple)
+        find_obstacle = partial(te_obstacle, multiple=self.kind.multiple)
         rules = ConversionRules(
-            self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed
+            self.name, self.ignore_modules, islands, find_obstacle, bypassed=self.bypassed
         )
         report = convert_layers(model, library, self.kind.multiple, rules, self.fuse)
         if self._is_delayed:
@@ -164,14 +168,18 @@ class TransformerEnginePrecision(Precision):
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type not in self._forward:
             scaled = self.emulated or self._on_hardware(device)
-            made = _Forward(self._autocast(), self._floats) if scaled else self._floats
+            made = (
+                _ScaledForward(self._autocast(), self._default_dtype)
+                if scaled
+                else self._default_dtype
+            )
             self._forward[device.type] = made
         return self._forward[device.type]
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
         # Entering the library's context again would move the scales of delayed scaling; layers
         # that would need it there raise.
-        return self._floats if self._is_delayed else self.forward(device)
+        return self._default_dtype if self._is_delayed else self.forward(device)
 
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.storage)
@@ -192,7 +200,7 @@ class TransformerEnginePrecision(Precision):
             if tensors is None:
                 continue
             state[name] = {}
-            for direction, key in PASSES.items():
+            for direction, key in SCALING_KEYS.items():
                 scale, amax_history = tensors[key]
                 state[name][f"{direction}_scale"] = scale
                 state[name][f"{direction}_amax_history"] = amax_history
@@ -223,7 +231,7 @@ class TransformerEnginePrecision(Precision):
                     saved[f"{direction}_scale"],
                     _resized_history(saved[f"{direction}_amax_history"], length),
                 ]
-                for direction, key in PASSES.items()
+                for direction, key in SCALING_KEYS.items()
             }
         )
 
@@ -239,7 +247,7 @@ class TransformerEnginePrecision(Precision):
             return gauges
         margin = te_recipes.complete_recipe(self.recipe)["margin"]
         for name, layer in _fp8_layers(model).items():
-            scaling = layer.fp8_meta.get(PASSES["forward"])
+            scaling = layer.fp8_meta.get(SCALING_KEYS["forward"])
             if scaling is None:
                 continue
             history = scaling.amax_history[:, 0]  # column 0 is the input's
@@ -266,16 +274,16 @@ class TransformerEnginePrecision(Precision):
     @property
     def _recipe(self) -> Any:
         """Return the recipe as the library, or its emulation, takes it; built once."""
-        if self._built is None:
+        if self._built_recipe is None:
             build = te_recipes.complete_recipe if self.emulated else te_recipes.build_recipe
-            self._built = build(self.recipe)
-        return self._built
+            self._built_recipe = build(self.recipe)
+        return self._built_recipe
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return self._library.autocast(enabled=True, recipe=self._recipe)
 
 
-class _Forward:
+class _ScaledForward:
     """A reusable context that enters the library's autocast and the default dtype."""
 
     __slots__ = ("floats", "library")
@@ -295,7 +303,7 @@ class _Forward:
 def _fp8_layers(model: nn.Module) -> dict[str, Any]:
     """Return the library's layers with FP8 state, by dotted name."""
     return {
-        name or ROOT: module
+        name or ROOT_NAME: module
         for name, module in model.named_modules()
         if isinstance(getattr(module, "fp8_meta", None), dict)
     }

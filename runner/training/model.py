@@ -185,10 +185,10 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
     weights = saved.content["model"]
     try:
         if saved.content.get("layout") and not any(map(is_converted, model.modules())):
-            from runner.precision.layers.linear_4bit import plain_weights
+            from runner.precision.layers.linear_4bit import unpack_state_dict
 
             transposed = [name for name, m in model.named_modules() if is_transposed(m)]
-            weights = plain_weights(weights, transposed)
+            weights = unpack_state_dict(weights, transposed)
         model.load_state_dict(weights, strict=True)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)

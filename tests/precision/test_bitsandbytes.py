@@ -435,7 +435,7 @@ def test_a_gpt_is_converted_but_for_its_tied_head():
     weight = model.head.weight
     _, report = load("int8-training").convert(model)
     assert str(report) == "9/10"
-    assert report.weights == (6320, 6448)
+    assert report.weight_counts == (6320, 6448)
     assert model.head.weight is model.token_embedding.weight is weight
     tokens = torch.arange(8)[None]
     model(tokens).sum().backward()

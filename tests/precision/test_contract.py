@@ -423,7 +423,7 @@ def test_a_report_counts_what_was_converted():
     )
     report = ConversionReport(rows)
     assert str(report) == "1/2"
-    assert report.weights == (6, 8)
+    assert report.weight_counts == (6, 8)
     assert report.to_list()[1] == {
         "module": "b",
         "kind": "Linear",

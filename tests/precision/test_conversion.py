@@ -190,11 +190,11 @@ def test_complex_weights_are_left_and_float64_ones_are_converted():
 def test_the_precisions_own_judgement_is_asked_last():
     model, asked = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), Scaled(4, 4)), []
 
-    def judge(module):
+    def find_obstacle(module):
         asked.append(module)
         return "" if module.out_features == 4 else "2 features are too few"
 
-    report = convert(model, judge=judge)
+    report = convert(model, find_obstacle=find_obstacle)
     assert fates(report) == {
         "0": "",
         "1": "2 features are too few",
@@ -397,7 +397,7 @@ def test_a_refusal_leaves_the_model_as_it_was(reason):
         model[1].weight.register_hook(lambda grad: grad)
     before = state(model)
     rules = {
-        "nothing": {"judge": lambda module: "not today"},
+        "nothing": {"find_obstacle": lambda module: "not today"},
         "hook": {"new_weights": True},
         "pattern": {"ignore": ["head"]},
     }[reason]
@@ -594,7 +594,7 @@ def test_the_report_stops_naming_after_some():
         "  and 2 more, all in conversion.json",
     ]
     assert len(list(ConversionReport(rows(1, 8)).lines())) == 9
-    assert list(ConversionReport(rows(1, 2)).lines(most=1))[1:] == [
+    assert list(ConversionReport(rows(1, 2)).lines(limit=1))[1:] == [
         "  skipped b0 (Own, 16 weights): reason 0",
         "  and 1 more, all in conversion.json",
     ]

@@ -10,7 +10,7 @@ from torch import nn
 
 from runner.modes.trial_forward import BYPASSED, CODES, build_proven_model
 from runner.precision import registry
-from runner.precision.conversion import ROOT, is_converted
+from runner.precision.conversion import ROOT_NAME, is_converted
 from runner.training.model import BuiltModel
 
 CPU = torch.device("cpu")
@@ -181,7 +181,7 @@ def runs(model, precision, x):
     ran = set()
     for name, module in model.named_modules():
         if is_converted(module):
-            plain = name.replace(".base_layer", "") or ROOT
+            plain = name.replace(".base_layer", "") or ROOT_NAME
             module.register_forward_hook(lambda *_, name=plain: ran.add(name))
     with torch.no_grad(), precision.forward(CPU):
         out = model.eval()(precision.cast(x))

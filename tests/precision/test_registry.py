@@ -29,7 +29,7 @@ def test_every_yaml_is_listed_by_width():
 def test_a_new_yaml_is_picked_up_after_the_known_ones(tmp_path, monkeypatch):
     for name in ("b-new", "a-new", "16-true"):
         (tmp_path / f"{name}.yaml").write_text(f"# what {name} is\n# Why: because\nname: x\n")
-    monkeypatch.setattr(registry, "CONF", tmp_path)
+    monkeypatch.setattr(registry, "PRECISION_CONFIGS", tmp_path)
     assert registry.precision_names() == ["16-true", "a-new", "b-new"]
     assert registry.yaml_header("a-new") == ("what a-new is", "because")
 

@@ -235,8 +235,10 @@ TE = SimpleNamespace(Linear=FakeLinear, LayerNorm=FakeNorm, LayerNormLinear=Fake
 
 
 def convert(model, fuse=False, **rules):
-    judge = lambda module: te_obstacle(module, 16)  # noqa: E731
-    report = convert_layers(model, TE, 16, ConversionRules("x", judge=judge, **rules), fuse)
+    find_obstacle = lambda module: te_obstacle(module, 16)  # noqa: E731
+    report = convert_layers(
+        model, TE, 16, ConversionRules("x", find_obstacle=find_obstacle, **rules), fuse
+    )
     return model, {row.module: row.why for row in report.modules}
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-Boxed = Callable[..., Any]
+BoxedKernel = Callable[..., Any]
 """A kernel, called as f(dispatch keys, *args, **kwargs)."""
-Kernels = Mapping[tuple[str, str], Boxed]
+Kernels = Mapping[tuple[str, str], BoxedKernel]
 """Kernels by (operator, dispatch key)."""
 
 WRITING_VARIANTS = {
@@ -57,7 +57,7 @@ def replace_kernels(key: Hashable, make_kernels: Callable[[], Kernels]) -> Itera
         _exit(key)
 
 
-def original_kernel(name: str, key: str = "CPU") -> Boxed:
+def original_kernel(name: str, key: str = "CPU") -> BoxedKernel:
     """Return the kernel that the dispatcher has now for an ATen operator and a dispatch key."""
     return torch.library.get_kernel(f"aten::{name}", key).call_boxed
 

@@ -25,15 +25,15 @@ from torch import nn
 
 from runner.precision.emulation.dispatcher import (
     WRITING_VARIANTS,
-    Boxed,
+    BoxedKernel,
     Kernels,
     original_kernel,
     replace_kernels,
 )
 from runner.utils.errors import ConfigError
 
-Choice = Literal["auto", "native", "float32_accumulate"]
-Resolved = Literal["native", "float32_accumulate"]
+KernelChoice = Literal["auto", "native", "float32_accumulate"]
+ResolvedKernels = Literal["native", "float32_accumulate"]
 
 # Elements of a weight from which accumulating in float32 is faster, at batches of 8 to 128 and
 # images of 8x8 to 28x28 (bench/results/cpu_float16.md). A convolution reuses its weight at every
@@ -139,7 +139,7 @@ def _has_large_weight(module: nn.Module) -> bool:
     )
 
 
-def choose_kernels(choice: Choice, model: nn.Module) -> Resolved:
+def choose_kernels(choice: KernelChoice, model: nn.Module) -> ResolvedKernels:
     """Return which kernels float16 uses on this CPU.
 
     Args:
@@ -206,7 +206,7 @@ def _make_kernels(half: torch.dtype) -> Kernels:
     return replacements
 
 
-def _accumulating_kernel(name: str, kernel: Kernel, half: torch.dtype) -> Boxed:
+def _accumulating_kernel(name: str, kernel: Kernel, half: torch.dtype) -> BoxedKernel:
     """Return an operator's kernel that computes a half dtype in float32 and rounds the result."""
     native = original_kernel(name)
     half_arguments, half_results = kernel
@@ -231,7 +231,7 @@ def _accumulating_kernel(name: str, kernel: Kernel, half: torch.dtype) -> Boxed:
     return run
 
 
-def _writing_kernel(name: str, compute: Boxed, half: torch.dtype) -> Boxed:
+def _writing_kernel(name: str, compute: BoxedKernel, half: torch.dtype) -> BoxedKernel:
     """Return the kernel of an operator that writes the result of another into a given tensor."""
     native = original_kernel(name)
 
@@ -248,7 +248,7 @@ def _writing_kernel(name: str, compute: Boxed, half: torch.dtype) -> Boxed:
     return run
 
 
-def _lstm_kernel(key: str, half: torch.dtype) -> Boxed:
+def _lstm_kernel(key: str, half: torch.dtype) -> BoxedKernel:
     """Return an LSTM in float32, where oneDNN has one fused kernel, with half precision in and out.
 
     Above autograd (AutogradCPU), because it is a composite: autograd records the casts.

@@ -117,7 +117,7 @@ def power_of_two(x: Tensor, fmt: Format) -> Tensor:
     return (x.view(torch.int32) & _INFINITY_BITS).view(torch.float32).clamp_(min=fmt.normal)
 
 
-def as_tf32(x: Tensor) -> Tensor:
+def round_to_tf32(x: Tensor) -> Tensor:
     """Return the nearest values with 10 bits of mantissa (TF32), ties away from zero.
 
     Source: the conversion `cvt.rna.tf32.f32` of CUDA's PTX instruction set.

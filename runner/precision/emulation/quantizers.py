@@ -26,7 +26,7 @@ Quantizer = Callable[[Tensor], Tensor]
 """Returns the values, float32, that a product sees of an operand [rows, contracted], float32."""
 
 _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
-_SIXTH: Final = torch.tensor(6.0).reciprocal().item()
+_ONE_SIXTH: Final = torch.tensor(6.0).reciprocal().item()
 
 
 def amax_scale(amax: Tensor, fmt: Format) -> Tensor:
@@ -125,7 +125,7 @@ class Nvfp4Quantizer:
         # The scale of the whole operand brings the blocks' scales into E4M3's range.
         whole = torch.full_like(amax, E2M1.largest * E4M3.largest) / amax
         whole = torch.where(whole.isfinite() & (whole > 0), whole, 1.0)
-        stored = round_within_range(_block_amax(blocks) * (whole * _SIXTH), E4M3)
+        stored = round_within_range(_block_amax(blocks) * (whole * _ONE_SIXTH), E4M3)
         scale = stored * whole.reciprocal()
         inverse = scale.reciprocal().clamp(max=_FLOAT32_MAX)
         values = blocks * inverse

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from runner.precision.layers.conv1d import weight_matrix
 
-CPU = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 _INT8_PRODUCT_STEP = 6.200124e-05  # 1 / 127², as bitsandbytes rounds it
 
 
@@ -33,7 +33,7 @@ def exportable_copy(model: nn.Module) -> nn.Module:
             kind = type(module).__name__
             raise NotImplementedError(f"{name} ({kind}) computes with TransformerEngine only")
     tensors = [*model.parameters(), *model.buffers()]
-    if all(t.device == CPU for t in tensors) and not any(map(_plain_class, model.modules())):
+    if all(t.device == CPU_DEVICE for t in tensors) and not any(map(_plain_class, model.modules())):
         return model
     # Tensors are copied straight to the CPU: a second model may not fit on the device. Tensors of
     # a library's own classes are copied by their own __deepcopy__.
@@ -42,15 +42,15 @@ def exportable_copy(model: nn.Module) -> nn.Module:
     for module in list(copied.modules()):
         plain_class = _plain_class(module)
         if plain_class:
-            plain_class.swap(module)
-    return copied.to(CPU)
+            plain_class.convert_in_place(module)
+    return copied.to(CPU_DEVICE)
 
 
 _TORCH_TENSORS = (Tensor, nn.Parameter)
 
 
 def _cpu_copy(tensor: Tensor) -> Tensor:
-    copied = tensor.detach().to(CPU)
+    copied = tensor.detach().to(CPU_DEVICE)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copied, requires_grad=tensor.requires_grad)
     return copied
@@ -82,7 +82,7 @@ def _become(module: Any, kind: type[nn.Module], **buffers: Tensor) -> None:
         module._buffers.pop(name, None)
     module.__class__ = kind
     for name, tensor in buffers.items():
-        module.register_buffer(name, tensor.detach().to(CPU))
+        module.register_buffer(name, tensor.detach().to(CPU_DEVICE))
 
 
 class Plain4bit(nn.Module):
@@ -101,7 +101,7 @@ class Plain4bit(nn.Module):
     block: int
 
     @classmethod
-    def swap(cls, module: Any) -> None:
+    def convert_in_place(cls, module: Any) -> None:
         """Turn a Linear4bit into a Plain4bit, in place."""
         from bitsandbytes.functional import dequantize_blockwise
 
@@ -139,7 +139,7 @@ class Plain8bit(nn.Module):
     coarse = 2**-5  # relative step of a quarter of a row's largest value
 
     @classmethod
-    def swap(cls, module: Any) -> None:
+    def convert_in_place(cls, module: Any) -> None:
         """Turn a Linear8bit or Linear8bitTrained into a Plain8bit, in place."""
         from runner.precision.layers.linear_8bit import pack_int8
 
@@ -201,7 +201,7 @@ class PlainFloat8(nn.Module):
     coarse = torch.finfo(torch.float8_e4m3fn).eps
 
     @classmethod
-    def swap(cls, module: Any) -> None:
+    def convert_in_place(cls, module: Any) -> None:
         """Turn a Float8Linear into a PlainFloat8, in place.
 
         Raises:

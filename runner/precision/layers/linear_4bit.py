@@ -26,9 +26,9 @@ from runner.precision.layers.bnb_library import (
 from runner.precision.layers.conv1d import is_transposed, layer_widths, weight_matrix
 from runner.precision.layers.linear_8bit import unpack_int8
 
-Parts = dict[str, Tensor]
+PackedEntries = dict[str, Tensor]
 """The entries of a state dict that belong to a packed weight, by their key after `weight.`."""
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels pack
+PACKABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels pack
 _STATE_KEY = "quant_state.bitsandbytes__"  # the library's start of the key of a packing's facts
 
 
@@ -82,7 +82,7 @@ def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor
 def _packable(weight: Tensor) -> Tensor:
     """Return a weight without its graph, contiguous, in a dtype that the kernels pack."""
     weight = weight.detach().contiguous()
-    return weight if weight.dtype in FLOATS else weight.float()
+    return weight if weight.dtype in PACKABLE_DTYPES else weight.float()
 
 
 class _Product4bit(torch.autograd.Function):
@@ -118,7 +118,9 @@ class Linear4bit(bnb.nn.Linear4bit):
     packing: tuple[str, bool]  # quant_type, nested
 
     @classmethod
-    def swap(cls, module: Any, quant_type: str, nested: bool, compute: torch.dtype) -> None:
+    def convert_in_place(
+        cls, module: Any, quant_type: str, nested: bool, compute: torch.dtype
+    ) -> None:
         """Turn a linear layer into a Linear4bit, in place.
 
         Args:
@@ -175,7 +177,7 @@ class Linear4bit(bnb.nn.Linear4bit):
             state_dict[key] = self.weight.data
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _weight_from_state(self, weight: Tensor, parts: Parts) -> Any:
+    def _weight_from_state(self, weight: Tensor, parts: PackedEntries) -> Any:
         """Return the packed weight of a state dict's plain or packed one.
 
         Raises:
@@ -202,7 +204,7 @@ class Linear4bit(bnb.nn.Linear4bit):
         return packed
 
 
-def packed_mode(weight: Tensor, parts: Parts) -> tuple[str, bool]:
+def packed_mode(weight: Tensor, parts: PackedEntries) -> tuple[str, bool]:
     """Return the quant_type and whether scales are nested, of a packed weight in a state dict.
 
     Args:
@@ -238,7 +240,7 @@ def packing_label(quant_type: str, nested: bool) -> str:
     return f"{quant_type}-dq" if nested else quant_type
 
 
-def plain_weights(
+def unpack_state_dict(
     state_dict: Mapping[str, Tensor], transposed: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """Return a state dict with every packed weight as the float32 weight that it stands for.

@@ -55,7 +55,7 @@ class Linear8bit(nn.Linear):
     threshold: float
 
     @classmethod
-    def swap(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
+    def convert_in_place(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
         """Turn a linear layer into a Linear8bit, in place.
 
         Args:
@@ -105,7 +105,7 @@ class Linear8bitTrained(nn.Linear):
     threshold: float
 
     @classmethod
-    def swap(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
+    def convert_in_place(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
         """Turn a linear layer into a Linear8bitTrained, in place; its parameters stay.
 
         Args:

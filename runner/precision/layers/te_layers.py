@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from runner.precision.conversion import (
-    ROOT,
+    ROOT_NAME,
     ConversionRules,
-    Swap,
+    LayerConverter,
     classify_modules,
     convert_modules,
     replace_in_place,
@@ -32,7 +32,7 @@ from runner.precision.layers.padding import pad_rows
 from runner.precision.precision import ConversionReport
 
 
-class PlainState:
+class NoExtraState:
     """Mixin before a layer of the library that removes `_extra_state` from its state dict.
 
     The library's is a pickle that it refuses to load; runner.precision.transformer_engine saves its
@@ -43,7 +43,7 @@ class PlainState:
     set_extra_state = nn.Module.set_extra_state
 
 
-class Norm(PlainState):
+class Norm(NoExtraState):
     """Mixin before te.LayerNorm that refuses to differentiate its gradient again."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Norm(PlainState):
         return forbid_second_derivative(super().forward(input))  # type: ignore[misc]
 
 
-class PaddedRows(PlainState):
+class PaddedRows(NoExtraState):
     """Mixin before te.Linear that takes any number of rows, by padding them."""
 
     _multiple: int  # that the number of rows must have
@@ -66,7 +66,7 @@ class PaddedRows(PlainState):
         return forbid_second_derivative(pad_rows(super().forward, input, self._multiple))  # type: ignore[misc]
 
 
-class NormFirst(PaddedRows):
+class FusedNormLinear(PaddedRows):
     """Mixin before te.LayerNormLinear that takes the norm's parameters from the norm's module.
 
     Raises:
@@ -86,7 +86,7 @@ class NormFirst(PaddedRows):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the linear layer's outputs on the normalised input: [..., in] to [..., out]."""
-        self._norm[0].check_passed(input)
+        self._norm[0].check_input(input)
         # A row of padding comes out of the norm as its bias, which may enter an amax.
         return super().forward(input)
 
@@ -107,7 +107,7 @@ class DeferredNorm(nn.Module):
         self._passed_input = input
         return input
 
-    def check_passed(self, input: Tensor) -> None:
+    def check_input(self, input: Tensor) -> None:
         """Check that the linear layer's input is what the norm has passed, and forget it.
 
         Raises:
@@ -144,7 +144,7 @@ def convert_layers(
         model: changed in place.
         te: transformer_engine.pytorch.
         multiple: that widths and numbers of rows must have.
-        rules: which modules may be converted; `te_obstacle` is their judge.
+        rules: which modules may be converted; `te_obstacle` is their find_obstacle.
         fuse: whether a norm and the linear layer that alone takes its output become one layer.
 
     Returns:
@@ -154,12 +154,12 @@ def convert_layers(
         ConfigError: no linear layer would be converted, or a pattern matches nothing.
     """
     linear = linear_classes()
-    to_linear: Swap = partial(_to_linear, te=te, multiple=multiple)
-    swaps = dict.fromkeys(linear, to_linear)
+    to_linear: LayerConverter = partial(_to_linear, te=te, multiple=multiple)
+    converters = dict.fromkeys(linear, to_linear)
     # A model with converted norms alone would compute nothing in FP8: then none is converted.
     if any(row.done for row, _ in classify_modules(model, linear, rules)):
-        swaps[nn.LayerNorm] = partial(_to_norm, te=te)
-    report = convert_modules(model, swaps, rules)
+        converters[nn.LayerNorm] = partial(_to_norm, te=te)
+    report = convert_modules(model, converters, rules)
     if fuse:
         report = _fuse(model, report, te, multiple)
     return report
@@ -167,7 +167,7 @@ def convert_layers(
 
 def module_at(model: nn.Module, path: str) -> nn.Module:
     """Return the module that a report's row names."""
-    return model.get_submodule("" if path == ROOT else path)
+    return model.get_submodule("" if path == ROOT_NAME else path)
 
 
 def te_obstacle(module: nn.Module, multiple: int) -> str:
@@ -268,7 +268,9 @@ def _to_fused(norm: nn.Module, linear: nn.Module, te: Any, multiple: int) -> Non
     _become(
         linear,
         made,
-        layer_class("TELayerNormLinear", NormFirst, te.LayerNormLinear, _original_class(linear)),
+        layer_class(
+            "TELayerNormLinear", FusedNormLinear, te.LayerNormLinear, _original_class(linear)
+        ),
     )
     norm.__class__ = layer_class("PostponedLayerNorm", DeferredNorm, _original_class(norm))  # type: ignore[assignment]
     norm._passed_input = None  # type: ignore[assignment]

@@ -73,8 +73,8 @@ def test_a_high_precision_backward(name):
 
 
 def test_gradients_are_in_e5m2_only_where_the_recipe_says():
-    hybrid = te_emulation.operands({"kind": "current"})
-    plain = te_emulation.operands({"kind": "current", "format": "E4M3"})
+    hybrid = te_emulation.quantizers_of_recipe({"kind": "current"})
+    plain = te_emulation.quantizers_of_recipe({"kind": "current", "format": "E4M3"})
     x = spread(16, 16)
     assert torch.equal(hybrid.grad.along_columns(x), BlockQuantizer(E5M2, amax_scale)(x))
     assert torch.equal(plain.grad.along_columns(x), BlockQuantizer(E4M3, amax_scale)(x))
@@ -83,7 +83,7 @@ def test_gradients_are_in_e5m2_only_where_the_recipe_says():
 
 def test_blocks_run_along_what_a_product_contracts():
     x = spread(256, 256)
-    how = te_emulation.operands({"kind": "block"})
+    how = te_emulation.quantizers_of_recipe({"kind": "block"})
     line = BlockQuantizer(E4M3, power_of_two_scale, (1, 128))
     along, across = how.input.quantize(x)
     assert torch.equal(along, line(x))

@@ -85,7 +85,7 @@ def test_a_conv1d_computes_what_a_linear_layer_of_its_transposed_weight_does(nam
     report = load(name).convert(ours)[1]
     load(name).convert(linear)
     assert str(report) == "2/2"
-    assert report.weights == (64 * 96 + 96 * 32,) * 2
+    assert report.weight_counts == (64 * 96 + 96 * 32,) * 2
     assert ours.first is first
     assert isinstance(first, Conv1D)
     precision = load(name)
@@ -244,11 +244,11 @@ def test_the_count_of_gpt2_is_that_of_its_matrix_weights(name):
     every = BLOCKS + HEAD + POSITIONS
     # A head that is tied to the embedding is one weight with it, and cannot be packed.
     head = 0 if name in PACKED else HEAD
-    assert report.weights == (BLOCKS + head, every)
-    assert report.layers == (8 + bool(head), 10)
+    assert report.weight_counts == (BLOCKS + head, every)
+    assert report.layer_counts == (8 + bool(head), 10)
     _, report = made(name, spec(tie=False))
-    assert report.weights == (BLOCKS + HEAD, every + HEAD)
-    assert report.layers == (9, 11)
+    assert report.weight_counts == (BLOCKS + HEAD, every + HEAD)
+    assert report.layer_counts == (9, 11)
 
 
 def e4m3(x):
