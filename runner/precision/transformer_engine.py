@@ -36,7 +36,7 @@ from runner.utils.errors import ConfigError, Unavailable
 
 WEIGHT_DTYPES = ("bfloat16", "float16")
 _NO_RECOMPUTE_REASON = (
-    "scales by past steps, which a forward moves on. Type precision=transformer-engine-current, "
+    "scales by past steps, which each forward updates. Type precision=transformer-engine-current, "
     "or leave it out."
 )
 # Of each direction, the library's key for its scales and amax histories.
@@ -81,9 +81,9 @@ class TransformerEnginePrecision(Precision):
         update_in_eval: bool = False,
         reduced_precision_reduction: bool = False,
     ) -> None:
-        problems = te_recipes.name_problems(name, recipe) or te_recipes.recipe_problems(
-            recipe, weights
-        )
+        problems = te_recipes.name_problems(name, recipe)
+        if not problems:
+            problems = te_recipes.recipe_problems(recipe, weights)
         if weights not in WEIGHT_DTYPES:
             allowed = ", ".join(WEIGHT_DTYPES)
             problems.append(f"precision.weights={weights} is not known. Allowed: {allowed}.")
@@ -95,11 +95,16 @@ class TransformerEnginePrecision(Precision):
         )
         if problems:
             raise ConfigError(*problems)
-        self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
+        self.name = name
+        self.keep_fp32 = keep_fp32
+        self.autocast_loss = autocast_loss
         self.storage = self.compute = DTYPES[weights]
-        self.recipe, self.kind = dict(recipe), te_recipes.KINDS[recipe["kind"]]
-        self.fuse, self.ignore_modules = fuse, ignore_modules
-        self.update_in_eval, self.emulated = update_in_eval, emulate
+        self.recipe = dict(recipe)
+        self.kind = te_recipes.KINDS[recipe["kind"]]
+        self.fuse = fuse
+        self.ignore_modules = ignore_modules
+        self.update_in_eval = update_in_eval
+        self.emulated = emulate
         self.reduced_precision_reduction = reduced_precision_reduction
         if self._is_delayed:
             self.no_recompute_reason = _NO_RECOMPUTE_REASON
@@ -123,18 +128,16 @@ class TransformerEnginePrecision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        own = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
-        with (
-            float32_matmul("highest"),
-            reduced_precision_sums(self.reduced_precision_reduction),
-            own,
-        ):
+        amaxes = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
+        sums = reduced_precision_sums(self.reduced_precision_reduction)
+        with float32_matmul("highest"), sums, amaxes:
             yield
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
         library = self._library
+        # Found here and made after the conversion: what either refuses leaves the model unchanged.
         islands = find_islands(model, self.keep_fp32, self.storage)
         find_obstacle = partial(te_obstacle, multiple=self.kind.multiple)
         rules = ConversionRules(
@@ -149,6 +152,7 @@ class TransformerEnginePrecision(Precision):
         return model, report
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # The optimizer's state has the weights' dtype.
         if self.storage is torch.float16:
             check_eps(self.name, optimizers)
 
@@ -163,22 +167,21 @@ class TransformerEnginePrecision(Precision):
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        return (-1, 0)  # nvfp4 stands with the other recipes of its library
+        # One byte for nvfp4 too, so that all recipes of the library are listed together.
+        return (-1, 0)
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type not in self._forward:
-            scaled = self.emulated or self._on_hardware(device)
-            made = (
-                _ScaledForward(self._autocast(), self._default_dtype)
-                if scaled
-                else self._default_dtype
-            )
-            self._forward[device.type] = made
+            context: AbstractContextManager[Any] = self._default_dtype
+            # Elsewhere the library's products cannot run.
+            if self.emulated or self._on_hardware(device):
+                context = _ScaledForward(self._autocast(), self._default_dtype)
+            self._forward[device.type] = context
         return self._forward[device.type]
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
-        # Entering the library's context again would move the scales of delayed scaling; layers
-        # that would need it there raise.
+        # Entering the library's context again would move the scales of delayed scaling; a layer
+        # that is recomputed there raises (refuse_recompute).
         return self._default_dtype if self._is_delayed else self.forward(device)
 
     def cast(self, inputs: Any) -> Any:
@@ -220,20 +223,19 @@ class TransformerEnginePrecision(Precision):
 
     def _restore(self, layer: Any, saved: Mapping[str, Tensor]) -> None:
         if not layer.fp8_meta_tensors_initialized:
-            layer.fp8_meta["num_gemms"] = len(saved["forward_scale"]) // 3  # input, weight, output
+            # The library has three forward scales for each product: input, weight, output.
+            layer.fp8_meta["num_gemms"] = len(saved["forward_scale"]) // 3
             # With gradients on, leaving the context would update every scale.
             with torch.no_grad(), self._autocast():
                 layer.init_fp8_meta_tensors(self._recipe)
         length = te_recipes.complete_recipe(self.recipe)["amax_history_len"]
-        layer.reset_fp8_meta_tensors(
-            {
-                key: [
-                    saved[f"{direction}_scale"],
-                    _resized_history(saved[f"{direction}_amax_history"], length),
-                ]
-                for direction, key in SCALING_KEYS.items()
-            }
-        )
+        tensors = {}
+        for direction, key in SCALING_KEYS.items():
+            scale = saved[f"{direction}_scale"]
+            # This run's recipe may have another length than the run that wrote the checkpoint.
+            amax_history = _resized_history(saved[f"{direction}_amax_history"], length)
+            tensors[key] = [scale, amax_history]
+        layer.reset_fp8_meta_tensors(tensors)
 
     def gauges(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the input scaling of each converted layer under delayed scaling; empty for other
@@ -250,12 +252,14 @@ class TransformerEnginePrecision(Precision):
             scaling = layer.fp8_meta.get(SCALING_KEYS["forward"])
             if scaling is None:
                 continue
-            history = scaling.amax_history[:, 0]  # column 0 is the input's
+            # Column 0 is the input's.
+            history = scaling.amax_history[:, 0]
             scale = scaling.scale[0]
             # The library clears the first row at the end of a step. A history of one row is then
             # empty, and the amax follows from the scale that was made of it.
-            top = E4M3.largest / 2**margin
-            gauges[f"fp8/amax/{name}"] = history[-1].clone() if len(history) > 1 else top / scale
+            amax_of_scale = E4M3.largest / 2**margin / scale
+            amax = history[-1].clone() if len(history) > 1 else amax_of_scale
+            gauges[f"fp8/amax/{name}"] = amax
             gauges[f"fp8/scale/{name}"] = scale.clone()
         return gauges
 
@@ -286,18 +290,20 @@ class TransformerEnginePrecision(Precision):
 class _ScaledForward:
     """A reusable context that enters the library's autocast and the default dtype."""
 
-    __slots__ = ("floats", "library")
+    __slots__ = ("autocast", "default_dtype")
 
-    def __init__(self, library: AbstractContextManager[Any], floats: DefaultDtype) -> None:
-        self.library, self.floats = library, floats
+    def __init__(self, autocast: AbstractContextManager[Any], default_dtype: DefaultDtype) -> None:
+        self.autocast = autocast
+        self.default_dtype = default_dtype
 
     def __enter__(self) -> None:
-        self.library.__enter__()
-        self.floats.__enter__()
+        self.autocast.__enter__()
+        self.default_dtype.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self.floats.__exit__(*error)
-        self.library.__exit__(*error)
+        # In the reverse order of entering.
+        self.default_dtype.__exit__(*error)
+        self.autocast.__exit__(*error)
 
 
 def _fp8_layers(model: nn.Module) -> dict[str, Any]:
@@ -336,7 +342,8 @@ def _separate_amaxes(model: nn.Module) -> Iterator[None]:
     previous = manager.quantization_state
     manager.reset()
     for layer in _fp8_layers(model).values():
-        layer.fp8_meta.pop(manager.get_buffer_info(), None)  # the layer's index in an earlier list
+        # The layer's index in an earlier list.
+        layer.fp8_meta.pop(manager.get_buffer_info(), None)
     try:
         yield
     finally:
@@ -348,6 +355,8 @@ def _resized_history(history: Tensor, length: int) -> Tensor:
 
     The first row is the current step; the others are past steps, the latest last.
     """
+    current = history[:1]
+    # A slice from -0 would keep every past step.
     latest = history[1:][-(length - 1) :] if length > 1 else history[:0]
     missing = length - 1 - len(latest)
-    return torch.cat([history[:1], F.pad(latest, (0, 0, missing, 0))])
+    return torch.cat([current, F.pad(latest, (0, 0, missing, 0))])

@@ -127,7 +127,7 @@ class TruePrecision(Precision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         if self.emulated and self._is_tf32:
-            # torch's own switch is off: the emulation rounds the operands, and sums stay in float32.
+            # torch's own switch is off: the emulation rounds the operands, and sums are float32.
             with (
                 float32_matmul("highest"),
                 reduced_precision_sums(False),

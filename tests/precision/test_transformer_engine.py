@@ -145,7 +145,7 @@ RUNS = {
 def test_the_capability_that_each_recipe_needs(name, capability, gpu, monkeypatch):
     gpu(capability)
     precision = registry.load_precision(name)
-    library(monkeypatch, **{precision.kind.check: lambda return_reason: (True, "")})
+    library(monkeypatch, **{precision.kind.check_name: lambda return_reason: (True, "")})
     if capability in RUNS[precision.recipe["kind"]]:
         precision.require(CUDA)
     else:
