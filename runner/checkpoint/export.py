@@ -175,7 +175,7 @@ def _tolerance(plain: nn.Module, precision: Precision, device: torch.device) -> 
         eps = max(eps, 2**-10)  # TF32, and other orders of sums
     for module in plain.modules():  # where a last bit moves a value to the next of the few
         if isinstance(module, Plain8bit | PlainFloat8):
-            eps = max(eps, module.coarse)
+            eps = max(eps, module.relative_step)
     return math.sqrt(eps)
 
 

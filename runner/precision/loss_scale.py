@@ -157,6 +157,7 @@ class DynamicLossScale(LossScale):
         if self.is_fixed:
             return
         flags = [flag for flag in found_infs if flag is not None]
+        # An overflow in any optimizer's gradients backs the one scale off.
         found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         torch._amp_update_scale_(
             self._scale,
@@ -191,6 +192,7 @@ def check_loss_scale(values: dict[str, Any]) -> None:
         "init_scale": (lambda v: v > 0, "above 0"),
         "growth_factor": (lambda v: v > 1, "above 1"),
         "backoff_factor": (lambda v: 0 < v < 1, "between 0 and 1"),
+        # 2e3 in a yaml is a float.
         "growth_interval": (lambda v: v >= 1 and int(v) == v, "a whole number, 1 and up"),
         "fixed": (lambda v: v is None or v > 0, "above 0, or null for a dynamic scale"),
     }
@@ -246,6 +248,7 @@ class HostFlag:
             self._event = torch.cuda.Event()
             self._event.record()
         else:
+            # The same tensor where the flag is in host memory already.
             self._value = flag.cpu()
 
     @property

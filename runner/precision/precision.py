@@ -73,25 +73,29 @@ class ConversionReport:
 
     @property
     def layer_counts(self) -> tuple[int, int]:
-        """Return how many layers were converted, and how many there are."""
+        """Return two counts: the converted layers, and all layers."""
         rows = [row for row in self.modules if row.elements]
         return sum(row.done for row in rows), len(rows)
 
     @property
     def weight_counts(self) -> tuple[int, int]:
-        """Return how many elements of matrix weights were converted, and how many there are."""
+        """Return two counts of matrix elements: the converted ones, and all."""
         converted = sum(row.converted for row in self.modules if row.done)
         return converted, sum(row.elements for row in self.modules)
 
     def lines(self, limit: int = 8) -> Iterator[str]:
-        """Yield the console's lines: what was converted, and what was skipped for which reason."""
+        """Yield the console's lines: what was converted, and what was skipped for which reason.
+
+        Args:
+            limit: how many names, and how many reasons, are printed; of the others the number.
+        """
         if not self.modules:
             return
-        done = [row.module for row in self.modules if row.done and row.elements]
-        names = ", ".join(done[:limit])
-        if len(done) > limit:
-            names += f", and {len(done) - limit} more"
-        yield f"converted {self._counts()}: {names}" if done else f"converted {self._counts()}"
+        converted = [row.module for row in self.modules if row.done and row.elements]
+        names = ", ".join(converted[:limit])
+        if len(converted) > limit:
+            names += f", and {len(converted) - limit} more"
+        yield f"converted {self._counts()}" + (f": {names}" if names else "")
         skipped = summarize_modules(row for row in self.modules if not row.done)
         notes = summarize_modules(row for row in self.modules if row.done and row.why)
         texts = [f"  skipped {text}" for text in skipped]
@@ -129,8 +133,12 @@ class ConversionReport:
 
 
 def summarize_modules(rows: Iterable[ModuleConversion], limit: int = 4) -> list[str]:
-    """Return a phrase for the modules of each class and reason, with up to `most` names; for more
-    modules than that, their number and the first names."""
+    """Return a phrase for the modules of each class and reason.
+
+    Args:
+        rows: in the model's order.
+        limit: how many modules are named; where there are more, their number is in the phrase too.
+    """
     groups: dict[tuple[str, str, str], list[ModuleConversion]] = {}
     for row in rows:
         groups.setdefault((row.kind, row.why, row.counted_with), []).append(row)
@@ -156,6 +164,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _percent(part: int, total: int) -> str:
     """Return a share in whole percent; "100 %" only where nothing is missing."""
     share = 100 * part / max(total, 1)
+    # A share that rounds to 0 or to 100 would say "nothing" or "all".
     if 0 < share < 1:
         return "under 1 %"
     if part >= total:
@@ -331,8 +340,10 @@ class Precision(ABC):
         if name not in FORMATS:
             return ()
         kinds = ["activations", "weights"]
+        # A loss scale lifts gradients out of the format's smallest values.
         if self.scale(CPU_DEVICE).value is None:
             kinds.append("gradients")
+        # An update is rounded to the format where the weight that it is added to is stored in it.
         if self.storage == self.compute:
             kinds.append("updates")
         return (ComputeFormat(name, tuple(kinds)),)
@@ -350,6 +361,7 @@ class Precision(ABC):
             return "bf16-mixed"
         if self.compute.itemsize >= 4:
             return ""
+        # bf16-mixed has no wider mixed precision than itself.
         is_bf16_mixed = (self.compute, self.storage) == (torch.bfloat16, torch.float32)
         return "32-true" if is_bf16_mixed else "bf16-mixed"
 

@@ -55,6 +55,7 @@ def _folders(config_dir: Path | None) -> list[Path]:
 
 
 def _sort_key(name: str, config_dir: Path | None) -> tuple[bool, tuple[float, ...], str]:
+    """Return a precision's place in lists, which its class decides."""
     # A yaml that does not load is listed, last: the caller that loads it reports the error.
     try:
         return False, load_precision(name, config_dir).sort_key, name
@@ -94,8 +95,8 @@ def yaml_header(name: str, config_dir: Path | None = None) -> tuple[str, str]:
     One that a user's yaml lacks is empty."""
     lines = _yaml_path(name, config_dir).read_text().splitlines()[:2]
     comments = [line.lstrip("# ") for line in lines if line.startswith("#")]
-    what, why = [*comments, "", ""][:2]
-    return what, why.removeprefix("Why: ")
+    description, reason = [*comments, "", ""][:2]
+    return description, reason.removeprefix("Why: ")
 
 
 def load_precision(name: str, config_dir: Path | None = None, **changes: Any) -> Precision:
@@ -121,7 +122,8 @@ def supported_precisions(
             load_precision(name, config_dir).require(device)
         except Unavailable as error:
             rows.append(PrecisionSupport(name, str(device), error.what, error.remedy))
-        except (ConfigError, TypeError) as error:  # a user's yaml or class that does not load
+        # A user's yaml or class that does not load.
+        except (ConfigError, TypeError) as error:
             remedy = f"Correct {_yaml_path(name, config_dir)}."
             rows.append(PrecisionSupport(name, str(device), str(error), remedy))
         else:
