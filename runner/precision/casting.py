@@ -84,7 +84,7 @@ def cast_floats(model: nn.Module, dtype: torch.dtype, islands: Collection[str] =
     Args:
         model: changed in place.
         dtype: of floating tensors after.
-        islands: dotted names of modules that are left as they are.
+        islands: dotted names of modules that are not cast.
     """
     # Each tensor's replacement, by identity. The tensor itself is stored too: it must live, or
     # another one could get its id.

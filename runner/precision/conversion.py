@@ -184,8 +184,8 @@ def _obstacle(
 
 def weight_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's own floating or complex parameters of two dimensions or more, by name; for
-    a parametrized weight the parameters that it is computed from. Those of a lazy layer are left
-    out: they have no dimensions yet."""
+    a parametrized weight the parameters that it is computed from. Those of a lazy layer are not
+    among them: they have no dimensions yet."""
     parameters = dict(module.named_parameters(recurse=False))
     if parametrize.is_parametrized(module):
         parametrizations = module.get_submodule("parametrizations")

@@ -1,7 +1,7 @@
 """Ask whether a CUDA device has bfloat16 units, and set how it adds half-precision products.
 
 Both matter because torch is silent about them: it emulates bfloat16 on older GPUs, and it lets
-products be summed in half precision unless told otherwise.
+products be summed in half precision by default.
 """
 
 from collections.abc import Iterator

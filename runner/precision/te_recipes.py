@@ -1,6 +1,6 @@
 """TransformerEngine's recipes: the keys of each, its devices, and the library's object.
 
-The library ignores keys that it does not know, takes those that are left out from the environment,
+The library ignores keys that it does not know, takes omitted ones from the environment,
 and cannot be imported without its compiled part. So the schema is here, and every key is passed.
 """
 

@@ -188,6 +188,7 @@ class TransformerEnginePrecision(Precision):
         return cast_nest(inputs, self.storage)
 
     def eval_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        # Other recipes have no state that a forward changes.
         if self.update_in_eval or not self._is_delayed:
             return nullcontext()
         return _restored_scales(model)
@@ -213,7 +214,7 @@ class TransformerEnginePrecision(Precision):
         """Restore what state_dict returned, also before a layer's first forward.
 
         A layer that the state does not have starts with new scales; of a history of another length
-        the latest amaxes are kept.
+        the latest amaxes are restored.
         """
         if not self._is_delayed:
             return

@@ -18,7 +18,7 @@ def convert(model, name="float8-rowwise"):
     return registry.load_precision(name, **emulate).convert(model)[1]
 
 
-def left(report):
+def skipped(report):
     return {row.module: (row.elements, row.why) for row in report.modules if not row.done}
 
 
@@ -105,7 +105,7 @@ def test_the_count_is_that_by_hand(build, layers, converted, weights, reasons):
     assert report.layer_counts == layers
     assert str(report) == f"{layers[0]}/{layers[1]}"
     assert report.weight_counts == (converted, weights)
-    assert {why for _, why in left(report).values()} == reasons
+    assert {why for _, why in skipped(report).values()} == reasons
 
 
 @pytest.mark.parametrize("name", ["transformer-engine-current", "bnb-nf4", "bnb-int8-training"])
@@ -116,7 +116,7 @@ def test_a_packed_weight_counts_by_the_elements_it_had(name):
     assert report.weight_counts[0] == 2 * LAYER + 32 * 32
 
 
-def test_norms_stand_beside_the_count():
+def test_norms_are_counted_apart_from_layers():
     report = convert(bert(), "transformer-engine-current")
     assert next(report.lines()).startswith(
         "converted 13 of 16 layers, 17,408 of 19,520 matrix weights (89 %) and 5 norms: encoder."

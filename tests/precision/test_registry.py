@@ -82,7 +82,7 @@ def test_rows_follow_require(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "remedy"),
     [
         ("bnb-nf4", {"mode": "fp4"}, "Type precision=bnb-fp4."),
         ("float8-rowwise", {"recipe": "tensorwise"}, "Type precision=float8-tensorwise."),
@@ -98,11 +98,11 @@ def test_rows_follow_require(monkeypatch):
         ),
     ],
 )
-def test_a_name_says_what_runs(name, change, told):
+def test_a_name_says_what_runs(name, change, remedy):
     with pytest.raises(ConfigError, match=f"is not what {name} is") as error:
         registry.load_precision(name, **change)
     (problem,) = error.value.problems
-    assert problem.endswith(told)
+    assert problem.endswith(remedy)
 
 
 def test_a_preset_sweeps_over_all_of_them():

@@ -151,7 +151,8 @@ def _nvfp4_operands(keys: Mapping[str, Any]) -> Operands:
 class Autocast:
     """Context in which the layers quantize. It can be entered again, and nested."""
 
-    active: ClassVar[list["Autocast"]] = []  # the innermost last
+    # The open contexts, the innermost last.
+    active: ClassVar[list["Autocast"]] = []
 
     def __init__(self, recipe: Mapping[str, Any]) -> None:
         self.recipe = recipe
@@ -254,14 +255,14 @@ class Linear(nn.Module):
         quantizers = context.operands or self._delayed_operands(context.recipe)
         rows = input.reshape(-1, self.in_features)
         output: Tensor = _LinearProducts.apply(rows, weight, self.bias, quantizers)  # type: ignore[assignment]
-        # An evaluation leaves the scales as they are.
+        # An evaluation does not change the scales.
         if context.operands is None and torch.is_grad_enabled():
             self.fp8_meta["scaling_fwd"].advance(E4M3, context.recipe)
         return output.reshape(*input.shape[:-1], self.out_features)
 
     @property
     def fp8_meta_tensors_initialized(self) -> bool:
-        """Whether there are scales and histories; the name is the library's."""
+        """Return whether there are scales and histories; the name is the library's."""
         return bool(self.fp8_meta)
 
     def init_fp8_meta_tensors(self, recipe: Mapping[str, Any]) -> None:

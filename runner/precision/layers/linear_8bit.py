@@ -93,7 +93,7 @@ class Linear8bit(nn.Linear):
             if is_transposed(self):
                 weight = weight.t()
                 state_dict[key] = weight
-            # A weight of another shape is left to nn.Module, which reports it.
+            # nn.Module below reports a weight of another shape.
             if weight.shape == self.weight.shape:
                 codes, largest = pack_int8(weight.to(self.weight.device))
                 state_dict[key] = codes

@@ -102,7 +102,7 @@ def test_delayed_scaling_goes_by_past_steps():
         with precision.forward(CPU):
             layer(x)
         scales.append(448 / precision.gauges(layer)["fp8/scale/(model)"].item())
-    # Of the step under way and the two before it, as the library's own update has it.
+    # Of the current step and the two before it, as the library's own update has it.
     assert scales == [1, 8, 8, 8, 2]
 
 

@@ -124,7 +124,7 @@ def test_a_converted_conv1d_compiles(name):
     assert torch.equal(found, run(precision, model, x))
 
 
-def test_a_conv1d_whose_shape_does_not_fit_is_left():
+def test_a_conv1d_whose_shape_does_not_fit_is_skipped():
     model = nn.Sequential(Conv1D(48, 40), Conv1D(64, 48))
     _, report = load("transformer-engine-current").convert(model)
     assert [(row.done, row.why) for row in report.modules] == [
@@ -340,7 +340,7 @@ def test_lora_of_gpt2_trains_its_additions_and_evaluates_with_them(name, tie, tm
         assert found == pytest.approx(evaluated(state.model, state.precision), rel=0.02)
 
 
-def test_a_merged_addition_computes_what_it_did_beside_the_conv1d():
+def test_a_merged_addition_computes_what_it_did_next_to_the_conv1d():
     torch.manual_seed(0)
     model = Net()
     adapter = Lora(rank=4)

@@ -475,7 +475,7 @@ def test_int8_rounds_each_row_by_its_largest_magnitude():
 
 
 @pytest.mark.parametrize("mode", ["nf4", "fp4-dq"])
-def test_the_parts_of_a_state_dict_tell_the_packing(mode):
+def test_packed_mode_reads_the_packing_from_a_state_dict(mode):
     state = saved(made(mode))
     parts = {
         k.removeprefix("body.weight."): v
@@ -534,7 +534,7 @@ def test_a_users_own_class_keeps_its_methods():
         assert head.logits(torch.ones(2, 8)).shape == (2, 8)
 
 
-def test_a_weight_that_is_not_finite_is_left():
+def test_a_weight_that_is_not_finite_is_skipped():
     for mode in MODES:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         model[0].weight.data[0, 0] = math.nan
