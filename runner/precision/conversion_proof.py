@@ -183,26 +183,26 @@ class ForwardWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = (args, kwargs or {})
+        arguments = (args, kwargs or {})
         # A layer's own reads do not count, and outside the model an optimizer reads weights.
         if self._layer_depth or not self._model_depth:
-            return func(*args, **given[1])
-        names = set(self._read_layers(given))
+            return func(*args, **arguments[1])
+        names = set(self._read_layers(arguments))
         packed = {n: self.layers[n] for n in names if _is_packed(self.layers[n])}
         if packed:
-            return self._call_on_unpacked(func, given, names, packed)
+            return self._call_on_unpacked(func, arguments, names, packed)
         if self.queried_dtypes:
-            given = self._without_packed_dtypes(given)
-        result = func(*given[0], **given[1])
+            arguments = self._without_packed_dtypes(arguments)
+        result = func(*arguments[0], **arguments[1])
         # Without a tensor in the result it was a question, such as the weight's device.
         if names and _has_tensor(result):
             self.read_elsewhere |= names
         return result
 
-    def _read_layers(self, given: Any) -> Iterator[str]:
+    def _read_layers(self, arguments: Any) -> Iterator[str]:
         """Yield the names of the layers whose weight is among a function's arguments, and which no
         running module holds as its own."""
-        for leaf in tree_leaves(given):
+        for leaf in tree_leaves(arguments):
             if not isinstance(leaf, Tensor) or id(leaf) not in self._names:
                 continue
             is_held = any(id(leaf) in held for held in self._held_weights)
@@ -210,18 +210,18 @@ class ForwardWatch(TorchFunctionMode):
                 yield self._names[id(leaf)]
 
     def _call_on_unpacked(
-        self, func: Any, given: Any, names: set[str], packed: Mapping[str, nn.Module]
+        self, func: Any, arguments: Any, names: set[str], packed: Mapping[str, nn.Module]
     ) -> Any:
         """Return a function's result on the numbers that packed weights represent."""
         unpacked: dict[int, Tensor] = {}
         for layer in packed.values():
             unpacked[id(layer._parameters["weight"])] = layer.unpacked_weight()  # type: ignore[operator]
-        args, kwargs = tree_map(lambda leaf: unpacked.get(id(leaf), leaf), given)
+        args, kwargs = tree_map(lambda leaf: unpacked.get(id(leaf), leaf), arguments)
         result = func(*args, **kwargs)
         if _has_tensor(result):
             self.read_elsewhere |= names
             return result
-        packed_result = func(*given[0], **given[1])
+        packed_result = func(*arguments[0], **arguments[1])
         # A dtype alone may be asked for without use: what counts is an operator that takes it.
         if func == _GET_DTYPE and not self.strict:
             self.queried_dtypes[packed_result] = next(iter(packed))
@@ -232,17 +232,17 @@ class ForwardWatch(TorchFunctionMode):
             return result
         return packed_result
 
-    def _without_packed_dtypes(self, given: Any) -> Any:
+    def _without_packed_dtypes(self, arguments: Any) -> Any:
         """Return a function's arguments with a packed weight's dtype replaced by that of the weight
         it represents: floating numbers that are cast to the packed one would be lost."""
-        leaves = tree_leaves(given)
+        leaves = tree_leaves(arguments)
         all_dtypes = {leaf for leaf in leaves if isinstance(leaf, torch.dtype)}
         dtypes = all_dtypes & self.queried_dtypes.keys()
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
         # Integers that are cast to the packed dtype lose nothing: the model may mean it.
         is_cast_of_integers = first is not None and not first.is_floating_point()
         if not dtypes or is_cast_of_integers:
-            return given
+            return arguments
         unpacked_dtypes: dict[torch.dtype, torch.dtype] = {}
         for dtype in dtypes:
             name = self.queried_dtypes[dtype]
@@ -253,7 +253,7 @@ class ForwardWatch(TorchFunctionMode):
             is_dtype = isinstance(value, torch.dtype)
             return unpacked_dtypes.get(value, value) if is_dtype else value
 
-        return tree_map(unpacked_dtype, given)
+        return tree_map(unpacked_dtype, arguments)
 
 
 def _is_packed(layer: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from runner.utils.errors import ConfigError
 
 
 class LossScale(ABC):
-    """What the step asks of a loss scale. Tensors are scalars on the run's device."""
+    """A loss scale as the training step uses it. Tensors are scalars on the run's device."""
 
     @property
     @abstractmethod
@@ -158,11 +158,11 @@ class DynamicLossScale(LossScale):
             return
         flags = [flag for flag in found_infs if flag is not None]
         # An overflow in any optimizer's gradients backs the one scale off.
-        found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         torch._amp_update_scale_(
             self._scale,
             self._applied_in_a_row,
-            found,
+            found_inf,
             self.growth_factor,
             self.backoff_factor,
             self.growth_interval,
@@ -214,8 +214,8 @@ def check_loss_scale(values: dict[str, Any]) -> None:
 
 def _skips_on_device(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's fused kernel reads found-inf and skips the step by itself."""
-    # SGD does not before it has its momentum: torch allocates that without filling it and leaves
-    # the filling to the step that would be skipped.
+    # SGD does not skip before it has its momentum: torch allocates that without filling it and
+    # leaves the filling to the step that would be skipped.
     has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
     is_unfilled = has_momentum and not optimizer.state
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not is_unfilled

@@ -77,7 +77,7 @@ def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if getattr(optimizer, "wide_state", False) or not isinstance(eps, float) or eps <= 0:
             continue
         key = "optimizer.eps" if len(optimizers) == 1 else "optimizer.<name>.eps"
-        given = f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
+        setting = f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
         gradient, step_times_eps = _largest_underflow_step(optimizer)
         # The least power of ten that keeps a step below MAX_SAFE_STEP, from 1e-4. The 1e-9 keeps
         # an exact power of ten, whose logarithm may be rounded up.
@@ -87,7 +87,7 @@ def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # Such an eps adds nothing to a square that rounds to 0, so that the denominator is 0.
         if torch.tensor(eps).half().item() == 0.0:
             raise ConfigError(
-                f"{given}under precision={name}, where {eps:g} is 0 (the least above is 6e-08), "
+                f"{setting}under precision={name}, where {eps:g} is 0 (the least above is 6e-08), "
                 f"and divides by it at a step whose squared gradients underflow. {remedy}"
             )
         # A square that rounds to 0 leaves eps alone in the denominator, so that a gradient g moves
@@ -96,7 +96,7 @@ def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if step <= MAX_SAFE_STEP:
             continue
         message = (
-            f"{given}under precision={name}, where the squares of gradients under {gradient:.2g} "
+            f"{setting}under precision={name}, where the squares of gradients under {gradient:.2g} "
             f"round to 0, so that one step can move a weight by lr * {gradient:.2g} / eps = "
             f"{step:.2g}. {remedy}"
         )

@@ -21,7 +21,7 @@ PRECISION_CONFIGS = Path(str(files("runner.conf"))) / "precision"
 
 @dataclass(frozen=True)
 class PrecisionSupport:
-    """Whether a precision runs on a device.
+    """A precision's answer whether it runs on a device.
 
     Attributes:
         name: of its yaml.

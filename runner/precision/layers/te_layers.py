@@ -58,7 +58,7 @@ class PaddedRows(NoExtraState):
 
     @property
     def transposed_weight(self) -> Tensor:
-        """The weight of a Conv1D, stored as [in, out], as the library takes it: [out, in]."""
+        """Return the weight of a Conv1D, which is [in, out], as the library takes it: [out, in]."""
         return self.weight.t().contiguous()  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
