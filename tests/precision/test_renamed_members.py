@@ -33,11 +33,11 @@ class OldNames(Precision):
 
     @property
     def stores(self):
-        return f"packed {super().stores}"
+        return f"packed {super().stores}"  # type: ignore[misc]
 
     @property
     def computes(self):
-        return f"products of {super().computes}"
+        return f"products of {super().computes}"  # type: ignore[misc]
 
 
 class NewNames(Precision):
@@ -92,7 +92,7 @@ def test_old_names_of_a_built_in_precision_can_be_read():
     precision = TruePrecision("bf16-true", "bfloat16")
     for old, new in RENAMED_MEMBERS.items():
         assert getattr(precision, old) == getattr(precision, new)
-    assert precision.stores == precision.computes == "bfloat16"
+    assert precision.stores == precision.computes == "bfloat16"  # type: ignore[attr-defined]
 
 
 def test_a_member_that_is_defined_under_both_names_has_the_new_value():
