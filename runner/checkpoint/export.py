@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.precision.casting import cast_nest
 from runner.precision.layers.exportable import Plain8bit, PlainFloat8, exportable_copy
-from runner.precision.precision import CPU, Precision
+from runner.precision.precision import CPU_DEVICE, Precision
 from runner.utils.files import os_error_reason, write_with_torch
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import EXPORTED_MODEL
@@ -51,7 +51,7 @@ class ExportedModel:
 
 
 def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path) -> ExportedModel:
-    """Write the model as the evaluation runs it, on the CPU, for any number of rows.
+    """Write the model as the evaluation runs it, on the CPU_DEVICE, for any number of rows.
 
     Call it inside `precision.session`. The program takes inputs as the data gives them and gives
     outputs as the task gets them, in `precision.loss_dtype`. The model, its modes, the random
@@ -77,7 +77,9 @@ def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path
             expected = _EvaluationForward(model, precision, device)(example)
             _refuse_lstm(model, precision, device)
             plain = exportable_copy(model)
-            program = _trace(_EvaluationForward(plain, precision, CPU), example.to(CPU))
+            program = _trace(
+                _EvaluationForward(plain, precision, CPU_DEVICE), example.to(CPU_DEVICE)
+            )
             folder.mkdir(parents=True, exist_ok=True)
             with write_with_torch(path) as file:
                 torch.export.save(program, file)
@@ -131,7 +133,7 @@ def _evaluation_mode(
         stack.callback(_restore_modes, modes)
         model.eval()
         # Entered last, so that it ends before the modes are restored.
-        stack.enter_context(precision.evaluating(model))
+        stack.enter_context(precision.eval_context(model))
         yield
 
 
@@ -216,7 +218,7 @@ def _tolerance(plain: nn.Module, precision: Precision, device: torch.device) -> 
     # values that its format has.
     for module in plain.modules():
         if isinstance(module, Plain8bit | PlainFloat8):
-            eps = max(eps, module.coarse)
+            eps = max(eps, module.relative_step)
     # The square root halves the exponent, that is, the number of digits.
     return math.sqrt(eps)
 
@@ -236,8 +238,8 @@ def _compare(loaded: Any, example: Tensor, expected: Any, tolerance: float) -> N
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            outputs = loaded(example.to(CPU))
-            outputs_of_one = loaded(example[:1].to(CPU))
+            outputs = loaded(example.to(CPU_DEVICE))
+            outputs_of_one = loaded(example[:1].to(CPU_DEVICE))
         except Exception as error:
             raise ExportError(f"the program does not run: {error_line(error)}") from error
     wanted = _tensors(expected)
@@ -269,7 +271,7 @@ def _distance(wanted: Tensor, found: Tensor) -> float:
     """
     # The outputs may be float16, whose squares overflow in a norm.
     wide = torch.complex128 if wanted.is_complex() else torch.float64
-    a = wanted.detach().to(CPU, wide).flatten()
+    a = wanted.detach().to(CPU_DEVICE, wide).flatten()
     b = found.detach().to(wide).flatten()
     # A model that has diverged is exported, too.
     finite = a.isfinite()

@@ -153,7 +153,7 @@ def _compile_for_batches(state: TrainState, validation: Loader) -> None:
     state.model.eval()
     for start in {0, len(validation) - 1}:
         inputs, _ = next(validation.epoch(0, start))
-        with state.precision.evaluating(state.model), state.precision.forward(state.device):
+        with state.precision.eval_context(state.model), state.precision.forward(state.device):
             state.model(state.precision.cast(inputs))
 
 

@@ -56,7 +56,7 @@ def plan(run: RunContext) -> RunResult:
         table.add_row(name, text)
     run.console.print(table)
     # All lines: a plan is asked for the details that a run shortens.
-    for line in report.lines(most=len(report.modules)):
+    for line in report.lines(limit=len(report.modules)):
         run.console.print(line)
     if report.modules:
         run.console.print(
@@ -94,7 +94,7 @@ def _overview(
     rows = {
         "device": run.accelerator.name,
         "stored in": _dtypes(model),
-        "computed in": run.precision.computes,
+        "computed in": run.precision.compute_format,
         "loss scale": "none" if scale is None else f"from {scale.item():g}",
         "parameters": f"{_count(params):,} ({_count(trainable):,} trainable)",
         "weights and buffers": f"{weights / MIB:.1f} MiB (float32: {built.plain_bytes / MIB:.1f})",

@@ -274,7 +274,8 @@ def _say_dtypes(cause: PrecisionCause) -> str:
         return ""
     return (
         f"{cause.location()} Tensors of two dtypes meet there; precision={cause.precision.name} "
-        f"stores {cause.precision.stores} and computes in {cause.precision.computes}. "
+        f"stores {cause.precision.storage_format} and computes in "
+        f"{cause.precision.compute_format}. "
         + _alternatives(
             _type_override(cause.keep_fp32_override() if cause.is_half else ""),
             f"leave out .float() and dtype= in {_forward(cause)}, or cast one to the "

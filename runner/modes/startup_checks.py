@@ -95,7 +95,7 @@ def try_batch(run: RunContext, state: TrainState, loader: Loader) -> None:
     state.model.eval()
     with batch_errors.outputs_of(state.plain_model) as outputs:
         try:
-            with torch.no_grad(), run.precision.evaluating(state.plain_model):
+            with torch.no_grad(), run.precision.eval_context(state.plain_model):
                 loss = loss_of(state, inputs, target)
         except RunnerError:
             raise  # its message says already what to change

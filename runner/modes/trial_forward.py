@@ -122,7 +122,7 @@ def _names_text(names: Iterable[str], most: int = 6) -> str:
 def _bypass_reasons(watch: ForwardWatch) -> dict[str, str]:
     """Return why layers count as not converted, by name."""
     return {
-        name: CODES_REASON if name in watch.ran else BYPASSED_REASON
+        name: CODES_REASON if name in watch.executed else BYPASSED_REASON
         for name in sorted(watch.bypassed)
     }
 
@@ -194,11 +194,11 @@ class _Trial:
                 raise
             except Exception:  # try_batch reports it, where the packing is not the cause
                 pass
-        if not ended and watch.asked and not strict:
+        if not ended and watch.queried_dtypes and not strict:
             # What the model asked of a packed weight may be why the forward failed.
             return self._run_here(built, strict=True)
         matrices = [name for name, layer in converted.items() if holds_matrix(layer)]
-        return TrialResult(watch.ran, _bypass_reasons(watch), ended, matrices)
+        return TrialResult(watch.executed, _bypass_reasons(watch), ended, matrices)
 
     def _forward(self, model: nn.Module, watch: ForwardWatch) -> None:
         precision = self.precision
@@ -208,7 +208,7 @@ class _Trial:
         with (
             torch.no_grad(),
             precision.session(model, self.device),
-            precision.evaluating(model),
+            precision.eval_context(model),
             torch.compiler.set_stance("force_eager"),  # compiled code runs past the watch
             precision.forward(self.device),
             watch,
@@ -274,8 +274,8 @@ class FirstStepProof:
                 f"evaluation before it: {_reasons_text(bypassed)}. Type "
                 f"precision.ignore_modules=[{','.join(bypassed)}]."
             )
-        if any(row.module in watch.ran for row in idle):
-            self._count_trained(watch.ran)
+        if any(row.module in watch.executed for row in idle):
+            self._count_trained(watch.executed)
 
     def _count_trained(self, ran: set[str]) -> None:
         """Count the layers that ran in the first step as converted, and write the report again."""
@@ -287,7 +287,7 @@ class FirstStepProof:
                 row = replace(row, done=True, why=RAN_IN_TRAINING_REASON)
             rows.append(row)
         self.report = replace(self.report, modules=tuple(rows))
-        done, layers = self.report.layers
+        done, layers = self.report.layer_counts
         run.say(f"converted {done} of {layers} layers: {_names_text(proven)} ran in the first step")
         run.tracker.tags(self.report.tags())
         listed = self.report.to_list()

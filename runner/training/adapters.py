@@ -15,7 +15,7 @@ from torch import nn
 from runner.config.targets import instantiate
 from runner.precision.conversion import find_shared_weights
 from runner.precision.layers.conv1d import linear_classes
-from runner.precision.layers.te_layers import NormFirst
+from runner.precision.layers.te_layers import FusedNormLinear
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.modules import select_modules
@@ -191,7 +191,7 @@ def _check_modules(model: nn.Module, trained: Collection[str]) -> None:
             f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot train. "
             f"Type precision.ignore_modules=[{','.join(packed)}], too."
         )
-    if any(isinstance(module, NormFirst) for module in model.modules()):
+    if any(isinstance(module, FusedNormLinear) for module in model.modules()):
         raise ConfigError(
             "adapter=lora would add to the inputs of layers that compute their norm themselves. "
             "Type precision.fuse=false."

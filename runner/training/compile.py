@@ -36,10 +36,10 @@ def check_compile_options(
         problems.extend(_compile_problems(spec, precision, device))
     wanted = spec.train.activation_checkpointing
     key = "train.activation_checkpointing"
-    if wanted and precision.unrepeatable:
+    if wanted and precision.no_recompute_reason:
         problems.append(
             f"{key}={str(wanted).lower()} computes forwards twice, and precision={precision.name} "
-            f"{precision.unrepeatable}"
+            f"{precision.no_recompute_reason}"
         )
     needs_blocks = wanted is True or spec.train.compile == "regional"
     if needs_blocks and not repeated_blocks(model):
@@ -58,8 +58,8 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
     """Yield a sentence for each reason why this run cannot be compiled."""
     mode = str(spec.train.compile).lower()
     typed = f"train.compile={spec.train.compile}"
-    if precision.unrepeatable:
-        reason = precision.unrepeatable
+    if precision.no_recompute_reason:
+        reason = precision.no_recompute_reason
         yield f"{typed.lower()} compiles forwards, and precision={precision.name} {reason}"
     if mode == "reduce-overhead" and device.type != "cuda":
         yield (

@@ -36,7 +36,7 @@ def evaluate(
     strategy.broadcast_buffers(state.plain_model)
     state.model.eval()
     totals: Tensor | None = None
-    with precision.evaluating(state.plain_model):
+    with precision.eval_context(state.plain_model):
         for i, (inputs, target) in enumerate(until_interrupted(validation.epoch(0))):
             if should_stop():
                 return None

@@ -190,8 +190,8 @@ def _construct(
     if low_memory:
         made_on = device
     dtype = default_dtype(precision.storage) if low_memory else nullcontext()
-    building = precision.building() if low_memory else nullcontext()
-    with dtype, made_on or nullcontext(), building:
+    init_context = precision.init_context() if low_memory else nullcontext()
+    with dtype, made_on or nullcontext(), init_context:
         model = build_group("model", spec.model)
         if isinstance(model, nn.Module):
             materialize_lazy_layers(spec, model, made_on or torch.device("cpu"))
@@ -218,10 +218,10 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
     weights = saved.content["model"]
     try:
         if saved.content.get("layout") and not any(map(is_converted, model.modules())):
-            from runner.precision.layers.linear_4bit import plain_weights
+            from runner.precision.layers.linear_4bit import unpack_state_dict
 
             transposed = [name for name, m in model.named_modules() if is_transposed(m)]
-            weights = plain_weights(weights, transposed)
+            weights = unpack_state_dict(weights, transposed)
         model.load_state_dict(weights, strict=True)
     except (RuntimeError, ValueError) as error:
         # torch lists each name below a first line that says nothing about this model.

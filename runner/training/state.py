@@ -46,7 +46,7 @@ class ScheduledOptimizer:
     def advance_schedule(self) -> None:
         """Advance the schedule if the last step was applied, waiting for its found-inf flag."""
         # The flag is set only where a scheduler exists, so the scheduler needs no check here.
-        if self.pending_found_inf is not None and not self.pending_found_inf.raised:
+        if self.pending_found_inf is not None and not self.pending_found_inf.is_set:
             self.scheduler.step()
         self.pending_found_inf = None
 

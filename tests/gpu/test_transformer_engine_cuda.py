@@ -256,7 +256,7 @@ def test_an_evaluation_leaves_no_trace_in_the_scales(update):
     with precision.session(model, DEVICE):
         train_step(state, [batch()])
         before = precision.state_dict(model)
-        with torch.no_grad(), precision.evaluating(model), precision.forward(DEVICE):
+        with torch.no_grad(), precision.eval_context(model), precision.forward(DEVICE):
             model(precision.cast(1000 * batch()[0]))
         after = precision.state_dict(model)
     is_unchanged = all(torch.equal(before[n][k], after[n][k]) for n in before for k in before[n])
@@ -266,7 +266,7 @@ def test_an_evaluation_leaves_no_trace_in_the_scales(update):
 def test_an_evaluation_before_the_first_step_leaves_a_fresh_state():
     precision, model, _ = made(DELAYED)
     with precision.session(model, DEVICE):
-        with torch.no_grad(), precision.evaluating(model), precision.forward(DEVICE):
+        with torch.no_grad(), precision.eval_context(model), precision.forward(DEVICE):
             model(precision.cast(batch()[0]))
         for held in precision.state_dict(model).values():
             assert held["forward_amax_history"].max().item() == 0.0

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from runner.config.schema import RunSpec
 from runner.precision import registry
-from runner.precision.layers.te_layers import NormFirst
+from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training import adapters
 from runner.training.adapters import Lora
 from runner.training.model import build_model
@@ -191,7 +191,7 @@ def test_packed_weights_that_are_named_to_train_are_refused(name):
 
 
 def test_a_norm_inside_a_linear_layer_is_refused():
-    class Fused(NormFirst, nn.Linear):
+    class Fused(FusedNormLinear, nn.Linear):
         pass
 
     with pytest.raises(ConfigError, match=r"Type precision\.fuse=false"):

@@ -88,7 +88,7 @@ def test_another_precision_takes_the_state_as_a_fresh_optimizer_would_keep_it(na
         state = begun(spec, source)
         notes = state_dict.restore(state, source, spec, ())
         assert dtypes(state) == dtypes(states[after]), (before, after)
-        stored = [states[p].precision.stores for p in (before, after)]
+        stored = [states[p].precision.storage_format for p in (before, after)]
         cast = "the optimizer's state is cast from {} to {}".format(*stored)
         assert (cast in notes) == (stored[0] != stored[1]), (before, after, notes)
         assert any("loss scale" in text for text in notes) == ("16-mixed" in (before, after))

@@ -327,7 +327,7 @@ class _Rehearsal:
         state = self.state
         precision = state.precision
         state.model.eval()
-        with precision.evaluating(state.plain_model), precision.forward(self.device):
+        with precision.eval_context(state.plain_model), precision.forward(self.device):
             output = state.model(precision.cast(inputs))
         dtype = precision.loss_dtype
         state.task.totals(cast_nest(output, dtype), cast_nest(target, dtype))

@@ -190,7 +190,7 @@ def _fitting_overrides(
 
 def _may_checkpoint_activations(watch: MemoryWatch) -> bool:
     """Return whether activation checkpointing is possible, and not in use already."""
-    if watch.state is None or watch.spec.mode != "train" or watch.precision.unrepeatable:
+    if watch.state is None or watch.spec.mode != "train" or watch.precision.no_recompute_reason:
         return False
     if watch.spec.train.activation_checkpointing:
         return False
