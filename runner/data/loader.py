@@ -104,9 +104,7 @@ class Loader:
 
     @property
     def uses_workers(self) -> bool:
-        """Whether processes load the data; False where tensors in memory or on the device are
-        sliced.
-        """
+        """Return whether processes load the data; False where tensors are only sliced."""
         in_memory = self.device_dataset is not None or type(self.dataset) is TensorDataset
         return self.workers > 0 and not in_memory
 

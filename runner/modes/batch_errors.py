@@ -60,7 +60,7 @@ class BatchFailure:
 
     @property
     def in_forward(self) -> bool:
-        """Whether the model's forward raised, not the loss."""
+        """Return whether the model's forward raised, not the loss."""
         return not self.outputs
 
     @property

@@ -59,7 +59,7 @@ class RunContext:
 
     @property
     def device(self) -> torch.device:
-        """The device that this process computes on."""
+        """Return the device that this process computes on."""
         return self.accelerator.device
 
     @property

@@ -64,7 +64,7 @@ class PrecisionCause:
 
     @property
     def is_half(self) -> bool:
-        """Whether the precision computes or stores in half precision."""
+        """Return whether the precision computes or stores in half precision."""
         return bool({self.precision.compute, self.precision.storage} & {*_HALVES})
 
     def location(self) -> str:

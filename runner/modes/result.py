@@ -90,12 +90,12 @@ class RunResult:
 
     @property
     def objective(self) -> float:
-        """The value that a sweeper optimises: the last quality, NaN without one."""
+        """Return the value that a sweeper optimises: the last quality, NaN without one."""
         return self.metrics.get(self.quality, float("nan"))
 
     @property
     def outcome(self) -> str:
-        """The status, or "diverged" where a guard stopped the run or its numbers are not finite."""
+        """Return the status; "diverged" where a guard stopped the run or a number is not finite."""
         # The loss counts, too: an accuracy stays a number when the loss is NaN.
         values = [self.metrics.get(self.quality), self.metrics.get(VAL_LOSS)]
         known = [value for value in values if value is not None]
@@ -108,7 +108,7 @@ class RunResult:
 
     @property
     def settings(self) -> str:
-        """The label without precision and seed: what else the sweep sets."""
+        """Return the label without precision and seed: what else the sweep sets."""
         return (self.group or self.label).removeprefix(self.precision).strip()
 
     def write(self, folder: Path) -> Path:

@@ -88,7 +88,7 @@ class TrainingCallbacks:
 
     @property
     def should_stop(self) -> bool:
-        """Whether early stopping or the guard ends the training."""
+        """Return whether early stopping or the guard ends the training."""
         stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard)]
         return any(callback.should_stop for callback in stoppers)
 

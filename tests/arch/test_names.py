@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 FORBIDDEN_STARTS = ("The ", "What ", "Whether ", "Of ", "Where ", "As ", "Its ", "That ")
@@ -21,42 +19,11 @@ FORBIDDEN_NAMES = re.compile(
 EXCEPTIONS: dict[str, str] = {}
 """Names that stay, as `<module>.<name>` or `<module>.<Class>.<name>`, and why: keys of files that
 are read back by name, or names that another library calls."""
-UNFINISHED: tuple[str, ...] = (
-    "checkpoint",
-    "cli",
-    "config",
-    "data",
-    "diagnostics",
-    "distributed",
-    "modes",
-    "precision",
-    "tracking",
-    "training",
-    "utils",
-    "sweep/report",
-    "sweep/hydra_callback.py",
-    "sweep/job_result.py",
-    "sweep/manifest.py",
-    "sweep/sweep.py",
-    "sweep/sweep_resume.py",
-)
-"""Packages and files whose offenders are listed, but do not fail yet."""
 PATHS = sorted(
     path.relative_to(ROOT)
     for path in (ROOT / "runner").rglob("*.py")
     if "__pycache__" not in path.parts
 )
-
-
-def is_unfinished(path):
-    inside = path.relative_to("runner").as_posix()
-    return any(inside == name or inside.startswith(f"{name}/") for name in UNFINISHED)
-
-
-FILES = [
-    pytest.param(path, marks=pytest.mark.xfail(reason="unfinished") if is_unfinished(path) else ())
-    for path in PATHS
-]
 
 
 def docstring_offenders(tree):
@@ -112,24 +79,23 @@ def parsed(path):
     return ast.parse((ROOT / path).read_text())
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_a_functions_docstring_begins_with_an_imperative(path):
-    assert list(docstring_offenders(parsed(path))) == []
+def test_a_functions_docstring_begins_with_an_imperative():
+    offenders = [(str(path), *one) for path in PATHS for one in docstring_offenders(parsed(path))]
+    assert offenders == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_a_public_name_says_what_it_names(path):
-    assert list(name_offenders(path, parsed(path))) == []
+def test_a_public_name_says_what_it_names():
+    offenders = [(str(path), *one) for path in PATHS for one in name_offenders(path, parsed(path))]
+    assert offenders == []
 
 
-def test_exceptions_name_what_exists_and_unfinished_parts_exist():
+def test_exceptions_name_what_exists():
     defined = {
         f"{'.'.join(path.with_suffix('').parts)}.{name}"
         for path in PATHS
         for _, name in public_names(parsed(path))
     }
     assert set(EXCEPTIONS) <= defined
-    assert [name for name in UNFINISHED if not (ROOT / "runner" / name).exists()] == []
 
 
 def test_offenders_are_found():

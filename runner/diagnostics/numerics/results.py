@@ -72,7 +72,7 @@ class QuantizationLoss(NamedTuple):
 
     @property
     def sensitivity(self) -> Sensitivity:
-        """What the format lacks for activations, weights or gradients with this loss."""
+        """Return what the format lacks for activations, weights or gradients with this loss."""
         if self.overflow or self.vanishing >= VANISHING_SHARE_LIMIT:
             return "range"
         # Noise of values under the least normal one is a matter of range: more bits do not help.
@@ -136,12 +136,12 @@ class Numerics:
 
     @property
     def computed_in(self) -> str:
-        """The run's compute format; float16 in place of one that is not in FORMATS."""
+        """Return the run's compute format; float16 in place of one that is not in FORMATS."""
         return self.compute if self.compute in FORMATS else "float16"
 
     @property
     def stored_in(self) -> str:
-        """The run's storage format; bfloat16 in place of one that is not in FORMATS."""
+        """Return the run's storage format; bfloat16 in place of one that is not in FORMATS."""
         return self.storage if self.storage in FORMATS else "bfloat16"
 
     def worst(self, fmt: str, most: int, kinds: Sequence[str] = KINDS) -> list[Complaint]:
