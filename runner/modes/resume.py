@@ -148,7 +148,7 @@ def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) 
     merged = with_run_store(merged, folder, origin, waits, store_notes.append)
     notes += store_notes
     choices = merge_choices(saved, origin)
-    return ResumePlan(folder, saved, merged, replace(origin, choices=choices, own=own))
+    return ResumePlan(folder, saved, merged, replace(origin, choices=choices, is_trusted=own))
 
 
 def _check_resumable(saved: LoadedCheckpoint, folder: Path, origin: Invocation, where: str) -> None:
