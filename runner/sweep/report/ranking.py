@@ -59,7 +59,7 @@ class PrecisionVerdict:
         diverged_step: optimizer step at which the first trial diverged.
         command: words of the command that trains in this precision.
         float32_finding: why the precision fails, as measured on float32's numbers.
-        forecast: see AdviseSettings.predicted.
+        forecast: see AdviseSettings.memory_forecast.
         attempted_module_sets: overrides that exclude modules, each with the first seed's loss minus
             32-true's; NaN if that trial did not finish. Empty if any of them is acceptable.
     """
