@@ -13,7 +13,7 @@ from typing import Literal
 from runner.modes.result import RunResult
 from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.report.compare import BASELINE, Comparison, Group, compare_two_groups, group_jobs
-from runner.sweep.report.paired_test import (
+from runner.sweep.report.non_inferiority import (
     MIN_SEEDS,
     PairedTest,
     baseline_spread,
