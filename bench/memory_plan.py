@@ -23,7 +23,7 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Loader
-from runner.diagnostics.memory.forecast import predict_peak
+from runner.diagnostics.memory.forecast import peak_forecast
 from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
 from runner.precision.precision import Precision
 from runner.training.compile import prepare_model
@@ -203,7 +203,7 @@ def main() -> None:
         try:
             precision.require(device)
             seed_all(0)
-            peak = predict_peak(spec, precision, device)
+            peak = peak_forecast(spec, precision, device)(spec.train.batch_size)
             found = measured(spec, precision, device)
         except RunnerError as error:
             left.append(f"- not run: {run}, {case}: {error}")

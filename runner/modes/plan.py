@@ -8,12 +8,9 @@ from rich.table import Table
 from torch import nn
 
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
-from runner.diagnostics.memory.forecast import (
-    build_fake_model,
-    largest_fitting_batch,
-    peak_forecast,
-)
+from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
+from runner.diagnostics.memory.rehearsal import build_fake_model
 from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.precision.keep_fp32 import Float32Island

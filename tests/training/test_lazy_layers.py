@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from runner.config.schema import InitSpec, RunSpec
-from runner.diagnostics.memory.forecast import build_fake_model, predict_peak
+from runner.diagnostics.memory.forecast import peak_forecast
+from runner.diagnostics.memory.rehearsal import build_fake_model
 from runner.precision import registry
 from runner.training.model import build_model
 from runner.utils.errors import ConfigError
@@ -132,7 +133,7 @@ def test_a_plan_knows_the_shapes_and_the_peak(name):
     spec, precision = make_spec(mode="plan"), registry.load_precision(name)
     built = build_fake_model(spec, precision)
     assert built.plain_bytes == make("32-true").plain_bytes
-    assert predict_peak(spec, precision, CPU, 4).total > built.plain_bytes / 8
+    assert peak_forecast(spec, precision, CPU)(4).total > built.plain_bytes / 8
 
 
 def test_low_memory_makes_them_in_the_precisions_dtype():

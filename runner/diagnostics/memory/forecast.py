@@ -15,86 +15,42 @@ one on REAL_STEP_EXAMPLES examples and one on twice as many. They show what an e
 moment of a step, and the peak is that of the extrapolated moments. To extrapolate the two peaks
 would mislead: with few examples another moment is the highest. A forecast says when it was made in
 this way.
+
+A run that finds no memory rehearses its own step afterwards, on shapes of its own data, and takes
+the real steps with its own model, because a second one would find no memory either.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.config.targets import build_group
+from runner.data.loader import Batch
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
-from runner.diagnostics.memory.memory_tracker import (
-    ACTIVATIONS,
-    OPTIMIZER,
-    WEIGHTS,
-    MemoryBreakdown,
-    MemoryTracker,
+from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
+from runner.diagnostics.memory.rehearsal import (
+    META_DEVICE,
+    Rehearsal,
+    build_rehearsal,
+    make_optimizer_state,
 )
-from runner.precision.casting import cast_nest
 from runner.precision.precision import Precision
-from runner.training.compile import prepare_model
-from runner.training.evaluation import Stagnation
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.lazy_layers import materialize_lazy_layers
-from runner.training.model import BuiltModel, build_model
-from runner.training.setup import TrainingSetup, build_state
-from runner.training.step import train_step
+from runner.training.state import TrainState
 from runner.utils.errors import RunnerError
 from runner.utils.tensors import GIB, float32_bytes
 from runner.utils.tpu import is_tpu
 
-META_DEVICE = torch.device("meta")
 REAL_STEP_EXAMPLES = 2
 """Examples of the smaller of two real steps: batch normalisation refuses a single one."""
-
-
-def predict_peak(
-    spec: RunSpec, precision: Precision, device: torch.device, batch_size: int | None = None
-) -> MemoryBreakdown:
-    """Predict the peak of a training step.
-
-    Args:
-        spec: data.meta gives the shape of an example.
-        precision: of the spec, for this device.
-        device: where the run computes.
-        batch_size: examples of a micro-batch; None takes train.batch_size.
-
-    Raises:
-        ForecastUnavailable: no shape is given, or the step runs neither on fake tensors nor on few
-            examples.
-    """
-    return peak_forecast(spec, precision, device)(batch_size or spec.train.batch_size)
-
-
-def largest_batch(
-    spec: RunSpec, precision: Precision, device: torch.device, room: float
-) -> int | None:
-    """Return the largest batch size whose predicted peak is within `room` bytes.
-
-    Args:
-        spec: data.meta gives the shape of an example; train.batch_size is tried, too.
-        precision: of the spec, for this device.
-        device: where the run computes.
-        room: bytes.
-
-    Returns:
-        train.batch_size or a power of two up to MAX_FORECAST_BATCH_SIZE; None where a single
-        example is too much.
-
-    Raises:
-        ForecastUnavailable: see `predict_peak`.
-    """
-    return largest_fitting_batch(
-        peak_forecast(spec, precision, device), spec.train.batch_size, room
-    )
 
 
 def largest_fitting_batch(
@@ -111,27 +67,31 @@ def largest_fitting_batch(
         The size; None where a single example is too much.
     """
     powers = [2**power for power in range(MAX_FORECAST_BATCH_SIZE.bit_length())]
-    sizes = sorted({configured, *powers})
-    # By bisection: a forecast costs about as long as a step.
-    fits = None
+    return largest_fitting(sorted({configured, *powers}), lambda size: peak(size).total <= room)
+
+
+def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """Return the largest size that fits, by bisection: a forecast costs about as long as a step.
+
+    Args:
+        sizes: in ascending order.
+        fits: whether a size fits; an error means that the model refuses the size.
+    """
+    found = None
     low = 0
     high = len(sizes)
     while low < high:
         middle = (low + high) // 2
-        if _fits(peak, sizes[middle], room):
-            fits = sizes[middle]
+        try:
+            is_fitting = fits(sizes[middle])
+        except (RuntimeError, ValueError):  # for example, batch normalisation of a single example
+            is_fitting = False
+        if is_fitting:
+            found = sizes[middle]
             low = middle + 1
         else:
             high = middle
-    return fits
-
-
-def _fits(peak: Callable[[int], MemoryBreakdown], size: int, room: float) -> bool:
-    """Return whether a batch size is within `room` bytes; False where the model refuses it."""
-    try:
-        return peak(size).total <= room
-    except (RuntimeError, ValueError):  # for example, batch normalisation of a single example
-        return False
+    return found
 
 
 @dataclass(frozen=True)
@@ -154,21 +114,93 @@ class PeakForecast:
 def peak_forecast(spec: RunSpec, precision: Precision, device: torch.device) -> PeakForecast:
     """Rehearse a training step, on fake tensors where its operators allow it.
 
+    Args:
+        spec: data.meta gives the shape of an example.
+        precision: of the spec, for this device.
+        device: where the run computes.
+
     Raises:
         ForecastUnavailable: no shape is given, or the step runs neither on fake tensors nor on few
             examples.
     """
+
+    def micro_batches(size: int) -> list[Batch]:
+        return [example_batch(spec, size, device) for _ in range(spec.train.accumulate)]
+
+    def real() -> Rehearsal:
+        _refuse_too_large(spec, precision, device)
+        return build_rehearsal(spec, precision, device, micro_batches, fake=False)
+
     _refuse(spec, device)
+    fake = partial(build_rehearsal, spec, precision, device, micro_batches, fake=True)
+    return _forecast(fake, real, spec.train.batch_size)
+
+
+def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> PeakForecast:
+    """Rehearse the step of a run that found no memory, whose state is of no more use.
+
+    The examples of a step stay the same: smaller micro-batches are more of them.
+
+    Args:
+        spec: of the run.
+        state: of the run; it takes the real steps where fake tensors are not enough.
+        sample: one of the run's micro-batches.
+
+    Raises:
+        ForecastUnavailable: weights are sharded, or the step runs neither on fake tensors nor on
+            few examples.
+    """
+    place = state.strategy.place
+    batch_size = spec.train.batch_size
+
+    def micro_batches(size: int) -> list[Batch]:
+        # Two at least: the second finds the gradients of the first.
+        count = max(2, batch_size * spec.train.accumulate // size)
+        return [_resized(sample, max(1, place.batch_share(size))) for _ in range(count)]
+
+    def real() -> Rehearsal:
+        if place.world_size > 1:
+            raise ForecastUnavailable("a step of one process would wait for the others.")
+        make_optimizer_state(state)
+        return Rehearsal(state, micro_batches)
+
+    _refuse(spec, state.device)
+    if state.strategy.shards:
+        raise ForecastUnavailable("what a process gathers of sharded weights is not predicted.")
+    fake = partial(build_rehearsal, spec, state.precision, state.device, micro_batches, fake=True)
+    return _forecast(fake, real, batch_size)
+
+
+def _resized(batch: Batch, size: int) -> Batch:
+    """Return a batch with its examples repeated or cut to `size`."""
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        return value[torch.arange(size, device=value.device) % len(value)]
+
+    return tree_map(resized, batch)
+
+
+def _forecast(
+    fake: Callable[[], Rehearsal], real: Callable[[], Rehearsal], batch_size: int
+) -> PeakForecast:
+    """Return the forecast of a rehearsal on fake tensors, or else on real ones.
+
+    Args:
+        fake, real: build a rehearsal.
+        batch_size: a size that the rehearsal on fake tensors must be able to run.
+    """
     try:
-        rehearsal = _Rehearsal(spec, precision, device, fake=True)
-        rehearsal.peak(spec.train.batch_size)
+        rehearsal = fake()
+        rehearsal.peak(batch_size)
     except RunnerError:
         raise
     # Whatever fails on fake tensors may work on real ones; the forecast says so (`fallback`).
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         fallback = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
-        return PeakForecast(_extrapolated(spec, precision, device), fallback)
+        return PeakForecast(_extrapolated(real), fallback)
     return PeakForecast(rehearsal.peak)
 
 
@@ -201,13 +233,10 @@ def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device)
         )
 
 
-def _extrapolated(
-    spec: RunSpec, precision: Precision, device: torch.device
-) -> Callable[[int], MemoryBreakdown]:
+def _extrapolated(real: Callable[[], Rehearsal]) -> Callable[[int], MemoryBreakdown]:
     """Return the peak as a function of the batch size, by extrapolation from two real steps."""
-    _refuse_too_large(spec, precision, device)
     try:
-        rehearsal = _Rehearsal(spec, precision, device, fake=False)
+        rehearsal = real()
         less = rehearsal.timeline(REAL_STEP_EXAMPLES)
         more = rehearsal.timeline(2 * REAL_STEP_EXAMPLES)
     except RunnerError:
@@ -234,127 +263,3 @@ def _extrapolate(less: MemoryBreakdown, more: MemoryBreakdown, share: float) -> 
     """Return the first breakdown plus a share of the difference to the second."""
     pairs = zip(less, more, strict=True)
     return MemoryBreakdown(*(round(a + (b - a) * share) for a, b in pairs))
-
-
-def build_fake_model(spec: RunSpec, precision: Precision) -> BuiltModel:
-    """Build and convert the model on the meta device, which takes no memory.
-
-    Where the model's code reads values, it is built on the CPU.
-    """
-    try:
-        return build_model(spec, precision, META_DEVICE, made_on=META_DEVICE)
-    except RunnerError:
-        raise
-    except (NotImplementedError, RuntimeError):
-        return build_model(spec, precision, torch.device("cpu"))
-
-
-class _Rehearsal:
-    """A run's model with its optimizers, whose state is made, ready for steps on any batch size."""
-
-    def __init__(
-        self, spec: RunSpec, precision: Precision, device: torch.device, fake: bool
-    ) -> None:
-        self.spec = spec
-        self.device = device
-        self.peak = cache(lambda size: max(self.timeline(size), key=sum))
-        # Tensors that a module holds apart from its parameters and buffers stay real.
-        self.tensors = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-        # In float32 before it is converted, and on the CPU: for another device it does not count.
-        making = MemoryTracker(kind=WEIGHTS)
-        with making if device.type == "cpu" else nullcontext():
-            if fake:
-                built = build_fake_model(spec, precision)
-            else:
-                built = build_model(spec, precision, device)
-        self.making = making.timeline
-        model = built.model
-        with self.tensors:
-            if fake:
-                _replace_by_fakes(model, device)
-            # A schedule needs the number of steps of a run, and changes no tensor's size.
-            without_schedule = replace(spec, scheduler={})
-            task = build_group("task", spec.task)
-            setup = TrainingSetup(without_schedule, precision, task, device)
-            self.state = build_state(setup, model, total_steps=1)
-            # A fake found-inf has no value that could decide about the update.
-            self.state.scale.step = lambda optimizer, found_inf: optimizer.step()
-            # What a compiler holds is not predicted.
-            eager = replace(spec, train=replace(spec.train, compile=False))
-            prepare_model(eager, precision, device, model)
-            model.train()
-            self._make_optimizer_state()
-
-    def _make_optimizer_state(self) -> None:
-        """Step once with gradients of zero: optimizers make their state in the first step."""
-        for p in self.state.trainable_parameters:
-            p.grad = torch.zeros_like(p)
-        for scheduled in self.state.optimizers:
-            scheduled.optimizer.step()
-        for p in self.state.trainable_parameters:
-            p.grad = None
-
-    def timeline(self, size: int) -> list[MemoryBreakdown]:
-        """Return what is held while the model is made and after each operator of a step.
-
-        Args:
-            size: examples of a micro-batch.
-        """
-        state = self.state
-        train = self.spec.train
-        precision = state.precision
-        with self.tensors, precision.session(state.model, self.device):
-            batches = [example_batch(self.spec, size, self.device) for _ in range(train.accumulate)]
-            tracker = MemoryTracker(accumulates=precision.kernels() == "float32_accumulate")
-            tracker.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
-            tracker.add(OPTIMIZER, *state.optimizer_tensors())
-            tracker.add(ACTIVATIONS, *tree_leaves(batches))
-            with tracker.gradients_of(state.trainable_parameters), tracker:
-                # An evaluation's step compares half-precision weights before and after it.
-                watch = Stagnation(state) if precision.storage.itemsize == 2 else None
-                state.set_update_hook(tracker.begin_update)
-                train_step(state, batches[:2])  # further micro-batches hold what the second does
-                if watch is not None:
-                    watch.close()
-                # Its copies of the weights are freed before the evaluation.
-                del watch
-                self._evaluate(*batches[0])
-        return [*self.making, *tracker.timeline]
-
-    @torch.no_grad()
-    def _evaluate(self, inputs: Any, target: Any) -> None:
-        """Compute what an evaluation computes with a batch."""
-        state = self.state
-        precision = state.precision
-        state.model.eval()
-        with precision.eval_context(state.plain_model), precision.forward(self.device):
-            output = state.model(precision.cast(inputs))
-        dtype = precision.loss_dtype
-        state.task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
-        state.model.train()
-
-
-def _replace_by_fakes(model: nn.Module, device: torch.device) -> None:
-    """Put fake tensors in the place of a model's own; tied ones stay tied.
-
-    Raises:
-        NotImplementedError: the model holds tensors of a library's class.
-    """
-    fakes: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        # A fake of the plain class would hide what a library's class packs.
-        if type(tensor) not in (Tensor, nn.Parameter):
-            raise NotImplementedError(type(tensor).__name__)
-        if id(tensor) not in fakes:
-            empty = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
-            )
-            is_parameter = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return fakes[id(tensor)]
-
-    for module in model.modules():
-        held: dict[str, Any]
-        for held in (module._parameters, module._buffers):
-            held |= {name: fake(t) for name, t in held.items() if t is not None}

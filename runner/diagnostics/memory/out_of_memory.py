@@ -1,26 +1,27 @@
 """Explain that memory ran out: in which step, what held it, and which settings would fit."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import gc
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
 from runner.config.schema import RunSpec
 from runner.data.loader import Loader
-from runner.diagnostics.memory.limits import (
-    USABLE_MEMORY_SHARE,
-    MemoryEstimate,
-    divisors,
-    estimate_step_memory,
-    memory_limit,
+from runner.diagnostics.memory.forecast import (
+    PeakForecast,
+    failed_step_forecast,
+    largest_fitting,
 )
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, memory_limit
+from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
 from runner.precision.precision import Precision
 from runner.training.state import TrainState
 from runner.utils.accelerator import Accelerator
 from runner.utils.errors import RunnerError
 from runner.utils.modules import repeated_blocks
 from runner.utils.tensors import MIB, stored_bytes, tensor_bytes
-from runner.utils.tpu import is_tpu
 
 # Texts of the allocators that raise a plain RuntimeError.
 _ALLOCATOR_ERRORS = (
@@ -30,6 +31,8 @@ _ALLOCATOR_ERRORS = (
     "RESOURCE_EXHAUSTED",
 )
 _CHECKPOINTING = "train.activation_checkpointing=true"
+_EIGHT_BIT_STATE_SHARE = 0.27
+"""8 bits in place of 32, and the scales of the blocks that share one."""
 _SMALLER_STATE = {"adam": "adam8bit", "adamw": "adamw8bit", "nadam": "adam8bit"}
 
 
@@ -145,47 +148,77 @@ def _table(watch: MemoryWatch) -> Iterator[tuple[str, float]]:
 
 
 def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
-    """Return lines with settings that fit by an estimate, or one that says that none does.
+    """Return lines with settings that fit by the forecast, or one that says that none does.
 
-    The list is empty where there is no estimate, or where it does not explain why memory ran out.
+    The list is empty where there is no forecast, or where it does not explain why memory ran out.
     """
-    device = watch.accelerator.device
-    if watch.state is None or watch.loader is None or is_tpu(device):
-        return []  # memory_limit does not know a TPU's memory
-    compiled = bool(watch.spec.train.compile)
-    estimate = estimate_step_memory(watch.state, error, watch.loader, watch.other_bytes, compiled)
-    _, whole = memory_limit(device)
+    state = watch.state
+    loader = watch.loader
+    if state is None or loader is None:
+        return []
+    # The frames of the failed step hold its activations alive.
+    traceback.clear_frames(error.__traceback__)
+    for parameter in state.trainable_parameters:
+        parameter.grad = None
+    gc.collect()
+    # Compiled code would be compiled again for each size, which takes minutes, and memory.
+    eager = torch.compiler.set_stance("force_eager") if watch.spec.train.compile else nullcontext()
+    # Whatever fails here, the message about the first failure must still be written.
+    with suppress(Exception), eager:
+        sample = next(loader.epoch(0))
+        return _fitting_lines(watch, failed_step_forecast(watch.spec, state, sample))
+    return []
+
+
+def _fitting_lines(watch: MemoryWatch, forecast: PeakForecast) -> list[str]:
+    """Return the lines of `fitting_settings` by a forecast."""
+    _, whole = memory_limit(watch.accelerator.device)
     # The share is of what the run itself may take: the rest is in use whatever is typed.
     usable = watch.other_bytes + USABLE_MEMORY_SHARE * (whole - watch.other_bytes)
-    if estimate is None or estimate.total(watch.spec.train.batch_size) <= usable:
-        return []  # a step that fits by the estimate has failed: the estimate is wrong here
-    fitting = _fitting_overrides(watch, estimate, usable)
+    factors = _size_factors(watch)
+
+    def total(size: int, words: str = "") -> float:
+        return watch.other_bytes + _scaled_total(forecast(size), factors[words])
+
+    if total(watch.spec.train.batch_size) <= usable:
+        return []  # a step that fits by the forecast has failed: the forecast is wrong here
+    fitting = _fitting_overrides(watch, factors, lambda n, words: total(n, words) <= usable)
     if not fitting:
-        words, least = list(_estimates_by_overrides(watch, estimate))[-1]
-        text = f"train.batch_size=1{words} takes {_share(least.total(1), whole)} by an estimate"
+        words = list(factors)[-1]
+        text = f"train.batch_size=1{words} takes {_share(total(1, words), whole)} by an estimate"
         return [f"No setting fits: {text}. Type model.<size>=<smaller>."]
-    lines = [f" {words} ({_share(size, whole)})" for words, size in fitting]
+    lines = []
+    for size, words in fitting.items():
+        share = _share(total(size, words), whole)
+        lines.append(f" {_batch_overrides(watch, size)}{words} ({share})")
     if _may_checkpoint_activations(watch):
         lines.append(f"  {_CHECKPOINTING} keeps less for the backward")
     return ["Settings that should fit (estimated); type", *lines]
 
 
 def _fitting_overrides(
-    watch: MemoryWatch, estimate: MemoryEstimate, usable: float
-) -> list[tuple[str, float]]:
-    """Return overrides that fit into `usable` bytes, with the bytes of each.
+    watch: MemoryWatch, others: Iterable[str], fits: Callable[[int, str], bool]
+) -> dict[int, str]:
+    """Return the batch sizes that fit, each with the first other overrides that it fits with.
 
     A change of the precision or of the optimizer is named only where it allows a batch size that
     the changes before it do not.
+
+    Args:
+        watch: of the run.
+        others: overrides other than the batch size, the smallest change first.
+        fits: whether a batch size fits with other overrides.
     """
     size = watch.spec.train.batch_size
-    by_batch_size: dict[int, tuple[str, float]] = {}
-    for words, changed in _estimates_by_overrides(watch, estimate):
-        # Divisors only: train.accumulate then makes up for the rest, and the step stays the same.
-        sizes = [n for n in divisors(size) if changed.total(n) <= usable]
+    # Divisors only: train.accumulate then makes up for the rest, and the step stays the same.
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    by_batch_size: dict[int, str] = {}
+    for words in others:
+        largest = largest_fitting(divisors, lambda n, words=words: fits(n, words))
+        sizes = [n for n in reversed(divisors) if n <= (largest or 0)]
         for n in sizes[: 1 if words else 2]:
-            by_batch_size.setdefault(n, (_batch_overrides(watch, n) + words, changed.total(n)))
-    return list(by_batch_size.values())
+            by_batch_size.setdefault(n, words)
+    return by_batch_size
 
 
 def _may_checkpoint_activations(watch: MemoryWatch) -> bool:
@@ -197,21 +230,28 @@ def _may_checkpoint_activations(watch: MemoryWatch) -> bool:
     return bool(repeated_blocks(watch.state.model))
 
 
-def _estimates_by_overrides(
-    watch: MemoryWatch, estimate: MemoryEstimate
-) -> Iterator[tuple[str, MemoryEstimate]]:
-    """Yield overrides other than the batch size, and the estimate with them."""
-    yield "", estimate
-    has_half_activations = watch.precision.compute.itemsize < watch.precision.storage.itemsize
+def _size_factors(watch: MemoryWatch) -> dict[str, dict[str, float]]:
+    """Return overrides other than the batch size, each with the factors of the parts of a peak."""
+    factors: dict[str, dict[str, float]] = {"": {}}
     smaller = _SMALLER_STATE.get(watch.optimizer)
     narrower = watch.precision.narrower_precision
+    half = {"weights": 0.5, "gradients": 0.5, "optimizer": 0.5}
+    if watch.precision.compute.itemsize >= watch.precision.storage.itemsize:
+        # Mixed precisions compute in half the width already.
+        half |= {"activations": 0.5, "temporaries": 0.5}
     if smaller:
-        yield f" optimizer={smaller}", estimate.with_8bit_optimizer()
+        factors[f" optimizer={smaller}"] = {"optimizer": _EIGHT_BIT_STATE_SHARE}
     if narrower:
-        yield f" precision={narrower}", estimate.with_half_width(has_half_activations)
+        factors[f" precision={narrower}"] = half
     if smaller and narrower:
-        both = estimate.with_half_width(has_half_activations).with_8bit_optimizer()
-        yield f" precision={narrower} optimizer={smaller}", both
+        both = half | {"optimizer": half["optimizer"] * _EIGHT_BIT_STATE_SHARE}
+        factors[f" precision={narrower} optimizer={smaller}"] = both
+    return factors
+
+
+def _scaled_total(peak: MemoryBreakdown, factors: Mapping[str, float]) -> float:
+    """Return the sum of a peak's parts, each times its factor; a missing factor is 1."""
+    return sum(factors.get(name, 1) * size for name, size in peak._asdict().items())
 
 
 def _batch_overrides(watch: MemoryWatch, examples: int) -> str:

@@ -9,12 +9,13 @@ from bench.memory_plan import measured
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.config.targets import build_group
 from runner.diagnostics.memory.forecast import (
-    largest_batch,
+    failed_step_forecast,
     largest_fitting_batch,
     peak_forecast,
-    predict_peak,
 )
-from runner.training.example_batch import ForecastUnavailable
+from runner.training.example_batch import ForecastUnavailable, example_batch
+from runner.training.model import build_model
+from runner.training.setup import TrainingSetup, build_state
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -33,8 +34,16 @@ def of(compose):
     return made
 
 
+def predict_peak(spec, precision, size=None):
+    return peak_forecast(spec, precision, CPU)(size or spec.train.batch_size)
+
+
+def largest_batch(spec, precision, room):
+    return largest_fitting_batch(peak_forecast(spec, precision, CPU), spec.train.batch_size, room)
+
+
 def held(of, *overrides, size=None):
-    return predict_peak(*of(*overrides), CPU, size)
+    return predict_peak(*of(*overrides), size=size)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +65,7 @@ def held(of, *overrides, size=None):
 def test_the_allocator_holds_what_was_predicted(of, overrides, size, within):
     spec, precision = of(*overrides, f"train.batch_size={size}")
     spec = replace(spec, train=replace(spec.train, max_steps=2, eval_every=2))
-    predicted = predict_peak(spec, precision, CPU).total
+    predicted = predict_peak(spec, precision).total
     assert predicted == pytest.approx(measured(spec, precision, CPU), rel=within)
 
 
@@ -98,35 +107,50 @@ def test_the_state_is_the_optimizers_own(of, momentum, states):
 def test_steps_of_few_examples_extrapolate_to_many(of, monkeypatch, size):
     """The same as fake tensors of that size: of a step that they do not refuse."""
     spec, precision = of(*TEXT)
-    exact = predict_peak(spec, precision, CPU, size)
+    exact = predict_peak(spec, precision, size)
     # Not callable: fake tensors fail.
-    monkeypatch.setattr("runner.diagnostics.memory.forecast._replace_by_fakes", None)
+    monkeypatch.setattr("runner.diagnostics.memory.rehearsal._replace_by_fakes", None)
     real = peak_forecast(spec, precision, CPU)(size)
     assert real.total == pytest.approx(exact.total, rel=1e-3)
     assert real.activations == pytest.approx(exact.activations, rel=0.02)
 
 
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_failed_step_is_forecast_from_the_runs_own_batch_and_state(of, monkeypatch, fake):
+    spec, precision = of(*TEXT, "train.batch_size=16")
+    exact = predict_peak(*of(*TEXT, "train.batch_size=8", "train.accumulate=2"))
+    model = build_model(spec, precision, CPU).model
+    setup = TrainingSetup(spec, precision, build_group("task", spec.task), CPU)
+    state = build_state(setup, model, total_steps=1)
+    if not fake:
+        # Not callable: fake tensors fail.
+        monkeypatch.setattr("runner.diagnostics.memory.rehearsal._replace_by_fakes", None)
+    forecast = failed_step_forecast(spec, state, example_batch(spec, 3, CPU))
+    assert bool(forecast.fallback) is not fake
+    assert forecast(8).total == pytest.approx(exact.total, rel=1e-3)
+
+
 def test_the_largest_batch_fits_and_the_next_does_not(of):
     spec, precision = of(*TEXT)
     room = 100 * MIB
-    size = largest_batch(spec, precision, CPU, room)
-    assert predict_peak(spec, precision, CPU, size).total <= room
-    assert predict_peak(spec, precision, CPU, 2 * size).total > room
+    size = largest_batch(spec, precision, room) or 0
+    assert predict_peak(spec, precision, size).total <= room
+    assert predict_peak(spec, precision, 2 * size).total > room
 
 
 def test_the_users_own_batch_size_is_among_them(of):
     spec, precision = of(*TEXT, "train.batch_size=24")
-    room = predict_peak(spec, precision, CPU).total
-    assert largest_batch(spec, precision, CPU, room) == 24
-    assert largest_batch(spec, precision, CPU, room - 1) == 16
+    room = predict_peak(spec, precision).total
+    assert largest_batch(spec, precision, room) == 24
+    assert largest_batch(spec, precision, room - 1) == 16
 
 
 def test_no_batch_fits_no_room(of):
-    assert largest_batch(*of(*TEXT), CPU, MIB) is None
+    assert largest_batch(*of(*TEXT), room=MIB) is None
 
 
 def test_there_is_a_largest_size_that_is_tried(of):
-    assert largest_batch(*of("model=mlp", "model.hidden=[4]"), CPU, 1e12) == MAX_FORECAST_BATCH_SIZE
+    assert largest_batch(*of("model=mlp", "model.hidden=[4]"), room=1e12) == MAX_FORECAST_BATCH_SIZE
 
 
 def test_a_size_that_the_model_refuses_does_not_fit():
@@ -149,7 +173,7 @@ def test_a_size_that_the_model_refuses_does_not_fit():
 def test_a_forecast_that_cannot_be_made_says_why(of, meta, said):
     spec, precision = of("model=mlp")
     with pytest.raises(ForecastUnavailable, match=said):
-        predict_peak(replace(spec, data={**spec.data, "meta": meta}), precision, CPU)
+        predict_peak(replace(spec, data={**spec.data, "meta": meta}), precision)
 
 
 def test_an_optimizer_that_keeps_more_with_every_step_is_not_predicted(of):
@@ -169,7 +193,7 @@ def test_it_draws_no_memory(of):
     spec, precision = of("model=mlp", "model.hidden=[20000,20000]", "train.batch_size=1024")
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
-        peak = predict_peak(spec, precision, CPU)
+        peak = predict_peak(spec, precision)
     made = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
     assert peak.weights > 1600 * MIB * 0.9
     assert made < MIB
