@@ -23,6 +23,7 @@ from runner.precision.precision import CPU_DEVICE, Precision
 from runner.utils.files import os_error_reason, write_with_torch
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import EXPORTED_MODEL
+from runner.utils.tensors import dtype_name
 
 TRACED_ROWS = 4
 """Rows of the batch that is traced and compared: torch.export takes one row for a constant."""
@@ -292,8 +293,8 @@ def _facts(example: Tensor, expected: Any) -> dict[str, Any]:
     outputs = _tensors(expected)
     for dtype in {t.dtype for t in (example, *outputs)}:
         # MLflow's signatures have NumPy's dtypes, which lack bfloat16 and FP8.
-        if not hasattr(np, _dtype_name(dtype)):
-            raise ExportError(f"MLflow's signatures know no {_dtype_name(dtype)}")
+        if not hasattr(np, dtype_name(dtype)):
+            raise ExportError(f"MLflow's signatures know no {dtype_name(dtype)}")
     if any(t.ndim == 0 or len(t) != TRACED_ROWS for t in outputs):
         raise ExportError("its outputs have no batch dimension")
     facts = {
@@ -309,11 +310,7 @@ def _facts(example: Tensor, expected: Any) -> dict[str, Any]:
 
 
 def _tensor_spec(name: str, tensor: Tensor) -> dict[str, Any]:
-    return {"name": name, "dtype": _dtype_name(tensor.dtype), "shape": [-1, *tensor.shape[1:]]}
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return {"name": name, "dtype": dtype_name(tensor.dtype), "shape": [-1, *tensor.shape[1:]]}
 
 
 def error_line(error: Exception) -> str:

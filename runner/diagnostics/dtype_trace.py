@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runner.utils.tensors import dtype_name
+
 # Operations whose input dtype is the dtype that a module computes in.
 _HEAVY = (
     "convolution",
@@ -29,9 +31,7 @@ _HEAVY = (
 
 def _names(values: Any) -> set[str]:
     """Return the names of the dtypes of the tensors in a nest."""
-    return {
-        str(v.dtype).removeprefix("torch.") for v in tree_leaves(values) if isinstance(v, Tensor)
-    }
+    return {dtype_name(v.dtype) for v in tree_leaves(values) if isinstance(v, Tensor)}
 
 
 class _ComputeDtypes(TorchDispatchMode):

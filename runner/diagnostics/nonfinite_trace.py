@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.utils.tensors import widest_float
+from runner.utils.tensors import dtype_name, widest_float
 
 
 class TracedTensor(NamedTuple):
@@ -49,7 +49,7 @@ def describe_tensor(phase: str, module: str, kind: str, tensor: str, value: Tens
     if value.numel():  # max() of an empty tensor raises, and its mean is NaN
         largest = torch.where(finite, magnitude, 0).max().item()
         nonfinite_share = 1 - finite.to(wide).mean().item()
-    name = str(value.dtype).removeprefix("torch.")
+    name = dtype_name(value.dtype)
     return TracedTensor(phase, module, kind, tensor, name, largest, nonfinite_share)
 
 

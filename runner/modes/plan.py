@@ -26,7 +26,7 @@ from runner.training.optimizers import (
 )
 from runner.utils.files import write_json
 from runner.utils.reproducibility import seed_all
-from runner.utils.tensors import GIB, MIB, count_elements, stored_bytes, tensor_bytes
+from runner.utils.tensors import GIB, MIB, count_elements, dtype_name, stored_bytes, tensor_bytes
 
 
 def plan(run: RunContext) -> RunResult:
@@ -142,7 +142,7 @@ def _dtypes(model: nn.Module) -> str:
     for p in model.parameters():
         # bitsandbytes packs 4-bit weights into uint8; quant_state names their format.
         packed = getattr(p, "quant_state", None)
-        name = packed.quant_type if packed else str(p.dtype).removeprefix("torch.")
+        name = packed.quant_type if packed else dtype_name(p.dtype)
         counts[name] = counts.get(name, 0) + count_elements(p)
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(counts.items()))
 

@@ -23,6 +23,7 @@ from runner.precision.keep_fp32 import make_islands
 from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.renamed_members import alias_members, other_name
 from runner.utils.errors import Unavailable
+from runner.utils.tensors import dtype_name
 
 CPU_DEVICE = torch.device("cpu")
 # One object for all precisions: the backward enters it once per micro-batch.
@@ -154,11 +155,6 @@ def summarize_modules(rows: Iterable[ModuleConversion], limit: int = 4) -> list[
         else:
             texts.append(f"{names} ({kind}{size}): {why}")
     return texts
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without torch's prefix, as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _percent(part: int, total: int) -> str:

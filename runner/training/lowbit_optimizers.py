@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.utils.errors import ConfigError
 from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.tensors import dtype_name
 
 # Both libraries compute in float32 and store the result in the parameter's dtype.
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
@@ -313,7 +314,7 @@ def check_dtypes(optimizer: Optimizer) -> None:
     """Raise ValueError for parameters in dtypes that the libraries do not support."""
     # Both would silently round float64 to float32, and reduce complex numbers to their real parts.
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    found = {str(p.dtype).removeprefix("torch.") for p in params}
+    found = {dtype_name(p.dtype) for p in params}
     wrong = sorted(found - set(SUPPORTED_DTYPES))
     if wrong:
         raise ValueError(

@@ -18,6 +18,7 @@ from runner.config.schema import RunSpec
 from runner.training.optimizers import RUN_LENGTH_KEYWORDS, optimizer_nodes
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.utils.errors import ConfigError
+from runner.utils.tensors import dtype_name
 
 _KERNEL_KEYS = ("fused", "foreach", "capturable", "differentiable")
 """Keys of a group that say how an optimizer computes: what fits this run's dtypes and device."""
@@ -157,12 +158,9 @@ def _load_optimizer(
             if loaded[key].dtype != dtype:
                 loaded[key] = value.clone().to(loaded[key].device, dtype)
     return [
-        f"the optimizer's state is cast from {_name(old)} to {_name(new)}" for old, new in casts
+        f"the optimizer's state is cast from {dtype_name(old)} to {dtype_name(new)}"
+        for old, new in casts
     ]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _load_schedule(

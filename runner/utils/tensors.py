@@ -12,6 +12,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _SCALES = ("absmax", "code", "offset", "state2")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without torch's prefix, as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def tensor_bytes(*tensors: Tensor) -> int:
     """Return the bytes of the tensors' storages, each storage counted once.
 

@@ -17,6 +17,7 @@ from runner.training.state import TrainState
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms, relative_path
 from runner.utils.layout import NUMERICS
+from runner.utils.tensors import dtype_name
 
 _UNMEASURED = nullcontext()
 
@@ -83,8 +84,8 @@ class NumericsCallback(Callback):
         return Numerics(
             self.every,
             precision.name,
-            str(precision.storage).removeprefix("torch."),
-            str(precision.compute).removeprefix("torch."),
+            dtype_name(precision.storage),
+            dtype_name(precision.compute),
             tuple(self.snapshots),
         )
 
