@@ -16,6 +16,7 @@ from runner.precision.emulation.float16 import choose_kernels
 from runner.precision.keep_fp32 import Float32Island
 from runner.precision.precision import Precision
 from runner.utils.modules import matches_pattern
+from runner.utils.tensors import dtype_name
 
 _HALVES = (torch.float16, torch.bfloat16)
 _MAX_NAMED_PARAMETERS = 3
@@ -211,7 +212,7 @@ def _say_kernel(cause: PrecisionCause) -> str:
 def _say_overflow(cause: PrecisionCause) -> str:
     wide = cause.alternative_half(torch.float16, torch.bfloat16)
     half = cause.precision.compute
-    dtype = str(half).removeprefix("torch.")
+    dtype = dtype_name(half)
     return (
         f"{cause.location()} A constant in the model is beyond the range of {dtype}, which ends at "
         f"{torch.finfo(half).max:.5g}. "
@@ -247,8 +248,8 @@ def _say_numpy_gradient(cause: PrecisionCause) -> str:
 
 
 def _say_lstm(cause: PrecisionCause) -> str:
-    native = getattr(cause.precision, "cpu_float16", "") != "float32_accumulate"
-    if cause.device.type != "cpu" or torch.float16 not in _dtypes(cause) or not native:
+    accumulates = cause.precision.kernels() == "float32_accumulate"
+    if cause.device.type != "cpu" or torch.float16 not in _dtypes(cause) or accumulates:
         return ""
     # `auto` is named where it avoids the native kernels for this model.
     automatic = choose_kernels("auto", cause.model) == "float32_accumulate"
@@ -296,7 +297,7 @@ def _say_unconverted(cause: PrecisionCause) -> str:
     }
     if not unconverted:
         return ""
-    dtypes = sorted({str(dtype).removeprefix("torch.") for dtype in unconverted.values()})
+    dtypes = sorted({dtype_name(dtype) for dtype in unconverted.values()})
     named = ", ".join([*unconverted][:_MAX_NAMED_PARAMETERS])
     if len(unconverted) > _MAX_NAMED_PARAMETERS:
         named += f" and {len(unconverted) - _MAX_NAMED_PARAMETERS} more"

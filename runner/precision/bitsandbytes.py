@@ -17,14 +17,13 @@ from runner.precision.casting import cast_nest, float64_to_float32
 from runner.precision.conversion import ConversionRules, convert_modules
 from runner.precision.cuda_half import (
     native_half_prefix,
-    reduced_precision_sums,
     require_bfloat16,
 )
 from runner.precision.disk_offload import DiskOffload
 from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.keep_fp32 import find_islands, make_islands
 from runner.precision.layers.conv1d import layer_widths, linear_classes
-from runner.precision.options import DTYPES, check_kernels, cpu_kernels, float32_matmul
+from runner.precision.options import DTYPES, PrecisionOptions
 from runner.precision.precision import CPU_DEVICE, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import accelerator_kind
@@ -70,7 +69,9 @@ class BitsandbytesPrecision(Precision):
         reduced_precision_reduction: bool = False,
     ) -> None:
         _check_values(name, mode, compute_dtype, threshold)
-        check_kernels(float32_matmul, cpu_float16, False, reduced_precision_reduction)
+        self.options = PrecisionOptions(
+            float32_matmul, cpu_float16, False, reduced_precision_reduction
+        )
         self.name = name
         self.mode = mode
         self.threshold = threshold
@@ -78,9 +79,6 @@ class BitsandbytesPrecision(Precision):
         self.autocast_loss = autocast_loss
         self.ignore_modules = ignore_modules
         self.keep_fp32 = keep_fp32
-        self.float32_matmul = float32_matmul
-        self.cpu_float16: KernelChoice = cpu_float16
-        self.reduced_precision_reduction = reduced_precision_reduction
         # In every other mode the packed weights are all that is stored.
         if mode != "int8-training":
             self.freezes = True
@@ -128,9 +126,7 @@ class BitsandbytesPrecision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        sums = reduced_precision_sums(self.reduced_precision_reduction)
-        with float32_matmul(self.float32_matmul), sums, kernels:
+        with self.options.session(self.compute, model, device) as self._kernels:
             yield
 
     def kernels(self) -> str:

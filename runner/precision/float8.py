@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, float64_to_float32
 from runner.precision.conversion import ConversionRules, convert_modules, replace_in_place
-from runner.precision.cuda_half import native_half_prefix, reduced_precision_sums
+from runner.precision.cuda_half import native_half_prefix
 from runner.precision.keep_fp32 import find_islands, make_islands
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
 from runner.precision.layers.padding import pad_rows
-from runner.precision.options import DTYPES, FP8_LAYERS, check_kernels, float32_matmul
+from runner.precision.options import DTYPES, FP8_LAYERS, PrecisionOptions, switch_problems
 from runner.precision.precision import CPU_DEVICE, ComputeFormat, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
@@ -77,7 +77,10 @@ class Float8Precision(Precision):
         reduced_precision_reduction: bool = False,
     ) -> None:
         _check_values(name, recipe, weights, emulate, min_features)
-        check_kernels(float32_matmul, "auto", False, reduced_precision_reduction)
+        # Without `emulate`: torchao emulates its products itself, and the others are native.
+        self.options = PrecisionOptions(
+            float32_matmul, reduced_precision_reduction=reduced_precision_reduction
+        )
         self.name = name
         self.keep_fp32 = keep_fp32
         self.autocast_loss = autocast_loss
@@ -87,8 +90,6 @@ class Float8Precision(Precision):
         self.emulated = emulate
         self.ignore_modules = ignore_modules
         self.min_features = min_features
-        self.float32_matmul = float32_matmul
-        self.reduced_precision_reduction = reduced_precision_reduction
         self._forward: dict[str, AbstractContextManager[Any]] = {}
         # A model's own checkpointing recomputes forwards there; autocast restores itself.
         self._backward = nullcontext() if self._is_mixed else DefaultDtype(self.storage)
@@ -102,10 +103,7 @@ class Float8Precision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        with (
-            float32_matmul(self.float32_matmul),
-            reduced_precision_sums(self.reduced_precision_reduction),
-        ):
+        with self.options.session(self.compute, model, device):
             yield
 
     def convert(
@@ -184,8 +182,7 @@ def _check_values(
         problems.append(
             f"precision.recipe={recipe} is not what {name} is. Type precision={recipe_name}."
         )
-    if not isinstance(emulate, bool):
-        problems.append(f"precision.emulate={emulate} is not known. Allowed: true, false.")
+    problems += switch_problems(emulate=emulate)
     # By its type, because a bool is an int to isinstance.
     if type(min_features) is not int or min_features < 1:
         problems.append(f"precision.min_features={min_features} must be a whole number from 1.")

@@ -14,12 +14,11 @@ from torch import nn
 from runner.precision.casting import float64_to_float32
 from runner.precision.cuda_half import (
     lacks_bfloat16,
-    reduced_precision_sums,
     require_bfloat16,
 )
 from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
-from runner.precision.options import DTYPES, check_kernels, cpu_kernels, float32_matmul, require_cpu
+from runner.precision.options import DTYPES, PrecisionOptions, require_cpu, switch_problems
 from runner.precision.precision import CPU_DEVICE, ConversionReport, Precision
 from runner.precision.true import EMULATE_BFLOAT16_REMEDY
 from runner.utils.errors import ConfigError, Unavailable
@@ -62,10 +61,12 @@ class MixedPrecision(Precision):
     ) -> None:
         if dtype not in ("float16", "bfloat16"):
             raise ConfigError(f"precision.dtype={dtype} is not known. Allowed: float16, bfloat16.")
-        check_kernels(float32_matmul, cpu_float16, emulate, reduced_precision_reduction)
-        if not isinstance(allow_substitute, bool):
-            text = f"precision.allow_substitute={allow_substitute} is not known."
-            raise ConfigError(f"{text} Allowed: true, false.")
+        self.options = PrecisionOptions(
+            float32_matmul, cpu_float16, emulate, reduced_precision_reduction
+        )
+        problems = switch_problems(allow_substitute=allow_substitute)
+        if problems:
+            raise ConfigError(*problems)
         if loss_scale is not None and dtype == "bfloat16":
             raise ConfigError(
                 f"precision.loss_scale={dict(loss_scale)}: precision={name} has none, because "
@@ -79,11 +80,8 @@ class MixedPrecision(Precision):
         self.autocast_loss = autocast_loss
         self.compute = DTYPES[dtype]
         self.loss_scale = loss_scale
-        self.float32_matmul = float32_matmul
-        self.cpu_float16: KernelChoice = cpu_float16
         self.emulated = emulate
         self.allow_substitute = allow_substitute
-        self.reduced_precision_reduction = reduced_precision_reduction
         self._kernels = ""
         self._forward: dict[str, torch.autocast] = {}
 
@@ -114,9 +112,7 @@ class MixedPrecision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        sums = reduced_precision_sums(self.reduced_precision_reduction)
-        with float32_matmul(self.float32_matmul), sums, kernels:
+        with self.options.session(self.compute, model, device) as self._kernels:
             yield
 
     def kernels(self) -> str:

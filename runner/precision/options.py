@@ -6,14 +6,16 @@ Every check raises before the first step, with the value that was given and what
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
+from runner.precision.cuda_half import reduced_precision_sums
 from runner.precision.emulation.float16 import KernelChoice, choose_kernels, float32_accumulate
-from runner.precision.precision import ComputeFormat, Precision
+from runner.precision.precision import ComputeFormat
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import accelerator_kind
 
@@ -29,20 +31,77 @@ DTYPES = {
 FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradients"))
 
 
-def cpu_kernels(
-    precision: Precision, choice: KernelChoice, model: nn.Module, device: torch.device
-) -> tuple[str, AbstractContextManager[Any]]:
-    """Return the name of the kernels that half precision takes on a CPU, and the context that puts
-    them in place; an empty name and no change where there is no choice."""
-    half = precision.compute
-    has_choice = half is torch.float16 or precision.emulated
-    if device.type != "cpu" or not has_choice:
-        return "", nullcontext()
-    # Tensor cores sum in float32, which native kernels of a CPU need not do.
-    kernels = choose_kernels("float32_accumulate" if precision.emulated else choice, model)
-    if kernels == "native":
-        return kernels, nullcontext()
-    return kernels, float32_accumulate(half)
+@dataclass(frozen=True)
+class PrecisionOptions:
+    """Keys of several precisions: how products are computed in the formats that a precision has.
+
+    Attributes:
+        float32_matmul: one of MATMUL_PRECISIONS; anything but `highest` lets float32 products run
+            in TF32 (10-bit mantissa), convolutions too.
+        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
+        emulate: on a CPU, products as tensor cores compute them.
+        reduced_precision_reduction: half-precision products on CUDA may add their parts in half
+            precision.
+
+    Raises:
+        ConfigError: a value that is not allowed; it has a sentence for each.
+    """
+
+    float32_matmul: str = "highest"
+    cpu_float16: KernelChoice = "auto"
+    emulate: bool = False
+    reduced_precision_reduction: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        choices = (
+            # torch itself only warns of an unknown value.
+            ("float32_matmul", self.float32_matmul, MATMUL_PRECISIONS),
+            ("cpu_float16", self.cpu_float16, get_args(KernelChoice)),
+        )
+        for key, value, names in choices:
+            if value not in names:
+                allowed = ", ".join(names)
+                problems.append(f"precision.{key}={value} is not known. Allowed: {allowed}.")
+        problems += switch_problems(
+            emulate=self.emulate, reduced_precision_reduction=self.reduced_precision_reduction
+        )
+        if problems:
+            raise ConfigError(*problems)
+
+    @contextmanager
+    def session(
+        self, compute: torch.dtype, model: nn.Module, device: torch.device
+    ) -> Iterator[str]:
+        """Return the context around a run in which its products are computed as the options say.
+
+        Args:
+            compute: dtype of the products that have half precision.
+            model: of the run.
+            device: that the run computes on.
+
+        Yields:
+            The name of the kernels that half precision takes on a CPU; empty where there is no
+            choice.
+        """
+        kernels = ""
+        if device.type == "cpu" and (compute is torch.float16 or self.emulate):
+            # Tensor cores sum in float32, which native kernels of a CPU need not do.
+            choice = "float32_accumulate" if self.emulate else self.cpu_float16
+            kernels = choose_kernels(choice, model)
+        sums = reduced_precision_sums(self.reduced_precision_reduction)
+        replaced = float32_accumulate(compute) if kernels == "float32_accumulate" else nullcontext()
+        with float32_matmul(self.float32_matmul), sums, replaced:
+            yield kernels
+
+
+def switch_problems(**switches: object) -> list[str]:
+    """Return a sentence for each key under precision that must be true or false and is neither."""
+    return [
+        f"precision.{key}={value} is not known. Allowed: true, false."
+        for key, value in switches.items()
+        if not isinstance(value, bool)
+    ]
 
 
 def check_line_search(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -131,39 +190,6 @@ def _weight_of_square(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
     if "betas" in group and not isinstance(optimizer, torch.optim.Adamax):
         return 1 - group["betas"][1]
     return 0.0
-
-
-def check_kernels(
-    float32_matmul: str,
-    cpu_float16: str,
-    emulate: object = False,
-    reduced_precision_reduction: object = False,
-) -> None:
-    """Raise ConfigError with every value of these keys under precision that is not known."""
-    problems = []
-    choices = (
-        # torch itself only warns of an unknown value.
-        ("float32_matmul", float32_matmul, MATMUL_PRECISIONS),
-        ("cpu_float16", cpu_float16, get_args(KernelChoice)),
-    )
-    for key, value, names in choices:
-        if value not in names:
-            allowed = ", ".join(names)
-            problems.append(f"precision.{key}={value} is not known. Allowed: {allowed}.")
-    problems += switch_problems(
-        emulate=emulate, reduced_precision_reduction=reduced_precision_reduction
-    )
-    if problems:
-        raise ConfigError(*problems)
-
-
-def switch_problems(**switches: object) -> list[str]:
-    """Return a sentence for each key under precision that must be true or false and is neither."""
-    return [
-        f"precision.{key}={value} is not known. Allowed: true, false."
-        for key, value in switches.items()
-        if not isinstance(value, bool)
-    ]
 
 
 def require_cpu(name: str, device: torch.device) -> None:

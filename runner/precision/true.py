@@ -20,10 +20,9 @@ from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.emulation.tf32 import tf32_products
 from runner.precision.options import (
     DTYPES,
+    PrecisionOptions,
     check_eps,
-    check_kernels,
     check_line_search,
-    cpu_kernels,
     float32_matmul,
     require_cpu,
     require_tf32,
@@ -74,14 +73,13 @@ class TruePrecision(Precision):
             raise ConfigError(
                 f"precision.dtype={dtype} is not known. Allowed: {', '.join(DTYPES)}."
             )
-        check_kernels(float32_matmul, cpu_float16, emulate, reduced_precision_reduction)
+        self.options = PrecisionOptions(
+            float32_matmul, cpu_float16, emulate, reduced_precision_reduction
+        )
         self.name = name
         self.keep_fp32 = keep_fp32
         self.autocast_loss = autocast_loss
         self.storage = self.compute = DTYPES[dtype]
-        self.float32_matmul = float32_matmul
-        self.cpu_float16: KernelChoice = cpu_float16
-        self.reduced_precision_reduction = reduced_precision_reduction
         self.emulated = emulate
         self._kernels = ""
         if emulate and not self._is_tf32 and self.storage.itemsize > 2:
@@ -122,7 +120,7 @@ class TruePrecision(Precision):
     @property
     def _is_tf32(self) -> bool:
         """Return whether float32 products round their operands to TF32."""
-        return self.storage is torch.float32 and self.float32_matmul != "highest"
+        return self.storage is torch.float32 and self.options.float32_matmul != "highest"
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -135,9 +133,7 @@ class TruePrecision(Precision):
             ):
                 yield
             return
-        self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        sums = reduced_precision_sums(self.reduced_precision_reduction)
-        with float32_matmul(self.float32_matmul), sums, kernels:
+        with self.options.session(self.compute, model, device) as self._kernels:
             yield
 
     def kernels(self) -> str:
