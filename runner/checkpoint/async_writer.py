@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from runner.checkpoint import checkpoint_file
+from runner.checkpoint.locate import checkpoints_in
 from runner.utils.errors import CheckpointError
 from runner.utils.files import os_error_reason
 
@@ -127,7 +128,7 @@ class AsyncCheckpointWriter:
             self._error = None
 
     def _failure_message(self, error: Exception) -> str:
-        complete = sorted(self.folder.glob("step-*.pt"))
+        complete = checkpoints_in(self.folder)
         last = f"the last whole one is {complete[-1]}" if complete else "there is no earlier one"
         return f"A checkpoint could not be written ({os_error_reason(error)}): {last}."
 

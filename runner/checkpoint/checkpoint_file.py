@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from runner.checkpoint import sharded_tensors
+from runner.checkpoint.locate import checkpoints_in
 from runner.config.renamed import with_current_targets
 from runner.config.signature import is_signed
 from runner.utils.errors import ConfigError
@@ -87,7 +88,7 @@ def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
     # The rename must be on the disk before the deletions: after a power cut, a folder without both
     # the new and the old names would hold no checkpoint.
     _sync_folder(folder)
-    for old in sorted(folder.glob("step-*.pt"))[:-keep]:
+    for old in checkpoints_in(folder)[:-keep]:
         delete_checkpoint(old)
     return path
 
@@ -136,7 +137,7 @@ def rename_superseded(folder: Path, step: int) -> None:
 
     They belong to steps that are now trained again, or are damaged.
     """
-    for path in folder.glob("step-*.pt"):
+    for path in checkpoints_in(folder):
         # Paths compare as steps do: their numbers have leading zeros.
         if path > checkpoint_path(folder, step):
             path.replace(path.with_suffix(".superseded"))

@@ -14,8 +14,6 @@ from runner.utils.layout import MANIFEST
 if TYPE_CHECKING:
     from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 
-_STEPS = "step-*.pt"
-
 
 def resolve_path(where: str, tracking_uri: str | None, key: str) -> Path:
     """Return the path that a text names: itself, or the output folder of an MLflow run.
@@ -87,7 +85,7 @@ def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Pa
         path = resolve_path(where, tracking_uri, key)
     except OSError as error:  # a name that is too long, a loop of links
         raise ConfigError(f"{key}={where}: {error.strerror}. Type a file or folder.") from error
-    found = checkpoints_of_run(path) or sorted(path.glob(_STEPS))
+    found = checkpoints_of_run(path) or checkpoints_in(path)
     if not found:
         raise ConfigError(
             f"{key}={where}: no checkpoint is there. Give a .pt file, the folder of a run "
@@ -97,8 +95,13 @@ def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Pa
 
 
 def checkpoints_of_run(run: Path) -> list[Path]:
-    """Return the checkpoints in a run's folder, oldest first; best.pt is a copy of one of them."""
-    return sorted(run.glob(f"checkpoints/{_STEPS}"))
+    """Return the checkpoints of a run by its folder, oldest first."""
+    return checkpoints_in(run / "checkpoints")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, oldest first; best.pt is a copy of one of them."""
+    return sorted(folder.glob("step-*.pt"))
 
 
 def newest_runs(folder: Path) -> list[Path]:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -15,11 +14,11 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.checkpoint import checkpoint_file, locate
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
-from runner.config.targets import check_targets
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
@@ -42,15 +41,17 @@ MIN_TIMED_SECONDS = 0.5
 """Shortest evaluation whose speed is reported; a shorter one measures the machine's noise."""
 
 
-def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocation]:
-    """Return the spec with the checkpoint's model, data, task and precision where none was typed.
+def plan_evaluation(
+    spec: RunSpec, origin: Invocation
+) -> tuple[LoadedCheckpoint, RunSpec, Invocation]:
+    """Return a checkpoint, and its model, data, task and precision where none was typed.
 
     Args:
         spec: its checkpoint.path names the checkpoint.
         origin: what was typed.
 
     Returns:
-        The spec, and the invocation with the names of the checkpoint's options.
+        The checkpoint, the spec, and the invocation with the names of the checkpoint's options.
 
     Raises:
         ConfigError: the settings do not resolve, name code that is not trusted, or an adapter was
@@ -58,7 +59,9 @@ def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, 
     """
     assert spec.checkpoint.path is not None
     path = locate.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
-    saved = checkpoint_file.load(path)
+    saved = LoadedCheckpoint(path, checkpoint_file.load(path))
+    content = saved.content
+    theirs = content["spec"]
     if origin.overrides_key("adapter"):
         raise ConfigError(
             "mode=evaluate takes the adapter from the checkpoint, and merges it where the "
@@ -68,41 +71,41 @@ def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, 
     untyped = [key for key in groups if not origin.overrides_key(key)]
     choices = dict(origin.choices)
     for key in untyped:
-        choices[key] = saved["choices"].get(key, "")
-    signed = checkpoint_file.is_signed_by_user(saved)
-    trusted_targets.check_trusted(saved["spec"], untyped, to_dict(spec), path, "checkpoint", signed)
-    nodes = {key: saved["spec"].get(key, {}) for key in untyped}
+        choices[key] = content["choices"].get(key, "")
+    signed = checkpoint_file.is_signed_by_user(content)
+    trusted_targets.check_trusted(theirs, untyped, to_dict(spec), path, "checkpoint", signed)
+    nodes = {key: theirs.get(key, {}) for key in untyped}
     if origin.composed_config is not None:  # typed interpolations take the checkpoint's values
         spec = resolve_spec(OmegaConf.create({**origin.composed_config, **nodes}))
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)
-    problems = check_targets(spec)
-    if problems:
-        raise ConfigError(*problems)
-    return spec, replace(origin, choices=choices, is_trusted=signed and origin.is_trusted)
+    origin = replace(origin, choices=choices, is_trusted=signed and origin.is_trusted)
+    return saved, spec, origin
 
 
-def evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
+def evaluate_checkpoint(
+    run: RunContext, saved: LoadedCheckpoint, memory: MemoryWatch
+) -> RunOutcome:
     """Compute the task's metrics of a checkpoint's weights, in the run's precision.
 
     Args:
-        run: its parts; spec.checkpoint.path names the checkpoint.
+        run: its parts.
+        saved: the checkpoint.
         memory: explains an allocator's error; it is given the state before the first batch.
     """
     # An evaluation leaves nothing to save, so a signal ends it at once.
     with run.signals.interruptible():
-        return _evaluate_checkpoint(run, memory)
+        return _evaluate_checkpoint(run, saved, memory)
 
 
-def _evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
+def _evaluate_checkpoint(
+    run: RunContext, saved: LoadedCheckpoint, memory: MemoryWatch
+) -> RunOutcome:
     spec = run.spec
     start = perf_counter()
     prepare_process(run)
-    path = Path(spec.checkpoint.path or "")
-    content = checkpoint_file.load(path)
     validation = _validation_loader(run)
     # Again, after the data: the model follows from the seed, whatever numbers a data set draws.
     seed_all(spec.seed)
-    saved = checkpoint_file.LoadedCheckpoint(path, content)
     make = partial(restore_model, spec, run.precision, run.device, saved)
     built = prove_conversion(run, make, validation)
     check_compile_options(spec, run.precision, run.device, built.model)
@@ -121,6 +124,7 @@ def _evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
     values = {**metrics, "memory/peak_mib": run.accelerator.peak_memory_mib()}
     if rate is not None:
         values["perf/examples_per_second"] = rate
+    content = saved.content
     run.tracker.metrics(content["step"], now_ms(), values)
     for name, value in metrics.items():
         if not math.isfinite(value):

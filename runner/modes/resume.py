@@ -82,8 +82,7 @@ def _plan_own_folder(
     A job of a sweep is resumed only as the same job: a search may ask for another one in its
     folder.
     """
-    checkpoints = out / "checkpoints"
-    files = [*checkpoints.glob("step-*.pt")]
+    files = locate.checkpoints_of_run(out)
     if not files:
         _check_interpolations(origin)
         if origin.sweep is None:
@@ -109,7 +108,7 @@ def _plan_own_folder(
             reason = f"it was another job: {changed}"
     if plan is None:
         notes.append(f"starts over: {reason}")
-        checkpoint_file.rename_superseded(checkpoints, -1)
+        checkpoint_file.rename_superseded(out / "checkpoints", -1)
     for line in notes:
         console.print(line, markup=False, soft_wrap=True)
     if plan is None:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.checkpoint.locate import checkpoints_of_run
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec, to_dict
@@ -98,7 +99,7 @@ def checkpoint_before_step(folder: Path, saved: SavedBatch) -> LoadedCheckpoint 
         ConfigError: the run was resumed, and no checkpoint from there to the step exists.
     """
     # Newest first: the fewer steps are trained again, the sooner the replay begins.
-    for path in sorted(folder.glob("checkpoints/step-*.pt"), reverse=True):
+    for path in reversed(checkpoints_of_run(folder)):
         with suppress(ConfigError):  # damaged: an earlier one costs more steps, no exactness
             checkpoint = LoadedCheckpoint(path, checkpoint_file.load(path))
             # One from before the resume was trained with other settings.

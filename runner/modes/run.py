@@ -24,7 +24,7 @@ from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
 from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
-from runner.modes.evaluate import evaluate_checkpoint, with_checkpoint_config
+from runner.modes.evaluate import evaluate_checkpoint, plan_evaluation
 from runner.modes.plan import plan
 from runner.modes.replay import replay
 from runner.modes.result import RunResult
@@ -83,7 +83,7 @@ def _run(
     resume_plan = _plan_resume(spec, origin, out, console, strategy)
     if resume_plan is not None:
         out, resumed, spec, origin = resume_plan
-    spec, origin = _checked_spec(spec, origin)
+    evaluated, spec, origin = _checked_spec(spec, origin)
     # After the resume has chosen the folder: a restarted process continues in the same one.
     torchrun.publish_run_folder(out)
     out = process_folder(out, place)
@@ -94,7 +94,7 @@ def _run(
             context = _build_context(spec, out, origin, console, strategy, signals)
             if context.spec.mode in ("plan", "replay"):
                 return _run_untracked(context)
-        result = _run_tracked(context, resumed)
+        result = _run_tracked(context, resumed, evaluated)
     # The id and the pages are known when the store has taken the run, at the latest at its end.
     tracker = context.tracker
     result = replace(
@@ -126,22 +126,25 @@ def _plan_resume(
     return resume.plan_resume(spec, origin, out, console)
 
 
-def _checked_spec(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocation]:
-    """Return the spec to run, for mode=evaluate with the settings of its checkpoint.
+def _checked_spec(
+    spec: RunSpec, origin: Invocation
+) -> tuple[LoadedCheckpoint | None, RunSpec, Invocation]:
+    """Return the checkpoint that mode=evaluate evaluates, and the spec to run, with its settings.
 
     Raises:
         ConfigError: with every problem of the config.
     """
     if spec.mode == "advise":
         raise ConfigError(ADVISE_USAGE_MESSAGE)
+    evaluated = None
     # All problems are collected, so that one message names every one of them.
     problems = [*spec.problems()]
     if spec.mode == "evaluate" and not problems:
-        spec, origin = with_checkpoint_config(spec, origin)
+        evaluated, spec, origin = plan_evaluation(spec, origin)
     problems += check_targets(spec)
     if problems:
         raise ConfigError(*problems)
-    return spec, origin
+    return evaluated, spec, origin
 
 
 def _build_context(
@@ -192,8 +195,16 @@ def _run_untracked(context: RunContext) -> RunResult:
     return result
 
 
-def _run_tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> RunResult:
-    """Run mode=train or mode=evaluate, recorded in the store."""
+def _run_tracked(
+    context: RunContext, resumed: LoadedCheckpoint | None, evaluated: LoadedCheckpoint | None
+) -> RunResult:
+    """Run mode=train or mode=evaluate, recorded in the store.
+
+    Args:
+        context: the run's parts.
+        resumed: the checkpoint that mode=train continues from.
+        evaluated: that of mode=evaluate.
+    """
     memory = MemoryWatch(
         context.spec,
         context.precision,
@@ -201,38 +212,47 @@ def _run_tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> RunRe
         context.origin.choices.get("optimizer", ""),
         context.save_traceback,
     )
-    with _tracked(context, resumed), memory.explain():
-        if context.spec.mode == "train":
+    info = _run_info(context, resumed)
+    resumed_note = notes.resumed_note(info.step, info.changes) if resumed else ""
+    with _tracked(context, info, resumed_note), memory.explain():
+        if evaluated is None:
             result, report = train(context, resumed, memory)
         else:
-            result, report = evaluate_checkpoint(context, memory)
+            result, report = evaluate_checkpoint(context, evaluated, memory)
         context.signals.check()
         with suppress(OSError):  # _check_end writes it again, when the journal may have made room
             context.tracker.artifact(result.write(context.out))
-        _note(context, resumed, notes.finished_note(context.origin.command, result, report))
+        note = notes.finished_note(context.origin.command, result, report)
+        context.tracker.note(note + resumed_note)
     return result
 
 
 @contextmanager
-def _tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> Iterator[None]:
-    """Open the run in the store, and close it with the status that the run really had."""
+def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[None]:
+    """Open the run in the store, and close it with the status that the run really had.
+
+    Args:
+        context: the run's parts.
+        info: what the store is given.
+        resumed_note: where the run resumed, for its page; empty for one that starts.
+    """
     tracker = context.tracker
     # A sweep has checked its own store, before its jobs.
     if context.origin.sweep is None:
         with context.signals.interruptible():
             tracker.check_sweep()
     _begin_folder(context)
-    tracker.open(_run_info(context, resumed))
+    tracker.open(info)
     try:
-        _note(context, resumed, notes.running_note(context.origin.command))
+        tracker.note(notes.running_note(context.origin.command) + resumed_note)
         tracker.artifact(context.out / CONFIG)
         tracker.artifact(context.out / run_metadata.ENVIRONMENT_FILE)
         yield
     except (Stopped, KeyboardInterrupt) as error:
-        _close(context, resumed, "KILLED", str(error) or "Interrupted.")
+        _close(context, resumed_note, "KILLED", str(error) or "Interrupted.")
         raise
     except BaseException as error:
-        _close(context, resumed, "FAILED", redact(f"{type(error).__name__}: {error}"))
+        _close(context, resumed_note, "FAILED", redact(f"{type(error).__name__}: {error}"))
         raise
     tracker.close("FINISHED", stopped=context.signals.is_stop_requested)
 
@@ -283,19 +303,10 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     return info
 
 
-def _note(context: RunContext, resumed: LoadedCheckpoint | None, markdown: str) -> None:
-    """Set the text of the run's page in the store; for a resumed run, it says where it resumed."""
-    if resumed is not None:
-        changes = changed_settings(context.spec, resumed)
-        markdown += notes.resumed_note(resumed.content["step"], changes)
-    context.tracker.note(markdown)
-
-
-def _close(
-    context: RunContext, resumed: LoadedCheckpoint | None, status: Status, error: str
-) -> None:
+def _close(context: RunContext, resumed_note: str, status: Status, error: str) -> None:
     with suppress(TrackingError):  # an error of the store must not hide why the run ended
-        _note(context, resumed, notes.failed_note(context.origin.command, status, error))
+        note = notes.failed_note(context.origin.command, status, error)
+        context.tracker.note(note + resumed_note)
     context.tracker.close(status, error, context.signals.is_stop_requested)
 
 

@@ -9,6 +9,7 @@ import torch
 from runner.checkpoint import checkpoint_file
 from runner.checkpoint.async_writer import AsyncCheckpointWriter
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.checkpoint.locate import checkpoints_in
 from runner.checkpoint.sharded_writer import ShardedCheckpointWriter
 from runner.data.loader import Loader
 from runner.data.step_samples import samples_of_step
@@ -208,5 +209,5 @@ def _weights_are_finite(run: RunContext, state: TrainState) -> bool:
 
 def _last_checkpoint_hint(folder: Path) -> str:
     """Return a line that names the newest checkpoint; empty without one."""
-    paths = sorted(folder.glob("step-*.pt"))
+    paths = checkpoints_in(folder)
     return f"\nThe last good weights: init.weights={relative_path(paths[-1])}" if paths else ""
