@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.precision.casting import cast_nest, float64_to_float32
+from runner.precision.casting import autocast, cast_nest, float64_to_float32
 from runner.precision.conversion import ConversionRules, convert_modules
 from runner.precision.cuda_half import (
     native_half_prefix,
@@ -197,7 +197,7 @@ class BitsandbytesPrecision(Precision):
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.compute is torch.float32:
             return nullcontext()
-        return torch.autocast(device.type, dtype=self.compute)
+        return autocast(device.type, self.compute)
 
     def cast(self, inputs: Any) -> Any:
         """Return the inputs in the compute dtype if that is float32. Under autocast they are not

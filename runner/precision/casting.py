@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,15 @@ from torch.utils._pytree import tree_map
 
 # complex32 (ComplexHalf) lacks most kernels, so half precisions keep complex64.
 _COMPLEX = {torch.float64: torch.complex128}
+
+
+@cache
+def autocast(device_type: str, dtype: torch.dtype) -> torch.autocast:
+    """Return torch's autocast context, one object for a device type and dtype.
+
+    It is made once, because it is entered in every micro-batch; it must not be nested in itself.
+    """
+    return torch.autocast(device_type, dtype=dtype)
 
 
 def target_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

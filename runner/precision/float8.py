@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, float64_to_float32
+from runner.precision.casting import (
+    DefaultDtype,
+    autocast,
+    cast_floats,
+    cast_nest,
+    float64_to_float32,
+)
 from runner.precision.conversion import ConversionRules, convert_modules, replace_in_place
 from runner.precision.cuda_half import native_half_prefix
 from runner.precision.keep_fp32 import find_islands, make_islands
@@ -90,7 +96,6 @@ class Float8Precision(Precision):
         self.emulated = emulate
         self.ignore_modules = ignore_modules
         self.min_features = min_features
-        self._forward: dict[str, AbstractContextManager[Any]] = {}
         # A model's own checkpointing recomputes forwards there; autocast restores itself.
         self._backward = nullcontext() if self._is_mixed else DefaultDtype(self.storage)
 
@@ -135,14 +140,9 @@ class Float8Precision(Precision):
         return (-1, 1)  # after TransformerEngine's
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        kind = device.type
-        # One object per device type: it is entered once per micro-batch.
-        if kind not in self._forward:
-            if self._is_mixed:
-                self._forward[kind] = torch.autocast(kind, dtype=self.compute)
-            else:
-                self._forward[kind] = DefaultDtype(self.storage)
-        return self._forward[kind]
+        if self._is_mixed:
+            return autocast(device.type, self.compute)
+        return self._backward
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
         return self._backward

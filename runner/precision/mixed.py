@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.precision.casting import float64_to_float32
+from runner.precision.casting import autocast, float64_to_float32
 from runner.precision.cuda_half import (
     lacks_bfloat16,
     require_bfloat16,
@@ -83,7 +83,6 @@ class MixedPrecision(Precision):
         self.emulated = emulate
         self.allow_substitute = allow_substitute
         self._kernels = ""
-        self._forward: dict[str, torch.autocast] = {}
 
     def require(self, device: torch.device) -> None:
         if is_tpu(device) and self.compute is torch.float16:
@@ -146,11 +145,7 @@ class MixedPrecision(Precision):
                 )
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        kind = device.type
-        # One object per device type: it is entered once per micro-batch.
-        if kind not in self._forward:
-            self._forward[kind] = torch.autocast(kind, dtype=self.compute)
-        return self._forward[kind]
+        return autocast(device.type, self.compute)
 
     def cast(self, inputs: Any) -> Any:
         """Return the inputs as they are, for autocast to cast; only float64, which it does not

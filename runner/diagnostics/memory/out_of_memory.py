@@ -214,10 +214,13 @@ def _fitting_overrides(
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     by_batch_size: dict[int, str] = {}
     for words in others:
-        largest = largest_fitting(divisors, lambda n, words=words: fits(n, words))
-        sizes = [n for n in reversed(divisors) if n <= (largest or 0)]
-        for n in sizes[: 1 if words else 2]:
-            by_batch_size.setdefault(n, words)
+        sizes = divisors
+        for _ in range(1 if words else 2):
+            largest = largest_fitting(sizes, lambda n, words=words: fits(n, words))
+            if largest is None:
+                break
+            by_batch_size.setdefault(largest, words)
+            sizes = [n for n in divisors if n < largest]
     return by_batch_size
 
 
