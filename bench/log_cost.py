@@ -78,11 +78,11 @@ def with_process(steps: int, folder: Path, block: int) -> Cost:
     def log(*record) -> None:
         kept.append(record)
         if len(kept) == block:
-            tracker.metrics_many(kept)
+            tracker.log_metrics(kept)
             kept.clear()
 
     def close() -> None:
-        tracker.metrics_many(kept)
+        tracker.log_metrics(kept)
         tracker.close("FINISHED")
 
     before = writer_cpu()

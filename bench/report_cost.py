@@ -84,9 +84,9 @@ def record_job(uri: str, folder: Path, number: int, steps: int) -> None:
                 "loss_scale/overflow": over,
             }
             records.append((step, 1_700_000_000_000 + step, values))
-        tracker.metrics_many(records)
+        tracker.log_metrics(records)
     quality = 0.95 + noise.gauss(0, 0.004)
-    tracker.metrics(steps, 1_700_000_000_000 + steps, {"val/accuracy": quality})
+    tracker.log_metrics([(steps, 1_700_000_000_000 + steps, {"val/accuracy": quality})])
     result = RunResult(
         precision,
         label,

@@ -65,17 +65,28 @@ def _send(paths: Sequence[Path], uri: str | None, experiment: str | None) -> int
     try:
         followed = []
         for path in paths:
+            _forget_troubles(path)
             if trouble := _move(path, uri, experiment):
                 print(f"{path.parent}: not sent: {trouble}.", flush=True)
             else:
-                followed.append(writer.add_journal(path))
+                writer.add_journal(path)
+                followed.append(JournalStatus(path))
         writer.finish()
-        for one in _ended(followed):
-            sent += one.complete
+        for one in _ended(writer, followed):
+            sent += one.state.done
             print(f"{one.journal.parent}: {_outcome(one)}", flush=True)
     finally:
         writer.kill()
     return sent
+
+
+def _forget_troubles(path: Path) -> None:
+    """Clear what earlier writers reported, unless a writer has the journal at the moment."""
+    state = UploadState(path)
+    if state.claim():
+        if not state.done:
+            state.forget_troubles()
+        state.release()
 
 
 def _move(path: Path, uri: str | None, experiment: str | None) -> str | None:
@@ -102,13 +113,18 @@ def _move(path: Path, uri: str | None, experiment: str | None) -> str | None:
     return None
 
 
-def _ended(followed: Sequence[JournalStatus]) -> Iterator[JournalStatus]:
+def _ended(writer: WriterProcess, followed: Sequence[JournalStatus]) -> Iterator[JournalStatus]:
     """Yield each journal when it is closed, and the rest after too long a time without progress."""
     todo = list(followed)
     while todo:
-        for one in [one for one in todo if one.closed.is_set()]:
+        for one in todo:
+            one.refresh()
+        for one in [one for one in todo if one.is_closed]:
             todo.remove(one)
             yield one
+        if todo and writer.keep_alive():
+            yield from todo
+            return
         silent = time.monotonic() - max(one.progress_at for one in followed)
         if silent > BUSY_PATIENCE or (silent > PATIENCE and not any(map(_busy, todo))):
             yield from todo
@@ -121,25 +137,25 @@ def _busy(one: JournalStatus) -> bool:
 
     A writer whose call fails unlocks the journal until its next try, so an outage ends this state.
     """
-    return one.sending_file or pending.journal_state(one.journal) == "sending"
+    return one.state.sending_file or pending.journal_state(one.journal) == "sending"
 
 
 def _outcome(one: JournalStatus) -> str:
-    if not one.complete:
-        return f"not sent: {one.outage or one.last_error or 'no answer'}."
+    state = one.state
+    if not state.done:
+        reason = state.refusal or state.failure or state.outage or state.last_error
+        return f"not sent: {reason or 'no answer'}."
     points, status = 0, "KILLED"
     for record, _ in journals.read_records(one.journal):
         if record["kind"] == "metrics":
             points += len(record["values"])
         elif record["kind"] == "end":
             status = record["status"]
-    progress = UploadState(one.journal)
-    progress.peek()
-    if progress.run_id is None:
+    if state.run_id is None:
         return "nothing was recorded"
-    store = redact(progress.uri or _first_record(one.journal)["uri"])
-    without = f"; left out: {one.last_error}" if one.last_error else ""
-    return f"sent to {store} as run {progress.run_id}, {status}, {points:,} points{without}"
+    store = redact(state.uri or _first_record(one.journal)["uri"])
+    without = f"; left out: {state.last_error}" if state.last_error else ""
+    return f"sent to {store} as run {state.run_id}, {status}, {points:,} points{without}"
 
 
 def _first_record(journal: Path) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
     values = {**metrics, "memory/peak_mib": run.accelerator.peak_memory_mib()}
     if rate is not None:
         values["perf/examples_per_second"] = rate
-    run.tracker.metrics(content["step"], now_ms(), values)
+    run.tracker.log_metrics([(content["step"], now_ms(), values)])
     for name in (key for key, value in metrics.items() if not math.isfinite(value)):
         run.say(f"warning: {name} is {metrics[name]}: the weights, or this precision, diverge.")
     summary = {

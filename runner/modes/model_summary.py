@@ -34,7 +34,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     run.tracker.tags(tags)
     modules = report.to_list()
     run.save_artifact(run.out / "conversion.json", lambda path: write_json(path, modules))
-    run.tracker.metrics(0, now_ms(), {"memory/weights_mib": weights})
+    run.tracker.log_metrics([(0, now_ms(), {"memory/weights_mib": weights})])
     return {
         "weights_mib": weights,
         "plain_weights_mib": built.plain_bytes / MIB,

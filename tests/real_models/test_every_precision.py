@@ -46,12 +46,9 @@ class Memory(NoTracker):
 
     values: ClassVar[dict] = {}
 
-    def metrics(self, step, time_ms, values):
-        Memory.values.setdefault(step, {}).update(values)
-
-    def metrics_many(self, records):
-        for record in records:
-            self.metrics(*record)
+    def log_metrics(self, records):
+        for step, _, values in records:
+            Memory.values.setdefault(step, {}).update(values)
 
 
 @contextmanager

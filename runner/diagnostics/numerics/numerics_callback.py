@@ -106,7 +106,7 @@ class NumericsCallback(Callback):
         }
         if swallowed:
             values["numerics/swallowed_share"] = max(swallowed)
-        self.output.tracker.metrics(snapshot.step, now_ms(), values)
+        self.output.tracker.log_metrics([(snapshot.step, now_ms(), values)])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """On resume, keep the earlier snapshots up to the checkpoint's step."""

@@ -22,9 +22,9 @@ from typing import Any
 from runner.sweep.launcher.job_request import STATUS_STRUCT
 from runner.utils.stop_signals import SIGNALS, ignore_signals
 
-REQUEST_FDS = 5
-"""Number of file descriptors in a request: the pipe that the JobRequest comes through, the socket
-to the tracking writer, the status pipe, stdout and stderr."""
+REQUEST_FDS = 4
+"""Number of file descriptors in a request: the pipe that the JobRequest comes through, the status
+pipe, stdout and stderr."""
 
 # A module that is renamed, and not here, gives no error: every job would import it again, and start
 # seconds later. tests/arch/test_module_names.py fails for a name of ours that leads nowhere.
@@ -100,15 +100,15 @@ class ForkServer:
             _kill_group(pid)
 
     def _fork(self, fds: list[int]) -> None:
-        request, tracking, status, out, err = fds
+        request, status, out, err = fds
         pid = os.fork()
         if pid == 0:
             self._release_server_state()
             from runner.sweep.launcher.job_main import run_job_process
 
-            run_job_process(request, tracking, status, out, err)
+            run_job_process(request, status, out, err)
         self._status_pipes[pid] = status
-        for fd in (request, tracking, out, err):
+        for fd in (request, out, err):
             os.close(fd)
 
     def _release_server_state(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
-from typing import final
+from typing import NamedTuple, final
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
@@ -26,6 +26,7 @@ from runner.sweep.launcher.job_request import (
     compose_job_config,
 )
 from runner.sweep.launcher.stop_requests import StopRequests
+from runner.tracking.job_journal import JobJournal
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.writer_process import shared_writer
 from runner.utils.errors import ConfigError
@@ -36,6 +37,9 @@ GRACE_SECONDS = 10.0
 """Time that jobs have to end after the second signal, before they are killed."""
 _STORE_SECONDS = 60.0
 """Longest wait without progress for the records of jobs that died."""
+
+_POLL_SECONDS = 0.25
+"""Longest time until a new journal of a job, or the death of the writer, is noticed."""
 
 _fork_server: ForkServerClient | None = None
 
@@ -61,6 +65,14 @@ def fork_server() -> ForkServerClient:
     return _fork_server
 
 
+class _RunningJob(NamedTuple):
+    """A job's process, the journal that it writes, and its config."""
+
+    process: JobProcess
+    journal: JobJournal
+    config: DictConfig
+
+
 @final
 class IsolatedLauncher(Launcher):
     """A launcher of Hydra whose jobs are processes: one that dies is a failed job, nothing more.
@@ -81,7 +93,7 @@ class IsolatedLauncher(Launcher):
         self._n_jobs = n_jobs
         self._stop_file = stop_file
         self._sweep_request = sweep_request
-        self._running: dict[int, tuple[JobProcess, DictConfig]] = {}
+        self._running: dict[int, _RunningJob] = {}
         self._unsaved_journals: list[JournalStatus] = []
 
     def setup(
@@ -122,7 +134,12 @@ class IsolatedLauncher(Launcher):
         ):
             done = self._run_all(waiting, selector, stop)
         for journal in self._unsaved_journals:
-            shared_writer().wait(journal, _STORE_SECONDS, lambda: bool(stop.received))
+            journal.wait(
+                _STORE_SECONDS,
+                lambda: bool(stop.received),
+                "the store",
+                shared_writer().keep_alive,
+            )
         if stop.received:
             raise SystemExit(128 + stop.received[0])
         return [done[number] for number in sorted(done)]
@@ -140,11 +157,14 @@ class IsolatedLauncher(Launcher):
             self._forward(stop.read_new())
             while waiting and len(self._running) < self._n_jobs and not stop.received:
                 self._start(*waiting.popleft(), selector)
-            for key, _ in selector.select(timeout=1.0):
+            for key, _ in selector.select(timeout=_POLL_SECONDS):
                 key.data()
+            for running in self._running.values():
+                running.journal.find()
+            shared_writer().keep_alive()
             if stop.seconds_since_second() > GRACE_SECONDS:
                 self._forward([signal.SIGKILL])
-            for number in [n for n, (job, _) in self._running.items() if job.ended]:
+            for number in [n for n, job in self._running.items() if job.process.ended]:
                 done[number] = self._finish(number, stop)
         stop.read_new()
         return done
@@ -156,15 +176,15 @@ class IsolatedLauncher(Launcher):
             yield
         finally:
             self._forward([signal.SIGKILL])
-            for job, _ in self._running.values():
-                job.close()
+            for job in self._running.values():
+                job.process.close()
             self._running.clear()
 
     def _forward(self, signals: Sequence[int]) -> None:
         """Send signals to every job that runs."""
         for number in signals:
-            for job, _ in self._running.values():
-                job.send_signal(number)
+            for job in self._running.values():
+                job.process.send_signal(number)
 
     def _start(self, number: int, overrides: Sequence[str], selector: BaseSelector) -> None:
         config = compose_job_config(self._context, self._config, number, overrides)
@@ -179,19 +199,23 @@ class IsolatedLauncher(Launcher):
                 RemoteJobRequest(self._sweep_request, number, overrides, resumes)
             )
         prefix = f"[job {number}] " if self._n_jobs > 1 else ""
-        environment = ProcessEnvironment.current(self._n_jobs)
-        job = JobProcess(fork_server(), selector, environment, request, prefix)
-        self._running[number] = job, config
+        folder = job_folder(config)
+        environment = ProcessEnvironment.current(folder, self._n_jobs)
+        journal = JobJournal(folder)
+        process = JobProcess(fork_server(), selector, environment, request, prefix)
+        self._running[number] = _RunningJob(process, journal, config)
 
     def _finish(self, number: int, stop: StopRequests) -> JobReturn:
         """Take an ended job's answer; record the job's death if it wrote no result."""
-        job, config = self._running.pop(number)
-        job.close()
-        if isinstance(job.answer, JobReturn):
-            return job.answer
-        has_result = job.answer is not None and (job_folder(config) / RESULT).exists()
+        job = self._running.pop(number)
+        job.process.close()
+        job.journal.find()
+        answer, config = job.process.answer, job.config
+        if isinstance(answer, JobReturn):
+            return answer
+        has_result = answer is not None and (job_folder(config) / RESULT).exists()
         if not has_result:
-            self._record_dead_job(number, job, config, stop.received)
+            self._record_dead_job(number, job, stop.received)
         overrides = OmegaConf.to_container(config.hydra.overrides.task)
         assert isinstance(overrides, list)
         # Any other status would make Hydra's sweeper raise, and end the sweep; result.json has the
@@ -199,13 +223,14 @@ class IsolatedLauncher(Launcher):
         return JobReturn(overrides=overrides, cfg=config, status=JobStatus.COMPLETED)
 
     def _record_dead_job(
-        self, number: int, job: JobProcess, config: DictConfig, stop_signals: Collection[int]
+        self, number: int, job: "_RunningJob", stop_signals: Collection[int]
     ) -> None:
         """Print why a job died, write it to the job's result, and end the job's MLflow run."""
         from runner.modes import notes
         from runner.sweep.job_result import job_origin, record_result
 
-        reason = job.death_reason(stop_signals)
+        config = job.config
+        reason = job.process.death_reason(stop_signals)
         stopped = bool(stop_signals)
         if stopped:
             print(sanitize(f"job {number}: {reason}"), flush=True)
@@ -216,7 +241,9 @@ class IsolatedLauncher(Launcher):
             command = job_origin(sweeping=True).command
         status = "KILLED" if stopped else "FAILED"
         note = notes.failed_note(command, status, reason)
-        self._unsaved_journals += job.writer_proxy.end_journals(status, reason, note)
+        journal = job.journal.end(status, reason, note)
+        if journal is not None:
+            self._unsaved_journals.append(journal)
 
 
 def announce_job(config: DictConfig, jobs: int) -> None:

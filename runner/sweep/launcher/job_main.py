@@ -7,21 +7,19 @@ import io
 import os
 import pickle
 import signal
-import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from runner.sweep.launcher.job_request import STATUS_STRUCT, JobRequest, ProcessEnvironment
-from runner.tracking import writer_process
-from runner.tracking.writer_proxy import WriterProxy
+from runner.tracking.writer_process import SweepWriter, use_writer
 from runner.utils.stop_signals import CommandSignals, Interrupted
 
 _PR_SET_PDEATHSIG = 1
 
 
-def run_job_process(request: int, tracking: int, status_pipe: int, out: int, err: int) -> NoReturn:
+def run_job_process(request: int, status_pipe: int, out: int, err: int) -> NoReturn:
     """Run the job that comes through the request pipe, and exit.
 
     The answer goes back through the same pipe: a JobReturn, or the exit status of a job that was
@@ -29,7 +27,6 @@ def run_job_process(request: int, tracking: int, status_pipe: int, out: int, err
 
     Args:
         request: file descriptor of a duplex pipe.
-        tracking: file descriptor of the socket to the sweep's tracking writer.
         status_pipe: file descriptor that takes the process id once the process handles signals.
         out: file descriptor that becomes stdout.
         err: file descriptor that becomes stderr.
@@ -38,7 +35,6 @@ def run_job_process(request: int, tracking: int, status_pipe: int, out: int, err
     try:
         with CommandSignals(lambda: True):
             _set_up_process(status_pipe, out, err)
-            writer_process.use_writer(WriterProxy(socket.socket(fileno=tracking)))
             status = _run_request(Connection(request))
             atexit._run_exitfuncs()
     except Interrupted as error:
@@ -75,6 +71,7 @@ def _run_request(connection: Connection) -> int:
     """Receive and run a job request; return the exit status."""
     environment: ProcessEnvironment = connection.recv()
     environment.apply()
+    use_writer(SweepWriter(environment.job_folder))
     try:
         request: JobRequest = pickle.loads(connection.recv_bytes())
         connection.send(request.run())

@@ -21,10 +21,9 @@ from hydra.core.utils import JobReturn
 
 from runner.sweep.launcher.job_output import OutputStream, exit_reason, oom_kills
 from runner.sweep.launcher.job_request import STATUS_STRUCT, ProcessEnvironment
-from runner.tracking.writer_proxy import WriterProxyServer
 from runner.utils.stop_signals import signals_blocked
 
-Source = Connection | socket.socket | io.FileIO
+Source = Connection | io.FileIO
 
 _READ_BYTES = 65536
 _COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -89,7 +88,6 @@ class JobProcess:
         ended: the process is gone, with all that it had started.
         answer: a JobReturn, the exit status with which the job was stopped, or None for a job that
             died.
-        writer_proxy: connects the job to the sweep's tracking writer.
     """
 
     def __init__(
@@ -110,18 +108,15 @@ class JobProcess:
         self._out = OutputStream(sys.stdout, prefix)
         self._err = OutputStream(sys.stderr, prefix)
         self._connection, job_connection = Pipe()
-        writer_socket, job_writer_socket = socket.socketpair()
-        self.writer_proxy = WriterProxyServer(writer_socket)
         self._watch(self._connection, self._read_answer)
-        self._watch(writer_socket, self.writer_proxy.read_requests)
         status_pipe = self._open_pipe(self._read_status)
         # A job that runs alone writes to the terminal itself, so that progress bars work.
         has_terminal = not prefix and sys.stdout.isatty()
         out_pipe = os.dup(1) if has_terminal else self._open_pipe(self._out.feed)
         pipes = [status_pipe, out_pipe, self._open_pipe(self._err.feed)]
         # If the fork server is dead, the status pipe closes and the job is reported as ended.
-        with job_connection, job_writer_socket, suppress(OSError):
-            fork_server.fork([job_connection.fileno(), job_writer_socket.fileno(), *pipes])
+        with job_connection, suppress(OSError):
+            fork_server.fork([job_connection.fileno(), *pipes])
             self._connection.send(environment)
             self._connection.send_bytes(request)
         for fd in pipes:

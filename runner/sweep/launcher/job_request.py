@@ -6,6 +6,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hydra.core.plugins import Plugins
@@ -29,6 +30,7 @@ class ProcessEnvironment:
         path: sys.path.
         argv: sys.argv.
         folder: the working directory.
+        job_folder: the job's output folder.
         environ: environment variables.
         threads: threads of torch; None keeps what the environment says.
     """
@@ -36,20 +38,23 @@ class ProcessEnvironment:
     path: Sequence[str]
     argv: Sequence[str]
     folder: str
+    job_folder: Path
     environ: Mapping[str, str]
     threads: int | None
 
     @classmethod
-    def current(cls, jobs: int) -> "ProcessEnvironment":
+    def current(cls, job_folder: Path, jobs: int) -> "ProcessEnvironment":
         """Return this process's environment for one of several jobs that share the processors.
 
         Args:
+            job_folder: the job's output folder.
             jobs: jobs that run at once.
         """
         threads = None
         if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
             threads = max(1, (os.cpu_count() or 1) // jobs)
-        return cls([*sys.path], [*sys.argv], os.getcwd(), {**os.environ}, threads)  # noqa: PTH109
+        folder = os.getcwd()  # noqa: PTH109
+        return cls([*sys.path], [*sys.argv], folder, job_folder, {**os.environ}, threads)
 
     def apply(self) -> None:
         """Make this process's environment the stored one."""

@@ -7,7 +7,7 @@ describes. writer_main.py calls `advance` in a loop and decides what a failed ca
 import math
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,12 @@ class JournalUploader:
     Args:
         journal: its path.
         stores: the stores that this process has opened.
-        emit: sends an event to the trainer: its kind, and its fields as keywords.
     """
 
-    def __init__(self, journal: Path, stores: StoreCache, emit: Callable[..., None]) -> None:
+    def __init__(self, journal: Path, stores: StoreCache) -> None:
         self.journal = journal
         self.state = UploadState(journal)
         self._stores = stores
-        self._emit = emit
         self._store: Store | None = None
         self._batch: Batch | None = None
         self._start: dict[str, Any] = {}
@@ -110,14 +108,14 @@ class JournalUploader:
         if batch.kind == "metrics" and batch.complete:
             self._full_batch_bytes = batch.end - self.state.offset
         # Only now, after the store's answer: a writer that dies before this line sends it again.
-        self.state.save(offset=batch.end)
+        self.state.save(offset=batch.end, sending_file=False)
         return not self.state.done
 
     def skip(self) -> None:
         """Skip the batch that the store has refused."""
         end = self._batch.end if self._batch else self.state.offset
         ended = self._batch is None or self._batch.kind == "end"
-        self.state.save(offset=end, done=ended)
+        self.state.save(offset=end, done=ended, sending_file=False)
 
     def upload_rest(self) -> None:
         """Upload all that is left of a journal to which no process writes any more.
@@ -199,12 +197,12 @@ class JournalUploader:
         self._run_store().log_inputs(self._run_id(), record["datasets"])
 
     def _send_model(self, record: dict[str, Any]) -> None:
-        self._emit("sending")
+        self.state.save(sending_file=True)
         folder = artifact_file(self.journal, record["folder"])
         self._run_store().log_model(self._run_id(), folder, record["facts"], record["register"])
 
     def _send_file(self, path: Path, folder: str = "") -> None:
-        self._emit("sending")
+        self.state.save(sending_file=True)
         self._run_store().log_artifact(self._run_id(), path, folder)
 
     def _open(self, start: dict[str, Any]) -> None:
@@ -234,7 +232,7 @@ class JournalUploader:
         Returns:
             False if the earlier journal never became a run.
         """
-        earlier = JournalUploader(before, self._stores, lambda *_, **__: None)
+        earlier = JournalUploader(before, self._stores)
         try:
             earlier.upload_rest()
         finally:
@@ -260,19 +258,14 @@ class JournalUploader:
         return {**start, "uri": self.state.uri, "experiment": name, "experiment_id": None}
 
     def _on_opened(self, start: dict[str, Any]) -> None:
-        """Keep what later batches need of the opened run, and tell the trainer."""
+        """Keep what later batches need of the opened run, and set up its dashboard."""
         self._start = start
         run_id = self._run_id()
         self._earlier_steps = journals.last_steps(journals.run_journals(self.journal)[:-1])
         if start["role"] == "sweep" and start["sweep"]:
             self._stores.parents[start["uri"], start["sweep"]] = run_id
             self._stores.names[start["sweep"]] = start["name"]
-        self._emit(
-            "opened",
-            run_id=run_id,
-            experiment_id=self.state.experiment_id,
-            dashboard=self._ensure_dashboard(),
-        )
+        self.state.save(dashboard=self._ensure_dashboard())
 
     def _ensure_dashboard(self, metrics: Collection[str] = ()) -> str | None:
         """Set up the dashboards that show this run; return the path of its own. May fail."""
@@ -284,7 +277,7 @@ class JournalUploader:
         assert experiment is not None
         path = store.dashboard(experiment, metrics, view)
         while store.notices:
-            self._emit("notice", message=store.notices.pop(0))
+            self.state.add_notice(store.notices.pop(0))
         return path
 
     def _sweep_name(self, sweep_id: str, parent: str) -> str:
@@ -315,7 +308,7 @@ class JournalUploader:
         if now - self._parent_wanted_at < PARENT_SECONDS:
             raise UnreachableError(f"the parent run of sweep {start['sweep']} is not there yet")
         text = f"The sweep {start['sweep']} has no parent run; this run stands alone."
-        self._emit("error", fatal=False, message=text)
+        self.state.save(last_error=text)
         return None
 
     def _end(self, record: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ class MetricLogger(Callback):
         self._sized = False
 
     def steps(self, block: Steps) -> None:
-        self.tracker.metrics_many(self._points(block))
+        self.tracker.log_metrics(self._points(block))
         self.tracker.check()
 
     def _points(self, block: Steps) -> Iterator[Point]:
@@ -77,7 +77,7 @@ class MetricLogger(Callback):
         values = dict(record.metrics)
         if record.stagnant is not None:
             values["guard/stagnant_share"] = record.stagnant
-        self.tracker.metrics(record.step, record.time_ms, values)
+        self.tracker.log_metrics([(record.step, record.time_ms, values)])
 
     def state_dict(self) -> dict[str, Any]:
         return {"last": record_to_state(self._last), "sized": self._sized}
@@ -91,4 +91,4 @@ class MetricLogger(Callback):
         """Log the last loss scale, which ends the line of its changes."""
         if self._last is not None and self._last.loss_scale is not None:
             values = {"loss_scale/changes": self._last.loss_scale}
-            self.tracker.metrics(self._last.step, self._last.time_ms, values)
+            self.tracker.log_metrics([(self._last.step, self._last.time_ms, values)])

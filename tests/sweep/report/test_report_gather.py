@@ -128,7 +128,7 @@ def stored(tmp_path_factory):
         params = {"seed": str(len(name))}
         tracker.open(RunInfo(folder / name, params, tags, name=f"16-mixed seed={len(name)}"))
         for step, loss in enumerate(LOSSES, 1):
-            tracker.metrics(step, 1000 + step, {"train/loss": loss, "val/accuracy": step / 10})
+            tracker.log_metrics([(step, 1000 + step, {"train/loss": loss, "val/accuracy": step / 10})])
         if name == "whole":
             tracker.artifact(replace(DONE, label="whole").write(folder / name))
             tracker.close("FINISHED")
