@@ -207,7 +207,7 @@ def test_a_deleted_experiment_that_was_asked_for_by_its_id_is_refused(
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
     tracker = begin("refused", experiment=None)
-    until(lambda: tracker._status.refusal is not None)
+    until(lambda: tracker._state().refusal is not None)
     with pytest.raises(TrackingError, match=r"'gone' .* mlflow experiments restore"):
         tracker.check()
     start = time.monotonic()

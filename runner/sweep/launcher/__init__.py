@@ -8,11 +8,12 @@ seconds that imports cost a new Python process (bench/results/launcher_cost.md).
 How a job starts: Hydra calls IsolatedLauncher, which asks the fork server for a child process and
 sends it a pickled JobRequest. What comes back: Hydra's JobReturn through a pipe, the exit status
 through another one, output through two more, and `result.json` in the job's folder. The job's
-record goes through a socket to the sweep's writer process, which imports MLflow once for all jobs.
+record is the journal in its folder, which the sweep's process names to its writer process: MLflow
+is imported once for all jobs.
 
 Reading order: `isolated` (the launcher), `job_process` (one job, seen from the sweep),
 `fork_server` (the process that forks), `job_main` (the job's own process), then
-`runner/tracking/writer_proxy.py` (the socket), `writer_process.py` and `writer/uploader.py`
-(journal to MLflow). Not on that path: `job_request` (what is sent), `job_output` (output and exit
+`runner/tracking/job_journal.py` (the sweep finds the job's journal), `writer_process.py` and
+`writer/uploader.py` (journal to MLflow). Not on that path: `job_request` (what is sent), `job_output` (output and exit
 reasons), `stop_requests` (signals), and `remote`, `remote_job`, `submitit` (Slurm, Ray, joblib).
 """
