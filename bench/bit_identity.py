@@ -6,7 +6,7 @@
 Tiny models train 20 steps in every precision (emulated where this machine lacks the hardware),
 with several models, optimizers, adapters and options, through the command line alone. Each job's
 metrics of each step, its result, and digests of its final weights and states are compared exactly.
-What measures time or memory of the process is left out. Imports nothing of the runner, so that
+Measures of time and of the process's memory are ignored. Imports nothing of the runner, so that
 modules may move. Both commands need the same machine and the same versions of the packages.
 """
 
@@ -33,7 +33,7 @@ END = "end"
 """Stands for the step of what a run has once."""
 
 Record = dict[str, dict[str, str]]
-"""Of one job: metric, step, value as text that keeps every bit."""
+"""Points of one job: metric, step, value as text that keeps every bit."""
 
 UNSTABLE = ("perf/", "memory/peak", "system/")
 RESULT = (
@@ -103,7 +103,7 @@ LANES = (
         "images": f"{IMAGES} precision=16-mixed,bf16-true",
     },
 )
-"""Name and overrides of commands that run one after the other in a folder; a lane beside a lane."""
+"""Name and overrides of commands that run one after the other in a folder; lanes run at once."""
 
 
 def train(lane: Mapping[str, str], folder: Path) -> None:

@@ -3,9 +3,10 @@
     python bench/checkpoint_cost.py [--rounds 8] [--steps 15]
 
 ResNet-18 with AdamW (weights and two moments: 128 MiB) trains in float32. In turn: steps alone,
-steps with a checkpoint written while the loop waits, and steps with one written beside it. Told is
-how long the loop stands still for each, in the call and before the next update, and by how much it
-is longer, with the steps that the writing slows. Writes bench/results/checkpoint_cost.md.
+steps with a checkpoint written while the loop waits, and steps with one written by a thread. The
+results are how long the loop stands still for each, in the call and before the next update, and by
+how much it is longer, with the steps that the writing slows.
+Writes bench/results/checkpoint_cost.md.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def main() -> None:
         saver.wait_for_copy()
         waited += time.perf_counter() - began
 
-    state.before_update = settle
+    state.set_update_hook(settle)
     calls: dict[str, list[float]] = {"none": [], "waiting": [], "beside": []}
     loops: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(args.rounds + 1):
@@ -62,8 +63,8 @@ def main() -> None:
             if name == "waiting":
                 checkpoint_file.save(folder / "waiting", content, 1)
             elif name == "beside":
-                late = [*state.trainable, *state.optimizer_tensors()]
-                saver.save(content, late=late)
+                changed = [*state.trainable_parameters, *state.optimizer_tensors()]
+                saver.save(content, changed_by_update=changed)
             called, waited = time.perf_counter(), 0.0
             for _ in range(args.steps):
                 train_step(state, [batch])

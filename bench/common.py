@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, machine and versions, Markdown tables."""
+"""Helpers of the benchmarks: interleaved timing, machine and versions, Markdown tables."""
 
 import platform
 import statistics

@@ -1,4 +1,4 @@
-"""What is left of a run that a signal stops at any moment of its life?
+"""What remains of a run that a signal stops at any moment of its life?
 
     python bench/kill_phases.py [--moments 40] [--at-once 2] [--dry]
 
@@ -62,7 +62,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 
 def phase(folder: Path, over: bool) -> str:
-    """What the run had done so far, as its folder tells."""
+    """Return the phase that a run has reached, read from its folder."""
     if over:
         return "over"
     journals = [path.read_text() for path in folder.glob("outputs/runs/*/journal.jsonl")]
@@ -75,7 +75,7 @@ def phase(folder: Path, over: bool) -> str:
 
 
 def clear(store: Path) -> None:
-    """No run is left in it, only the tables whose making takes seconds."""
+    """Delete the runs in a store; its tables stay, for their creation takes seconds."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{store}/outputs/mlflow.db")
@@ -84,7 +84,10 @@ def clear(store: Path) -> None:
 
 
 def stored(folder: Path) -> list[str]:
-    """The statuses of its runs in MLflow, once none is RUNNING; the writer may outlive the run."""
+    """Return the statuses of a folder's MLflow runs, once none is RUNNING.
+
+    The writer may outlive a run.
+    """
     from mlflow import MlflowClient
 
     if not any(folder.glob("outputs/runs/*/journal.jsonl")):
@@ -135,7 +138,7 @@ def stopped(number: int, moment: float, home: Path) -> End:
 
 
 def whole(home: Path, at_once: int) -> float:
-    """Seconds of an undisturbed run beside others like it; leaves a store for the others."""
+    """Return the seconds of an undisturbed run among others like it; keep its store for those."""
     folders = [home / f"whole-{number}" for number in range(at_once)]
     for folder in folders:
         folder.mkdir()

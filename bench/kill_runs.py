@@ -64,7 +64,7 @@ def start(folder: Path, *typed: str) -> subprocess.Popen[bytes]:
 
 
 def reached(folder: Path) -> int:
-    """The last step in the newest journal."""
+    """Return the last step in the newest journal."""
     found = [journal.latest_journal(run) for run in folder.glob("outputs/runs/*")]
     paths = [path for path in found if path]
     return max((journal.last_steps([p]).get("train/loss", 0) for p in paths), default=0)
@@ -86,7 +86,7 @@ def disturbed(folder: Path, steps: int, kills: int) -> list[int]:
 
 
 def stored(folder: Path) -> tuple[int, dict[str, list[tuple[int, str]]]]:
-    """How many runs the store holds, and each metric's steps and values in the last of them."""
+    """Return the number of runs in a store, and each metric's steps and values in the last one."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder}/outputs/mlflow.db")

@@ -29,7 +29,7 @@ Save = Callable[[int], None]
 
 
 def contents(step: int, tensor: torch.Tensor) -> dict[str, object]:
-    rest = {key: kind() for key, kind in checkpoint_file._KINDS.items()}
+    rest = {key: kind() for key, kind in checkpoint_file._KEY_TYPES.items()}
     model = {"w": tensor.fill_(step)}
     return {**rest, "format": checkpoint_file.FORMAT, "step": step, "model": model}
 
@@ -45,7 +45,7 @@ def ours(folder: Path, tensor: torch.Tensor, told: int) -> None:
 
 
 def plain(folder: Path, tensor: torch.Tensor, told: int) -> None:
-    """As `torch.save(state, "last.pt")` after each epoch."""
+    """Save without end with `torch.save(state, "last.pt")`, as after each epoch."""
     step = 1
     while True:
         torch.save(contents(step, tensor), folder / "last.pt")
@@ -83,7 +83,7 @@ def killed(
     kills: int,
     megabytes: int,
 ) -> tuple[int, int]:
-    """How many kills hit a save, and how many of them cost what was saved before."""
+    """Return how many kills hit a save, and how many of them lost the earlier checkpoint."""
     tensor = torch.zeros(megabytes * 2**18)
     hit = torn = 0
     for _ in range(kills):

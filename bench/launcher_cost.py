@@ -3,8 +3,8 @@
     python bench/launcher_cost.py [--jobs 8] [--rounds 3]
 
 Whole commands in turn, sweeps of one and of `jobs` more tiny jobs under either launcher: the
-difference over `jobs` is what one more job takes. Beside them what a job would pay at least if its
-process were started afresh (multiprocessing's spawn): the interpreter and the same imports.
+difference over `jobs` is what one more job takes. For comparison: what a job would pay at least if
+its process were new (multiprocessing's spawn), for the interpreter and the same imports.
 Writes bench/results/launcher_cost.md.
 """
 
@@ -20,17 +20,17 @@ from pathlib import Path
 
 from common import median, spread, table, write
 
-from runner.sweep.launcher.fork_server import PRELOAD
+from runner.sweep.launcher.fork_server import PRELOADED_MODULES
 
 ROOT = Path(__file__).parents[1]
 SWEEP = (sys.executable, "-m", "runner", "-m", "model=mlp", "train.max_steps=3")
-SPAWNED = (sys.executable, "-c", f"import {', '.join(PRELOAD)}")
+SPAWNED = (sys.executable, "-c", f"import {', '.join(PRELOADED_MODULES)}")
 TRACKING = ("none", "mlflow")
 LAUNCHERS = ("basic", "isolated")
 
 
 def seconds(command: Sequence[str]) -> tuple[float, float]:
-    """(wall, CPU) of a command and all that it starts and waits for, in a folder of its own."""
+    """Return (wall, CPU) seconds of a command and all that it waits for, in a folder of its own."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:

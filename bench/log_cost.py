@@ -67,7 +67,7 @@ def in_list(steps: int, folder: Path) -> Cost:
 
 
 def with_process(steps: int, folder: Path, block: int) -> Cost:
-    """The runner's way. `block`: steps between hand-overs, as with train.log_every."""
+    """Record as the runner does. `block`: steps between hand-overs, as with train.log_every."""
     tracker = MlflowTracker(uri=f"sqlite:///{folder}/mlflow.db")
     tracker.open(RunInfo(Path(tempfile.mkdtemp(dir=folder))))
     while tracker.run_id is None:  # the start of the writer is measured apart
@@ -99,7 +99,7 @@ def writer_cpu() -> float:
 
 
 def with_thread(steps: int, folder: Path) -> Cost:
-    """The same batches, sent by a thread of this interpreter from a queue."""
+    """Send batches from a queue by a thread of this interpreter."""
     store = Store(f"sqlite:///{folder}/mlflow.db")
     run_id = store.create_run(store.experiment("precision-runner"), None, 0, {})
     records: queue.SimpleQueue = queue.SimpleQueue()

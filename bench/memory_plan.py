@@ -18,7 +18,7 @@ import torch
 from hydra import compose, initialize_config_module
 
 from bench.common import RESULTS, table, versions, write
-from runner.config.resolve import register_schema, resolve
+from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
@@ -111,14 +111,14 @@ def spec_of(run: str, precision: str, size: int, more: tuple[str, ...], device: 
         *more,
     ]
     with initialize_config_module(version_base="1.3", config_module="runner.conf"):
-        spec = resolve(compose("config", overrides=overrides))
+        spec = resolve_spec(compose("config", overrides=overrides))
     return replace(spec, train=replace(spec.train, max_steps=STEPS, eval_every=STEPS))
 
 
 def trained(
     spec: RunSpec, precision: Precision, device: torch.device, loaders: tuple[Loader, Loader]
 ) -> None:
-    """What runner.modes.train does with a model, without observers and checkpoints."""
+    """Train a model as runner.modes.train does, without observers and checkpoints."""
     model = build_model(spec, precision, device).model
     task, driven = (
         build_group("task", spec.task),

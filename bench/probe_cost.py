@@ -18,7 +18,7 @@ import torch
 from common import interleave, median, spread, table, write
 from hydra import compose, initialize_config_module
 
-from runner.config.resolve import register_schema, resolve
+from runner.config.resolve import register_schema, resolve_spec
 from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
 from runner.diagnostics.numerics.probe import Probe
@@ -43,7 +43,7 @@ class Loop:
 
     def __init__(self, *overrides: str) -> None:
         with initialize_config_module(version_base="1.3", config_module="runner.conf"):
-            spec = resolve(compose("config", list(overrides)))
+            spec = resolve_spec(compose("config", list(overrides)))
         seed_all(0)
         precision, place = build_group("precision", spec.precision), Single().place
         loader, _ = build_loaders(spec, build_splits(spec), CPU, place)

@@ -189,7 +189,7 @@ def closing(uris: dict[str, str], folder: Path, steps: int) -> str:
 
 
 def arrived(uri: str, run_id: str, steps: int, folder: Path) -> tuple[int, int]:
-    """How many points the store lacks, and how many losses are not what they were."""
+    """Return how many points the store lacks, and how many losses differ from those recorded."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)

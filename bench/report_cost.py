@@ -20,7 +20,7 @@ from common import table, versions, write
 
 from runner.modes.result import RunResult
 from runner.sweep.manifest import Manifest
-from runner.sweep.report.load import JOBS, load_from_folder, write_job_facts
+from runner.sweep.report.load import JOB_RESULTS_FOLDER, load_from_folder, write_job_facts
 from runner.sweep.report.pages import write_report
 from runner.sweep.report.rebuild import store_report
 from runner.tracking.mlflow import MlflowTracker
@@ -43,7 +43,7 @@ def main() -> None:
     for number in range(args.jobs):
         record_job(uri, folder / str(number), number, args.steps)
     data = load_from_folder(folder)
-    parent.artifact(write_job_facts(folder, data, 0), JOBS)
+    parent.artifact(write_job_facts(folder, data, 0), JOB_RESULTS_FOLDER)
     parent.close("FINISHED")
     seconds = {"the sweep's folder": [], "MLflow alone (SQLite)": []}
     for _ in range(3):

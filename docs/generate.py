@@ -44,7 +44,7 @@ def precisions() -> str:
         scale = precision.scale(torch.device("cpu")).value
         loss_scale = "none" if scale is None else f"dynamic, from {scale.item():g}"
         reason = yaml_header(name)[1]
-        formats = [precision.stores, precision.computes, loss_scale]
+        formats = [precision.storage_format, precision.compute_format, loss_scale]
         rows.append([f"`{name}`", *formats, needs(name), reason])
     head = ["precision", "stores", "computes", "loss scale", "needs", "why"]
     return table(head, rows)

@@ -53,7 +53,7 @@ def _check_name(name: str) -> None:
 
 
 def _options(name: str, height: int, width: int) -> dict[str, Any]:
-    """Return the keywords that a family of models needs besides the number of classes."""
+    """Return the keywords that a family of models needs in addition to the number of classes."""
     if name in ("googlenet", "inception_v3"):
         # With auxiliary heads they return a tuple in training; init_weights unset is a warning.
         return {"aux_logits": False, "init_weights": True}

@@ -64,9 +64,9 @@ def _geometry(input_shape: Sequence[int], patch_size: int | None) -> tuple[int, 
 
 
 def patches(side: int) -> int:
-    """Choose a patch size: the smallest divisor of `side` that gives 16 to 196 patches.
+    """Return a patch size: the smallest divisor of `side` that gives 16 to 196 patches.
 
-    Divisors of 4 pixels or more come first: 2-pixel patches quadruple the cost on small images.
+    Divisors of 4 pixels or more come first.
 
     Raises:
         ValueError: no divisor does.
@@ -77,6 +77,7 @@ def patches(side: int) -> int:
             f"no patch size cuts {side} x {side} pixels into 16 to 196 patches; "
             "set patch_size to a divisor, or resize the images"
         )
+    # Patches of 2 pixels would quadruple the cost on small images.
     return next((p for p in fitting if p >= 4), fitting[-1])
 
 

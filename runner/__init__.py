@@ -8,6 +8,6 @@ from runner.config import renamed
 if not (Path(__file__).parent / "conf").exists():
     __path__.append(str(Path(__file__).parent.parent))
 
-renamed.install()
+renamed.install_import_hook()
 
 __version__ = "0.1.0"

@@ -13,7 +13,7 @@ def main() -> int:
     """Run a command and return its exit status; signals are handled until the process ends."""
     signals = CommandSignals().__enter__()
     # Registered first, so that it runs last.
-    atexit.register(signals.leave)
+    atexit.register(signals.exit_if_finished)
     from runner.cli.main import main as command
 
     signals.status = command()

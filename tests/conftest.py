@@ -22,7 +22,7 @@ from hydra import initialize_config_module
 
 from runner.cli import main as command_line
 from runner.config.overrides import rewrite_arguments
-from runner.config.resolve import register_schema, resolve
+from runner.config.resolve import register_schema, resolve_spec
 
 ROOT = Path(__file__).parents[1]
 QUICK = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
@@ -139,7 +139,7 @@ def compose():
 
     def made(*overrides):
         with initialize_config_module(version_base="1.3", config_module="runner.conf"):
-            return resolve(hydra_compose("config", rewrite_arguments(overrides)))
+            return resolve_spec(hydra_compose("config", rewrite_arguments(overrides)))
 
     return made
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from runner.modes.artifacts import git_tags
+from runner.modes.run_metadata import git_tags
 
 PACKAGES = ("torch", "transformer_engine", "bitsandbytes", "torchao")
 
@@ -26,7 +26,7 @@ def main(folder: Path, sweep: Path) -> None:
 
 
 def collect(folder: Path, sweep: Path) -> dict[str, Any]:
-    """Everything that the stages left in a folder, and the jobs of the sweep."""
+    """Return all results of the stages in a folder, and the jobs of the sweep."""
     lines = folder / "throughput.jsonl"
     rows = [json.loads(text) for text in lines.read_text().splitlines()] if lines.exists() else []
     tests = folder / "tests.log"
@@ -83,7 +83,7 @@ def _commit() -> str:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The figures as tables."""
+    """Return the figures as tables."""
     versions = ", ".join(f"{name} {text}" for name, text in found["versions"].items())
     parts = [
         f"# GPU suite on {found['device']}",

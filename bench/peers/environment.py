@@ -1,4 +1,4 @@
-"""The peers' environment: beside the project's own, whose packages it sees; torch is there once."""
+"""The peers' environment, which sees the project's own packages, so that torch exists once."""
 
 import site
 import subprocess
@@ -9,7 +9,7 @@ REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 
 
 def interpreter(folder: Path) -> Path:
-    """The Python of an environment with the peers; made where there is none with them."""
+    """Return the Python of an environment with the peers, which is created if it is missing."""
     python, marker = folder / "bin" / "python", folder / "requirements.txt"
     wanted = REQUIREMENTS.read_text()
     if marker.is_file() and marker.read_text() == wanted:
@@ -24,7 +24,7 @@ def interpreter(folder: Path) -> Path:
 
 
 def versions(python: Path) -> str:
-    """Of what is compared, as installed there."""
+    """Return the versions of the compared packages, as installed there."""
     code = "from bench.common import versions; print(versions('torch', 'lightning', 'accelerate', "
     code += "'mlflow', 'hydra-core'))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)

@@ -28,7 +28,7 @@ CLOSE = {"cpu": 1e-5, "cuda": 1e-3}  # largest relative difference of the first 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one contender.
+    """Measurements of one contender.
 
     Attributes:
         void: why it is no comparison; empty where it is one.
@@ -54,7 +54,7 @@ class Row:
 
 
 class Worker:
-    """A contender under way."""
+    """A contender that runs."""
 
     def __init__(self, python: Path, order: Order, folder: Path, *options: str, **env: str) -> None:
         self.order, self.log = order, folder / f"{order.contender}.log"
@@ -212,7 +212,7 @@ def profiles(python: Path, job: Job, precision: str, device: str, folder: Path) 
 
 
 def _brief(worker: Worker) -> None:
-    """The one segment of a worker, then its end."""
+    """Run the one segment of a worker, then end it."""
     worker.go()
     worker.read()
     worker.finish()

@@ -14,7 +14,7 @@ FOLDER = "PEERS_FOLDER"
 
 
 def overrides(job: jobs.Job, precision: str, steps: int, device: str) -> Iterator[str]:
-    """The words of the command."""
+    """Return the words of the command."""
     yield from (f"model={job.model}", f"data={job.data}", f"precision={precision}")
     yield f"accelerator={device}"
     for group, arguments in (("model", job.model_args), ("data", job.data_args)):

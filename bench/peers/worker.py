@@ -1,4 +1,4 @@
-"""One contender in a process of its own; a parent reads its clocks and says when to go on.
+"""One contender in a process of its own; a parent reads its clocks and says when to continue.
 
     python -m bench.peers.worker '{"contender": "raw", "job": "mlp", ...}'
 

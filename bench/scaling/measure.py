@@ -33,7 +33,7 @@ LINKED = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def launch(world: int, rounds: int, sizes: Sequence[tuple[int, int]], **env: str) -> dict[str, Any]:
-    """What bench/scaling/worker.py finds with so many processes."""
+    """Return what bench/scaling/worker.py measures with a number of processes."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         chosen = [f"{width},{layers}" for width, layers in sizes]
@@ -94,13 +94,13 @@ def links(times: Mapping[str, Any], world: int) -> Measured:
 
 
 def pooled(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What was timed of links and copies beside all models together."""
+    """Return the timings of links and copies, of all models together."""
     every = [row["links"] for row in found["steps"]]
     return {key: [one for times in every for one in times[key]] for key in every[0]}
 
 
 def net_of(row: Mapping[str, Any]) -> Net:
-    """The model that was timed; its activations as bench/scaling/predict.py counts them."""
+    """Return the model that was timed; its activations as bench/scaling/predict.py counts them."""
     layers, width = row["layers"], row["width"]
     root = row["params"] - layers * row["block"]
     kept = (
@@ -195,7 +195,7 @@ def lines(world: int, found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # as each process does: machine() tells
+    torch.set_num_threads(1)  # as each process does: machine() reports it
     found = {world: launch(world, ROUNDS[world], sizes) for world, sizes in PLAN.items()}
     held = launch(2, 0, [MEMORY], MALLOC_MMAP_THRESHOLD_="65536")
     flags = ("flag", "flag twice", "copy")

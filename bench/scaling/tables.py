@@ -126,7 +126,7 @@ def every_step() -> str:
 
 
 def summary() -> str:
-    """How far off the model was here, in a sentence."""
+    """Return a sentence on how far off the model was here."""
     found, parts = figures(), []
     for world in sorted({row["world"] for row in tested()}):
         for strategy in STRATEGIES:
@@ -165,7 +165,7 @@ def held() -> str:
 
 
 def flags() -> str:
-    """What the flag of a stop costs a step."""
+    """Return what the flag of a stop costs a step."""
     rows = [
         [world, f"{one['flag'] / US:.0f} us", f"{one['flag twice'] / US:.0f} us"]
         for world, one in figures()["others"].items()
@@ -205,7 +205,7 @@ def times() -> str:
 
 
 def same_command() -> str:
-    """The same train.batch_size on ever more devices."""
+    """Return the table of one train.batch_size on more and more devices."""
     lines, where = [], [(s, n) for s in STRATEGIES for n in FIXED_WORLDS]
     for net in [net for net in NETS if net.name in ("GPT-2 124M", "GPT 1.3B")]:
         for precision in ("bf16-mixed", "bf16-true"):

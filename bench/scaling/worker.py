@@ -119,7 +119,7 @@ class Contender:
             (lambda: control.all_reduce_max_async(0) > 0) if place.world_size > 1 else lambda: False
         )
         self.precision = precision
-        self.records = fit(self.state, loader, loader, train, stopped=stopped)
+        self.records = fit(self.state, loader, loader, train, should_stop=stopped)
 
     def session(self) -> AbstractContextManager[object]:
         return self.precision.session(self.state.plain_model, CPU)
@@ -132,7 +132,7 @@ class Contender:
         """As many forwards and backwards of the same, and nothing else."""
         for _ in range(LOG_EVERY):
             self.state.scale.multiply(loss_of(self.state, *self.batch)).backward()
-            for p in self.state.trainable:
+            for p in self.state.trainable_parameters:
                 p.grad = None
 
 

@@ -1,7 +1,7 @@
 """Write checkpoints in a thread while the training loop runs.
 
-The loop waits only until the tensors are copied. Tensors that only an update changes are waited
-for before the next update.
+The loop waits only until the tensors are copied. Of tensors that only an update changes, the copy
+is made while the loop computes the next gradients, and waited for before the next update.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -17,97 +17,118 @@ from runner.checkpoint import checkpoint_file
 from runner.utils.errors import CheckpointError
 from runner.utils.files import os_error_reason
 
-Key = tuple[str | int, ...]
-Pair = tuple[Tensor, Tensor]
+TensorKey = tuple[str | int, ...]
+"""Where a tensor is in the content: the keys and indices that lead to it."""
+CopyPair = tuple[Tensor, Tensor]
+"""A tensor on the host, and the tensor that is to be copied into it."""
 
 
 class AsyncCheckpointWriter:
-    """Writes one checkpoint at a time in a thread; the next one waits for it. Where memory is too
-    short for a copy, the loop waits for the file.
+    """Writer of one checkpoint at a time in a thread; the next one waits for it.
 
     Args:
-        folder: where the checkpoints go.
-        keep: how many of the newest are kept.
-        say: told of a checkpoint that could not be written; training continues.
+        folder: of the checkpoints.
+        keep: number of the newest checkpoints that stay.
+        say: prints a line; called where a checkpoint could not be written and training continues.
     """
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]) -> None:
-        self.folder, self.keep, self.say = folder, keep, say
+        self.folder = folder
+        self.keep = keep
+        self.say = say
         self._thread: Thread | None = None
         self._error: Exception | None = None
-        self._copies: dict[Key, Tensor] = {}
-        self._copying: Event | None = None
-        for rest in folder.glob("*.partial"):  # of a process that was killed while it wrote
-            rest.unlink()
+        # Reused by all checkpoints: pinned memory is slow to allocate.
+        self._host_buffers: dict[TensorKey, Tensor] = {}
+        self._copy_complete: Event | None = None
+        # Drafts of a process that was killed while it wrote.
+        for draft in folder.glob("*.partial"):
+            draft.unlink()
 
     def save(
-        self, content: Mapping[str, Any], best: bool = False, late: Iterable[Tensor] = ()
+        self,
+        content: Mapping[str, Any],
+        best: bool = False,
+        changed_by_update: Iterable[Tensor] = (),
     ) -> None:
         """Save a checkpoint in the background; return once the tensors may change.
 
         Args:
             content: what training.state_dict.checkpoint_state_dict returns.
-            best: kept as `best.pt`, too.
-            late: tensors on the CPU that the loop leaves unchanged until it calls wait_for_copy.
+            best: the checkpoint becomes `best.pt`, too.
+            changed_by_update: tensors of the content that the loop leaves unchanged until it calls
+                wait_for_copy. Those on the CPU are copied in the thread.
         """
-        self._join()
-        if _bytes(content) * 2 > psutil.virtual_memory().available:
-            self._copies.clear()
+        self._wait_for_thread()
+        # A copy may take half of the memory that is available. Without one, the loop waits until
+        # the file is written.
+        if _total_bytes(content) * 2 > psutil.virtual_memory().available:
+            self._host_buffers.clear()
             self._write(content, best)
-            self._join()
+            self._wait_for_thread()
             return
-        later: list[Pair] = []
-        spared = {tensor.data_ptr() for tensor in late if tensor.device.type == "cpu"}
-        copy, device = self._copied(content, spared, later)
-        self._copying = copied = Event()
+        deferred: list[CopyPair] = []
+        # A device's tensors are not deferred: the device copies them in the order of its stream,
+        # so that the loop's next kernels cannot overtake the copy.
+        deferrable = {
+            tensor.data_ptr() for tensor in changed_by_update if tensor.device.type == "cpu"
+        }
+        copy, device_copied = self._copy_content(content, deferrable, deferred)
+        copy_complete = Event()
+        self._copy_complete = copy_complete
 
-        def work() -> None:
+        def copy_and_write() -> None:
             try:
-                for kept, value in later:
-                    kept.copy_(value)
+                for target, source in deferred:
+                    target.copy_(source)
             except Exception as error:
                 self._error = error
                 return
             finally:
-                copied.set()  # else the loop would wait for ever
-            if device is not None:
-                device.synchronize()
+                # After an error, too: the loop would wait for ever.
+                copy_complete.set()
+            if device_copied is not None:
+                device_copied.synchronize()
             self._write(copy, best)
 
-        self._thread = Thread(target=work, name="checkpoint")
+        self._thread = Thread(target=copy_and_write, name="checkpoint")
         self._thread.start()
 
     def wait_for_copy(self) -> None:
         """Return once all tensors may change."""
-        if self._copying is not None:
-            self._copying.wait()
-            self._copying = None
+        if self._copy_complete is not None:
+            self._copy_complete.wait()
+            self._copy_complete = None
 
     def finish(self, content: Mapping[str, Any] | None = None) -> Path | None:
         """Wait for the current write, write a last checkpoint and return its path.
 
+        Args:
+            content: as for save(); None writes nothing, and None is returned.
+
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the last checkpoint cannot be written.
         """
-        self._join()
+        self._wait_for_thread()
         if content is None:
             return None
         self._write(content)
-        if (error := self._error) is not None:
-            raise CheckpointError(self._trouble(error))
+        if self._error is not None:
+            raise CheckpointError(self._failure_message(self._error))
         return checkpoint_file.checkpoint_path(self.folder, content["step"])
 
-    def _join(self) -> None:
+    def _wait_for_thread(self) -> None:
+        """Wait until the checkpoint before is written, and report it if it could not be."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            self.say(f"warning: {self._trouble(self._error)} Training continues.")
+            self.say(f"warning: {self._failure_message(self._error)} Training continues.")
             self._error = None
 
-    def _trouble(self, error: Exception) -> str:
-        whole = sorted(self.folder.glob("step-*.pt"))
-        last = f"the last whole one is {whole[-1]}" if whole else "there is no earlier one"
+    def _failure_message(self, error: Exception) -> str:
+        complete = sorted(self.folder.glob("step-*.pt"))
+        last = f"the last whole one is {complete[-1]}" if complete else "there is no earlier one"
         return f"A checkpoint could not be written ({os_error_reason(error)}): {last}."
 
     def _write(self, content: Mapping[str, Any], best: bool = False) -> None:
@@ -115,69 +136,78 @@ class AsyncCheckpointWriter:
             path = checkpoint_file.save(self.folder, content, self.keep)
             if best:
                 checkpoint_file.keep_best(path)
-        except Exception as error:
+        except Exception as error:  # torch reports a full disk as a RuntimeError, too
             self._error = error
 
-    def _copied(
+    def _copy_content(
         self,
         content: Mapping[str, Any],
-        spared: Collection[int],
-        later: list[Pair],
+        deferrable: Collection[int],
+        deferred: list[CopyPair],
     ) -> tuple[Any, Any]:
         """Copy the content to reused host memory.
 
         Args:
             content: plain containers of tensors.
-            spared: addresses of tensors that are not copied here.
-            later: gets (copy, tensor) of these.
+            deferrable: addresses of tensors that are not copied here.
+            deferred: gets a pair for each of these.
 
         Returns:
-            The copy, and the device's event after which it is whole (None on a CPU).
+            The copy, and the device's event after which it is complete (None on a CPU).
         """
-        seen: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
-        device = False
+        # Weights that layers share are one tensor in the content's copy, too, so that the file
+        # holds them once.
+        copies: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+        on_device = False
 
-        def copy(value: Any, key: Key) -> Any:
-            nonlocal device
+        def copy(value: Any, key: TensorKey) -> Any:
+            nonlocal on_device
             if isinstance(value, Mapping):
                 return {name: copy(item, (*key, name)) for name, item in value.items()}
             if isinstance(value, list | tuple):
                 return type(value)(copy(item, (*key, i)) for i, item in enumerate(value))
             if not isinstance(value, Tensor):
                 return value
+            # A buffer of torch.empty has neither a subclass's parts nor other strides.
             if type(value) not in (Tensor, torch.nn.Parameter) or not value.is_contiguous():
                 return value.detach().clone()
-            # Neither an empty tensor nor one of torch_xla has an address.
-            mark = (value.data_ptr() or id(value), value.shape, value.dtype)
-            if mark not in seen:
-                device |= value.is_cuda
-                seen[mark] = kept = self._room(value, key)
-                if value.data_ptr() in spared:
-                    later.append((kept, value.detach()))
+            # Neither an empty tensor nor one of torch_xla has an address. The shape and the dtype,
+            # because a view can begin at the address of another tensor.
+            address = value.data_ptr() or id(value)
+            identity = (address, value.shape, value.dtype)
+            if identity not in copies:
+                on_device |= value.is_cuda
+                buffer = self._host_buffer(value, key)
+                copies[identity] = buffer
+                if value.data_ptr() in deferrable:
+                    deferred.append((buffer, value.detach()))
                 else:
-                    kept.copy_(value.detach(), non_blocking=value.is_cuda)
-            return seen[mark]
+                    buffer.copy_(value.detach(), non_blocking=value.is_cuda)
+            return copies[identity]
 
-        whole = copy(content, ())
-        if not device:
-            return whole, None
+        content_copy = copy(content, ())
+        if not on_device:
+            return content_copy, None
         event = torch.cuda.Event()
         event.record()
-        return whole, event
+        return content_copy, event
 
-    def _room(self, value: Tensor, key: Key) -> Tensor:
-        kept = self._copies.get(key)
-        if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-            pinned = value.is_cuda
-            kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
-            self._copies[key] = kept
-        return kept
+    def _host_buffer(self, value: Tensor, key: TensorKey) -> Tensor:
+        """Return host memory for a tensor: that of the checkpoint before, if it fits."""
+        buffer = self._host_buffers.get(key)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            # A device copies without the host's help into pinned memory only.
+            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._host_buffers[key] = buffer
+        return buffer
 
 
-def _bytes(value: Any) -> int:
+def _total_bytes(value: Any) -> int:
     """Return the bytes of all tensors in plain containers."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Mapping):
-        return sum(map(_bytes, value.values()))
-    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
+        return sum(map(_total_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_total_bytes, value))
+    return 0

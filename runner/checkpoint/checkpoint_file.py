@@ -20,7 +20,7 @@ from runner.utils.files import write_with_torch
 from runner.utils.tpu import is_tpu
 
 FORMAT = 1
-_KINDS = {
+_KEY_TYPES = {
     "spec": dict,
     "choices": dict,
     "precision": str,
@@ -35,37 +35,58 @@ _KINDS = {
     "schedulers": list,
     "loss_scale": dict,
 }
-_SIGNED = "spec"
-_PARTS = ("model", "data", "task", "precision", "optimizer", "scheduler", "adapter", "debug")
-"""Mappings in a spec."""
+SPEC_SIGNATURE_PURPOSE = "spec"
+"""What a checkpoint's signature is of; see runner.config.signature.sign."""
+_SPEC_MAPPINGS = (
+    "model",
+    "data",
+    "task",
+    "precision",
+    "optimizer",
+    "scheduler",
+    "adapter",
+    "debug",
+)
+"""Keys of a spec whose values are mappings."""
 
 
-def is_own(content: Mapping[str, Any]) -> bool:
-    """Check whether this user's key has signed the spec that a checkpoint holds."""
+def is_signed_by_user(content: Mapping[str, Any]) -> bool:
+    """Return whether this user's key has signed the spec that a checkpoint holds."""
+    # load() replaces paths of older versions in `spec`, and the signature is of the text before.
     spec = content.get("signed_spec", content["spec"])
-    return is_signed(_SIGNED, repr(spec), content.get("signature"))
+    return is_signed(SPEC_SIGNATURE_PURPOSE, repr(spec), content.get("signature"))
 
 
 def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
     """Write `step-<n>.pt`, then delete all but the newest `keep` checkpoints.
 
-    The file is written under another name, synced and renamed, so that no earlier checkpoint is
-    lost whatever happens meanwhile. Its shards, if any, have been written before.
+    Args:
+        folder: of the run's checkpoints; made if it is missing.
+        content: what training.state_dict.checkpoint_state_dict returns. Its shards, if any, have
+            been written before.
+        keep: number of the newest checkpoints that stay.
+
+    Returns:
+        The path of the new file.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; the earlier checkpoints are unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = checkpoint_path(folder, content["step"])
-    aside = path.with_suffix(".partial")
+    # Under its final name the file is complete at any moment: the data is on the disk before the
+    # rename, and a rename within a folder is atomic.
+    draft = path.with_suffix(".partial")
     try:
-        with write_with_torch(aside) as file:
-            torch.save(tree_map_only(Tensor, _portable, dict(content)), file)
-    except BaseException:
-        aside.unlink(missing_ok=True)
+        with write_with_torch(draft) as file:
+            torch.save(tree_map_only(Tensor, _on_host_if_tpu, dict(content)), file)
+    except BaseException:  # a stop signal, too: the draft may be gigabytes
+        draft.unlink(missing_ok=True)
         raise
-    aside.replace(path)
-    _sync(folder)  # the rename, too
+    draft.replace(path)
+    # The rename must be on the disk before the deletions: after a power cut, a folder without both
+    # the new and the old names would hold no checkpoint.
+    _sync_folder(folder)
     for old in sorted(folder.glob("step-*.pt"))[:-keep]:
         delete_checkpoint(old)
     return path
@@ -73,17 +94,20 @@ def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
 
 def delete_checkpoint(path: Path) -> None:
     """Remove a checkpoint, with its shards."""
+    # The file first: shards without it are removed at the next start, while a file without its
+    # shards would look like a checkpoint to resume from.
     path.unlink()
     shutil.rmtree(shards_folder(path), ignore_errors=True)
 
 
 def shards_folder(path: Path) -> Path:
     """Return the folder of the shards that several processes wrote of a checkpoint."""
-    return path.with_suffix(sharded_tensors.SUFFIX)
+    return path.with_suffix(sharded_tensors.SHARDS_SUFFIX)
 
 
-def _portable(tensor: Tensor) -> Tensor:
-    """Copy a tensor of torch_xla to the host: it ignores map_location when it is loaded."""
+def _on_host_if_tpu(tensor: Tensor) -> Tensor:
+    """Return a copy on the host of a tensor on a TPU, and any other tensor unchanged."""
+    # A tensor of torch_xla would ignore the map_location that load() gives.
     return tensor.cpu() if is_tpu(tensor.device) else tensor
 
 
@@ -93,28 +117,33 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def keep_best(path: Path) -> Path:
-    """Keep a checkpoint as `best.pt`, too, by a hard link that outlives its own name."""
+    """Make `best.pt` another name of a checkpoint, and return its path."""
     best = path.with_name("best.pt")
-    if (parts := shards_folder(path)).is_dir():
+    shards = shards_folder(path)
+    # Hard links cost no space, and outlive the deletion of the checkpoint's own name by save().
+    if shards.is_dir():
         shutil.rmtree(shards_folder(best), ignore_errors=True)
-        shutil.copytree(parts, shards_folder(best), copy_function=os.link)
-    aside = best.with_suffix(".partial")
-    aside.unlink(missing_ok=True)
-    os.link(path, aside)
-    return aside.replace(best)
+        shutil.copytree(shards, shards_folder(best), copy_function=os.link)
+    # os.link does not replace a file; a rename does, and there is a best.pt at any moment.
+    link = best.with_suffix(".partial")
+    link.unlink(missing_ok=True)
+    os.link(path, link)
+    return link.replace(best)
 
 
-def set_aside_newer(folder: Path, step: int) -> None:
-    """Rename the checkpoints after the step that a run resumes from.
+def rename_superseded(folder: Path, step: int) -> None:
+    """Rename the checkpoints after the step that a run resumes from, so that none is found again.
 
     They belong to steps that are now trained again, or are damaged.
     """
     for path in folder.glob("step-*.pt"):
+        # Paths compare as steps do: their numbers have leading zeros.
         if path > checkpoint_path(folder, step):
             path.replace(path.with_suffix(".superseded"))
 
 
-def _sync(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
+    """Have the operating system write a folder's list of names to the disk."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -131,45 +160,55 @@ def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"checkpoint={path} is no file. Give a step-*.pt file of a run.")
     try:
-        with ZipFile(path) as file:  # torch does not compare the checksums that it writes
+        with ZipFile(path) as file:
+            # torch compresses no member. A compressed one is from elsewhere, and a small file of
+            # this kind may unpack to more than the memory.
             if any(member.compress_type != ZIP_STORED for member in file.infolist()):
-                raise BadZipFile  # torch compresses none, and one may unfold to anything
-            if (damaged := file.testzip()) is not None:
+                raise BadZipFile
+            # torch.load does not compare the checksums that torch.save writes.
+            damaged = file.testzip()
+            if damaged is not None:
                 raise ConfigError(f"checkpoint={path} is damaged: {damaged} has changed on disk.")
     except (BadZipFile, OSError, EOFError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"checkpoint={path} is no checkpoint of this runner, or it is cut short. "
             "Give a step-*.pt file of a run."
         ) from error
+    # weights_only: nothing in the file is executed. mmap: memory is used for what is read only, not
+    # for the optimizer state of a checkpoint whose weights alone are wanted.
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise ConfigError(f"checkpoint={path} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(f"checkpoint={path} was not written by this runner (format {FORMAT}).")
-    if problem := next(_misfits(content), None):
+    problem = next(_format_problems(content), None)
+    if problem:
         raise ConfigError(f"checkpoint={path} was not written by this runner: {problem}.")
-    if sums := content.get("parts"):
-        sharded_tensors.check_shards(shards_folder(path), sums)
+    checksums = content.get("parts")
+    if checksums:
+        sharded_tensors.check_shards(shards_folder(path), checksums)
+        # The weights only: optimizer state is sharded, or filled, where it is restored.
         content["model"] = sharded_tensors.load_full(content["model"], shards_folder(path))
-    content["signed_spec"] = content["spec"]  # the signature is of the text that was written
+    # The signature is of the text that was written.
+    content["signed_spec"] = content["spec"]
     content["spec"] = with_current_targets(content["spec"])
     return content
 
 
-def _misfits(content: Mapping[str, Any]) -> Iterator[str]:
+def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield what differs from a checkpoint's format: a file from elsewhere may hold anything."""
-    for key, kind in _KINDS.items():
+    # The caller takes the first problem only, so each check may rely on those before it.
+    for key, kind in _KEY_TYPES.items():
         if not isinstance(content.get(key), kind):
             yield f"its {key} is no {kind.__name__}"
-    if not all(isinstance(text, str) for pair in content["choices"].items() for text in pair):
+    if not _holds_strings(content["choices"]):
         yield "its choices are no names"
-    bypassed = content.get("bypassed", {})  # older files have none
-    if not isinstance(bypassed, dict) or not all(
-        isinstance(text, str) for pair in bypassed.items() for text in pair
-    ):
+    # Older files have no `bypassed`.
+    bypassed = content.get("bypassed", {})
+    if not isinstance(bypassed, dict) or not _holds_strings(bypassed):
         yield "its bypassed are no names"
-    for key in _PARTS:
+    for key in _SPEC_MAPPINGS:
         if not isinstance(content["spec"].get(key, {}), dict):
             yield f"its spec.{key} is no dict"
     try:
@@ -177,12 +216,18 @@ def _misfits(content: Mapping[str, Any]) -> Iterator[str]:
     except (TypeError, ValueError):
         yield "its spec holds what no config does"
     else:
+        # A spec is written after its interpolations are resolved. One in a file from elsewhere
+        # could read this machine's environment variables (`${oc.env:...}`).
         if "${" in spec:
             yield "its spec holds an interpolation, which would be resolved here"
 
 
+def _holds_strings(mapping: Mapping[Any, Any]) -> bool:
+    return all(isinstance(text, str) for pair in mapping.items() for text in pair)
+
+
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint's file and what it holds."""
+    """A checkpoint's file, and its content as `load` returns it."""
 
     path: Path
     content: Mapping[str, Any]

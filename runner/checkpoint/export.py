@@ -19,22 +19,25 @@ from torch.utils._pytree import tree_leaves
 
 from runner.precision.casting import cast_nest
 from runner.precision.layers.exportable import Plain8bit, PlainFloat8, exportable_copy
-from runner.precision.precision import CPU, Precision
+from runner.precision.precision import CPU_DEVICE, Precision
 from runner.utils.files import os_error_reason, write_with_torch
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import EXPORTED_MODEL
-from runner.utils.quiet_import import quiet_imports
 
-ROWS = 4
+TRACED_ROWS = 4
 """Rows of the batch that is traced and compared: torch.export takes one row for a constant."""
+_DEVICE_EPS = 2**-10
+"""Least relative error of a device's operations: TF32 has ten bits, and sums another order."""
+_MESSAGE_CHARACTERS = 300
 
 
 class ExportError(Exception):
-    """The model cannot be exported; one line says why."""
+    """A model that cannot be exported; one line says why."""
 
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """What was written, and what a reader of it must know.
+    """An exported model's file, and the facts that a reader of it needs.
 
     Attributes:
         path: of model.pt2.
@@ -48,57 +51,66 @@ class ExportedModel:
 
 
 def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path) -> ExportedModel:
-    """Write the model as the evaluation runs it, on the CPU, for any number of rows.
+    """Write the model as the evaluation runs it, on the CPU_DEVICE, for any number of rows.
 
     Call it inside `precision.session`. The program takes inputs as the data gives them and gives
-    outputs as the task gets them, in `precision.loss_dtype`. The model, its modes and the process
-    stay as they were.
+    outputs as the task gets them, in `precision.loss_dtype`. The model, its modes, the random
+    states and the process's settings are the same before and after.
 
     Args:
         model: converted, on its device.
         precision: casts the inputs and surrounds the forward.
         example: a batch of inputs [N, ...], N from 1, on the model's device.
-        folder: where model.pt2 is written; made if need be.
+        folder: where model.pt2 is written; made if it is missing.
 
     Raises:
-        ExportError: it cannot be run, traced, saved or loaded, or the program computes otherwise.
+        ExportError: the model cannot be run, traced, saved or loaded, or the program's outputs
+            differ from the model's.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    # torch.compile's wrapper has the model in `_orig_mod`.
+    model = getattr(model, "_orig_mod", model)
     path = folder / EXPORTED_MODEL
-    with _refusing(path):
-        example = _rows(example)
-        with _evaluating(model, precision, example.device), quiet_imports():
-            live = _Evaluated(model, precision, example.device)(example)
-            _refuse_lstm(model, precision, example.device)
+    with _as_export_errors(path):
+        example = _traced_rows(example)
+        device = example.device
+        with _evaluation_mode(model, precision, device), suppress_import_warnings():
+            expected = _EvaluationForward(model, precision, device)(example)
+            _refuse_lstm(model, precision, device)
             plain = exportable_copy(model)
-            program = _trace(_Evaluated(plain, precision, CPU), example.to(CPU))
+            program = _trace(
+                _EvaluationForward(plain, precision, CPU_DEVICE), example.to(CPU_DEVICE)
+            )
             folder.mkdir(parents=True, exist_ok=True)
             with write_with_torch(path) as file:
                 torch.export.save(program, file)
+            # The file is compared, not the program in memory: users get the file.
             loaded = torch.export.load(path).module()
-        facts = _facts(example, live)
-        _compare(loaded, example, live, _tolerance(plain, precision, example.device))
+        facts = _facts(example, expected)
+        _compare(loaded, example, expected, _tolerance(plain, precision, device))
         return ExportedModel(path, facts)
 
 
 @contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def _as_export_errors(path: Path) -> Iterator[None]:
     """Turn any error inside into an ExportError, and remove the file."""
+    # Any, because a model's forward is the user's code, and an export must not end a run that has
+    # trained its weights.
     try:
         yield
     except Exception as error:
         with suppress(OSError):
             path.unlink()
-        raise ExportError(line(error)) from error
+        raise ExportError(error_line(error)) from error
 
 
-class _Evaluated(nn.Module):
-    """A model with what surrounds its forward in an evaluation."""
+class _EvaluationForward(nn.Module):
+    """A model with the casts and contexts that surround its forward in an evaluation."""
 
     def __init__(self, model: nn.Module, precision: Precision, device: torch.device) -> None:
         super().__init__()
         self.model = model
-        self._precision, self._device = precision, device
+        self._precision = precision
+        self._device = device
         self.training = model.training
 
     def forward(self, inputs: Tensor) -> Any:
@@ -108,105 +120,147 @@ class _Evaluated(nn.Module):
 
 
 @contextmanager
-def _evaluating(model: nn.Module, precision: Precision, device: torch.device) -> Iterator[None]:
+def _evaluation_mode(
+    model: nn.Module, precision: Precision, device: torch.device
+) -> Iterator[None]:
     """Put the model in evaluation mode without gradients; restore modes and random states after."""
+    # One by one: a user's module may be in evaluation mode while the model trains.
     modes = [(module, module.training) for module in model.modules()]
     devices = [device] if device.type == "cuda" else []
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(torch.no_grad())
-        stack.callback(_restore, modes)
+        stack.callback(_restore_modes, modes)
         model.eval()
-        stack.enter_context(precision.evaluating(model))
+        # Entered last, so that it ends before the modes are restored.
+        stack.enter_context(precision.eval_context(model))
         yield
 
 
-def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
+def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
     for module, training in modes:
         module.training = training
 
 
-def _rows(example: Tensor) -> Tensor:
-    """Return ROWS rows of the batch; a shorter batch is repeated."""
+def _traced_rows(example: Tensor) -> Tensor:
+    """Return TRACED_ROWS rows of the batch; a shorter batch is repeated."""
     if not isinstance(example, Tensor) or example.ndim < 1 or not len(example):
         kind = type(example).__name__
         raise ExportError(f"its input is no tensor with a batch of examples, but a {kind}")
-    return example[torch.arange(ROWS, device=example.device) % len(example)]
+    return example[torch.arange(TRACED_ROWS, device=example.device) % len(example)]
 
 
 def _refuse_lstm(model: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Refuse the one layer that runs here by the kernels of runner.precision.emulation.float16
-    alone, and so would not run where the program is loaded."""
-    lent = precision.kernels() == "float32_accumulate"
-    lent = lent and isinstance(precision.forward(device), torch.autocast)
-    if lent and any(isinstance(module, nn.LSTM) for module in model.modules()):
+    """Refuse an LSTM whose float16 kernel comes from this package.
+
+    Raises:
+        ExportError: the model has one.
+    """
+    # The only layer of its kind: torch itself has kernels for the others, which run where the
+    # program is loaded. See runner.precision.emulation.float16.
+    uses_own_kernels = precision.kernels() == "float32_accumulate"
+    is_autocast = isinstance(precision.forward(device), torch.autocast)
+    has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
+    if uses_own_kernels and is_autocast and has_lstm:
         raise ExportError("torch has no float16 kernel on a CPU for an LSTM under autocast")
 
 
 def _trace(module: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    """Trace a module's forward to a program that takes any number of rows.
+
+    Raises:
+        ValueError: the forward fixes the number of rows.
+    """
+    # AUTO permits a forward that fixes the number of rows, which is refused below in one line.
     shapes = ({0: torch.export.Dim.AUTO},)
     program = torch.export.export(module, (example,), dynamic_shapes=shapes)
-    if not program.range_constraints:  # of the one dimension that may vary
-        raise ValueError(f"its forward takes {ROWS} rows for a constant, so it fits no other batch")
-    for part in program.graph_module.modules():
-        if isinstance(part, torch.fx.GraphModule):
-            _name_dtypes(part)
-    program.example_inputs = None  # the data stay out of the file
+    # One entry per dimension that may vary, and the rows are the only one that is asked for.
+    if not program.range_constraints:
+        raise ValueError(
+            f"its forward takes {TRACED_ROWS} rows for a constant, so it fits no other batch"
+        )
+    # A region under autocast is a graph of its own inside the program.
+    for graph in program.graph_module.modules():
+        if isinstance(graph, torch.fx.GraphModule):
+            _set_default_dtypes(graph)
+    # The program would be saved with the batch, and the user's data stay out of the file.
+    program.example_inputs = None
     return program
 
 
-def _name_dtypes(part: torch.fx.GraphModule) -> None:
-    """Write down the dtype of tensors that the forward creates, which was the default one."""
-    for node in part.graph.nodes:
-        made, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
-        if schema is None or not isinstance(made, Tensor) or node.kwargs.get("dtype") is not None:
+def _set_default_dtypes(graph_module: torch.fx.GraphModule) -> None:
+    """Write down the dtype of tensors that the forward creates."""
+    # In a true precision it is torch's default dtype that the precision set here, which the process
+    # that loads the program does not have.
+    for node in graph_module.graph.nodes:
+        created = node.meta.get("val")
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not isinstance(created, Tensor):
             continue
-        takes = {argument.name: i for i, argument in enumerate(schema.arguments)}
-        fresh = not any("Tensor" in str(argument.type) for argument in schema.arguments)
-        if fresh and takes.get("dtype", 0) >= len(node.args) > 0:
-            node.kwargs = {**node.kwargs, "dtype": made.dtype}
-    part.recompile()
+        if node.kwargs.get("dtype") is not None:
+            continue
+        # With a tensor among its arguments, an operation takes the dtype from that one.
+        if any("Tensor" in str(argument.type) for argument in schema.arguments):
+            continue
+        positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
+        # Not where the dtype is given by its position.
+        if positions.get("dtype", 0) >= len(node.args) > 0:
+            node.kwargs = {**node.kwargs, "dtype": created.dtype}
+    graph_module.recompile()
 
 
 def _tolerance(plain: nn.Module, precision: Precision, device: torch.device) -> float:
     """Return the relative error that is allowed: half the digits of the compute dtype."""
     eps = torch.finfo(precision.compute).eps
     if device.type != "cpu":
-        eps = max(eps, 2**-10)  # TF32, and other orders of sums
-    for module in plain.modules():  # where a last bit moves a value to the next of the few
+        eps = max(eps, _DEVICE_EPS)
+    # A last bit that differs in the input of such a layer may move a value to the next of the few
+    # values that its format has.
+    for module in plain.modules():
         if isinstance(module, Plain8bit | PlainFloat8):
-            eps = max(eps, module.coarse)
+            eps = max(eps, module.relative_step)
+    # The square root halves the exponent, that is, the number of digits.
     return math.sqrt(eps)
 
 
-def _compare(loaded: Any, example: Tensor, live: Any, tolerance: float) -> None:
-    """Run the program on the batch and on its first row.
+def _compare(loaded: Any, example: Tensor, expected: Any, tolerance: float) -> None:
+    """Run the program on the batch and on its first row, and compare it with the model.
+
+    Args:
+        loaded: the program, read from its file.
+        example: the batch that was traced.
+        expected: the model's outputs of it.
+        tolerance: greatest relative error in the 2-norm of each output.
 
     Raises:
-        ExportError: it fails, or differs from the live outputs.
+        ExportError: the program fails, or its outputs differ.
     """
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = loaded(example.to(CPU))
-            single = loaded(example[:1].to(CPU))
+            outputs = loaded(example.to(CPU_DEVICE))
+            outputs_of_one = loaded(example[:1].to(CPU_DEVICE))
         except Exception as error:
-            raise ExportError(f"the program does not run: {line(error)}") from error
-    wanted, made = _leaves(live), _leaves(found)
-    if [t.shape for t in wanted] != [t.shape for t in made]:
+            raise ExportError(f"the program does not run: {error_line(error)}") from error
+    wanted = _tensors(expected)
+    found = _tensors(outputs)
+    if [t.shape for t in wanted] != [t.shape for t in found]:
         raise ExportError("the program's outputs have other shapes than the model's")
-    distances = [_distance(a, b) for a, b in zip(wanted, made, strict=True)]
-    error = np.max(distances, initial=0.0)  # NaN if any is
+    distances = [_distance(a, b) for a, b in zip(wanted, found, strict=True)]
+    # NumPy's maximum is NaN if any distance is; Python's depends on their order.
+    error = np.max(distances, initial=0.0)
+    # `not <=` refuses NaN, too.
     if not error <= tolerance:
         raise ExportError(
             f"the program's outputs differ from the model's by {error:.2g} of their size, more "
             f"than rounding explains ({tolerance:.2g})"
         )
-    if [t.dtype for t in _leaves(single)] != [t.dtype for t in wanted]:
+    if [t.dtype for t in _tensors(outputs_of_one)] != [t.dtype for t in wanted]:
         raise ExportError("the program's outputs have other dtypes than the model's")
 
 
-def _leaves(outputs: Any) -> list[Tensor]:
+def _tensors(outputs: Any) -> list[Tensor]:
+    """Return the tensors of nested containers."""
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
@@ -215,46 +269,60 @@ def _distance(wanted: Tensor, found: Tensor) -> float:
 
     It is infinite or NaN if a found value is not finite where the wanted one is.
     """
+    # The outputs may be float16, whose squares overflow in a norm.
     wide = torch.complex128 if wanted.is_complex() else torch.float64
-    a, b = wanted.detach().to(CPU, wide).flatten(), found.detach().to(wide).flatten()
+    a = wanted.detach().to(CPU_DEVICE, wide).flatten()
+    b = found.detach().to(wide).flatten()
+    # A model that has diverged is exported, too.
     finite = a.isfinite()
-    a, b = a[finite], b[finite]
+    a = a[finite]
+    b = b[finite]
+    # Equal values first, because zeros would give 0 / 0.
     if not a.numel() or torch.equal(a, b):
         return 0.0
     return float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a))
 
 
-def _facts(example: Tensor, live: Any) -> dict[str, Any]:
-    leaves = _leaves(live)
-    for dtype in {t.dtype for t in (example, *leaves)}:
-        if not hasattr(np, _name(dtype)):
-            raise ExportError(f"MLflow's signatures know no {_name(dtype)}")
-    if any(t.ndim == 0 or len(t) != ROWS for t in leaves):
+def _facts(example: Tensor, expected: Any) -> dict[str, Any]:
+    """Return the facts of ExportedModel.
+
+    Raises:
+        ExportError: MLflow cannot describe the inputs or outputs.
+    """
+    outputs = _tensors(expected)
+    for dtype in {t.dtype for t in (example, *outputs)}:
+        # MLflow's signatures have NumPy's dtypes, which lack bfloat16 and FP8.
+        if not hasattr(np, _dtype_name(dtype)):
+            raise ExportError(f"MLflow's signatures know no {_dtype_name(dtype)}")
+    if any(t.ndim == 0 or len(t) != TRACED_ROWS for t in outputs):
         raise ExportError("its outputs have no batch dimension")
     facts = {
         "file": EXPORTED_MODEL,
-        "inputs": [_spec("inputs", example)],
-        "outputs": [_spec(f"output_{i}", tensor) for i, tensor in enumerate(leaves)],
-        "one_tensor": isinstance(live, Tensor),
+        "inputs": [_tensor_spec("inputs", example)],
+        "outputs": [_tensor_spec(f"output_{i}", tensor) for i, tensor in enumerate(outputs)],
+        "one_tensor": isinstance(expected, Tensor),
         "torch": str(torch.__version__),
     }
+    # Fails here, as an ExportError, rather than when the facts are recorded.
     json.dumps(facts)
     return facts
 
 
-def _spec(name: str, tensor: Tensor) -> dict[str, Any]:
-    return {"name": name, "dtype": _name(tensor.dtype), "shape": [-1, *tensor.shape[1:]]}
+def _tensor_spec(name: str, tensor: Tensor) -> dict[str, Any]:
+    return {"name": name, "dtype": _dtype_name(tensor.dtype), "shape": [-1, *tensor.shape[1:]]}
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Return the kind of an error and its first line; of an ExportError its message alone."""
     if isinstance(error, ExportError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return os_error_reason(error)
     lines = [text.strip() for text in str(error).splitlines() if text.strip()]
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:_MESSAGE_CHARACTERS]}"

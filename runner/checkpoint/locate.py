@@ -1,7 +1,7 @@
 """Find the checkpoint, run folder or sweep folder that a path, an MLflow id or `last` refers to.
 
-Nothing in this module imports torch before a
-checkpoint is loaded: `runner report` and `sweep.resume=` look for folders only.
+Nothing in this module imports torch before a checkpoint is loaded: `runner report` and
+`sweep.resume=` look for folders only.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ def resolve_path(where: str, tracking_uri: str | None, key: str) -> Path:
     """Return the path that a text names: itself, or the output folder of an MLflow run.
 
     Args:
-        where: a path, or the id of an MLflow run. What holds a slash is never an id.
+        where: a path, or the id of an MLflow run.
         tracking_uri: the store that ids are looked up in; None takes the default one.
         key: the command's key that has this value, for messages.
 
@@ -29,6 +29,7 @@ def resolve_path(where: str, tracking_uri: str | None, key: str) -> Path:
         ConfigError: there is no such path, and the store knows no run of this id.
     """
     path = Path(where)
+    # An id holds no slash. A path that is missing is returned: the caller knows what to say of it.
     if path.exists() or "/" in where or "\\" in where:
         return path
     return folder_of_run(where, tracking_uri, key)
@@ -84,7 +85,7 @@ def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Pa
         if Path(where).is_file():
             return [Path(where)]
         path = resolve_path(where, tracking_uri, key)
-    except OSError as error:  # too long for a name, a loop of links
+    except OSError as error:  # a name that is too long, a loop of links
         raise ConfigError(f"{key}={where}: {error.strerror}. Type a file or folder.") from error
     found = checkpoints_of_run(path) or sorted(path.glob(_STEPS))
     if not found:
@@ -108,6 +109,7 @@ def newest_runs(folder: Path) -> list[Path]:
 
 def newest_sweeps(folder: Path = Path("outputs/sweeps")) -> list[Path]:
     """Return the folders of sweeps that hold a manifest, newest first."""
+    # A sweep's folder is named by its start time.
     return [path.parent for path in sorted(folder.glob(f"*/{MANIFEST}"), reverse=True)]
 
 
@@ -123,6 +125,7 @@ def find_sweep(where: str, tracking_uri: str | None, key: str) -> Path | None:
         ConfigError: it is no path here, and no run's id.
     """
     path = resolve_path(where, tracking_uri, key)
+    # A job's folder is in its sweep's.
     for folder in (path, path.parent):
         if (folder / MANIFEST).is_file():
             return folder

@@ -8,7 +8,7 @@ each sharded tensor. They load in any number of processes, and nothing in them i
 import os
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,42 +19,61 @@ from runner.distributed.strategy import is_sharded
 from runner.distributed.torchrun import process_rank
 from runner.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # else every run would pay for the import
+if TYPE_CHECKING:  # importing them takes time that a run without shards need not spend
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.tensor import DTensor
 
-SUFFIX = ".shards"
+SHARDS_SUFFIX = ".shards"
 _MARK = "sharded"
 """Key of a mark, which stands for a sharded tensor; its value is the tensor's name in the files."""
-_CHUNK = 1 << 24
+_READ_BYTES = 1 << 24
+"""Bytes of a file that are in memory at once while its checksum is computed."""
 
-Sums = dict[str, list[int]]
+Checksums = dict[str, list[int]]
 """Size and checksum (CRC-32) of files by name."""
 
 
-def extract_shards(value: Any, parts: "dict[str, DTensor]", name: str = "") -> Any:
-    """Copy plain containers with marks in place of sharded tensors, which are put into `parts`."""
+def extract_shards(value: Any, sharded: "dict[str, DTensor]", name: str = "") -> Any:
+    """Copy plain containers with marks in place of sharded tensors.
+
+    Args:
+        value: dicts, lists and tuples of tensors and other values.
+        sharded: gets the sharded tensors by their names in the files.
+        name: of the value; the keys and indices that lead to a tensor are joined with slashes.
+    """
     if is_sharded(value):
-        known = next((key for key, other in parts.items() if _same(other, value)), name)
-        parts.setdefault(known, value)
-        return {_MARK: known, "shape": [*value.shape], "dtype": str(value.dtype)}
+        # Weights that layers share are written once, under the first of their names.
+        first_name = name
+        for key, other in sharded.items():
+            if _share_storage(other, value):
+                first_name = key
+                break
+        sharded.setdefault(first_name, value)
+        return {_MARK: first_name, "shape": [*value.shape], "dtype": str(value.dtype)}
     if isinstance(value, Mapping):
-        return {
-            k: extract_shards(v, parts, f"{name}/{k}" if name else str(k)) for k, v in value.items()
-        }
+        prefix = f"{name}/" if name else ""
+        return {k: extract_shards(v, sharded, f"{prefix}{k}") for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(extract_shards(v, parts, f"{name}/{i}") for i, v in enumerate(value))
+        return type(value)(extract_shards(v, sharded, f"{name}/{i}") for i, v in enumerate(value))
     return value
 
 
-def _same(one: "DTensor", other: "DTensor") -> bool:
-    """Return whether two names hold one tensor, also in a process whose shard of it is empty."""
-    storages = (t.to_local().untyped_storage()._cdata for t in (one, other))
-    return len({*storages}) == 1
+def _share_storage(one: "DTensor", other: "DTensor") -> bool:
+    """Return whether two tensors are one, also in a process whose shard of it is empty."""
+    # Storages, not addresses: all empty tensors have the address 0. All processes must agree on
+    # the names.
+    return one.to_local().untyped_storage()._cdata == other.to_local().untyped_storage()._cdata
 
 
-def write_shards(folder: Path, parts: "Mapping[str, DTensor]") -> Sums:
+def write_shards(folder: Path, sharded: "Mapping[str, DTensor]") -> Checksums:
     """Write this process's shards and wait until they are on the disk. All processes call it.
+
+    Args:
+        folder: the same for all processes; made if it is missing.
+        sharded: the same names in all processes.
+
+    Returns:
+        Those of this process's files.
 
     Raises:
         OSError: a file cannot be written.
@@ -63,24 +82,28 @@ def write_shards(folder: Path, parts: "Mapping[str, DTensor]") -> Sums:
 
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save({**parts}, storage_writer=writer)
+        dcp.save({**sharded}, storage_writer=writer)
     except dcp.api.CheckpointException as error:
-        raise OSError(_reason(error)) from error
-    return {p.name: _sum(p) for p in folder.glob(f"shard-{process_rank().rank + 1:05d}-*")}
+        raise OSError(_failure_reason(error)) from error
+    # DCP numbers the files of the processes from 1.
+    own_files = folder.glob(f"shard-{process_rank().rank + 1:05d}-*")
+    return {path.name: _sync_and_checksum(path) for path in own_files}
 
 
-def check_shards(folder: Path, sums: Sums) -> None:
+def check_shards(folder: Path, checksums: Checksums) -> None:
     """Compare the files with their checksums; each of several processes reads some of them.
 
     Raises:
         ConfigError: one has changed or is missing.
     """
-    here = process_rank()
-    for i, (name, wanted) in enumerate(sorted(sums.items())):
+    place = process_rank()
+    for i, (name, wanted) in enumerate(sorted(checksums.items())):
+        # The file may be a stranger's: a name in it must not lead out of the folder.
         path = folder / Path(name).name
-        mine = i % here.world_size == here.rank
+        is_read_here = i % place.world_size == place.rank
         try:
-            found = _sum(path) if mine else [path.stat().st_size, wanted[1]]
+            unread = [path.stat().st_size, wanted[1]]
+            found = _sync_and_checksum(path) if is_read_here else unread
         except OSError as error:
             raise ConfigError(
                 f"checkpoint={folder}: {name} is missing: {error.strerror}."
@@ -90,15 +113,23 @@ def check_shards(folder: Path, sums: Sums) -> None:
 
 
 def load_full(value: Any, folder: Path) -> Any:
-    """Copy plain containers with full tensors on the CPU in place of the marks."""
+    """Copy plain containers with full tensors on the CPU in place of the marks.
+
+    Args:
+        value: what extract_shards returned.
+        folder: of the shards.
+
+    Raises:
+        ConfigError: the shards do not fit the marks.
+    """
     wanted: dict[str, Tensor] = {}
 
-    def fill(mark: Mapping[str, Any]) -> Tensor:
+    def empty_tensor(mark: Mapping[str, Any]) -> Tensor:
         return wanted.setdefault(mark[_MARK], torch.empty(mark["shape"], dtype=_dtype(mark)))
 
-    made = _filled(value, fill)
-    _read(folder, wanted)
-    return made
+    content = _replace_marks(value, empty_tensor)
+    _load_in_place(folder, wanted)
+    return content
 
 
 def load_sharded(
@@ -112,30 +143,35 @@ def load_sharded(
         state: values by the parameter's number and by name.
         params: the parameters.
         folder: holds the shards.
+
+    Raises:
+        ConfigError: the shards do not fit the parameters.
     """
     from torch.distributed.tensor import distribute_tensor
 
     wanted: dict[str, Tensor] = {}
 
-    def like(param: Tensor, value: Any) -> Any:
+    def sharded_like(param: Tensor, value: Any) -> Any:
         assert is_sharded(param)
         if isinstance(value, Mapping) and _MARK in value:
             empty = torch.empty_like(param, dtype=_dtype(value), requires_grad=False)
             return wanted.setdefault(value[_MARK], empty)
+        # Of a checkpoint that one process wrote. A scalar, Adam's step for example, is not sharded.
         if isinstance(value, Tensor) and value.shape == param.shape and value.ndim:
-            mesh, placements = param.device_mesh, param.placements
-            return distribute_tensor(value.to(param.device), mesh, placements, src_data_rank=None)
+            # Every process has read the full tensor, so that none need be sent (src_data_rank).
+            return distribute_tensor(
+                value.to(param.device), param.device_mesh, param.placements, src_data_rank=None
+            )
         return value
 
-    made = {
-        i: {key: like(params[i], value) for key, value in values.items()}
-        for i, values in state.items()
-    }
-    _read(folder, wanted)
-    return made
+    sharded_state = {}
+    for i, values in state.items():
+        sharded_state[i] = {key: sharded_like(params[i], value) for key, value in values.items()}
+    _load_in_place(folder, wanted)
+    return sharded_state
 
 
-def _read(folder: Path, wanted: dict[str, Tensor]) -> None:
+def _load_in_place(folder: Path, wanted: dict[str, Tensor]) -> None:
     """Fill tensors in place; of a sharded one this process's shard."""
     if not wanted:
         return
@@ -144,39 +180,52 @@ def _read(folder: Path, wanted: dict[str, Tensor]) -> None:
     reader = dcp.HuggingFaceStorageReader(str(folder))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is one process
+            # DCP warns that it loads in a single process. That is meant: each process reads what
+            # it needs, and none waits for another.
+            warnings.simplefilter("ignore")
             dcp.load(wanted, storage_reader=reader, no_dist=True)
     except dcp.api.CheckpointException as error:
-        raise ConfigError(f"checkpoint={folder} does not fit: {_reason(error)}") from error
+        reason = _failure_reason(error)
+        raise ConfigError(f"checkpoint={folder} does not fit: {reason}") from error
 
 
-def _filled(value: Any, fill: Any) -> Any:
+def _replace_marks(value: Any, tensor_for: Callable[[Mapping[str, Any]], Tensor]) -> Any:
+    """Copy plain containers with `tensor_for(mark)` in place of each mark."""
     if isinstance(value, Mapping):
         if _MARK in value:
-            return fill(value)
-        return {key: _filled(item, fill) for key, item in value.items()}
+            return tensor_for(value)
+        return {key: _replace_marks(item, tensor_for) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_filled(item, fill) for item in value)
+        return type(value)(_replace_marks(item, tensor_for) for item in value)
     return value
 
 
-def _reason(error: "CheckpointException") -> str:
+def _failure_reason(error: "CheckpointException") -> str:
     """Return the first process's reason of a failure, on one line."""
-    return " ".join(str(next(iter(error.failures.values()))[0]).split())
+    first_failure, _ = next(iter(error.failures.values()))
+    return " ".join(str(first_failure).split())
 
 
 def _dtype(mark: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that a mark names.
+
+    Raises:
+        ConfigError: it names none; the file may be a stranger's.
+    """
     found = getattr(torch, str(mark["dtype"]).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"checkpoint: {mark['dtype']} is no dtype.")
     return found
 
 
-def _sum(path: Path) -> list[int]:
+def _sync_and_checksum(path: Path) -> list[int]:
     """Sync a file to the disk and return its size and CRC-32."""
-    size = crc = 0
+    size = 0
+    crc = 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        while chunk := file.read(_READ_BYTES):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+        # A descriptor that was opened for reading serves for a sync, too.
         os.fsync(file.fileno())
     return [size, crc]

@@ -16,6 +16,7 @@ from runner.config.overrides import config_dir
 from runner.precision.registry import supported_precisions, yaml_header
 from runner.utils.accelerator import available_kinds, choose_accelerator
 
+# Packages that precisions, adapters and TPUs need and that this package does not install.
 LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu", "torch_xla")
 
 
@@ -42,10 +43,12 @@ def doctor(argv: Sequence[str]) -> int:
     for kind in available_kinds():
         accelerator = choose_accelerator(name=kind)
         table = Table(title=f"accelerator={kind}: {accelerator.name}", title_justify="left")
-        for column in ("precision", "runs", "what it is, or why not and what to type"):
+        for column in ("precision", "runs", "description, or reason and what to type"):
             table.add_column(column, overflow="fold")
         for row in supported_precisions(accelerator.device, folder):
-            text = yaml_header(row.name, folder)[0] if row.runs else f"{row.why} {row.remedy}"
-            table.add_row(row.name, "yes" if row.runs else "no", text)
+            if row.runs:
+                table.add_row(row.name, "yes", yaml_header(row.name, folder)[0])
+            else:
+                table.add_row(row.name, "no", f"{row.why} {row.remedy}")
         console.print(table)
     return 0

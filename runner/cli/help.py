@@ -20,7 +20,7 @@ HELP = """Train a model under a numerical precision, or compare precisions in a 
   python -m runner mode=evaluate checkpoint=<file, run folder or MLflow run id>
   python -m runner doctor        which precisions run on this machine
   python -m runner report        rebuild a sweep's report
-  python -m runner sync          upload records that did not reach MLflow
+  python -m runner sync          upload records that are missing in MLflow
   python -m runner ui            MLflow's pages on the store that runs log to
 
 Options (group=option):
@@ -40,8 +40,8 @@ Rebuilds the report of a sweep from its folder or from MLflow; by default of the
 Keys: tracking.uri=<store>, tracking.experiment=<name>.""",
     "sync": """python -m runner sync [run, sweep or outputs folder ...] [keys]
 
-Uploads records of runs that did not reach MLflow, after an outage or a crash; by default of all
-runs under outputs/. Nothing is uploaded twice. Exit status 1 if something could not be uploaded.
+Uploads records of runs that are missing in MLflow, after an outage or a crash; by default of all
+runs under outputs/. Nothing is uploaded twice. Exit status 1 if an upload failed: type it again.
 Keys: tracking.uri=<store> and tracking.experiment=<name> upload to another store or experiment.""",
     "ui": """python -m runner ui [keys]
 

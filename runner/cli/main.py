@@ -28,8 +28,8 @@ from runner.cli.help import COMMAND_HELP, print_help
 from runner.config.hydra_plugins import ADVISE
 from runner.config.messages import explain
 from runner.config.overrides import config_dir, rewrite_arguments, shadowed_configs
-from runner.config.precision_keys import drop_keys
-from runner.config.resolve import register_schema, resolve
+from runner.config.precision_keys import remove_keys
+from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import AUTO
 from runner.distributed import torchrun
 from runner.sweep.job_result import (
@@ -73,7 +73,7 @@ def _run_command(argv: Sequence[str]) -> int:
             return 0
         return COMMANDS[argv[0]](argv[1:])
     try:
-        argv = torchrun.join(rewrite_arguments(_expand_resumed_sweep(argv)))
+        argv = torchrun.command_of_rank(rewrite_arguments(_expand_resumed_sweep(argv)))
     except RunnerError as error:
         _print_error_once(str(error))
         return error.exit_status
@@ -150,7 +150,8 @@ def _run_hydra(argv: Sequence[str]) -> int:
     register_schema()
     # Hydra then raises errors instead of printing them, and we explain them ourselves.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    previous, sys.argv = sys.argv, [sys.argv[0], *argv]
+    previous_argv = sys.argv
+    sys.argv = [sys.argv[0], *argv]
     status = 0
     try:
         # Hydra reads sys.argv, and calls run_job once, or in a sweep through its launcher.
@@ -169,7 +170,7 @@ def _run_hydra(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
-        sys.argv = previous
+        sys.argv = previous_argv
         status = _finish_sweep(status)
     return status
 
@@ -274,17 +275,19 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     if sweeping and not is_trial:
         overrides = one_line(" ".join(job_overrides()))
         print(f"\njob {HydraConfig.get().job.num}: {overrides}", flush=True)
-        drop_keys(config, keys_left_out_of_job())
+        remove_keys(config, keys_left_out_of_job())
     finished = _finished_before(config, folder, sweeping)
     if finished is not None:
         print(f"{finished.outcome} before", flush=True)
         return finished
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
     reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
-    spec = resolve(config, later=reads_checkpoint)
+    spec = resolve_spec(config, allow_unresolved=reads_checkpoint)
     composed = OmegaConf.to_container(config)
     assert isinstance(composed, dict)
-    invocation = replace(job_origin(sweeping), composed={str(k): v for k, v in composed.items()})
+    invocation = replace(
+        job_origin(sweeping), composed_config={str(k): v for k, v in composed.items()}
+    )
     torchrun.publish_start(folder)
     with rare_garbage_collection():
         # torch.optim imports it at its first use, which is outside of this context.
@@ -305,9 +308,9 @@ def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunRe
             config.checkpoint.resume = AUTO
     if not (resumes_sweep or config.checkpoint.resume == AUTO):
         return None
-    from runner.sweep.sweep_resume import finished_result
+    from runner.sweep.sweep_resume import final_result
 
-    return finished_result(folder, job_overrides())
+    return final_result(folder, job_overrides())
 
 
 def _is_trial() -> bool:

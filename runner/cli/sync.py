@@ -1,4 +1,4 @@
-"""Run `runner sync`: upload what runs recorded and their store does not have.
+"""Run `runner sync`: upload the records of runs that are missing in their store.
 
 The writer process uploads each journal, as it does while a run trains.
 """
@@ -20,9 +20,9 @@ from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact
 from runner.utils.terminal import print_error
 
-PATIENCE = 30.0
-"""Seconds without progress after which the uploads that remain are given up."""
-BUSY_PATIENCE = 1_800.0
+IDLE_TIMEOUT_SECONDS = 30.0
+"""Seconds without progress after which the remaining uploads count as failed."""
+BUSY_TIMEOUT_SECONDS = 1_800.0
 """Seconds without progress while a file uploads or another process holds a journal."""
 
 
@@ -41,55 +41,59 @@ def sync(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print_error(str(error))
         return 2
-    found = {
-        path: pending.journal_state(path)
-        for folder in folders
-        for path in pending.find_journals(folder)
-    }
-    counts = Counter(found.values())
-    todo = [path for path, state in found.items() if state not in ("stored", "training")]
-    sent = 0
-    for first in range(0, len(todo), pending.JOURNALS):
-        sent += _send(sorted(todo[first : first + pending.JOURNALS]), uri, experiment)
+    # A run may be in several of the typed folders: a dict holds its journal once.
+    states = {}
+    for folder in folders:
+        for path in pending.find_journals(folder):
+            states[path] = pending.journal_state(path)
+    counts = Counter(states.values())
+    # The process of a run that is training uploads its journal itself.
+    remaining = [path for path, state in states.items() if state not in ("stored", "training")]
+    uploaded = 0
+    for first in range(0, len(remaining), pending.MAX_JOURNALS_PER_WRITER):
+        chunk = remaining[first : first + pending.MAX_JOURNALS_PER_WRITER]
+        uploaded += _upload(sorted(chunk), uri, experiment)
+    failed = len(remaining) - uploaded
     print(
-        f"{sent} sent, {len(todo) - sent} not sent, {counts['stored']} stored before, "
+        f"{uploaded} uploaded, {failed} failed, {counts['stored']} already uploaded, "
         f"{counts['training']} still training."
     )
-    return 0 if sent == len(todo) else 1
+    return 1 if failed else 0
 
 
-def _send(paths: Sequence[Path], uri: str | None, experiment: str | None) -> int:
+def _upload(paths: Sequence[Path], uri: str | None, experiment: str | None) -> int:
     """Upload journals, print the outcome of each, and return how many are stored completely."""
-    sent = 0
+    uploaded = 0
     writer = WriterProcess()
     try:
-        followed = []
+        journals_of_writer = []
         for path in paths:
             _forget_troubles(path)
-            if trouble := _move(path, uri, experiment):
-                print(f"{path.parent}: not sent: {trouble}.", flush=True)
+            problem = _redirect(path, uri, experiment)
+            if problem:
+                print(f"{path.parent}: failed: {problem}.", flush=True)
             else:
                 writer.add_journal(path)
-                followed.append(JournalStatus(path))
+                journals_of_writer.append(JournalStatus(path))
         writer.finish()
-        for one in _ended(writer, followed):
-            sent += one.state.done
-            print(f"{one.journal.parent}: {_outcome(one)}", flush=True)
+        for status in _wait_until_closed(writer, journals_of_writer):
+            uploaded += status.state.done
+            print(f"{status.journal.parent}: {_outcome(status)}", flush=True)
     finally:
         writer.kill()
-    return sent
+    return uploaded
 
 
 def _forget_troubles(path: Path) -> None:
     """Clear what earlier writers reported, unless a writer has the journal at the moment."""
     state = UploadState(path)
-    if state.claim():
+    if state.acquire_lock():
         if not state.done:
             state.forget_troubles()
-        state.release()
+        state.release_lock()
 
 
-def _move(path: Path, uri: str | None, experiment: str | None) -> str | None:
+def _redirect(path: Path, uri: str | None, experiment: str | None) -> str | None:
     """Redirect a journal to the command's store and experiment; return why that failed, if it did.
 
     A run that its store has already keeps its experiment while it stays in that store.
@@ -97,55 +101,61 @@ def _move(path: Path, uri: str | None, experiment: str | None) -> str | None:
     if uri is None and experiment is None:
         return None
     progress = UploadState(path)
-    deadline = time.monotonic() + PATIENCE
-    while not progress.claim():
+    deadline = time.monotonic() + IDLE_TIMEOUT_SECONDS
+    while not progress.acquire_lock():
         if time.monotonic() > deadline:
-            return "another process is sending it"
+            return "another process is uploading it"
         time.sleep(0.1)
     try:
         old_uri = progress.uri or _first_record(path).get("uri", "")
         new_uri = uri or old_uri
         sets_experiment = experiment and not progress.run_id
         if not progress.done and (new_uri != old_uri or sets_experiment):
-            progress.move(new_uri, experiment)
+            progress.change_store(new_uri, experiment)
     finally:
-        progress.release()
+        progress.release_lock()
     return None
 
 
-def _ended(writer: WriterProcess, followed: Sequence[JournalStatus]) -> Iterator[JournalStatus]:
+def _wait_until_closed(
+    writer: WriterProcess, statuses: Sequence[JournalStatus]
+) -> Iterator[JournalStatus]:
     """Yield each journal when it is closed, and the rest after too long a time without progress."""
-    todo = list(followed)
-    while todo:
-        for one in todo:
-            one.refresh()
-        for one in [one for one in todo if one.is_closed]:
-            todo.remove(one)
-            yield one
-        if todo and writer.keep_alive():
-            yield from todo
-            return
-        silent = time.monotonic() - max(one.progress_at for one in followed)
-        if silent > BUSY_PATIENCE or (silent > PATIENCE and not any(map(_busy, todo))):
-            yield from todo
+    open_journals = list(statuses)
+    while open_journals:
+        for status in open_journals:
+            status.refresh()
+        closed = [status for status in open_journals if status.is_closed]
+        for status in closed:
+            open_journals.remove(status)
+            yield status
+        # One process uploads all of them: the progress of any counts for those that wait.
+        idle_seconds = time.monotonic() - max(status.progress_at for status in statuses)
+        is_idle = idle_seconds > IDLE_TIMEOUT_SECONDS and not any(map(_is_busy, open_journals))
+        is_dead = bool(open_journals) and writer.keep_alive() is not None
+        if is_dead or is_idle or idle_seconds > BUSY_TIMEOUT_SECONDS:
+            yield from open_journals
             return
         time.sleep(0.05)
 
 
-def _busy(one: JournalStatus) -> bool:
+def _is_busy(status: JournalStatus) -> bool:
     """Return whether a call to the store is running, ours or another process's.
 
     A writer whose call fails unlocks the journal until its next try, so an outage ends this state.
     """
-    return one.state.sending_file or pending.journal_state(one.journal) == "sending"
+    return status.state.sending_file or pending.journal_state(status.journal) == "sending"
 
 
 def _outcome(one: JournalStatus) -> str:
+    """Return a line about a journal: where it was uploaded to, or why that failed."""
     state = one.state
     if not state.done:
         reason = state.refusal or state.failure or state.outage or state.last_error
-        return f"not sent: {reason or 'no answer'}."
-    points, status = 0, "KILLED"
+        return f"failed: {reason or 'no answer'}."
+    points = 0
+    # Only a run that was killed writes no end.
+    status = "KILLED"
     for record, _ in journals.read_records(one.journal):
         if record["kind"] == "metrics":
             points += len(record["values"])
@@ -155,7 +165,7 @@ def _outcome(one: JournalStatus) -> str:
         return "nothing was recorded"
     store = redact(state.uri or _first_record(one.journal)["uri"])
     without = f"; left out: {state.last_error}" if state.last_error else ""
-    return f"sent to {store} as run {state.run_id}, {status}, {points:,} points{without}"
+    return f"uploaded to {store} as run {state.run_id}, {status}, {points:,} points{without}"
 
 
 def _first_record(journal: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def _serve(uri: str, port: int, first: str) -> int:
     with StopSignals() as signals:
         server = subprocess.Popen(command, env=env)
         try:
-            with signals.at_once():
+            with signals.interruptible():
                 while server.poll() is None and not _is_answering(port):
                     time.sleep(0.2)
                 if server.poll() is None:

@@ -18,11 +18,11 @@ class Invocation:
         swept_overrides: those of `overrides` that differ between the jobs of the sweep.
         sweep: id of the sweep, None for a single run.
         config_dir: folder of the user's own configs.
-        keys_left_out: keys that the sweep sets and that this job's precision does not take.
-        composed: the composed config with its interpolations unresolved, so that values of a
-            checkpoint can still be merged into it; None where there is only the spec.
-        own: True if this user's commands composed all of the spec; False if a part comes from a
-            checkpoint that is not signed with this user's key.
+        omitted_keys: keys that the sweep sets and that this job's precision does not take.
+        composed_config: the composed config with its interpolations unresolved, so that values of
+            a checkpoint can still be merged into it; None where there is only the spec.
+        is_trusted: True if this user's commands composed all of the spec; False if a part comes
+            from a checkpoint that is not signed with this user's key.
     """
 
     choices: dict[str, str] = field(default_factory=dict)
@@ -30,9 +30,9 @@ class Invocation:
     swept_overrides: tuple[str, ...] = ()
     sweep: str | None = None
     config_dir: str | None = None
-    keys_left_out: tuple[str, ...] = ()
-    composed: Mapping[str, Any] | None = field(default=None, repr=False)
-    own: bool = True
+    omitted_keys: tuple[str, ...] = ()
+    composed_config: Mapping[str, Any] | None = field(default=None, repr=False)
+    is_trusted: bool = True
 
     @property
     def command(self) -> list[str]:
@@ -54,12 +54,16 @@ class Invocation:
 
     def overrides_key(self, key: str) -> bool:
         """Return whether an override sets this top-level key or a key under it."""
-        heads = (text.lstrip("+~").partition("=")[0] for text in self.overrides)
-        return any(head == key or head.startswith(f"{key}.") for head in heads)
+        # Without the marks of Hydra's grammar: + adds a key, ++ adds or sets it, ~ deletes it.
+        keys = [text.lstrip("+~").partition("=")[0] for text in self.overrides]
+        return any(each == key or each.startswith(f"{key}.") for each in keys)
 
     def label(self, spec: RunSpec) -> str:
-        """Return a run's label: precision and swept overrides in a sweep, else precision, model
-        and data."""
+        """Return a run's label.
+
+        In a sweep it is the precision and the other swept overrides, else the precision, the model
+        and the data.
+        """
         precision = str(spec.precision.get("name", self.option_name("precision", spec.precision)))
         if self.sweep:
             others = [text for text in self.swept_overrides if not text.startswith("precision=")]

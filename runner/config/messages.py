@@ -19,6 +19,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+# Options whose plugin is installed by an extra of this package, and that extra.
 _EXTRAS = {
     "hydra/sweeper=optuna": "optuna",
     "hydra/launcher=submitit_slurm": "slurm",
@@ -43,8 +44,11 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
         return _invalid_yaml(error)
     if isinstance(error, UnicodeDecodeError):
         return f"A config is not UTF-8 text ({error}). Save the yamls of --config-dir as UTF-8."
-    if found := _LIST.search(str(error)):
-        return f"{found[1]}.yaml holds a list. Write keys with values, as in `_target_: lab.Net`."
+    list_config = _LIST.search(str(error))
+    if list_config:
+        file = f"{list_config[1]}.yaml"
+        return f"{file} holds a list. Write keys with values, as in `_target_: lab.Net`."
+    # Hydra wraps OmegaConf's error, which has the key and its config, in one of its own.
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return _unknown_key(cause, argv)
@@ -118,7 +122,7 @@ def _wrong_value(error: ValidationError, argv: Sequence[str]) -> str:
 
 
 def _allowed(hint: Any, key: str) -> str:
-    """Return a type in words."""
+    """Return in words which values a type allows."""
     if is_dataclass(hint) or get_origin(hint) is dict:
         return f"keys under it, {key}.<key>=<value>"
     names = {
@@ -128,7 +132,8 @@ def _allowed(hint: Any, key: str) -> str:
         str: "text",
         type(None): "null",
     }
-    return " or ".join(names.get(option, str(option)) for option in get_args(hint) or (hint,))
+    options = get_args(hint) or (hint,)
+    return " or ".join(names.get(option, str(option)) for option in options)
 
 
 def _missing_option(error: MissingConfigException) -> str:
@@ -136,14 +141,15 @@ def _missing_option(error: MissingConfigException) -> str:
     options = [str(name) for name in error.options or ()]
     if not group:
         return str(error).strip().replace("\n", " ")
-    if extra := _EXTRAS.get(f"{group}={option}"):
+    extra = _EXTRAS.get(f"{group}={option}")
+    if extra:
         return (
             f"{group}={option} needs a package that is not installed here. Type "
             f"pip install 'precision-runner[{extra}]'."
         )
     if not options:
         return f"{group}={option} is not known: there is no option in {group}/."
-    near = get_close_matches(option, options, 1, 0.3)
+    near = get_close_matches(option, options, n=1, cutoff=0.3)
     hint = f" Type {group}={near[0]}." if near else ""
     return f"{group}={option} is not known. Allowed: {', '.join(options)}.{hint}"
 
@@ -154,8 +160,10 @@ def _unknown_key(error: OmegaConfBaseException, argv: Sequence[str]) -> str:
     node = error.parent_node
     keys = [str(key) for key in node] if node is not None else []  # type: ignore[union-attr]
     prefix = f"{parent}." if parent else ""
-    near = [f"{prefix}{key}" for key in get_close_matches(name, keys, 1, 0.5)]
-    elsewhere = [] if name in near else _same_name(name, _root(node))
+    near = [f"{prefix}{key}" for key in get_close_matches(name, keys, n=1, cutoff=0.5)]
+    # The exact name in another group is a better guess than a similar name in this one: lr=1e-3
+    # means optimizer.lr.
+    elsewhere = [] if name in near else _keys_named(name, _root(node))
     hint = _hint(elsewhere or near) + _target_hint(full, argv)
     known = ", ".join(f"{prefix}{key}" for key in keys) or "none"
     given = _typed(full, argv) or full
@@ -164,7 +172,7 @@ def _unknown_key(error: OmegaConfBaseException, argv: Sequence[str]) -> str:
     return f"{given} is not known. Allowed: {known}.{hint}"
 
 
-_NAMES = {
+_SYNONYMS = {
     "learning_rate": "lr",
     "bs": "batch_size",
     "num_epochs": "epochs",
@@ -175,41 +183,44 @@ _NAMES = {
 """Names that other programs use for some of our keys."""
 
 
-def _same_name(name: str, root: object) -> list[str]:
-    """Return the keys of a whole config whose last part is a name, for example `optimizer.lr`."""
-    wanted = _NAMES.get(name, name)
-    return [key for key in _keys("", root) if key.rpartition(".")[2] == wanted][:3]
+def _keys_named(name: str, root: object) -> list[str]:
+    """Return up to three keys of a config whose last part is a name, for example `optimizer.lr`."""
+    our_name = _SYNONYMS.get(name, name)
+    found = [key for key in _dotted_keys("", root) if key.rpartition(".")[2] == our_name]
+    return found[:3]
 
 
-def _keys(prefix: str, node: object) -> Iterator[str]:
-    """Yield every dotted key of a config but Hydra's own."""
+def _dotted_keys(prefix: str, node: object) -> Iterator[str]:
+    """Yield every dotted key of a config except Hydra's own."""
     if not isinstance(node, DictConfig):
         return
     for key in node:
         full = f"{prefix}.{key}" if prefix else str(key)
         if full != "hydra":
             yield full
-            yield from _keys(full, node._get_node(key))
+            yield from _dotted_keys(full, node._get_node(key))
 
 
 def _hint(keys: Sequence[str]) -> str:
-    """Return what to type in place of an unknown key; empty for nothing like it."""
+    """Return what to type in place of an unknown key; empty if no key is like it."""
     typed = " or ".join(f"{key}=<value>" for key in keys)
     return f" Type {typed}." if keys else ""
 
 
-_TARGETS = ("model", "adapter", "data", "task", "optimizer", "scheduler")
+_TARGET_GROUPS = ("model", "adapter", "data", "task", "optimizer", "scheduler")
 """Groups whose target may take arguments that their yaml does not list."""
-_CHECKPOINT = ("checkpoint=", "checkpoint.path=", "checkpoint.resume=")
+_CHECKPOINT_OVERRIDES = ("checkpoint=", "checkpoint.path=", "checkpoint.resume=")
 
 
 def _target_hint(full: str, argv: Sequence[str]) -> str:
     """Return how to set a key of a group that its yaml does not list; empty for other keys."""
     group, _, name = full.partition(".")
-    if group not in _TARGETS or not name:
+    if group not in _TARGET_GROUPS or not name:
         return ""
-    chosen = any(text.startswith(f"{group}=") for text in argv)
-    if not chosen and any(text.lstrip("+").startswith(_CHECKPOINT) for text in argv):
+    # A checkpoint's options replace the defaults later than Hydra checks the typed keys.
+    is_chosen = any(text.startswith(f"{group}=") for text in argv)
+    has_checkpoint = any(text.lstrip("+").startswith(_CHECKPOINT_OVERRIDES) for text in argv)
+    if has_checkpoint and not is_chosen:
         return (
             f" These are the keys of the default {group}. Type {group}=<the option that the "
             "checkpoint was trained with>, too."
@@ -219,7 +230,7 @@ def _target_hint(full: str, argv: Sequence[str]) -> str:
 
 
 def _root(node: Any) -> Any:
-    """Return the config that a node is in."""
+    """Return the whole config that a node belongs to."""
     while node is not None and node._get_parent() is not None:
         node = node._get_parent()
     return node
@@ -237,8 +248,9 @@ def _precision_keys(full: str, error: OmegaConfBaseException, known: str) -> str
 
 
 def has_key(config: object, key: str) -> bool:
-    """Return whether a config holds a dotted key, whatever its value."""
+    """Return whether a config holds a dotted key, with or without a value."""
     for part in key.split("."):
+        # OmegaConf's own `in` is False for a key without a value (`???`).
         if not isinstance(config, DictConfig) or part not in list(config.keys()):
             return False
         config = config._get_node(part)

@@ -13,6 +13,7 @@ _GROUPS = (
 _GROUP = re.compile(
     rf"^(?P<plus>\+{{0,2}})(?P<group>{_GROUPS})=(?P<call>choice\()?(?P<names>[^()]*)(?P<end>\))?$"
 )
+# Values that Hydra's parser reads as a number, null or a boolean.
 _NOT_TEXT = re.compile(r"^([-+]?\d+(\.\d*)?|null|true|false)$", re.IGNORECASE)
 _FLAGS_WITH_VALUE = (
     *("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"),
@@ -71,12 +72,15 @@ def _advise_words(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
 def _sweeps_precisions(overrides: Sequence[str], flags: Sequence[str]) -> bool:
     """Return whether a command's jobs may differ in their precision: as typed, or by a preset."""
     keys = [text.lstrip("+").partition("=") for text in overrides]
-    if named := [value for key, _, value in keys if key == "precision"]:
-        return "," in named[-1] or "(" in named[-1]
+    typed_precisions = [value for key, _, value in keys if key == "precision"]
+    if typed_precisions:
+        # Several names, or a function of Hydra's grammar: choice(...), glob(...).
+        return "," in typed_precisions[-1] or "(" in typed_precisions[-1]
     if any(key == "sweep" for key, _, _ in keys):
         return True
-    presets = any(key == "experiment" or key.startswith("hydra") for key, _, _ in keys)
-    return presets and _is_multirun(overrides, flags)
+    # An experiment or a sweeper's parameters may list precisions, which Hydra reads later.
+    has_preset = any(key == "experiment" or key.startswith("hydra") for key, _, _ in keys)
+    return has_preset and _is_multirun(overrides, flags)
 
 
 def _is_multirun(overrides: Sequence[str], flags: Sequence[str]) -> bool:
@@ -84,14 +88,19 @@ def _is_multirun(overrides: Sequence[str], flags: Sequence[str]) -> bool:
 
 
 def without_program_options(argv: Sequence[str]) -> list[str]:
-    """Return a rewritten command without the words that rewrite_arguments added for sweeps:
-    those that make mode=advise a sweep, and the marks of keys under precision."""
+    """Return a rewritten command without the words that rewrite_arguments added for sweeps.
+
+    These are the words that make mode=advise a sweep, and the marks of keys under precision.
+    """
     if _SWEEPER not in argv and not _sweeps_precisions(argv, argv):
         return [*argv]
-    typed = (
-        text.removeprefix("++") if text.startswith(f"++{_PRECISION}") else text for text in argv
-    )
-    return [text for text in typed if text not in _ADVISE_WORDS]
+    typed = []
+    for text in argv:
+        if text.startswith(f"++{_PRECISION}"):
+            typed.append(text.removeprefix("++"))
+        elif text not in _ADVISE_WORDS:
+            typed.append(text)
+    return typed
 
 
 def _quote_option(text: str) -> str:
@@ -99,15 +108,19 @@ def _quote_option(text: str) -> str:
     match = _GROUP.match(text)
     if match is None:
         return text
-    names = [name.strip() for name in match["names"].split(",")]
-    if match["group"] == "precision":
-        bare = [name.strip("\"'") for name in names]
-        names = [PRECISION_ALIASES.get(b, n) for b, n in zip(bare, names, strict=True)]
-    quoted = ",".join(f"'{name}'" if _NOT_TEXT.match(name) else name for name in names)
-    return f"{match['plus']}{match['group']}={match['call'] or ''}{quoted}{match['end'] or ''}"
+    names = []
+    for name in match["names"].split(","):
+        option = name.strip()
+        if match["group"] == "precision":
+            # precision='16' is a short name, too.
+            option = PRECISION_ALIASES.get(option.strip("\"'"), option)
+        names.append(f"'{option}'" if _NOT_TEXT.match(option) else option)
+    values = ",".join(names)
+    return f"{match['plus']}{match['group']}={match['call'] or ''}{values}{match['end'] or ''}"
 
 
-_PATHS = {
+# Keys that take a path as the user types them, and their full keys.
+_PATH_KEYS = {
     "checkpoint": "checkpoint.path",
     "checkpoint.resume": "checkpoint.resume",
     "init.weights": "init.weights",
@@ -118,25 +131,28 @@ _PATHS = {
 def _rewrite_path(text: str) -> str:
     """Return an override of a file or folder with its full key, quoted as Hydra's grammar wants."""
     key, _, value = text.partition("=")
-    if key not in _PATHS or not value:
+    if key not in _PATH_KEYS or not value:
         return text
     # Names of files may hold characters that Hydra's grammar refuses without quotes.
     if _exists(value):
         value = f"'{_BEFORE_QUOTE.sub(_escaped, value)}'"
-    return f"{_PATHS[key]}={value}"
+    return f"{_PATH_KEYS[key]}={value}"
 
 
+# Hydra's grammar: in quotes, backslashes count as escapes only before a quote.
 _BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found[1] * 2 + ("\\'" if found[2] else "")
+def _escaped(match: re.Match[str]) -> str:
+    backslashes = match[1] * 2
+    return backslashes + ("\\'" if match[2] else "")
 
 
 def _exists(path: str) -> bool:
     try:
         return Path(path).exists()
-    except (OSError, ValueError):  # too long for a name
+    except (OSError, ValueError):
+        # A value that is no path: too long for a name, or with a null character.
         return False
 
 
@@ -158,8 +174,10 @@ def config_dir(argv: Sequence[str]) -> Path | None:
 
 
 def shadowed_configs(folder: Path) -> Iterator[str]:
-    """Yield a warning for each yaml of the user that Hydra ignores, because a built-in one has the
-    same group and name."""
+    """Yield a warning for each yaml of the user that Hydra ignores.
+
+    Hydra takes the built-in one where both have the same group and name.
+    """
     built_in = Path(str(files("runner.conf")))
     for mine in sorted(folder.rglob("*.yaml")):
         theirs = built_in / mine.relative_to(folder)

@@ -1,4 +1,4 @@
-"""Leave out keys under `precision` in those jobs of a sweep whose precision does not have them."""
+"""Omit keys under `precision` from those jobs of a sweep whose precision does not have them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -17,52 +17,78 @@ from runner.config.hydra_plugins import REMOTE
 from runner.config.messages import has_key, precisions_with_key
 from runner.utils.errors import ConfigError
 
-HEAD = "precision."
+KEY_PREFIX = "precision."
 _EMULATE = "precision.emulate"
-_CHOOSING = ("precision", "experiment")  # groups whose options decide a job's precision
+_PRECISION_GROUPS = ("precision", "experiment")
+"""Groups whose options decide a job's precision."""
 
 
-def keys_left_out(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) -> list[str]:
+def omitted_keys(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) -> list[str]:
     """Return `<precision> <key>` for each key that a precision of a sweep does not take.
 
     Args:
-        config: the sweep's. Keys of its preset are marked as new ones, so that jobs compose.
-        runs_as_it_is: whether the precision of a job's config runs on this machine's device and
-            cannot be emulated there.
+        config: config of the sweep. Keys of its preset are marked as new ones in place, so that
+            jobs compose.
+        runs_as_it_is: returns whether the precision of a job's config runs on this machine's device
+            and cannot be emulated there.
 
     Raises:
         ConfigError: no precision of the sweep takes a key.
     """
-    typed = _overrides(config)
-    extras = {_key(o): o for o in typed if _key(o).startswith(HEAD)}
-    if not extras:
+    overrides = _overrides(config)
+    by_key = {}
+    for override in overrides:
+        key = _key(override)
+        if key.startswith(KEY_PREFIX):
+            by_key[key] = override
+    if not by_key:
         return []
-    _mark(config)
-    jobs = [job for words in _combinations(typed) if (job := _compose(config, words)) is not None]
-    rows = {_option(job): job for job in jobs}
-    taken = {key: [name for name, job in rows.items() if has_key(job, key)] for key in extras}
-    unknown = [key for key in extras if not taken[key]]
-    if rows and unknown:
-        raise ConfigError(*(_unknown_key_message(extras[key], [*rows]) for key in unknown))
-    pairs = [(name, key) for key in extras for name in rows if name not in taken[key]]
-    if _EMULATE in extras and _wants(extras[_EMULATE]) and not _is_remote(config):
-        running = [name for name in taken[_EMULATE] if runs_as_it_is(rows[name])]
-        pairs += [(name, _EMULATE) for name in running]
-    return [f"{name} {key}" for name, key in pairs]
+    _mark_preset_keys(config)
+    jobs = _jobs_by_precision(config, overrides)
+    omitted = []
+    problems = []
+    for key, override in by_key.items():
+        lacking = [name for name, job in jobs.items() if not has_key(job, key)]
+        if len(lacking) == len(jobs):
+            problems.append(_unknown_key_message(override, [*jobs]))
+        omitted += [f"{name} {key}" for name in lacking]
+    # Without a job that composes nothing is known: each job reports its own error.
+    if jobs and problems:
+        raise ConfigError(*problems)
+    # Another machine may lack the hardware, so that its jobs need the emulation.
+    if _EMULATE in by_key and _wants(by_key[_EMULATE]) and not _is_remote(config):
+        for name, job in jobs.items():
+            if has_key(job, _EMULATE) and runs_as_it_is(job):
+                omitted.append(f"{name} {_EMULATE}")
+    return omitted
 
 
-def left_out_messages(pairs: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each key that some precisions run without."""
-    found: dict[str, list[str]] = {}
+def _jobs_by_precision(config: DictConfig, overrides: Sequence[Override]) -> dict[str, DictConfig]:
+    """Return a job's config for each precision of a sweep."""
+    jobs = {}
+    for words in _combinations(overrides):
+        job = _compose(config, words)
+        if job is not None:
+            jobs[_option(job)] = job
+    return jobs
+
+
+def omitted_key_messages(pairs: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each key that some precisions run without.
+
+    Args:
+        pairs: from omitted_keys.
+    """
+    names_by_key: dict[str, list[str]] = {}
     for pair in pairs:
         name, _, key = pair.partition(" ")
-        found.setdefault(key, []).append(name)
-    for key, names in found.items():
-        whom = ", ".join(names)
-        yield f"{key} is left out for {whom}: it has no such key, or runs here without it."
+        names_by_key.setdefault(key, []).append(name)
+    for key, names in names_by_key.items():
+        listed = ", ".join(names)
+        yield f"{key} is left out for {listed}: it has no such key, or runs here without it."
 
 
-def drop_keys(config: DictConfig, keys: Sequence[str]) -> None:
+def remove_keys(config: DictConfig, keys: Sequence[str]) -> None:
     """Remove keys that a job's precision does not take from the job's config."""
     with read_write(config), open_dict(config):
         for key in keys:
@@ -70,17 +96,29 @@ def drop_keys(config: DictConfig, keys: Sequence[str]) -> None:
             node = OmegaConf.select(config, ".".join(path))
             if isinstance(node, DictConfig):
                 node.pop(last, None)
-            for end in range(len(path), 1, -1):  # a mapping that held nothing else
-                node = OmegaConf.select(config, ".".join(path[:end]))
+            # Also remove each mapping that the removal has emptied, from the innermost outwards:
+            # the precision would refuse it as an argument.
+            for depth in range(len(path), 1, -1):
+                node = OmegaConf.select(config, ".".join(path[:depth]))
                 if isinstance(node, DictConfig) and not node:
-                    OmegaConf.select(config, ".".join(path[: end - 1])).pop(path[end - 1])
+                    parent = OmegaConf.select(config, ".".join(path[: depth - 1]))
+                    parent.pop(path[depth - 1])
 
 
 def without_keys(overrides: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
-    """Return a job's overrides without keys that its precision does not take, and without the
-    marks of those that it takes."""
-    bare = (text.lstrip("+") if text.lstrip("+").startswith(HEAD) else text for text in overrides)
-    return tuple(text for text in bare if text.partition("=")[0] not in keys)
+    """Return a job's overrides without these keys, and without `++` before precision's other keys.
+
+    Args:
+        overrides: of the job.
+        keys: that the job's precision does not take.
+    """
+    remaining = []
+    for text in overrides:
+        unmarked = text.lstrip("+")
+        override = unmarked if unmarked.startswith(KEY_PREFIX) else text
+        if override.partition("=")[0] not in keys:
+            remaining.append(override)
+    return tuple(remaining)
 
 
 def _overrides(config: DictConfig) -> list[Override]:
@@ -91,41 +129,55 @@ def _overrides(config: DictConfig) -> list[Override]:
     return OverridesParser.create(config_loader=_loader()).parse_overrides(words)
 
 
-def _mark(config: DictConfig) -> None:
-    """Mark a preset's keys under precision as new ones, as the command line's are."""
+def _mark_preset_keys(config: DictConfig) -> None:
+    """Mark a preset's keys under precision as new ones, as the command line's are.
+
+    Hydra refuses an override of a key that one of the sweep's precisions does not have.
+    """
     params = config.hydra.sweeper.get("params") or {}
-    if not any(str(key).startswith(HEAD) for key in params):
+    if not any(str(key).startswith(KEY_PREFIX) for key in params):
         return
-    marked = {f"++{k}" if str(k).startswith(HEAD) else k: v for k, v in params.items()}
+    marked = {}
+    for key, value in params.items():
+        is_extra = str(key).startswith(KEY_PREFIX)
+        marked[f"++{key}" if is_extra else key] = value
     with read_write(config), open_dict(config):
         config.hydra.sweeper.params = marked
 
 
-def _combinations(typed: Sequence[Override]) -> Iterator[list[str]]:
-    """Yield overrides of one job for each choice of what decides a precision: without keys under
-    precision, and without other keys that the sweep varies."""
-    last = {_key(o): o for o in typed}
-    kept = [o for key, o in last.items() if not key.startswith(HEAD)]
-    choosing = [o for o in kept if o.is_discrete_sweep() and _key(o) in _CHOOSING]
-    fixed = [str(o.input_line) for o in kept if not o.is_sweep_override()]
-    options = ([f"{_key(o)}={v}" for v in o.sweep_string_iterator()] for o in choosing)
-    for chosen in product(*options):
-        yield [*fixed, *chosen]
+def _combinations(overrides: Sequence[Override]) -> Iterator[list[str]]:
+    """Yield the overrides of one job for each choice of what decides a precision.
+
+    They hold neither keys under precision nor other keys that the sweep varies.
+    """
+    # The command's overrides come after the preset's, and Hydra takes the last one of a key.
+    last_by_key = {_key(override): override for override in overrides}
+    fixed = []
+    choices = []
+    for key, override in last_by_key.items():
+        if key.startswith(KEY_PREFIX):
+            continue
+        if not override.is_sweep_override():
+            fixed.append(str(override.input_line))
+        elif override.is_discrete_sweep() and key in _PRECISION_GROUPS:
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    for choice in product(*choices):
+        yield [*fixed, *choice]
 
 
 def _compose(config: DictConfig, words: Sequence[str]) -> DictConfig | None:
     """Return a job's config; None if it does not compose, which that job reports when it runs."""
-    every = [str(text) for text in config.hydra.overrides.hydra]
+    hydra_overrides = [str(text) for text in config.hydra.overrides.hydra]
     with suppress(HydraException, OmegaConfBaseException):
         return _loader().load_configuration(
-            config.hydra.job.config_name, [*every, *words], RunMode.RUN
+            config.hydra.job.config_name, [*hydra_overrides, *words], RunMode.RUN
         )
     return None
 
 
 def _unknown_key_message(override: Override, names: Sequence[str]) -> str:
     key = _key(override)
-    others = precisions_with_key(key.removeprefix(HEAD))
+    others = precisions_with_key(key.removeprefix(KEY_PREFIX))
     hint = f" Of the built-in ones, {', '.join(others)} have it." if others else ""
     return (
         f"{str(override.input_line).lstrip('+')}: no precision of this sweep ({', '.join(names)}) "

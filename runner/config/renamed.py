@@ -1,4 +1,4 @@
-"""Keep the module paths of version 0.1 working that users' yaml files, checkpoints and code name.
+"""Resolve module paths of version 0.1, which users' yaml files, checkpoints and code name.
 
 RENAMED is the only table of them. Paths in configs and checkpoints are rewritten where they are
 read, so that later code compares new paths only; Python imports of an old path give the new module.
@@ -40,10 +40,11 @@ RENAMED: Mapping[str, str] = {
 def current_path(path: str) -> str:
     """Return today's path of a module, class or function that may be named by an old path."""
     parts = path.split(".")
-    for cut in range(len(parts), 1, -1):
-        old = ".".join(parts[:cut])
+    # The longest old path first: runner.strategy.base moved elsewhere than runner.strategy.
+    for length in range(len(parts), 1, -1):
+        old = ".".join(parts[:length])
         if old in RENAMED:
-            return ".".join([RENAMED[old], *parts[cut:]])
+            return ".".join([RENAMED[old], *parts[length:]])
     return path
 
 
@@ -84,6 +85,7 @@ class _RenamedModules(MetaPathFinder, Loader):
         module.__spec__ = old.loader_state
 
 
-def install() -> None:
-    """Make old module paths importable. Call it once, when the package is imported."""
+def install_import_hook() -> None:
+    """Make old module paths importable; call it once, when the package is imported."""
+    # Last: the hook costs nothing where Python's own finders find a module.
     sys.meta_path.append(_RenamedModules())

@@ -38,22 +38,25 @@ def _clear_readonly(node: DictConfig) -> None:
             _clear_readonly(child)
 
 
-def resolve(config: DictConfig, later: bool = False) -> RunSpec:
+def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     """Return the frozen spec of a composed config, with its interpolations resolved.
 
     Args:
         config: composed.
-        later: leave a group empty if its interpolations do not resolve; values of a checkpoint
-            will be merged into it.
+        allow_unresolved: leave a group empty if its interpolations do not resolve; values of a
+            checkpoint will be merged into it.
 
     Raises:
         ConfigError: a value is missing (`???`) or does not fit its type.
     """
-    missing = sorted(_missing("", OmegaConf.to_container(config)))
+    missing = sorted(_missing_keys("", OmegaConf.to_container(config)))
     if missing:
         raise ConfigError(*(f"{key} has no value. Type {key}=<value>." for key in missing))
     try:
-        values = _resolved_groups(config) if later else OmegaConf.to_container(config, resolve=True)
+        if allow_unresolved:
+            values = _resolved_groups(config)
+        else:
+            values = OmegaConf.to_container(config, resolve=True)
         values = with_current_targets(values)
         spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     except OmegaConfBaseException as error:
@@ -75,12 +78,12 @@ def _resolved_groups(config: DictConfig) -> dict[Any, Any]:
     return values
 
 
-def _missing(prefix: str, value: object) -> Iterator[str]:
+def _missing_keys(prefix: str, value: object) -> Iterator[str]:
     """Yield the dotted key of every `???`."""
     # OmegaConf.missing_keys raises an error for an interpolation of a missing value.
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _missing(f"{prefix}.{key}" if prefix else str(key), item)
+            yield from _missing_keys(f"{prefix}.{key}" if prefix else str(key), item)
     elif value == "???":
         yield prefix
 

@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-MODES = ("train", "evaluate", "plan", "replay", "advise")
-ACTIONS = ("stop", "warn", "ignore")
+RUN_MODES = ("train", "evaluate", "plan", "replay", "advise")
+GUARD_ACTIONS = ("stop", "warn", "ignore")
 AUTO = "auto"
 """Value of checkpoint.resume and train.data_on_device that leaves the choice to the run."""
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that replay CUDA graphs."""
-COMPILE = ("default", *CUDA_GRAPHS, "max-autotune-no-cudagraphs", "regional")
+COMPILE_MODES = ("default", *CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs", "regional")
 OBJECTIVES = ("time", "memory", "quality")
-LEAST_BUDGET = 10
+MIN_BUDGET_SECONDS = 10
 """Seconds; a shorter advise.budget is refused."""
-LONE_ADVICE = (
+ADVISE_USAGE_MESSAGE = (
     "mode=advise chooses its own jobs. Type mode=advise on the command line, without sweep= and "
     "without another hydra/sweeper."
 )
-LARGEST_FORECAST_BATCH = 2**16
+MAX_FORECAST_BATCH_SIZE = 2**16
 """Largest batch size that mode=plan tries."""
 
 
@@ -79,7 +79,7 @@ class TrainSpec:
         # `not x > 0` instead of `x <= 0`: it is true for NaN, too.
         if self.max_seconds is not None and not self.max_seconds > 0:
             yield f"train.max_seconds={self.max_seconds} must be above 0, or null."
-        for key, words in (("compile", COMPILE), ("data_on_device", (AUTO,))):
+        for key, words in (("compile", COMPILE_MODES), ("data_on_device", (AUTO,))):
             value = getattr(self, key)
             if value not in (True, False, *words):
                 allowed = ", ".join(("true, false", *words))
@@ -197,8 +197,8 @@ class GuardSpec:
         """Yield a message for each action or factor that is not allowed."""
         for key in ("non_finite", "overflow", "scale_floor", "spike", "data"):
             action = getattr(self, key)
-            if action not in ACTIONS:
-                yield f"guard.{key}={action} is not known. Allowed: {', '.join(ACTIONS)}."
+            if action not in GUARD_ACTIONS:
+                yield f"guard.{key}={action} is not known. Allowed: {', '.join(GUARD_ACTIONS)}."
         if not self.spike_factor > 1:
             yield f"guard.spike_factor={self.spike_factor} is too small. Allowed: above 1."
 
@@ -222,7 +222,7 @@ class AdviseSpec:
     Attributes:
         budget: time for the whole command, as 90s, 5m or 1h.
         objective: time, memory or quality: what the recommended precision is best in, among the
-            precisions whose quality cannot be told from float32's.
+            precisions whose quality cannot be distinguished from float32's.
         tolerance: accepted increase of the loss over float32's, in standard deviations of float32's
             loss between seeds.
         seeds: number of seeds that each precision is trained with, the same ones for all; 3 or
@@ -250,10 +250,10 @@ class AdviseSpec:
         """Yield a message for each value that is not allowed."""
         if not self.seconds:
             yield f"advise.budget={self.budget} is no duration. Type for example 90s, 5m or 1h."
-        elif self.seconds < LEAST_BUDGET:
+        elif self.seconds < MIN_BUDGET_SECONDS:
             yield (
                 f"advise.budget={self.budget} is too short for a trial of each precision. Allowed: "
-                f"{LEAST_BUDGET}s and more; a verdict takes minutes."
+                f"{MIN_BUDGET_SECONDS}s and more; a verdict takes minutes."
             )
         if self.objective not in OBJECTIVES:
             allowed = ", ".join(OBJECTIVES)
@@ -331,8 +331,8 @@ class RunSpec:
 
     def _mode_problems(self) -> Iterator[str]:
         """Yield a message for each key that contradicts the mode."""
-        if self.mode not in MODES:
-            yield f"mode={self.mode} is not known. Allowed: {', '.join(MODES)}."
+        if self.mode not in RUN_MODES:
+            yield f"mode={self.mode} is not known. Allowed: {', '.join(RUN_MODES)}."
         if self.mode == "evaluate" and self.checkpoint.path is None:
             yield "mode=evaluate needs a checkpoint: checkpoint=<file, folder or run id>."
         if self.mode == "evaluate" and self.init.weights is not None:

@@ -1,7 +1,6 @@
-"""Sign what this user's commands compose, so that a later command can tell it from a stranger's
-file.
+"""Sign what this user's commands compose, to distinguish it from a stranger's file later.
 
-The key is random, belongs to one user, and lies outside every folder of runs: a folder that was
+The key is random, belongs to one user, and is outside every folder of runs: a folder that was
 downloaded may hold any config, journal and checkpoint, but no signature made with this key. A
 signature says who composed a text, not that the file around it is unchanged.
 """
@@ -36,7 +35,7 @@ def sign(purpose: str, text: str) -> str:
         text: what a command of this user composed.
     """
     try:
-        key = _read_or_make(key_path())
+        key = _read_or_create(key_path())
     except (OSError, ValueError, RuntimeError):
         return ""
     return _digest(key, purpose, text)
@@ -54,8 +53,8 @@ def is_signed(purpose: str, text: str, signature: object) -> bool:
     return hmac.compare_digest(expected.encode(), signature.encode(errors="replace"))
 
 
-def key_location() -> str:
-    """Say in a message where the key is, and what is wrong with it."""
+def describe_key_location() -> str:
+    """Return where the key is, and why it is not used if it is not, for a message."""
     try:
         path = key_path()
     except RuntimeError:
@@ -72,36 +71,44 @@ def key_location() -> str:
 
 
 def _digest(key: bytes, purpose: str, text: str) -> str:
+    # Without a separator, two pairs of purpose and text could give the same content. Arguments that
+    # are not UTF-8 hold surrogates.
     content = f"{purpose}\0{text}".encode(errors="surrogatepass")
     return hmac.new(key, content, "sha256").hexdigest()
 
 
-def _read_or_make(path: Path) -> bytes:
+def _read_or_create(path: Path) -> bytes:
     with suppress(FileNotFoundError):
         return _read(path)
-    _make(path)
+    _create(path)
     return _read(path)
 
 
 def _read(path: Path) -> bytes:
-    """Return the key. Raises ValueError for a file that others could have written or read."""
+    """Return the key.
+
+    Raises:
+        ValueError: others could have written or read the file.
+    """
+    # No link and no pipe is opened: opening a pipe without a writer would wait for one.
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != KEY_BYTES:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != KEY_BYTES:
             raise ValueError(f"it is no file of {KEY_BYTES} bytes. Delete it")
-        if found.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid():
             raise ValueError("it belongs to another user")
-        if stat.S_IMODE(found.st_mode) & 0o077:
+        if stat.S_IMODE(status.st_mode) & 0o077:
             raise ValueError(f"others can open it. Type chmod 600 {path}")
         return os.read(file, KEY_BYTES)
     finally:
         os.close(file)
 
 
-def _make(path: Path) -> None:
+def _create(path: Path) -> None:
     """Write a new random key, unless another process has written one meanwhile."""
-    # Jobs of a sweep start together: link() makes the whole key appear, and keeps the first one.
+    # Jobs of a sweep start together: link() shows other processes a complete key only, and fails
+    # where another process was first.
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)

@@ -13,35 +13,43 @@ from runner.utils.errors import ConfigError
 
 # Number of arguments that the runner passes before the keywords, by group: the parameters to an
 # optimizer, the optimizer to a scheduler.
-LEADING = {"optimizer": 1, "scheduler": 1}
+LEADING_ARGUMENT_COUNTS = {"optimizer": 1, "scheduler": 1}
 
 # Keys of a group that describe it to the runner and are not passed to its target.
-RESERVED = {"_target_", "meta", "match", "shuffle"}
+DESCRIPTIVE_KEYS = {"_target_", "meta", "match", "shuffle"}
+
+# Groups that every run needs; a scheduler or an adapter may be none.
+REQUIRED_GROUPS = ("strategy", "precision", "model", "data", "task", "optimizer", "tracking")
 
 
 def target_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that a group node passes to its target."""
-    return {key: value for key, value in node.items() if key not in RESERVED}
+    return {key: value for key, value in node.items() if key not in DESCRIPTIVE_KEYS}
 
 
 def locate(path: str) -> Callable[..., Any]:
-    """Import and return the object at a dotted path. Raises ConfigError if it does not import."""
+    """Import and return the object at a dotted path.
+
+    Raises:
+        ConfigError: it does not import.
+    """
     parts = current_path(path).split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:cut])
+    # The longest module first: what follows may be a class, or an attribute of one.
+    for length in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:length])
         try:
             found: Any = import_module(module_name)
         except ModuleNotFoundError as error:
-            if error.name and (
-                module_name == error.name or module_name.startswith(f"{error.name}.")
-            ):
+            # Only this path or a package of it is missing: try a shorter module. An import inside
+            # the module that fails is an error to report.
+            if error.name and f"{module_name}.".startswith(f"{error.name}."):
                 continue
             raise ConfigError(f"{path} does not import: {error}.") from error
         except Exception as error:
             raise ConfigError(
                 f"{path} does not import: {type(error).__name__}: {error}."
             ) from error
-        for name in parts[cut:]:
+        for name in parts[length:]:
             if not hasattr(found, name):
                 raise ConfigError(f"{path} does not import: {module_name} has no {name}.")
             found = getattr(found, name)
@@ -63,7 +71,7 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
         node = getattr(spec, part.name)
         if not isinstance(node, dict):
             continue
-        leading = LEADING.get(part.name, 0)
+        leading = LEADING_ARGUMENT_COUNTS.get(part.name, 0)
         if "_target_" in node:
             yield part.name, node, leading
             continue
@@ -76,11 +84,11 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
 def check_targets(spec: RunSpec) -> list[str]:
     """Return a message for each target that does not import and each argument that does not fit."""
     present = {key.partition(".")[0] for key, _, _ in target_nodes(spec)}
-    empty = [key for key in NEEDED if key not in present]
+    empty = [key for key in REQUIRED_GROUPS if key not in present]
     problems = [f"{key} has no _target_. Type {key}=<option>." for key in empty]
     for key, node, leading in target_nodes(spec):
         path = node["_target_"]
-        if path is None and key not in NEEDED:
+        if path is None and key not in REQUIRED_GROUPS:
             continue
         if not isinstance(path, str):
             problems.append(f"{key}._target_={path} is no path. Write package.module.Name.")
@@ -107,22 +115,22 @@ def _argument_problems(
         # A builtin without a signature: its own call reports wrong arguments.
         return
     given = target_arguments(node)
-    keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    names = [p.name for p in keywords]
-    if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
-        for name in given:
-            if name not in names:
-                yield (
-                    f"{key}.{name}={given[name]}: {node['_target_']} takes no {name}. "
-                    f"It takes: {', '.join(names)}."
-                )
-    for p in keywords:
-        if p.default is Parameter.empty and p.name not in given:
-            yield f"{key}.{p.name} is needed by {node['_target_']}. Type +{key}.{p.name}=<value>."
-    defaults = {p.name: p.default for p in keywords}
-    # Many write `width: int = None`; what is the default already fits, whatever is annotated.
-    chosen = {n: v for n, v in given.items() if v is not None or defaults.get(n) is not None}
-    yield from _wrong_types(key, chosen, target)
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    defaults = {p.name: p.default for p in parameters if p.kind in kinds}
+    takes_any_keyword = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    for name in given:
+        if name not in defaults and not takes_any_keyword:
+            yield (
+                f"{key}.{name}={given[name]}: {node['_target_']} takes no {name}. "
+                f"It takes: {', '.join(defaults)}."
+            )
+    for name, default in defaults.items():
+        if default is Parameter.empty and name not in given:
+            yield f"{key}.{name} is needed by {node['_target_']}. Type +{key}.{name}=<value>."
+    # Users write `width: int = None`: a null that is the default fits whatever is annotated.
+    nulls = {name for name, value in given.items() if value is None and defaults.get(name) is None}
+    values = {name: value for name, value in given.items() if name not in nulls}
+    yield from _wrong_types(key, values, target)
 
 
 def _wrong_types(key: str, given: Mapping[str, Any], target: Any) -> Iterator[str]:
@@ -148,10 +156,12 @@ def fits_type(value: Any, hint: Any) -> bool:
     if kind in (Union, UnionType):
         return any(fits_type(value, option) for option in get_args(hint))
     if kind is Literal:
-        texts = all(isinstance(option, str) for option in get_args(hint))
-        return not texts or isinstance(value, str)  # which text: the target says
+        # Which of the texts are allowed, the target itself reports.
+        takes_texts = all(isinstance(option, str) for option in get_args(hint))
+        return isinstance(value, str) or not takes_texts
     if not isinstance(kind, type) or kind is object:
         return True
+    # In Python bool is a subclass of int, but `true` is no number in a config.
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:
@@ -161,11 +171,17 @@ def fits_type(value: Any, hint: Any) -> bool:
     if issubclass(kind, Mapping):
         return isinstance(value, Mapping)
     if issubclass(kind, Iterable):
-        # A module may be called 0, which YAML reads as a number.
-        item = next((a for a in get_args(hint) if a is not Ellipsis), Any)
-        of = str | int if item is str else item
-        return isinstance(value, list | tuple) and all(fits_type(part, of) for part in value)
+        return isinstance(value, list | tuple) and _fit_items(value, hint)
     return True
+
+
+def _fit_items(items: Iterable[Any], hint: Any) -> bool:
+    """Return whether items of a list fit the annotation of the list."""
+    item_hint = next((option for option in get_args(hint) if option is not Ellipsis), Any)
+    # A module may be called 0, which YAML reads as a number.
+    if item_hint is str:
+        item_hint = str | int
+    return all(fits_type(item, item_hint) for item in items)
 
 
 def dataclass_fields_from_json(kind: type, values: object) -> dict[str, Any]:
@@ -177,19 +193,27 @@ def dataclass_fields_from_json(kind: type, values: object) -> dict[str, Any]:
     hints = get_type_hints(kind)
     if not isinstance(values, Mapping):
         raise ValueError(f"no {kind.__name__}")
-    found = {key: value for key, value in values.items() if key in hints}
-    for key, value in found.items():
-        words = get_args(hints[key]) if get_origin(hints[key]) is Literal else (value,)
-        numbers = value.values() if isinstance(value, Mapping) else ()
-        if not (
-            fits_type(value, hints[key])
-            and value in words
-            and all(fits_type(n, float) for n in numbers)
-        ):
+    # Other keys are ignored: a newer version may have written the file.
+    entries = {key: value for key, value in values.items() if key in hints}
+    for key, value in entries.items():
+        if not _fits_field(value, hints[key]):
             raise ValueError(f"{key} is no {kind.__name__}'s")
-    if lacking := {f.name for f in fields(kind) if f.default is f.default_factory} - set(found):
+    # Both are MISSING for a field without a default.
+    required = {field.name for field in fields(kind) if field.default is field.default_factory}
+    lacking = required - set(entries)
+    if lacking:
         raise ValueError(f"no {kind.__name__}: it lacks {', '.join(sorted(lacking))}")
-    return found
+    return entries
+
+
+def _fits_field(value: Any, hint: Any) -> bool:
+    """Return whether a value read from a file fits a field's annotation."""
+    if not fits_type(value, hint):
+        return False
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        return False
+    numbers = value.values() if isinstance(value, Mapping) else ()
+    return all(fits_type(number, float) for number in numbers)
 
 
 def _typed(value: Any) -> str:
@@ -225,12 +249,12 @@ def _words(hint: Any) -> str:
 
 
 def build_group(key: str, node: Mapping[str, Any], *leading: object) -> Any:
-    """Call a group's target. Raises ConfigError, which names the group, for a value it refuses."""
+    """Call a group's target.
+
+    Raises:
+        ConfigError: the target refuses a value; the message names the group.
+    """
     try:
         return instantiate(node, *leading)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}: {node['_target_']} refuses its arguments: {error}") from error
-
-
-# Groups that every run needs; a scheduler may be none.
-NEEDED = ("strategy", "precision", "model", "data", "task", "optimizer", "tracking")

@@ -23,7 +23,7 @@ from runner.data.splits import Splits
 
 SAMPLE_COUNT = 64  # examples that a digest covers at most
 DIGEST_BYTES = 8
-CONTEXTS = {"train": "training", "val": "validation"}
+_MLFLOW_CONTEXTS = {"train": "training", "val": "validation"}
 
 
 def describe_data(name: str, node: Mapping[str, Any], splits: Splits) -> list[dict[str, Any]]:
@@ -49,12 +49,12 @@ def describe_data(name: str, node: Mapping[str, Any], splits: Splits) -> list[di
     return [
         {
             "name": name,
-            "context": CONTEXTS[split],
+            "context": _MLFLOW_CONTEXTS[split],
             "source_type": kind,
             "source": json.dumps(source, default=str),
             **_dataset_facts(getattr(splits, split), node),
         }
-        for split in CONTEXTS
+        for split in _MLFLOW_CONTEXTS
     ]
 
 

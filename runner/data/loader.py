@@ -104,8 +104,7 @@ class Loader:
 
     @property
     def uses_workers(self) -> bool:
-        """Whether processes load the data: not where tensors in memory or on the device are
-        sliced."""
+        """Return whether processes load the data; False where tensors are only sliced."""
         in_memory = self.device_dataset is not None or type(self.dataset) is TensorDataset
         return self.workers > 0 and not in_memory
 
@@ -131,8 +130,8 @@ class Loader:
     def _process_part(self, indices: Tensor) -> Tensor:
         """Return the indices that this process loads of a batch's; at least one, for collectives
         need every process to run a step."""
-        if self.place.examples(len(indices)):
-            return indices[self.place.part(len(indices))]
+        if self.place.batch_share(len(indices)):
+            return indices[self.place.batch_slice(len(indices))]
         return indices[:1]
 
     def batches(self, chosen: Sequence[Tensor], epoch: int = 0, start: int = 0) -> Iterator[Batch]:
@@ -161,12 +160,13 @@ class Loader:
         """Return the batches of these indices, where the data set is."""
         dataset: Any = self.dataset if self.device_dataset is None else self.device_dataset
         if type(dataset) is TensorDataset:
-            return (tuple(t.index_select(0, i) for t in dataset.tensors) for i in chosen)
+            return (_gather(dataset, indices) for indices in chosen)
         if hasattr(dataset, "batch") and not self.uses_workers:
-            return (dataset.batch(i) for i in chosen)  # type: ignore[attr-defined]
+            return (dataset.batch(indices) for indices in chosen)  # type: ignore[attr-defined]
         if not self.workers:
             batches = [indices.tolist() for indices in chosen]
             return _raise_collate_failures(self._dataloader(dataset, batches))
+        # 2**40: processes draw from seeds that no epoch of another process has.
         process_seed = self.seed * _SEED_STRIDE + epoch + self.place.rank * 2**40
         first_seed = process_seed * _SEED_STRIDE + start
         seeded_batches = [
@@ -201,6 +201,10 @@ class Loader:
             generator=torch.Generator().manual_seed(self.seed),
             worker_init_fn=init_worker,
         )
+
+
+def _gather(dataset: TensorDataset, indices: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.index_select(0, indices) for tensor in dataset.tensors)
 
 
 def _raise_collate_failures(batches: Iterable[Any]) -> Iterator[Any]:

@@ -25,7 +25,7 @@ class StepSamples(NamedTuple):
 
     @property
     def indices(self) -> list[int]:
-        """The indices of all micro-batches, in order."""
+        """Return the indices of all micro-batches, in order."""
         return [index for micro_batch in self.micro_batches for index in micro_batch]
 
 

@@ -14,18 +14,20 @@ from runner.data.loader import Batch, Loader
 from runner.data.step_samples import targets_of_samples
 from runner.training.tasks.task import IGNORED, Task, labels_of
 
-ROWS = 4096
-"""Rows of data in memory that are checked in one piece."""
-BATCHES = 8
-SECONDS = 2.0
+ROWS_PER_PIECE = 4096
+"""Rows of data in memory that are checked in one piece; the time is read after each."""
+MAX_CHECKED_BATCHES = 8
+"""Batches of data that is not in memory, the rest of which is not checked."""
+MAX_CHECK_SECONDS = 2.0
+"""Seconds after which the check of a set ends, with what it has found."""
 _LEFT_OUT = f"cross entropy leaves {IGNORED} out"
 
 
 def data_problems(loader: Loader, split: str, task: Task, classes: int | None) -> Iterator[str]:
     """Yield what is wrong with a data set, a message for each kind of problem.
 
-    Data in memory is checked whole, other data in its first BATCHES batches, both for SECONDS at
-    most.
+    Data in memory is checked whole, other data in its first MAX_CHECKED_BATCHES batches, both for
+    MAX_CHECK_SECONDS at most.
 
     Args:
         loader: of the set.
@@ -33,29 +35,34 @@ def data_problems(loader: Loader, split: str, task: Task, classes: int | None) -
         task: knows which targets are labels.
         classes: number of classes; None where the data set does not say.
     """
-    found: dict[str, list[int]] = {"inputs": [], "targets": [], "label": []}
-    first: Any = None
-    seen, until = 0, perf_counter() + SECONDS
+    not_finite: dict[str, list[int]] = {"inputs": [], "targets": []}
+    mislabelled: list[int] = []
+    first_mislabelled: Any = None
+    checked = 0
     labelled = False
+    deadline = perf_counter() + MAX_CHECK_SECONDS
     for indices, (inputs, target) in _portions(loader):
-        seen += len(indices)
+        checked += len(indices)
         labelled = labelled or _has_labels(task, target)
         for name, nest in (("inputs", inputs), ("targets", target)):
-            found[name] += indices[_not_finite(nest, len(indices))].tolist()
+            not_finite[name] += indices[_not_finite(nest, len(indices))].tolist()
         wrong = task.misplaced(target, classes) if classes and isinstance(target, Tensor) else None
         if wrong is not None and wrong.any():
-            first = target[wrong][0] if first is None else first
-            found["label"] += indices[wrong.cpu()].tolist()
-        if perf_counter() > until:
+            if first_mislabelled is None:
+                first_mislabelled = target[wrong][0]
+            mislabelled += indices[wrong.cpu()].tolist()
+        # After a portion, not before it: one is checked however slow the data is.
+        if perf_counter() > deadline:
             break
-    for name in ("inputs", "targets"):
-        if found[name]:
-            yield f"{_whose(found[name], split, seen)}: its {name} are not finite."
-    if found["label"]:
+    for name, samples in not_finite.items():
+        if samples:
+            yield f"{_whose(samples, split, checked)}: its {name} are not finite."
+    if mislabelled:
         assert classes is not None
-        yield f"{_whose(found['label'], split, seen)}: {label_problem(first, classes)}"
+        problem = label_problem(first_mislabelled, classes)
+        yield f"{_whose(mislabelled, split, checked)}: {problem}"
     if not labelled:
-        which = f"the {seen} samples of the {split} set that were looked at"
+        which = f"the {checked} samples of the {split} set that were looked at"
         yield f"data: no label of {which} counts ({_LEFT_OUT}): the loss would be NaN."
 
 
@@ -84,6 +91,7 @@ def _has_labels(task: Task, target: Any) -> bool:
 def label_problem(target: Tensor, classes: int) -> str:
     """Return what is wrong with one sample's label, or with one of its tokens."""
     wrong = target[((target < 0) & (target != IGNORED)) | (target >= classes)]
+    # The largest: that many classes hold all labels of this sample.
     label = int(wrong.max())
     widen = f", or type data.meta.classes={label + 1}" if label >= classes else ""
     return (
@@ -92,21 +100,24 @@ def label_problem(target: Tensor, classes: int) -> str:
     )
 
 
-def _whose(samples: list[int], split: str, seen: int) -> str:
-    more = f", and {len(samples) - 1} more of the {seen} looked at" if len(samples) > 1 else ""
+def _whose(samples: list[int], split: str, checked: int) -> str:
+    """Return words that name the first of the samples and count the others."""
+    more = f", and {len(samples) - 1} more of the {checked} looked at" if len(samples) > 1 else ""
     return f"data: sample {samples[0]} of the {split} set{more}"
 
 
 def _portions(loader: Loader) -> Iterator[tuple[Tensor, Batch]]:
     """Yield the indices of samples and their batch."""
     dataset = loader.dataset
+    # Not a subclass: its __getitem__ may change the samples.
     if type(dataset) is TensorDataset:
-        for indices in torch.arange(loader.examples).split(ROWS):
+        for indices in torch.arange(loader.examples).split(ROWS_PER_PIECE):
             part = slice(int(indices[0]), int(indices[-1]) + 1)
             inputs, target = (tensor[part] for tensor in dataset.tensors)
             yield indices, (inputs, target)
         return
-    chosen = loader.order(1).split(loader.batch_size)[:BATCHES]
+    # In an epoch's order, so that shuffled data is checked at random places.
+    chosen = loader.order(1).split(loader.batch_size)[:MAX_CHECKED_BATCHES]
     yield from zip(chosen, loader.batches(chosen), strict=True)
 
 
@@ -117,6 +128,7 @@ def _not_finite(nest: Any, count: int) -> Tensor:
         if not isinstance(value, Tensor) or value.shape[:1] != (count,):
             continue
         real = torch.view_as_real(value) if value.is_complex() else value
+        # Almost all data passes the cheap test; the samples are found only where it fails.
         if real.is_floating_point() and real.numel() and not _all_finite(real):
             wrong |= ~real.isfinite().reshape(count, -1).all(1).cpu()
     return wrong

@@ -28,13 +28,17 @@ _HEAVY = (
 
 
 def _names(values: Any) -> set[str]:
+    """Return the names of the dtypes of the tensors in a nest."""
     return {
         str(v.dtype).removeprefix("torch.") for v in tree_leaves(values) if isinstance(v, Tensor)
     }
 
 
 class _ComputeDtypes(TorchDispatchMode):
-    """Records the dtypes that matrix kernels take, under the module whose forward is running."""
+    """Records the dtypes that matrix kernels take, by the module whose forward is running.
+
+    Dispatch comes after autocast, so the dtypes are those that the kernels really get.
+    """
 
     def __init__(self, probe: "DtypeProbe") -> None:
         super().__init__()
@@ -50,9 +54,10 @@ class _ComputeDtypes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1].strip("_")
         if self.probe.running and any(part in name for part in _HEAVY):
+            # The first one alone: norms may hold weights and statistics in a wider dtype.
             first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
-            floats = _names(first) or {d for d in _names(args) if "complex" in d}
-            self.probe.seen[self.probe.running[-1]]["computes"] |= floats
+            computes = _names(first) or {name for name in _names(args) if "complex" in name}
+            self.probe.seen[self.probe.running[-1]]["computes"] |= computes
         return out
 
 
@@ -75,6 +80,7 @@ class DtypeProbe:
             return self
         for name, module in self.model.named_modules():
             self._watch(name, module)
+        # Compiled kernels are not dispatched one by one.
         if not isinstance(self.model, torch._dynamo.OptimizedModule):
             self._stack.enter_context(_ComputeDtypes(self))
         return self
@@ -98,8 +104,9 @@ class DtypeProbe:
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(after),
         ]
-        params = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        handles += [p.register_post_accumulate_grad_hook(accumulated) for p in params]
+        for p in module.parameters(recurse=False):
+            if p.requires_grad:
+                handles.append(p.register_post_accumulate_grad_hook(accumulated))
         for handle in handles:
             self._stack.callback(handle.remove)
 
@@ -107,13 +114,12 @@ class DtypeProbe:
         """Return a row for each module that ran, in the model's order."""
         rows = []
         for name, module in self.model.named_modules():
-            if not (seen := self.seen.get(name)) or not seen["outputs"]:
+            seen = self.seen.get(name)
+            if not seen or not seen["outputs"]:
                 continue
-            stores = _names(list(module.parameters(recurse=False)))
-            columns = {
-                "stores": stores,
-                **{k: seen[k] for k in ("inputs", "computes", "outputs", "gradients")},
-            }
+            columns = {"stores": _names(list(module.parameters(recurse=False)))}
+            for column in ("inputs", "computes", "outputs", "gradients"):
+                columns[column] = seen[column]
             row = {key: " ".join(sorted(value)) for key, value in columns.items()}
             rows.append({"module": name or "(model)", "kind": type(module).__name__, **row})
         return rows

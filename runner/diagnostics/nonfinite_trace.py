@@ -19,9 +19,9 @@ class TracedTensor(NamedTuple):
         module: its dotted name, or (inputs), (model), (loss).
         kind: the module's class.
         tensor: output, gradient of the output, or gradient of a parameter by its name.
-        dtype: without torch.
+        dtype: name without "torch.".
         largest: greatest magnitude of the finite elements.
-        lost: share of elements that are not finite, 0 to 1.
+        nonfinite_share: share of elements that are not finite, 0 to 1.
     """
 
     phase: str
@@ -30,11 +30,11 @@ class TracedTensor(NamedTuple):
     tensor: str
     dtype: str
     largest: float
-    lost: float
+    nonfinite_share: float
 
     @property
-    def place(self) -> tuple[str, str, str]:
-        """Key of the tensor, by which it is found in a trace of another precision."""
+    def key(self) -> tuple[str, str, str]:
+        """Phase, module and tensor, which are the same in a trace of another precision."""
         return self.phase, self.module, self.tensor
 
 
@@ -44,10 +44,13 @@ def describe_tensor(phase: str, module: str, kind: str, tensor: str, value: Tens
     wide = widest_float(value.device)
     magnitude = value.abs().to(wide)
     finite = magnitude.isfinite()
-    largest = torch.where(finite, magnitude, 0).max().item() if value.numel() else 0.0
-    lost = 1 - finite.to(wide).mean().item() if value.numel() else 0.0
+    largest = 0.0
+    nonfinite_share = 0.0
+    if value.numel():  # max() of an empty tensor raises, and its mean is NaN
+        largest = torch.where(finite, magnitude, 0).max().item()
+        nonfinite_share = 1 - finite.to(wide).mean().item()
     name = str(value.dtype).removeprefix("torch.")
-    return TracedTensor(phase, module, kind, tensor, name, largest, lost)
+    return TracedTensor(phase, module, kind, tensor, name, largest, nonfinite_share)
 
 
 class NonfiniteTrace:
@@ -70,7 +73,7 @@ class NonfiniteTrace:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def note(self, phase: str, module: str, kind: str, tensor: str, nest: Any) -> None:
+    def record(self, phase: str, module: str, kind: str, tensor: str, nest: Any) -> None:
         """Add the floating and complex tensors of a nest."""
         for value in tree_leaves(nest):
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
@@ -80,20 +83,21 @@ class NonfiniteTrace:
         kind = type(module).__name__
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
-            self.note("forward", name, kind, "output", output)
+            self.record("forward", name, kind, "output", output)
             for value in tree_leaves(output):
+                # On the output: a backward hook on the module refuses what writes in place.
                 if isinstance(value, Tensor) and value.requires_grad:
                     value.register_hook(gradient)
 
         def gradient(grad: Tensor) -> None:
-            self.note("backward", name, kind, "gradient of the output", grad)
+            self.record("backward", name, kind, "gradient of the output", grad)
 
         self._stack.callback(module.register_forward_hook(after).remove)
         for key, param in module.named_parameters(recurse=False):
             if param.requires_grad:
-
+                # The default binds this parameter's name, not the last one of the loop.
                 def accumulated(made: Tensor, key: str = key) -> None:
-                    self.note("backward", name, kind, f"gradient of {key}", made.grad)
+                    self.record("backward", name, kind, f"gradient of {key}", made.grad)
 
                 handle = param.register_post_accumulate_grad_hook(accumulated)
                 self._stack.callback(handle.remove)
@@ -101,4 +105,4 @@ class NonfiniteTrace:
 
 def first_nonfinite(rows: Sequence[TracedTensor]) -> int | None:
     """Return the index of the first row that is not all finite; None where every row is."""
-    return next((i for i, row in enumerate(rows) if row.lost), None)
+    return next((i for i, row in enumerate(rows) if row.nonfinite_share), None)

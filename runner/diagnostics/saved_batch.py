@@ -1,6 +1,7 @@
 """Save which samples a failed step was given, so that debug=replay can run it again.
 
-Only indices in the training set are written, not the samples themselves."""
+Only indices in the training set are written, not the samples themselves.
+"""
 
 import json
 import re
@@ -86,14 +87,17 @@ class BatchSaver:
             Sentences that say where the samples are, and the command that replays them.
         """
         accumulate = self.spec.train.accumulate
-        every = [samples_of_step(self.loader, accumulate, n) for n in range(step, step + count)]
+        steps = range(step, step + count)
+        # Computed from seed and epoch, as the loader does: no step has a list of its samples.
+        samples_of_steps = [samples_of_step(self.loader, accumulate, n) for n in steps]
+        micro_batches = [micro for samples in samples_of_steps for micro in samples.micro_batches]
         path = self.folder / GUARD_FOLDER / f"batch-{step:06d}.json"
         command = self.replay_command(path)
         content = {
             "why": why,
             "steps": [step, step + count - 1],
-            "epoch": every[0].epoch,
-            "micro_batches": [micro for samples in every for micro in samples.micro_batches],
+            "epoch": samples_of_steps[0].epoch,
+            "micro_batches": micro_batches,
             "loss_scale": scale,
             "begun": begun,
             "precision": self.precision,
@@ -108,11 +112,13 @@ class BatchSaver:
         text = re.sub(r"\[[\d,\s]+\]", lambda numbers: "".join(numbers[0].split()), text)
         saved = self.save_artifact(path, lambda path: write_text(path, text + "\n"), GUARD_FOLDER)
         if not saved:
-            return f"The samples are {content['micro_batches']} of the training set."
+            # The file could not be written: the indices are at least in the message.
+            return f"The samples are {micro_batches} of the training set."
         return f"The samples are in {relative_path(path)}; to see where it begins:\n{command}"
 
     def replay_command(self, path: Path) -> str:
         """Return the run's own command, with debug=replay in place of training."""
+        # A replay resumes nothing, sweeps nothing and has its own mode.
         dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
         words = [w for w in self.origin.command if not w.lstrip("+~").startswith(dropped)]
         return quote_command([*words, "debug=replay", f"batch={relative_path(path)}"])
@@ -129,6 +135,7 @@ def read_saved_batch(path: Path) -> SavedBatch:
             raise OSError("no such file")
         content: Mapping[str, Any] = json.loads(path.read_text())
         first, last = map(int, content["steps"])
+        # Checked here: a negative index would silently take a sample from the end of the set.
         micro_batches = [[_index(i) for i in micro] for micro in content["micro_batches"]]
         if not (micro_batches and all(micro_batches)):
             raise ValueError("it holds no samples")
@@ -151,6 +158,7 @@ def read_saved_batch(path: Path) -> SavedBatch:
 
 
 def _index(value: Any) -> int:
+    """Return a sample's index as it is; raise ValueError where it is none that int64 can hold."""
     if not isinstance(value, int) or not 0 <= value < 2**63:
         raise ValueError(f"{value} is no sample's index")
     return value

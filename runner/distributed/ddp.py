@@ -38,7 +38,8 @@ class DDP(ProcessGroupStrategy):
     ) -> None:
         super().__init__(timeout)
         self.bucket_cap_mb = bucket_cap_mb
-        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
         self._model: DistributedDataParallel | None = None
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
@@ -54,18 +55,24 @@ class DDP(ProcessGroupStrategy):
         return self._model
 
     def accumulating(self, last: bool) -> AbstractContextManager[object]:
-        return _NOTHING if last or self._model is None else self._model.no_sync()
+        if last or self._model is None:
+            return _NOTHING
+        return self._model.no_sync()
 
 
 def float32_mean_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket over the processes: added in float32 at least, rounded once."""
+    """Average a bucket of gradients over the processes.
+
+    Gradients are added in float32 or their own wider dtype, and rounded to their dtype once.
+    """
     grads = bucket.buffer()
+    # Sums in half precision would lose more bits with every process.
     wide = grads.float() if grads.itemsize < 4 else grads
     wide.div_(dist.get_world_size())
-    done = dist.all_reduce(wide, async_op=True)
-    assert done is not None
+    work = dist.all_reduce(wide, async_op=True)
+    assert work is not None
 
-    def rounded(_: object) -> Tensor:
+    def round_into_bucket(_: object) -> Tensor:
         return grads.copy_(wide) if wide is not grads else grads
 
-    return done.get_future().then(rounded)
+    return work.get_future().then(round_into_bucket)

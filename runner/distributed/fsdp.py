@@ -1,4 +1,4 @@
-"""strategy=fsdp: every process has a part of each weight, gradient and optimizer state.
+"""strategy=fsdp: every process has a shard of each weight, gradient and optimizer state.
 
 Source: Zhao et al., PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard (FSDP2).
 """
@@ -21,12 +21,14 @@ from runner.utils.modules import repeated_blocks, select_modules
 
 @final
 class FSDP(ProcessGroupStrategy):
-    """torch's fully_shard. Weights are gathered in the dtype that they are stored in, so that a
-    precision does what it does in one process; gradients are added in float32.
+    """torch's fully_shard, with one unit of weights gathered at a time.
+
+    Weights are gathered in the dtype that they are stored in, so that a precision does what it does
+    in one process; gradients are added in float32.
 
     Args:
         units: patterns of modules whose weights are gathered together, each such module for
-            itself; None: the repeated blocks of the model. What is left is one unit, too.
+            itself; None: the repeated blocks of the model. The remaining weights are one unit, too.
         reshard_after_forward: drop gathered weights after the forward and gather them again for
             the backward.
         timeout: seconds after which a process that waits for another one gives up.
@@ -42,35 +44,35 @@ class FSDP(ProcessGroupStrategy):
         timeout: float = 1800.0,
     ) -> None:
         super().__init__(timeout)
-        self.units, self.reshard_after_forward = units, reshard_after_forward
+        self.units = units
+        self.reshard_after_forward = reshard_after_forward
         self._model: FSDPModule | None = None
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         mesh = init_device_mesh(device.type, (self.place.world_size,))
-        policy = MixedPrecisionPolicy(reduce_dtype=_reduction(model), cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(model), cast_forward_inputs=False)
+        # fully_shard takes inner modules before those that hold them.
         for unit in [*self._units(model), model]:
-            # Of the root's weights the backward has need at once.
-            reshard = (
-                None
-                if self.reshard_after_forward and unit is model
-                else (self.reshard_after_forward)
-            )
+            reshard: bool | None = self.reshard_after_forward
+            if reshard and unit is model:
+                # None keeps the root's weights gathered: the backward needs them first.
+                reshard = None
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         assert isinstance(model, FSDPModule)
         self._model = model
         return model
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
-        """Inner ones first; what is of another dtype than the most is a unit of its own."""
+        """Return the modules to shard before the model itself, inner ones first."""
         if self.units is None:
             units = repeated_blocks(model)
         else:
-            found = select_modules(
-                "strategy.units", self.units, [n for n, _ in model.named_modules()]
-            )
-            outer = [name for name in found if name.rpartition(".")[0] not in found]
+            names = [name for name, _ in model.named_modules()]
+            selected = select_modules("strategy.units", self.units, names)
+            # A pattern also matches the modules inside the one that it names.
+            outer = [name for name in selected if name.rpartition(".")[0] not in selected]
             units = [model.get_submodule(name) for name in sorted(outer) if name]
-        return [*_odd(model), *units]
+        return [*_modules_of_other_dtype(model), *units]
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
@@ -79,7 +81,7 @@ class FSDP(ProcessGroupStrategy):
         yield
 
     def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [t.to_local() if is_sharded(t) else t for t in tensors]
+        return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
 
     def reduce_found_inf(self, flag: Tensor | None) -> Tensor | None:
         if flag is not None:
@@ -87,27 +89,32 @@ class FSDP(ProcessGroupStrategy):
         return flag
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        found = {}
+        full_tensors = {}
         for name, value in super().full_state_dict(model).items():
+            # Collective: every process gathers every tensor, and only the main one stores it.
             full = value.full_tensor() if is_sharded(value) else value
             if self.place.is_main:
-                found[name] = full.detach().cpu().contiguous()
-        return found
+                full_tensors[name] = full.detach().cpu().contiguous()
+        return full_tensors
 
     def reduce_norms(self, norms: Tensor) -> Tensor:
+        # The squares of the shards' norms add up to the square of the full tensor's norm.
         return self.sum(norms.double().square()).sqrt()
 
 
-def _reduction(model: nn.Module) -> torch.dtype | None:
-    """float32 for gradients that are narrower."""
-    narrow = any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters())
-    return torch.float32 if narrow else None
+def _reduce_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return float32 for gradients that are narrower; None, for their own dtype, if none is."""
+    has_narrow = any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters())
+    return torch.float32 if has_narrow else None
 
 
-def _odd(model: nn.Module) -> list[nn.Module]:
-    """Modules with weights of another dtype than most of them: a unit has one."""
-    dtypes = Counter(p.dtype for p in model.parameters())
-    usual = dtypes.most_common(1)[0][0]
-    return [
-        m for m in model.modules() if any(p.dtype != usual for p in m.parameters(recurse=False))
-    ]
+def _modules_of_other_dtype(model: nn.Module) -> list[nn.Module]:
+    """Return the modules with weights of another dtype than most weights of the model."""
+    # fully_shard wants weights of one dtype in a unit.
+    dtype_counts = Counter(p.dtype for p in model.parameters())
+    usual = dtype_counts.most_common(1)[0][0]
+    found = []
+    for module in model.modules():
+        if any(p.dtype != usual for p in module.parameters(recurse=False)):
+            found.append(module)
+    return found

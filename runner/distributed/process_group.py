@@ -1,4 +1,4 @@
-"""Base class of the DDP and FSDP strategies: process group, collectives, lost peers.
+"""Base class of the DDP and FSDP strategies: process group, collectives, lost connections.
 
 The backend is gloo for tensors on CPUs and NCCL for tensors on GPUs.
 """
@@ -19,7 +19,10 @@ from runner.distributed.strategy import Strategy
 from runner.utils.errors import ConfigError, RunnerError
 
 _sessions = itertools.count()
-_LOST = re.compile(r"onnection (closed|reset)|Broken pipe|gloo.*(timed out|Timed out)", re.I)
+# Texts of the RuntimeErrors that gloo and NCCL raise when another process has ended.
+_LOST_CONNECTION = re.compile(
+    r"onnection (closed|reset)|Broken pipe|gloo.*(timed out|Timed out)", re.I
+)
 
 
 class PeerLost(RunnerError):
@@ -35,7 +38,7 @@ class PeerLost(RunnerError):
 
 
 class ProcessGroupStrategy(Strategy):
-    """What the strategies of several processes share.
+    """Base class of the strategies of several processes: their process group and collectives.
 
     Args:
         timeout: seconds after which a process that waits for another one gives up.
@@ -47,7 +50,8 @@ class ProcessGroupStrategy(Strategy):
             raise ValueError(f"timeout={timeout} must be above 0")
         self.timeout = timedelta(seconds=timeout)
         self._control: dist.ProcessGroup | None = None
-        self._asked: tuple[Tensor, dist.Work | None] | None = None
+        # The reduction that all_reduce_max_async has started last: its result, and the work.
+        self._pending_max: tuple[Tensor, dist.Work | None] | None = None
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -57,32 +61,37 @@ class ProcessGroupStrategy(Strategy):
                 "--standalone --nproc-per-node <GPUs or processes> -m runner "
                 f"strategy={self.name} ... For one process leave strategy= out."
             )
-        cuda = torch.cuda.is_available()
-        if cuda:
+        has_cuda = torch.cuda.is_available()
+        if has_cuda:
+            # NCCL takes the current device; accelerator=cpu may run more processes than GPUs.
             torch.cuda.set_device(self.place.local_rank % torch.cuda.device_count())
-        here = self.place
-        keys = f"runner/{here.restart}/{next(_sessions)}"  # of its own: what was there stays
+        rank = self.place
+        # The store keeps the keys of earlier sessions and restarts: each session has a prefix.
+        prefix = f"runner/{rank.restart}/{next(_sessions)}"
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
             timeout=self.timeout,
-            rank=here.rank,
-            world_size=here.world_size,
-            store=dist.PrefixStore(keys, torchrun.store(here)),
+            rank=rank.rank,
+            world_size=rank.world_size,
+            store=dist.PrefixStore(prefix, torchrun.rendezvous_store(rank)),
         )
         try:
+            # The flag of a stop and other objects of the host go over gloo between the hosts.
             group = dist.new_group(backend="gloo", timeout=self.timeout)
             assert isinstance(group, dist.ProcessGroup)
             self._control = group
             yield
-            if self._asked and self._asked[1]:
-                self._asked[1].wait()
+            if self._pending_max and self._pending_max[1]:
+                self._pending_max[1].wait()
+            # No process leaves while another one still needs its connection.
             dist.barrier(self._control)
         except RuntimeError as error:
-            if _LOST.search(str(error)) or isinstance(error, dist.DistError):
+            if _LOST_CONNECTION.search(str(error)) or isinstance(error, dist.DistError):
                 raise PeerLost(self.place.rank, str(error).partition("\n")[0]) from error
             raise
         finally:
-            self._asked = self._control = None
+            self._pending_max = None
+            self._control = None
             dist.destroy_process_group()
 
     def device(self, device: torch.device) -> torch.device:
@@ -93,7 +102,8 @@ class ProcessGroupStrategy(Strategy):
             )
         if device.type == "cpu":
             return device
-        if self.place.local_rank >= (count := torch.cuda.device_count()):
+        count = torch.cuda.device_count()
+        if self.place.local_rank >= count:
             raise ConfigError(
                 f"torchrun started more processes on this machine than it has GPUs ({count}). Type "
                 f"--nproc-per-node {count}, or accelerator=cpu."
@@ -105,25 +115,29 @@ class ProcessGroupStrategy(Strategy):
         return values
 
     def all_reduce_max_async(self, number: int) -> int:
-        before = self._asked
-        flag = torch.tensor(number)
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control, async_op=True)
-        self._asked = flag, work
-        if before is None:
+        previous = self._pending_max
+        maximum = torch.tensor(number)
+        work = dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._control, async_op=True)
+        self._pending_max = (maximum, work)
+        if previous is None:
             return 0
-        if before[1] is not None:
-            before[1].wait()
-        return int(before[0])
+        previous_maximum, previous_work = previous
+        if previous_work is not None:
+            previous_work.wait()
+        return int(previous_maximum)
 
     def all_reduce_max(self, number: int) -> int:
-        flag = torch.tensor(number)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control)
-        return int(flag)
+        maximum = torch.tensor(number)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._control)
+        return int(maximum)
 
     def gather_object(self, value: Any) -> list[Any]:
-        found: list[Any] | None = [None] * self.place.world_size if self.place.is_main else None
-        dist.gather_object(value, found, group=self._control)
-        return found or []
+        # torch takes a list on the receiving process, and None on the others.
+        values: list[Any] | None = None
+        if self.place.is_main:
+            values = [None] * self.place.world_size
+        dist.gather_object(value, values, group=self._control)
+        return values or []
 
     def broadcast_object(self, value: Any) -> Any:
         values = [value]

@@ -1,7 +1,7 @@
 """The strategy contract: how the processes of a run train one model together.
 
 `train.batch_size` counts the examples of a micro-batch over all processes, and each process takes
-its part of them, so that the same command has the same losses on any number of processes. Most
+its slice of them, so that the same command has the same losses on any number of processes. Most
 methods are collective: all processes call them in the same order, or none does.
 """
 
@@ -28,7 +28,7 @@ def is_sharded(value: object) -> TypeGuard["DTensor"]:
 
 
 class Strategy(ABC):
-    """How several processes train one model.
+    """Contract: how several processes train one model.
 
     Attributes:
         name: the name of its yaml.
@@ -47,7 +47,7 @@ class Strategy(ABC):
         """Return the context around the run, in which the processes are connected.
 
         Raises:
-            ConfigError: the processes that there are do not fit.
+            ConfigError: the strategy cannot run with the number of processes that was started.
         """
 
     def device(self, device: torch.device) -> torch.device:
@@ -122,7 +122,6 @@ class Single(Strategy):
             raise ConfigError(
                 f"torchrun started {self.place.world_size} processes, and "
                 "strategy=single is for one. Type strategy=ddp (every process has the whole model) "
-                "or strategy=fsdp "
-                "(a part)."
+                "or strategy=fsdp (a part)."
             )
         return _NOTHING

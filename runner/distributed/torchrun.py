@@ -18,10 +18,15 @@ from runner.utils.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SHOWS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
-_BEGUN, _OUT = "runner/begun", "runner/out"
-_PATIENCE = timedelta(minutes=10)
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_QUERY_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
+
+# Keys of the rendezvous store, with the run's folder.
+_START_KEY = "runner/begun"
+_RESUME_KEY = "runner/out"
+
+# How long a process waits for the main one to compose its config and publish the folder.
+_STORE_TIMEOUT = timedelta(minutes=10)
 
 
 class ProcessRank(NamedTuple):
@@ -44,31 +49,31 @@ class ProcessRank(NamedTuple):
         """Return whether this is the main process, which writes the files of the run."""
         return self.rank == 0
 
-    def part(self, size: int) -> slice:
+    def batch_slice(self, size: int) -> slice:
         """Return this process's slice of a batch.
 
         The first processes take one example more where the batch does not divide evenly.
         """
-        least, more = divmod(size, self.world_size)
-        start = self.rank * least + min(self.rank, more)
-        return slice(start, start + least + (self.rank < more))
+        share, remainder = divmod(size, self.world_size)
+        start = self.rank * share + min(self.rank, remainder)
+        return slice(start, start + share + (self.rank < remainder))
 
-    def examples(self, size: int) -> int:
+    def batch_share(self, size: int) -> int:
         """Return how many of a batch's examples this process takes."""
-        part = self.part(size)
-        return part.stop - part.start
+        share = self.batch_slice(size)
+        return share.stop - share.start
 
 
 SINGLE_PROCESS = ProcessRank()
 
 
 class MainRankFailed(Exception):
-    """Raised where the main process failed before its run began."""
+    """The main process failed before its run started; it has printed why."""
 
 
 def is_torchrun() -> bool:
-    """Return whether torchrun, or what sets the same variables, has started this process."""
-    return all(key in os.environ for key in _NEEDED)
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
+    return all(key in os.environ for key in _TORCHRUN_VARIABLES)
 
 
 def process_rank() -> ProcessRank:
@@ -79,7 +84,7 @@ def process_rank() -> ProcessRank:
     return ProcessRank(*(int(os.environ.get(name, 0)) for name in names))
 
 
-def join(argv: Sequence[str]) -> Sequence[str]:
+def command_of_rank(argv: Sequence[str]) -> Sequence[str]:
     """Return the command that this process runs.
 
     All processes run in the folder of the main one; after a restart they resume from its newest
@@ -92,32 +97,36 @@ def join(argv: Sequence[str]) -> Sequence[str]:
     here = process_rank()
     if here.world_size == 1 and not here.restart:
         return argv
-    if any(text in _SHOWS for text in argv):
+    if any(text in _QUERY_FLAGS for text in argv):
         return argv
     if {"-m", "--multirun"} & set(argv):
         raise ConfigError(
             f"torchrun started {here.world_size} processes, and a sweep starts its own. Leave "
             "torchrun out, or leave -m out and type one torchrun command for each job."
         )
-    shared = store(here)
+    shared = rendezvous_store(here)
     extra = {}
-    if here.restart and shared.check([_OUT]):
-        extra = {"hydra.run.dir": shared.get(_OUT).decode(), "checkpoint.resume": "auto"}
+    if here.restart and shared.check([_RESUME_KEY]):
+        extra = {"hydra.run.dir": shared.get(_RESUME_KEY).decode(), "checkpoint.resume": "auto"}
     if not here.is_main:
         if not extra:
-            folder = shared.get(_BEGUN).decode()  # waits for it
+            # Waits until the main process has published it; empty if that failed.
+            folder = shared.get(_START_KEY).decode()
             if not folder:
                 raise MainRankFailed
             extra["hydra.run.dir"] = folder
+        # Only the main process writes Hydra's files.
         extra["hydra.output_subdir"] = "null"
-    kept = [text for text in argv if text.lstrip("+~").partition("=")[0] not in extra]
-    # First: Hydra's parser takes overrides in one piece, and `rewrite` has put the flags last.
-    return [*(f"{key}={_quoted(value)}" for key, value in extra.items()), *kept]
+    others = [text for text in argv if text.lstrip("+~").partition("=")[0] not in extra]
+    published = [f"{key}={_quoted(value)}" for key, value in extra.items()]
+    # First: Hydra's parser takes overrides next to each other, and rewrite_arguments has put the
+    # flags last.
+    return [*published, *others]
 
 
 def publish_start(folder: Path) -> None:
     """Publish the run's folder, so that the other processes begin. Call it in the main process."""
-    _tell(_BEGUN, folder)
+    _publish(_START_KEY, folder)
 
 
 def publish_failure() -> None:
@@ -125,14 +134,15 @@ def publish_failure() -> None:
     here = process_rank()
     if not (is_torchrun() and here.is_main and here.world_size > 1):
         return
-    with suppress(RuntimeError):  # the process that keeps the store is gone
-        if not store(here).check([_BEGUN]):
-            store(here).set(_BEGUN, "")
+    # The process that serves the store may have ended.
+    with suppress(RuntimeError):
+        if not rendezvous_store(here).check([_START_KEY]):
+            rendezvous_store(here).set(_START_KEY, "")
 
 
 def publish_run_folder(folder: Path) -> None:
     """Publish the folder that the run resumes from after a restart. Call it in the main process."""
-    _tell(_OUT, folder)
+    _publish(_RESUME_KEY, folder)
 
 
 def claim_message(text: str) -> bool:
@@ -141,29 +151,33 @@ def claim_message(text: str) -> bool:
     if here.world_size == 1:
         return True
     try:
-        return store(here).add(f"runner/{here.restart}/{zlib.crc32(text.encode())}", 1) == 1
-    except RuntimeError:  # the process that keeps the store is gone
+        return (
+            rendezvous_store(here).add(f"runner/{here.restart}/{zlib.crc32(text.encode())}", 1) == 1
+        )
+    except RuntimeError:
+        # The process that serves the store has ended: a message twice is better than none.
         return True
 
 
-def _tell(key: str, folder: Path) -> None:
+def _publish(key: str, folder: Path) -> None:
     here = process_rank()
     if is_torchrun() and here.is_main:
-        store(here).set(key, str(folder.absolute()))
+        rendezvous_store(here).set(key, str(folder.absolute()))
 
 
 @cache
-def store(here: ProcessRank) -> "TCPStore":
-    """Return the key-value store that torchrun keeps; it outlives a process."""
+def rendezvous_store(here: ProcessRank) -> "TCPStore":
+    """Return torchrun's key-value store, which outlives a process that fails."""
     from torch.distributed import TCPStore
 
-    hosts = here.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # torchrun's own process serves the store if it sets this variable; else rank 0 does.
+    serves_store = here.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         here.world_size,
-        hosts,
-        timeout=_PATIENCE,
+        serves_store,
+        timeout=_STORE_TIMEOUT,
         wait_for_workers=False,
         multi_tenant=True,
     )

@@ -1,1 +1,1 @@
-"""Run one job: one module per mode, and the context, resume, result and artifacts they share."""
+"""Run one job: one module per mode, and the context, resume, checks and outputs they share."""

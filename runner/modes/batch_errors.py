@@ -1,5 +1,7 @@
-"""What a failure on a batch means: a table of the kinds of failures, each with what to change or
-type."""
+"""Explain why a model or a loss fails on a batch.
+
+A table holds the kinds of failures, each with what to change or type.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +21,13 @@ from runner.training.tasks.language import Language
 from runner.training.tasks.regression import Regression
 from runner.training.tasks.task import Task
 
-_OUTPUTS = {
+_EXPECTED_OUTPUTS = {
     Classification: "logits [B, C]",
     Language: "logits [B, T, V]",
     Regression: "real numbers in the shape of the target",
 }
-_SIZES = re.compile(
+# PyTorch's messages about operands whose sizes do not fit, of linear, convolution and norm layers.
+_SIZE_ERROR = re.compile(
     r"cannot be multiplied|to have \d+ channels|size mismatch|must match the size|is invalid for "
     r"input of size|normalized_shape|shape mismatch|size of tensor"
 )
@@ -57,32 +60,34 @@ class BatchFailure:
 
     @property
     def in_forward(self) -> bool:
-        """Whether the model's forward raised, not the loss."""
+        """Return whether the model's forward raised, not the loss."""
         return not self.outputs
 
     @property
     def text(self) -> str:
-        """The error's own message."""
+        """Message of the error itself."""
         return str(self.error)
 
     @property
-    def wants(self) -> str:
-        """What a built-in task takes as output; empty for a task of the user's own."""
-        return _OUTPUTS.get(type(self.task), "")
+    def expected_output(self) -> str:
+        """Output that a built-in task takes, in words; empty for a task of the user's own."""
+        return _EXPECTED_OUTPUTS.get(type(self.task), "")
 
-    def module(self) -> str:
+    def failing_module_name(self) -> str:
         """Return the innermost module whose forward raised, as `layers.0 (Linear)`, or empty."""
         found = failing_module(self.error, self.model)
         if found is None:
             return ""
-        return f"{found[0] or 'the model itself'} ({type(found[1]).__name__})"
+        name, module = found
+        return f"{name or 'the model itself'} ({type(module).__name__})"
 
 
 def explain_batch_error(failure: BatchFailure) -> str:
     """Return the message for a failure: what failed on which batch, and what to change."""
     names = failure.names
     advice = precision_advice(failure.error, failure.model, failure.precision)
-    advice = advice or next(text(failure) for applies, text in RULES if applies(failure))
+    if not advice:
+        advice = next(text(failure) for applies, text in RULES if applies(failure))
     return (
         f"model={names['model']} fails on the first batch of data={names['data']} (inputs "
         f"{_kind(failure.inputs)}) with task={names['task']}: {type(failure.error).__name__}: "
@@ -92,7 +97,7 @@ def explain_batch_error(failure: BatchFailure) -> str:
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
-    """Context in which the outputs of a model's forward are collected."""
+    """Return the context in which the outputs of a model's forward are collected."""
     outputs: list[Any] = []
     handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
@@ -112,13 +117,14 @@ def _say_none(failure: BatchFailure) -> str:
 
 def _returns_structure(failure: BatchFailure) -> bool:
     outputs = failure.outputs
-    return bool(failure.wants and outputs) and not isinstance(outputs[-1], Tensor)
+    return bool(failure.expected_output and outputs) and not isinstance(outputs[-1], Tensor)
 
 
 def _say_structure(failure: BatchFailure) -> str:
     output = failure.outputs[-1]
     logits = isinstance(output, Mapping) and "logits" in output
     if logits or hasattr(output, "logits"):
+        # transformers' ModelOutput is a mapping with attributes, a plain dict has none.
         how = 'return output["logits"]' if type(output) is dict else "return output.logits"
     elif isinstance(output, tuple | list):
         how = "return output[0]"
@@ -126,13 +132,15 @@ def _say_structure(failure: BatchFailure) -> str:
         how = "return one tensor"
     return (
         f"The model returns a {_kind(output)}; task={failure.names['task']} takes a tensor, "
-        f"{failure.wants}. End the model's forward with `{how}`, in a module of your own around "
-        "it (docs/own-code.md), or write a task that takes what it returns."
+        f"{failure.expected_output}. End the model's forward with `{how}`, in a module of your "
+        "own around it (docs/own-code.md), or write a task that takes what it returns."
     )
 
 
 def _yields_structure(failure: BatchFailure) -> bool:
-    return bool(failure.wants and failure.outputs) and not isinstance(failure.target, Tensor)
+    return bool(failure.expected_output and failure.outputs) and not isinstance(
+        failure.target, Tensor
+    )
 
 
 def _say_target(failure: BatchFailure) -> str:
@@ -146,6 +154,7 @@ def _say_target(failure: BatchFailure) -> str:
 def _does_not_bind(failure: BatchFailure) -> bool:
     if not failure.in_forward or not isinstance(failure.error, TypeError):
         return False
+    # A TypeError may come from inside the forward, too: only the signature shows the difference.
     try:
         signature(failure.model.forward).bind(failure.inputs)
     except TypeError:
@@ -187,8 +196,9 @@ def _tokens_without_embedding(failure: BatchFailure) -> bool:
     inputs = failure.inputs
     if not failure.in_forward or not isinstance(inputs, Tensor):
         return False
-    tables = (isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in failure.model.modules())
-    return not (inputs.is_floating_point() or inputs.is_complex() or any(tables))
+    if inputs.is_floating_point() or inputs.is_complex():
+        return False
+    return not any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in failure.model.modules())
 
 
 def _say_tokens(failure: BatchFailure) -> str:
@@ -205,17 +215,18 @@ def _numbers_for_embedding(failure: BatchFailure) -> bool:
 
 def _say_indices(failure: BatchFailure) -> str:
     return (
-        f"{failure.module()} takes integer tokens, and the inputs are floating-point numbers. Have "
-        "the data set yield int64 inputs (x.long()), or type a model that takes numbers."
+        f"{failure.failing_module_name()} takes integer tokens, and the inputs are floating-point "
+        "numbers. Have the data set yield int64 inputs (x.long()), or type a model that takes "
+        "numbers."
     )
 
 
 def _size_differs(failure: BatchFailure) -> bool:
-    return failure.in_forward and bool(_SIZES.search(failure.text))
+    return failure.in_forward and bool(_SIZE_ERROR.search(failure.text))
 
 
 def _say_size(failure: BatchFailure) -> str:
-    where = failure.module()
+    where = failure.failing_module_name()
     return (
         f"{where} was made for inputs of another size. Give the model the sizes of the data: model "
         "keys that are ${data.meta.input} or ${data.meta.classes} follow the data set's meta, "
@@ -229,22 +240,25 @@ def _task_differs(failure: BatchFailure) -> bool:
 
 
 def _say_task(failure: BatchFailure) -> str:
-    return f"{_says(failure)} Those fit task={_fitting_task(failure)}: type it."
+    return f"{_output_and_target(failure)} Those fit task={_fitting_task(failure)}: type it."
 
 
 def _fitting_task(failure: BatchFailure) -> str:
     """Return the built-in task that takes this output and target; empty for none."""
-    output, target = failure.outputs[-1], failure.target
+    output = failure.outputs[-1]
+    target = failure.target
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
         return ""
     if target.is_floating_point():
         return "regression" if output.shape == target.shape else ""
     if output.dim() == 2 and target.shape == output.shape[:1]:
         return "classification"
-    return "language" if output.dim() == 3 and target.shape == output.shape[:2] else ""
+    if output.dim() == 3 and target.shape == output.shape[:2]:
+        return "language"
+    return ""
 
 
-def _says(failure: BatchFailure) -> str:
+def _output_and_target(failure: BatchFailure) -> str:
     return (
         f"The model returns {_kind(failure.outputs[-1])}, and the targets are "
         f"{_kind(failure.target)}."
@@ -254,12 +268,16 @@ def _says(failure: BatchFailure) -> str:
 def _say_where(failure: BatchFailure) -> str:
     """Return what helps with a failure of no known kind."""
     if not failure.in_forward:
-        more = f" task={failure.names['task']} takes {failure.wants}." if failure.wants else ""
-        return (
-            f"The loss fails, not the model. {_says(failure)}{more} Change the model's last layer "
-            "or the data set's targets, or type the task= that takes them."
+        more = (
+            f" task={failure.names['task']} takes {failure.expected_output}."
+            if failure.expected_output
+            else ""
         )
-    where = failure.module() or f"{type(failure.model).__name__}.forward"
+        return (
+            f"The loss fails, not the model. {_output_and_target(failure)}{more} Change the "
+            "model's last layer or the data set's targets, or type the task= that takes them."
+        )
+    where = failure.failing_module_name() or f"{type(failure.model).__name__}.forward"
     return (
         f"It fails in {where}, whose input or sizes do not fit this data set. Change model= (or "
         "its keys, model.<key>=) or data= to one that the other can take."
@@ -282,7 +300,11 @@ RULES: tuple[tuple[Callable[[BatchFailure], bool], Callable[[BatchFailure], str]
     (_task_differs, _say_task),
     (_always, _say_where),
 )
-"""Kinds of failures, the first that applies is told: whether it applies, and what to say."""
+"""Kinds of failures: whether one applies, and what to say. The first that applies counts.
+
+The order goes from what is certain (the model returns None) to what the error's text suggests; the
+last row always applies.
+"""
 
 
 def loss_problem(loss: Any, task: str) -> str | None:
@@ -308,6 +330,7 @@ def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
         model: whose parameters train.
         call: runs the forward on a batch and returns its output.
     """
+    # Per module: its name, whether gradients are on in it, and whether its output has one.
     seen: list[tuple[str, bool, bool]] = []
 
     def note(name: str) -> Callable[..., None]:
@@ -317,25 +340,27 @@ def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
         return hook
 
     handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    # Whoever asks may be in an evaluation, in which no output would have a gradient.
     try:
         with torch.enable_grad():
             output = call()
     finally:
         for handle in handles:
             handle.remove()
-    off = [name for name, enabled, _ in seen if not enabled]
-    live = [name for name, _, requires in seen if requires]
+    without_grad = [name for name, enabled, _ in seen if not enabled]
+    with_gradient = [name for name, _, requires in seen if requires]
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     start = "The loss has no gradient, so nothing can train."
     if _requires_grad(output):
-        return f"{start} The model's output has one: the task's loss cuts it. {_CUTS}"
-    if off:
+        return f"{start} The model's output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
+    if without_grad:
         return (
-            f"{start} {type(model).__name__}.forward runs {off[0]} with gradients switched off. "
-            "Leave torch.no_grad() and torch.inference_mode() out of what trains."
+            f"{start} {type(model).__name__}.forward runs {without_grad[0]} with gradients "
+            "switched off. Leave torch.no_grad() and torch.inference_mode() out of what trains."
         )
-    if live:
-        return f"{start} The last module whose output has one is {live[-1]}. {_CUTS}"
+    if with_gradient:
+        last = with_gradient[-1]
+        return f"{start} The last module whose output has one is {last}. {_GRADIENT_BREAKERS}"
     return (
         f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
         f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "
@@ -343,7 +368,7 @@ def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
     )
 
 
-_CUTS = (
+_GRADIENT_BREAKERS = (
     "Leave out what cuts it after that: .detach(), .data, .item(), .numpy(), argmax, round, "
     "torch.no_grad()."
 )

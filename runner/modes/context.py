@@ -59,17 +59,18 @@ class RunContext:
 
     @property
     def device(self) -> torch.device:
-        """The device that this process computes on."""
+        """Return the device that this process computes on."""
         return self.accelerator.device
 
     @property
     def device_name(self) -> str:
         """Name of the device, with the number of processes that each have one."""
-        world, name = self.strategy.place.world_size, self.accelerator.name
-        return f"{world} x {name}" if world > 1 else name
+        world_size = self.strategy.place.world_size
+        name = self.accelerator.name
+        return f"{world_size} x {name}" if world_size > 1 else name
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoint_folder(self) -> Path:
         """Folder of the run's checkpoints, which all processes share."""
         return run_folder(self.out, self.strategy.place) / "checkpoints"
 
@@ -85,9 +86,10 @@ class RunContext:
         exchange is not waited for.
         """
         if self.strategy.place.world_size == 1:
-            return self.signals.requested()
+            return self.signals.is_stop_requested()
+        # The highest number of all processes, so that all end with the same exit status.
         number = self.strategy.all_reduce_max_async(self.signals.number or 0)
-        self.signals.adopt(number)
+        self.signals.record_remote_signal(number)
         return number > 0
 
     def say(self, message: str) -> None:
@@ -102,6 +104,7 @@ class RunContext:
         try:
             write(path)
         except OSError as error:
+            # What was written until then would be taken for the whole file.
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             self.say(f"warning: {relative_path(path)} was not written: {os_error_reason(error)}.")
@@ -127,6 +130,7 @@ class RunContext:
         Returns:
             A sentence that names the file; empty where it could not be written.
         """
+        # An error's message may hold a URI with its credentials.
         text = redact(traceback.format_exc())
         path = self.out / "error.txt"
         if not self.write_file(path, lambda path: write_text(path, text)):
@@ -135,7 +139,7 @@ class RunContext:
 
 
 class RunOutcome(NamedTuple):
-    """What training or an evaluation returns: its numbers, and what became of the layers."""
+    """The outcome of training or an evaluation: its numbers, and the conversion as proven."""
 
     result: RunResult
     report: ConversionReport
@@ -148,6 +152,7 @@ def process_folder(out: Path, place: ProcessRank) -> Path:
 
 def run_folder(folder: Path, place: ProcessRank) -> Path:
     """Return the run's folder, given the folder of one of its processes."""
+    # The folder of another process is ranks/<rank> below the run's.
     return folder if place.is_main else folder.parents[1]
 
 
@@ -168,7 +173,9 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         summary: fields of RunResult that training or the evaluation found.
         seconds: wall-clock time of the mode.
     """
-    spec, origin, emulated = run.spec, run.origin, run.precision.emulated
+    spec = run.spec
+    origin = run.origin
+    emulated = run.precision.emulated
     if emulated:  # its speed is that of the emulation, not of the precision
         summary = summary | {"examples_per_second": None, "step_ms": None}
     return RunResult(
@@ -178,7 +185,7 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         group=origin.group_label(spec),
         seed=spec.seed,
         overrides=origin.overrides,
-        left_out=[*origin.keys_left_out],
+        left_out=[*origin.omitted_keys],
         model=origin.option_name("model", spec.model),
         data=origin.option_name("data", spec.data),
         device=run.device_name,

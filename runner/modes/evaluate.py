@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from runner.checkpoint import checkpoint_file, locate
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
-from runner.config.resolve import resolve, to_dict
+from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import check_targets
 from runner.data.build import build_loaders, build_splits
@@ -25,12 +25,9 @@ from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
-from runner.modes.failures import check_data, try_batch
-from runner.modes.model_summary import describe_model
-from runner.modes.run_artifacts import (
-    log_data_sets,
-    save_dtypes,
-)
+from runner.modes.startup_checks import check_data, try_batch
+from runner.modes.startup_report import describe_model, log_data_sets
+from runner.modes.training_outputs import save_dtypes
 from runner.modes.trial_forward import prove_conversion
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate
@@ -41,8 +38,8 @@ from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
 from runner.utils.reproducibility import seed_all
 
-LEAST_SECONDS = 0.5
-"""Shortest evaluation whose speed is reported: a shorter one measures the machine's noise."""
+MIN_TIMED_SECONDS = 0.5
+"""Shortest evaluation whose speed is reported; a shorter one measures the machine's noise."""
 
 
 def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocation]:
@@ -68,17 +65,20 @@ def with_checkpoint_config(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, 
             "precision packs weights otherwise. Leave adapter= out."
         )
     groups = ("model", "adapter", "data", "task", "precision")
-    own = [key for key in groups if not origin.overrides_key(key)]
-    choices = {**origin.choices, **{key: saved["choices"].get(key, "") for key in own}}
-    signed = checkpoint_file.is_own(saved)
-    trusted_targets.check_trusted(saved["spec"], own, to_dict(spec), path, "checkpoint", signed)
-    nodes = {key: saved["spec"].get(key, {}) for key in own}
-    if origin.composed is not None:  # typed interpolations take the checkpoint's values
-        spec = resolve(OmegaConf.create({**origin.composed, **nodes}))
+    untyped = [key for key in groups if not origin.overrides_key(key)]
+    choices = dict(origin.choices)
+    for key in untyped:
+        choices[key] = saved["choices"].get(key, "")
+    signed = checkpoint_file.is_signed_by_user(saved)
+    trusted_targets.check_trusted(saved["spec"], untyped, to_dict(spec), path, "checkpoint", signed)
+    nodes = {key: saved["spec"].get(key, {}) for key in untyped}
+    if origin.composed_config is not None:  # typed interpolations take the checkpoint's values
+        spec = resolve_spec(OmegaConf.create({**origin.composed_config, **nodes}))
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)
-    if problems := check_targets(spec):
+    problems = check_targets(spec)
+    if problems:
         raise ConfigError(*problems)
-    return spec, replace(origin, choices=choices, own=signed and origin.own)
+    return spec, replace(origin, choices=choices, is_trusted=signed and origin.is_trusted)
 
 
 def evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
@@ -88,16 +88,19 @@ def evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
         run: its parts; spec.checkpoint.path names the checkpoint.
         memory: explains an allocator's error; it is given the state before the first batch.
     """
-    with run.signals.at_once():
+    # An evaluation leaves nothing to save, so a signal ends it at once.
+    with run.signals.interruptible():
         return _evaluate_checkpoint(run, memory)
 
 
 def _evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
-    spec, started = run.spec, perf_counter()
+    spec = run.spec
+    start = perf_counter()
     prepare_process(run)
     path = Path(spec.checkpoint.path or "")
     content = checkpoint_file.load(path)
-    validation = _validation(run)
+    validation = _validation_loader(run)
+    # Again, after the data: the model follows from the seed, whatever numbers a data set draws.
     seed_all(spec.seed)
     saved = checkpoint_file.LoadedCheckpoint(path, content)
     make = partial(restore_model, spec, run.precision, run.device, saved)
@@ -119,8 +122,9 @@ def _evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
     if rate is not None:
         values["perf/examples_per_second"] = rate
     run.tracker.log_metrics([(content["step"], now_ms(), values)])
-    for name in (key for key, value in metrics.items() if not math.isfinite(value)):
-        run.say(f"warning: {name} is {metrics[name]}: the weights, or this precision, diverge.")
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            run.say(f"warning: {name} is {value}: the weights, or this precision, diverge.")
     summary = {
         "metrics": metrics,
         "best": metrics[run.task.quality],
@@ -129,11 +133,11 @@ def _evaluate_checkpoint(run: RunContext, memory: MemoryWatch) -> RunOutcome:
         "examples_per_second": rate,
         **_metrics_as_trained(run, content),
     }
-    result = build_result(run, sizes | summary, perf_counter() - started)
+    result = build_result(run, sizes | summary, perf_counter() - start)
     return RunOutcome(result, built.report)
 
 
-def _validation(run: RunContext) -> Loader:
+def _validation_loader(run: RunContext) -> Loader:
     """Build the validation loader, log the data set and check it for bad values."""
     splits = build_splits(run.spec)
     _, loader = build_loaders(run.spec, splits, run.device, run.strategy.place)
@@ -145,32 +149,36 @@ def _validation(run: RunContext) -> Loader:
 @torch.no_grad()
 def _compile_for_batches(state: TrainState, validation: Loader) -> None:
     """Compile for the shapes of a full batch and of the last one, before time is measured."""
+    # The last batch may hold fewer examples, which is a shape of its own.
     state.model.eval()
     for start in {0, len(validation) - 1}:
         inputs, _ = next(validation.epoch(0, start))
-        with state.precision.evaluating(state.model), state.precision.forward(state.device):
+        with state.precision.eval_context(state.model), state.precision.forward(state.device):
             state.model(state.precision.cast(inputs))
 
 
 def _timed_evaluation(
     run: RunContext, state: TrainState, validation: Loader
 ) -> tuple[dict[str, float], float | None]:
-    """Return the metrics, and examples per second (None where it was too short to tell)."""
-    began = perf_counter()
+    """Return the metrics, and examples per second; None for less than MIN_TIMED_SECONDS."""
+    start = perf_counter()
     metrics = evaluate(state, validation, run.stop_requested)
     run.signals.check()
     assert metrics is not None
-    seconds = perf_counter() - began
-    return metrics, validation.examples / seconds if seconds >= LEAST_SECONDS else None
+    seconds = perf_counter() - start
+    rate = validation.examples / seconds if seconds >= MIN_TIMED_SECONDS else None
+    return metrics, rate
 
 
 def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the precision of the checkpoint, and its metrics where they are of the same data."""
-    known = {"trained_in": content["precision"]}
-    metrics, saved = content.get("metrics", {}), content["spec"]
-    same = saved["data"] == run.spec.data
-    if not same or saved["debug"]["overfit"] != run.spec.debug.overfit:
-        return known
+    precision = content["precision"]
+    saved = content["spec"]
+    is_same_data = saved["data"] == run.spec.data
+    # debug.overfit evaluates on a few training examples, so its metrics are of other data, too.
+    if not is_same_data or saved["debug"]["overfit"] != run.spec.debug.overfit:
+        return {"trained_in": precision}
+    metrics = content.get("metrics", {})
     if not metrics:
         run.say("The checkpoint holds no evaluation of its own to compare with.")
-    return {**known, "as_trained": metrics}
+    return {"trained_in": precision, "as_trained": metrics}

@@ -7,13 +7,13 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.diagnostics.memory.forecast import (
     build_fake_model,
     largest_fitting_batch,
     peak_forecast,
 )
-from runner.diagnostics.memory.limits import USABLE, free_memory
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.precision.keep_fp32 import Float32Island
@@ -37,22 +37,26 @@ def plan(run: RunContext) -> RunResult:
 
     Where a model's code reads values, it is built in memory. Nothing is trained, loaded or tracked.
     """
-    spec, precision, accelerator = run.spec, run.precision, run.accelerator
+    spec = run.spec
+    precision = run.precision
+    device = run.accelerator.device
     seed_all(spec.seed)
     built = build_fake_model(spec, precision)
-    model, report = built.model, built.report
+    model = built.model
+    report = built.report
     build_scheduled_optimizers(spec, model, precision, steps=1)  # refuses what a run would refuse
-    check_compile_options(spec, precision, accelerator.device, model)
+    check_compile_options(spec, precision, device, model)
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = {
+    optimizers = {
         key: (node, params)
         for key, node, params in parameters_by_optimizer(spec.optimizer, model, named)
     }
-    table = _overview(run, built, optimizer)
-    for name, text in _peak(spec, precision, accelerator.device).items():
+    table = _overview(run, built, optimizers)
+    for name, text in _peak_rows(spec, precision, device).items():
         table.add_row(name, text)
     run.console.print(table)
-    for line in report.lines(most=len(report.modules)):
+    # All lines: a plan is asked for the details that a run shortens.
+    for line in report.lines(limit=len(report.modules)):
         run.console.print(line)
     if report.modules:
         run.console.print(
@@ -63,7 +67,7 @@ def plan(run: RunContext) -> RunResult:
     islands = [n for n, m in model.named_modules() if isinstance(m, Float32Island)]
     if islands:
         run.console.print(f"kept in float32: {', '.join(islands)}", markup=False)
-    return RunResult(precision.name, run.label, str(run.out), device=accelerator.name)
+    return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
 def _overview(
@@ -71,18 +75,26 @@ def _overview(
     built: BuiltModel,
     optimizers: Mapping[str, tuple[Mapping[str, Any], list[nn.Parameter]]],
 ) -> Table:
+    """Return the table of what the run holds before a step.
+
+    Args:
+        run: the run.
+        built: the model.
+        optimizers: node and parameters of each optimizer, by its key.
+    """
     model = built.model
     params = list(model.parameters())
     trainable = [p for p in params if p.requires_grad]
     state = sum(_state_bytes(key, *pair, model) for key, pair in optimizers.items())
-    weights, grads = stored_bytes(model), tensor_bytes(*trainable)
+    weights = stored_bytes(model)
+    grads = tensor_bytes(*trainable)
     scale = run.precision.scale(torch.device("cpu")).value
     train = run.spec.train
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.epochs} epochs"
     rows = {
         "device": run.accelerator.name,
         "stored in": _dtypes(model),
-        "computed in": run.precision.computes,
+        "computed in": run.precision.compute_format,
         "loss scale": "none" if scale is None else f"from {scale.item():g}",
         "parameters": f"{_count(params):,} ({_count(trainable):,} trainable)",
         "weights and buffers": f"{weights / MIB:.1f} MiB (float32: {built.plain_bytes / MIB:.1f})",
@@ -98,22 +110,24 @@ def _overview(
     return table
 
 
-def _peak(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str, str]:
+def _peak_rows(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str, str]:
     """Return the table's rows on the memory of a step and the largest batch that fits."""
-    own = spec.train.batch_size
+    batch_size = spec.train.batch_size
     try:
         forecast = peak_forecast(spec, precision, device)
-        most, room = forecast(own), free_memory(device)
-        fits = largest_fitting_batch(forecast, own, USABLE * room)
+        peak = forecast(batch_size)
+        free = free_memory(device)
+        largest = largest_fitting_batch(forecast, batch_size, USABLE_MEMORY_SHARE * free)
     except ForecastUnavailable as error:
         return {"peak of a step": f"not predicted: {error}"}
-    parts = [f"{name} {size / MIB:.1f}" for name, size in most._asdict().items()]
-    more = " or more" if fits == LARGEST_FORECAST_BATCH else ""
-    here = f"in {USABLE:g} of the {room / GIB:.1f} GiB that are free"
+    parts = [f"{name} {size / MIB:.1f}" for name, size in peak._asdict().items()]
+    # The search stops there, so a larger batch may fit, too.
+    more = " or more" if largest == MAX_FORECAST_BATCH_SIZE else ""
+    share = f"in {USABLE_MEMORY_SHARE:g} of the {free / GIB:.1f} GiB that are free"
     rows = {
-        "peak of a step": f"{most.total / MIB:.1f} MiB",
+        "peak of a step": f"{peak.total / MIB:.1f} MiB",
         "at the peak": f"{', '.join(parts[:3])},\n{', '.join(parts[3:])}",
-        "largest batch": f"{'none' if fits is None else fits}{more} {here}",
+        "largest batch": f"{'none' if largest is None else largest}{more} {share}",
     }
     if forecast.fallback:
         rows["predicted from"] = f"real steps on few examples; on fake tensors: {forecast.fallback}"
@@ -121,12 +135,15 @@ def _peak(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str
 
 
 def _count(params: list[nn.Parameter]) -> int:
+    """Return the number of elements, of packed parameters those that they represent."""
     return sum(count_elements(p) for p in params)
 
 
 def _dtypes(model: nn.Module) -> str:
+    """Return the formats of a model's parameters, each with its number of elements."""
     counts: dict[str, int] = {}
     for p in model.parameters():
+        # bitsandbytes packs 4-bit weights into uint8; quant_state names their format.
         packed = getattr(p, "quant_state", None)
         name = packed.quant_type if packed else str(p.dtype).removeprefix("torch.")
         counts[name] = counts.get(name, 0) + count_elements(p)
@@ -141,11 +158,13 @@ def _state_bytes(
     The optimizer's own code makes the state on the meta device: it takes no memory and is exact,
     also where the state depends on a tensor's size.
     """
+    # Optimizers with low-bit state keep that of embeddings in 32 bits.
     wide = embedding_parameters(model)
     twins = {p: nn.Parameter(torch.empty_like(p, device="meta")) for p in params}
-    kept = [twin for p, twin in twins.items() if p in wide]
-    optimizer = build_optimizer(key, node, list(twins.values()), kept)
-    if _wants_closure(optimizer):
+    wide_twins = [twin for p, twin in twins.items() if p in wide]
+    optimizer = build_optimizer(key, node, list(twins.values()), wide_twins)
+    # LBFGS needs a loss, which tensors without values cannot give.
+    if _takes_closure(optimizer):
         return _probed_bytes(key, node, params)
     for twin in twins.values():
         twin.grad = torch.empty_like(twin)
@@ -153,21 +172,28 @@ def _state_bytes(
         optimizer.step()
     except (NotImplementedError, RuntimeError):  # it reads values, which meta tensors lack
         return _probed_bytes(key, node, params)
-    held = (v for values in optimizer.state.values() for v in values.values())
-    return tensor_bytes(*(v for v in held if isinstance(v, torch.Tensor)))
+    tensors = [
+        value
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return tensor_bytes(*tensors)
 
 
 def _probed_bytes(key: str, node: Mapping[str, Any], params: list[nn.Parameter]) -> int:
     """Estimate the bytes of optimizer state from one real step on a small tensor of each dtype.
 
-    The state of 64 elements tells how many bytes an element of a parameter needs.
+    The state of 64 elements gives the bytes that an element of a parameter needs.
     """
     total = 0
     for dtype in {p.dtype for p in params}:
         probe = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
         optimizer = build_optimizer(key, node, [probe])
         probe.grad = torch.ones_like(probe)
-        optimizer.step(None if not _wants_closure(optimizer) else lambda p=probe: p.sum())  # type: ignore[arg-type]
+        closure = (lambda p=probe: p.sum()) if _takes_closure(optimizer) else None
+        optimizer.step(closure)  # type: ignore[arg-type]
+        # A tensor of one element, a step count, does not grow with the parameter.
         state = [
             v
             for v in optimizer.state[probe].values()
@@ -178,5 +204,5 @@ def _probed_bytes(key: str, node: Mapping[str, Any], params: list[nn.Parameter])
     return total
 
 
-def _wants_closure(optimizer: torch.optim.Optimizer) -> bool:
+def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS)

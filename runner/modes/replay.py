@@ -1,7 +1,7 @@
 """mode=replay: forward and backward on a saved batch, to see where its numbers stop being finite.
 
-The weights are those of init.weights=, else those right before the step: the run is trained to it
-once more. Where the run's config is gone, they are new ones. Nothing is tracked.
+The weights are those of init.weights=, else those right before the step: the run is trained up to
+it once more. Where the run's config is missing, the weights are new ones. Nothing is tracked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,12 +43,14 @@ from runner.utils.formatting import format_number
 from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
 from runner.utils.tensors import MIB, float32_bytes
 
-ROWS_BEFORE, ROWS_AFTER = 3, 4
-"""Rows that are shown around the first tensor that is not finite."""
-FINITE_ROWS = 5
+ROWS_BEFORE_FIRST = 3
+"""Rows that are shown before the first tensor that is not finite."""
+ROWS_FROM_FIRST = 4
+"""Rows that are shown from the first tensor that is not finite on."""
+ROWS_WHEN_FINITE = 5
 """Rows that are shown where everything is finite."""
-CHEAP_MIB = 4096.0
-"""Weights in float32 up to which the batch is also replayed in 32-true, for comparison."""
+MAX_COMPARED_WEIGHTS_MIB = 4096.0
+"""Size of the weights in float32, in MiB, up to which the batch is also replayed in 32-true."""
 
 
 class ReplayResult(NamedTuple):
@@ -65,44 +67,78 @@ class ReplayResult(NamedTuple):
     weights_mib: float
 
 
+class _Start(NamedTuple):
+    """What a replay begins with.
+
+    Attributes:
+        batches: the step's micro-batches.
+        checkpoint: the weights; None for new ones.
+        rng: states of the random generators right before the step; None where the run was not
+            rewound to it.
+        weights: where the weights come from, in words.
+        result: of the rewound state itself, where it is that of the run to replay.
+    """
+
+    batches: Sequence[Batch]
+    checkpoint: LoadedCheckpoint | None
+    rng: Mapping[str, Any] | None
+    weights: str
+    result: ReplayResult | None = None
+
+
 def replay(run: RunContext) -> RunResult:
     """Replay the batch that spec.batch names, and print where its numbers stop being finite."""
-    spec, precision, console = run.spec, run.precision, run.console
-    assert spec.batch is not None
-    saved = saved_batch.read_saved_batch(Path(spec.batch))
-    device, own = run.device, saved_run_spec(Path(spec.batch))
-    value = precision.scale(device).value
+    precision = run.precision
+    assert run.spec.batch is not None
+    saved = saved_batch.read_saved_batch(Path(run.spec.batch))
+    value = precision.scale(run.device).value
+    # The scale of the step where it is known: at another one other gradients overflow.
     scale = 1.0 if value is None else saved.loss_scale or value.item()
-    runs: dict[str, ReplayResult] = {}
-    begin, rng = load_init_weights(spec), None
-    weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
-    if own is None or saved.begun is None or spec.init.weights != own.init.weights:
-        batches = _batches(run, saved)
-    else:
-        with rewind_to_step(replace(own, batch=spec.batch), saved, device, console) as reached:
-            state, batches, weights = reached
-            begin, rng = (
-                LoadedCheckpoint(Path(spec.batch), checkpoint_state_dict(state, own)),
-                rng_state(device),
-            )
-            for line in _nonfinite_weight_warnings(state.plain_model):
-                console.print(line)
-            if all(getattr(own, key) == getattr(spec, key) for key in ("model", "precision")):
-                runs[precision.name] = _traced(state, batches, scale)
-    if not runs:
-        runs[precision.name] = _replayed(run, precision, batches, scale, begin, rng)
+    start = _start(run, saved, scale)
+    results: dict[str, ReplayResult] = {}
+    results[precision.name] = start.result or _replayed(run, precision, start, scale)
     plain = registry.load_precision("32-true")
-    small = runs[precision.name].weights_mib <= CHEAP_MIB
+    is_small = results[precision.name].weights_mib <= MAX_COMPARED_WEIGHTS_MIB
+    # 32-true is the comparison; for itself and for float64 it would show nothing.
     is_narrower = precision.name != plain.name and precision.storage is not torch.float64
-    if is_narrower and small:
-        runs[plain.name] = _replayed(run, plain, batches, scale, begin, rng)
-    _show(console, saved, runs, weights)
+    if is_narrower and is_small:
+        results[plain.name] = _replayed(run, plain, start, scale)
+    _show(run.console, saved, results, start.weights)
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
+def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
+    """Return the batch, and the weights and random states to replay it with."""
+    spec = run.spec
+    checkpoint = load_init_weights(spec)
+    run_spec = saved_run_spec(Path(spec.batch or ""))
+    if run_spec is None or saved.begun is None or spec.init.weights != run_spec.init.weights:
+        weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
+        return _Start(_batches(run, saved), checkpoint, None, weights)
+    run_spec_here = replace(run_spec, batch=spec.batch)
+    with rewind_to_step(run_spec_here, saved, run.device, run.console) as rewound:
+        state, batches, weights = rewound
+        checkpoint = LoadedCheckpoint(
+            Path(spec.batch or ""), checkpoint_state_dict(state, run_spec)
+        )
+        rng = rng_state(run.device)
+        for line in _nonfinite_weight_warnings(state.plain_model):
+            run.console.print(line)
+        result = None
+        if run_spec.model == spec.model and run_spec.precision == spec.precision:
+            # The rewound model is the one to replay; another one is built from its weights.
+            result = _traced(state, batches, scale)
+    return _Start(batches, checkpoint, rng, weights, result)
+
+
 def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
-    """Load the batch's samples from the training set, and check that it is the same one."""
-    spec, data = run.spec, run.origin.option_name("data", run.spec.data)
+    """Load the batch's samples from the training set, and check that it is the same one.
+
+    Raises:
+        ConfigError: the set has fewer examples than the batch's indices need.
+    """
+    spec = run.spec
+    data = run.origin.option_name("data", spec.data)
     if (data, spec.seed) != (saved.data, saved.seed):
         run.console.print(
             f"warning: the batch is of data={saved.data} seed={saved.seed}, this is data={data} "
@@ -115,56 +151,61 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
             f"batch={spec.batch} holds sample {highest}; the training set has {loader.examples}. "
             f"Type the data= and data.* that it was saved with (data={saved.data})."
         )
+    # By micro-batch, as in the step: batch statistics depend on which samples are together.
     return list(loader.batches([torch.tensor(micro) for micro in saved.micro_batches]))
 
 
-def _replayed(
-    run: RunContext,
-    precision: Precision,
-    batches: Sequence[Batch],
-    scale: float,
-    begin: LoadedCheckpoint | None,
-    rng: Mapping[str, Any] | None,
-) -> ReplayResult:
+def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float) -> ReplayResult:
     """Replay the batch on a new model with these weights.
 
     Every precision gets the same loss scale, so that their gradients can be compared.
     """
-    spec, device = run.spec, run.device
+    spec = run.spec
+    device = run.device
+    checkpoint = start.checkpoint
     seed_all(spec.seed)
     # The run's own weights (rng is given) come with the adapter that its gradients were of.
-    whole = rng is not None and begin is not None and keeps_adapter(spec, precision, begin)
-    make = partial(build_model, spec, precision, device, start=begin, whole=whole)
-    built = build_proven_model(make, precision, device, spec.seed, lambda: batches[0][0])
+    whole = (
+        start.rng is not None
+        and checkpoint is not None
+        and keeps_adapter(spec, precision, checkpoint)
+    )
+    make = partial(build_model, spec, precision, device, start=checkpoint, restore_exactly=whole)
+    built = build_proven_model(make, precision, device, spec.seed, lambda: start.batches[0][0])
     state = build_state(TrainingSetup(spec, precision, run.task, device), built.model)
-    if rng is not None:
-        set_rng_state(rng, device)
+    if start.rng is not None:
+        # So that dropout draws what it drew in the step.
+        set_rng_state(start.rng, device)
     with precision.session(built.model, device):
         built.model.train()
-        return _traced(state, batches, scale)
+        return _traced(state, start.batches, scale)
 
 
 def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> ReplayResult:
     """Compute forward and backward of each micro-batch as in a step, without the update."""
     rows: list[TracedTensor] = []
-    last: list[TracedTensor] = []
-    total, whole, task = 0.0, 0.0, type(state.task).__name__
+    last_rows: list[TracedTensor] = []
+    loss_sum = 0.0
+    weight_sum = 0.0
+    task = type(state.task).__name__
     for inputs, target in batches:
         state.model.zero_grad(set_to_none=True)
         with NonfiniteTrace(state.model) as trace:
-            trace.note("forward", "(inputs)", "", "inputs", inputs)
+            trace.record("forward", "(inputs)", "", "inputs", inputs)
             loss = loss_of(state, inputs, target)
             trace.rows.append(describe_tensor("forward", "(loss)", task, "loss", loss))
             backpropagate(state, loss * scale)
-        last = trace.rows
+        last_rows = trace.rows
         labels = labels_of(state.task, target)
         count = examples_in((inputs, target)) if labels is None else labels.item()
         if not count:
             continue  # a mean over no labels is NaN and weighs nothing in the step
-        total, whole = total + loss.item() * count, whole + count
-        if not any(row.lost for row in rows):
+        loss_sum += loss.item() * count
+        weight_sum += count
+        if not any(row.nonfinite_share for row in rows):
             rows = trace.rows
-    return ReplayResult(mean(total, whole), rows or last, float32_bytes(state.model) / MIB)
+    weights_mib = float32_bytes(state.model) / MIB
+    return ReplayResult(mean(loss_sum, weight_sum), rows or last_rows, weights_mib)
 
 
 def _nonfinite_weight_warnings(model: nn.Module) -> Iterator[str]:
@@ -175,19 +216,27 @@ def _nonfinite_weight_warnings(model: nn.Module) -> Iterator[str]:
 
 
 def _show(
-    console: Console, saved: SavedBatch, runs: Mapping[str, ReplayResult], weights: str
+    console: Console, saved: SavedBatch, results: Mapping[str, ReplayResult], weights: str
 ) -> None:
-    (name, ours), *others = runs.items()
+    """Print the losses, the verdict and the table of the rows around it.
+
+    Args:
+        console: prints.
+        saved: the batch.
+        results: by precision, that of the run first, then that of 32-true where it was replayed.
+        weights: where the weights come from, in words.
+    """
+    (name, ours), *others = results.items()
     step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
     samples = sum(map(len, saved.micro_batches))
     console.print(f"replay of step {step}: {samples} samples, weights: {weights}")
-    for label, result in runs.items():
+    for label, result in results.items():
         console.print(f"loss in {label}: {format_number(result.loss)}")
-    beside = {row.place: row for _, result in others for row in result.rows}
+    plain_rows = {row.key: row for _, result in others for row in result.rows}
     spot = first_nonfinite(ours.rows)
     if spot is not None:
-        console.print(_verdict(name, ours.rows[spot], beside))
-    console.print(_table(name, _around(ours.rows, spot), beside))
+        console.print(_verdict(name, ours.rows[spot], plain_rows))
+    console.print(_table(name, _around(ours.rows, spot), plain_rows))
     if spot is None:
         console.print(
             "Everything is finite with these weights. Type init.weights=<a checkpoint from shortly "
@@ -196,18 +245,19 @@ def _show(
 
 
 def _verdict(
-    name: str, row: TracedTensor, beside: Mapping[tuple[str, str, str], TracedTensor]
+    name: str, row: TracedTensor, plain_rows: Mapping[tuple[str, str, str], TracedTensor]
 ) -> str:
     """Return where the first tensor that is not finite is, and whether 32-true helps."""
-    of = "" if row.module in ("(inputs)", "(loss)") else f" of {row.module}"
-    text = f"It begins in the {row.phase}, at the {row.tensor}{of} ({row.dtype})"
+    owner = "" if row.module in ("(inputs)", "(loss)") else f" of {row.module}"
+    text = f"It begins in the {row.phase}, at the {row.tensor}{owner} ({row.dtype})"
     if row.module == "(inputs)":
         return f"{text}: the samples themselves are not finite."
-    plain = beside.get(row.place)
+    plain = plain_rows.get(row.key)
     if plain is None:
         return f"{text}."
-    if plain.lost:
+    if plain.nonfinite_share:
         return f"{text}, in 32-true as well: not a matter of precision={name}."
+    # Only a submodule can be kept in float32 by its name.
     keep = "" if row.module in ("(model)", "(loss)") else f": precision.keep_fp32=[{row.module}]"
     return f"{text}; in 32-true it is finite, at most {plain.largest:.4g}{keep}"
 
@@ -215,30 +265,33 @@ def _verdict(
 def _around(rows: Sequence[TracedTensor], spot: int | None) -> Sequence[TracedTensor]:
     """Return the rows around the first that is not finite, else those nearest to their limit."""
     if spot is None:
-        return sorted(rows, key=_share_of_range, reverse=True)[:FINITE_ROWS]
-    return rows[max(0, spot - ROWS_BEFORE) : spot + ROWS_AFTER]
+        return sorted(rows, key=_share_of_range, reverse=True)[:ROWS_WHEN_FINITE]
+    return rows[max(0, spot - ROWS_BEFORE_FIRST) : spot + ROWS_FROM_FIRST]
 
 
 def _share_of_range(row: TracedTensor) -> float:
+    """Return a tensor's greatest magnitude as a share of its dtype's range."""
     return row.largest / torch.finfo(getattr(torch, row.dtype)).max
 
 
 def _table(
-    name: str, rows: Sequence[TracedTensor], beside: Mapping[tuple[str, str, str], TracedTensor]
+    name: str, rows: Sequence[TracedTensor], plain_rows: Mapping[tuple[str, str, str], TracedTensor]
 ) -> Table:
     table = Table(title=f"in {name}", title_justify="left")
     for head in ("pass", "module", "kind", "tensor", "dtype", "largest", "not finite"):
         table.add_column(head)
-    if beside:
+    if plain_rows:
         table.add_column("largest in 32-true")
     for row in rows:
-        cells = [*row[:5], f"{row.largest:.4g}", f"{row.lost:.1%}" if row.lost else ""]
-        if beside:
-            plain = beside.get(row.place)
+        share = f"{row.nonfinite_share:.1%}" if row.nonfinite_share else ""
+        cells = [*row[:5], f"{row.largest:.4g}", share]
+        if plain_rows:
+            plain = plain_rows.get(row.key)
             cells.append(_comparison_cell(plain) if plain else "")
         table.add_row(*cells)
     return table
 
 
 def _comparison_cell(row: TracedTensor) -> str:
-    return f"{row.largest:.4g}" + (f", {row.lost:.1%} not finite" if row.lost else "")
+    share = f", {row.nonfinite_share:.1%} not finite" if row.nonfinite_share else ""
+    return f"{row.largest:.4g}{share}"

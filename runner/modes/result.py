@@ -90,12 +90,12 @@ class RunResult:
 
     @property
     def objective(self) -> float:
-        """The value that a sweeper optimises: the last quality, NaN without one."""
+        """Return the value that a sweeper optimises: the last quality, NaN without one."""
         return self.metrics.get(self.quality, float("nan"))
 
     @property
     def outcome(self) -> str:
-        """The status, or "diverged" where a guard stopped the run or its numbers are not finite."""
+        """Return the status; "diverged" where a guard stopped the run or a number is not finite."""
         # The loss counts, too: an accuracy stays a number when the loss is NaN.
         values = [self.metrics.get(self.quality), self.metrics.get(VAL_LOSS)]
         known = [value for value in values if value is not None]
@@ -108,7 +108,7 @@ class RunResult:
 
     @property
     def settings(self) -> str:
-        """The label without precision and seed: what else the sweep sets."""
+        """Return the label without precision and seed: what else the sweep sets."""
         return (self.group or self.label).removeprefix(self.precision).strip()
 
     def write(self, folder: Path) -> Path:
@@ -128,10 +128,10 @@ class RunResult:
         """
         if not (folder / RESULT).is_file():
             raise ValueError(f"{folder / RESULT} is no file")
-        return cls.of(json.loads((folder / RESULT).read_text()))
+        return cls.from_json(json.loads((folder / RESULT).read_text()))
 
     @classmethod
-    def of(cls, values: object) -> "RunResult":
+    def from_json(cls, values: object) -> "RunResult":
         """Return a result from the content of a file, written by any version of the runner.
 
         Raises:
@@ -145,8 +145,10 @@ def read_results(folder: Path) -> list[RunResult]:
 
     A job without a readable `result.json` counts as failed.
     """
+    # Other folders of a sweep, such as checkpoints, have names.
     jobs = [path for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
     results = []
+    # By number: by name, job 10 would come before job 2.
     for job in sorted(jobs, key=lambda path: int(path.name)):
         try:
             result = RunResult.read(job)

@@ -1,35 +1,42 @@
-"""Going on where a run was cut: which checkpoint, and with which spec."""
+"""Choose the run and the checkpoint that checkpoint.resume continues.
 
-from collections.abc import Mapping, Sequence
+The step at which training continues is that of the newest undamaged checkpoint in the run's folder
+(checkpoint/locate.py); training/state_dict.py restores it. The settings are merged by
+resumed_spec.py, and the store is found by run_store.py.
+"""
+
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config import trusted_targets
 from runner.config.invocation import Invocation
-from runner.config.resolve import flatten, resolve, to_dict
+from runner.config.resolve import resolve_spec
 from runner.config.schema import AUTO, RunSpec
 from runner.modes.result import RunResult
-from runner.modes.run_store import resumed_store
+from runner.modes.resumed_spec import (
+    changed_settings,
+    merge_choices,
+    merge_spec,
+    optimizer_problem,
+    typed_overrides,
+)
+from runner.modes.run_store import with_run_store
 from runner.utils.errors import ConfigError
 from runner.utils.folder_lock import is_locked
 from runner.utils.layout import MANIFEST
 
-PRESETS = ("experiment", "debug", "sweep")
-"""Groups that set keys anywhere."""
-GROUPS = ("precision", "model", "adapter", "data", "task", "optimizer", "scheduler")
-"""Groups whose targets a checkpoint names."""
+_MAX_SKIPPED_RUNS = 3
+"""Skipped runs that the error of checkpoint.resume=last names."""
 
 
 class ResumePlan(NamedTuple):
-    """A run to go on with: its folder, its checkpoint, and what to run now."""
+    """A run to continue: its folder, its checkpoint, and what to run now."""
 
     folder: Path
     saved: LoadedCheckpoint
@@ -48,222 +55,170 @@ def plan_resume(
     Args:
         spec: as composed.
         origin: what was typed.
-        out: this run's own folder; `auto` looks into it, `last` beside it.
-        console: told of what was skipped.
+        out: this run's own folder; `auto` looks into it, `last` at the folders next to it.
+        console: prints what was skipped.
 
     Raises:
         ConfigError: there is none, it is finished, or no checkpoint of it is whole.
     """
-    where, told = spec.checkpoint.resume, list[str]()
+    where = spec.checkpoint.resume
     if where is None or spec.mode != "train":
         return None
     if where == AUTO:
-        return _own(spec, origin, out, console)
-    path = str(_newest_run(out, told)) if where == "last" else where
-    found = _found(spec, origin, path, told)
-    for line in told:
+        return _plan_own_folder(spec, origin, out, console)
+    notes: list[str] = []
+    path = str(_newest_run(out, notes)) if where == "last" else where
+    plan = _plan_from(spec, origin, path, notes)
+    for line in notes:
         console.print(line, markup=False, soft_wrap=True)
-    return found
+    return plan
 
 
-def _own(spec: RunSpec, origin: Invocation, out: Path, console: Console) -> ResumePlan | None:
-    """Return the run in its own folder, if that holds a complete checkpoint.
+def _plan_own_folder(
+    spec: RunSpec, origin: Invocation, out: Path, console: Console
+) -> ResumePlan | None:
+    """Return the run in its own folder, if that holds an undamaged checkpoint.
 
     A job of a sweep is resumed only as the same job: a search may ask for another one in its
     folder.
     """
-    checkpoints, told = out / "checkpoints", list[str]()
-    if not any(checkpoints.glob("step-*.pt")):
-        _resolved(origin)
+    checkpoints = out / "checkpoints"
+    files = [*checkpoints.glob("step-*.pt")]
+    if not files:
+        _check_interpolations(origin)
         if origin.sweep is None:
             console.print(
                 f"{out} holds no checkpoint: the run begins.", markup=False, soft_wrap=True
             )
         return None
+    notes: list[str] = []
+    plan = None
+    reason = ""
     try:
-        found = _found(spec, origin, str(out), told)
+        plan = _plan_from(spec, origin, str(out), notes)
     except ConfigError as error:
-        if len(told) < len(
-            [*checkpoints.glob("step-*.pt")]
-        ):  # one is whole: what was typed is wrong
+        # Each damaged file has left a note. With fewer notes than files one file is whole, and
+        # the error is about what was typed: starting over would hide it.
+        if len(notes) < len(files):
             raise
-        found, reason = None, str(error)
-    else:
-        changed = changed_settings(found.spec, found.saved) if origin.sweep else {}
-        found, reason = (None, f"it was another job: {changed}") if changed else (found, "")
-    if found is None:
-        told.append(f"starts over: {reason}")
-        checkpoint_file.set_aside_newer(checkpoints, -1)
-    for line in told:
+        reason = str(error)
+    if plan is not None and origin.sweep:
+        changed = changed_settings(plan.spec, plan.saved)
+        if changed:
+            plan = None
+            reason = f"it was another job: {changed}"
+    if plan is None:
+        notes.append(f"starts over: {reason}")
+        checkpoint_file.rename_superseded(checkpoints, -1)
+    for line in notes:
         console.print(line, markup=False, soft_wrap=True)
-    if found is None:
-        _resolved(origin)
-    return found
+    if plan is None:
+        _check_interpolations(origin)
+    return plan
 
 
-def _resolved(origin: Invocation) -> None:
+def _check_interpolations(origin: Invocation) -> None:
     """Raise ConfigError for interpolations that only a checkpoint's values would have resolved."""
-    if origin.composed is not None:
-        resolve(OmegaConf.create(dict(origin.composed)))
+    if origin.composed_config is not None:
+        resolve_spec(OmegaConf.create(dict(origin.composed_config)))
 
 
-def _found(spec: RunSpec, origin: Invocation, where: str, told: list[str]) -> ResumePlan:
-    """Return the run of a file, a folder or an id."""
-    saved = locate.load_newest(where, spec.tracking.get("uri"), "checkpoint.resume", told)
+def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) -> ResumePlan:
+    """Return the run of a checkpoint file, a run's folder or an MLflow id.
+
+    Args:
+        spec: as composed.
+        origin: what was typed.
+        where: the file, folder or id.
+        notes: gets a line for each damaged file, and then those on the run's store.
+
+    Raises:
+        ConfigError: it cannot be resumed; the message says what to type.
+    """
+    saved = locate.load_newest(where, spec.tracking.get("uri"), "checkpoint.resume", notes)
+    folder = saved.path.parent.parent
+    _check_resumable(saved, folder, origin, where)
+    merged, own = merge_spec(spec, saved, origin)
+    problem = _nothing_left_to_train(merged, saved) or optimizer_problem(merged, saved)
+    if problem:
+        raise ConfigError(f"checkpoint.resume={where}: {problem}")
+    # A list of its own: while an error can still come, `notes` counts damaged files only.
+    store_notes: list[str] = []
+    waits = spec.checkpoint.resume == AUTO
+    merged = with_run_store(merged, folder, origin, waits, store_notes.append)
+    notes += store_notes
+    choices = merge_choices(saved, origin)
+    return ResumePlan(folder, saved, merged, replace(origin, choices=choices, is_trusted=own))
+
+
+def _check_resumable(saved: LoadedCheckpoint, folder: Path, origin: Invocation, where: str) -> None:
+    """Raise ConfigError for a checkpoint that no run can continue, and for a finished run."""
     if "position" not in saved.content:
         raise ConfigError(
             f"checkpoint.resume={where}: {saved.path} holds weights and optimizers, but not where "
             "its run was. Type init.weights=<it> to start a new run from its weights."
         )
-    folder = saved.path.parent.parent
     if not (folder / "checkpoints").is_dir():
         raise ConfigError(
-            f"checkpoint.resume={where}: {saved.path} does not lie in a run's folder, whose record "
-            "is to go on. Type init.weights=<it> to start a new run from its weights."
+            f"checkpoint.resume={where}: {saved.path} is not in a run's folder, whose record a "
+            "resumed run continues. Type init.weights=<it> to start a new run from its weights."
         )
     if origin.sweep is None and (folder.parent / MANIFEST).exists():
         raise ConfigError(
             f"checkpoint.resume={where}: it is a job of a sweep, whose report would lose it. Type "
             f"sweep.resume={folder.parent}, or init.weights=<it> to start a run from its weights."
         )
-    if _finished(folder) and not {"train.epochs", "train.max_steps"} & _typed(origin).keys():
+    is_longer = {"train.epochs", "train.max_steps"} & typed_overrides(origin).keys()
+    if _is_finished(folder) and not is_longer:
         raise ConfigError(
             f"checkpoint.resume={where}: the run is finished. To train on, type "
             "train.max_steps=<more steps> or train.epochs=<more>."
         )
-    choices = {**origin.choices, **_checkpoint_choices(saved.content["choices"], origin)}
-    merged, own = _merged(spec, saved, origin)
-    if problem := _nothing_left_to_train(merged, saved) or _other_optimizer(merged, saved):
-        raise ConfigError(f"checkpoint.resume={where}: {problem}")
-    said = list[str]()
-    merged = resumed_store(merged, folder, origin, spec.checkpoint.resume == AUTO, said.append)
-    told += said
-    return ResumePlan(folder, saved, merged, replace(origin, choices=choices, own=own))
 
 
-def _newest_run(out: Path, told: list[str]) -> Path:
-    """Return the newest run beside `out` that has not finished and has a checkpoint."""
-    for run in [run for run in locate.newest_runs(out.parent) if run != out]:
+def _newest_run(out: Path, notes: list[str]) -> Path:
+    """Return the newest run in the folder of `out` that has not finished and has a checkpoint.
+
+    Args:
+        out: this run's own folder, which is left out.
+        notes: gets a line for each run that was skipped.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for run in locate.newest_runs(out.parent):
+        if run == out:
+            continue
         if is_locked(run):
-            told.append(f"skipped {run}: a command is at work there")
-        elif _finished(run):
-            told.append(f"skipped {run}: it is finished")
+            notes.append(f"skipped {run}: a command is at work there")
+        elif _is_finished(run):
+            notes.append(f"skipped {run}: it is finished")
         elif locate.checkpoints_of_run(run):
             return run
         else:
-            told.append(f"skipped {run}: it has no checkpoint")
-    over = "".join(f" {text[0].upper()}{text[1:]}." for text in told[:3])
+            notes.append(f"skipped {run}: it has no checkpoint")
+    skipped = "".join(f" {text[0].upper()}{text[1:]}." for text in notes[:_MAX_SKIPPED_RUNS])
     raise ConfigError(
-        f"checkpoint.resume=last: no run in {out.parent} was cut and left a checkpoint.{over} Type "
-        "checkpoint.resume=<run folder, .pt file or MLflow run id>, and save with "
+        f"checkpoint.resume=last: no run in {out.parent} was interrupted and left a checkpoint."
+        f"{skipped} Type checkpoint.resume=<run folder, .pt file or MLflow run id>, and save with "
         "checkpoint.every_steps=<n>."
     )
 
 
 def _nothing_left_to_train(spec: RunSpec, saved: LoadedCheckpoint) -> str:
-    """Why there is nothing left to train; empty where there may be."""
-    step, epoch, most = saved.content["step"], saved.content["epoch"], spec.train.max_steps
-    if most is not None and most < step:
+    """Return why there is nothing left to train; empty where there may be."""
+    step = saved.content["step"]
+    epoch = saved.content["epoch"]
+    max_steps = spec.train.max_steps
+    # train.max_steps wins over train.epochs, so epochs count only where it is not set.
+    if max_steps is not None and max_steps < step:
         return f"the run is at step {step} already. Type train.max_steps=<more than that>."
-    if most is None and spec.train.epochs < epoch:
+    if max_steps is None and spec.train.epochs < epoch:
         return f"the run is in epoch {epoch} already. Type train.epochs=<more than that>."
     return ""
 
 
-def _other_optimizer(spec: RunSpec, saved: LoadedCheckpoint) -> str:
-    """Why the checkpoint's optimizer state is none of this run's; empty where it may be."""
-    theirs, ours = (
-        _optimizers(saved.content["spec"].get("optimizer") or {}),
-        _optimizers(spec.optimizer),
-    )
-    if theirs == ours:
-        return ""
-    old, new = (", ".join(str(target) for target, _ in node.values()) for node in (theirs, ours))
-    return (
-        f"its state is that of {old}, which {new} cannot continue. Leave optimizer= out, or type "
-        f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
-        "weights."
-    )
-
-
-def _optimizers(node: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Target and `match` of each optimizer of a node, by its name."""
-    nodes = {"": node} if "_target_" in node else node
-    parts = {name: part for name, part in nodes.items() if isinstance(part, Mapping)}
-    return {name: (part.get("_target_"), part.get("match")) for name, part in parts.items()}
-
-
-def _finished(run: Path) -> bool:
+def _is_finished(run: Path) -> bool:
     with suppress(ValueError, OSError):  # none, or damaged
         return RunResult.read(run).status == "finished"
     return False
-
-
-def _checkpoint_choices(choices: Mapping[str, str], origin: Invocation) -> dict[str, str]:
-    """Return the checkpoint's choices of groups where none was typed now."""
-    return {group: name for group, name in choices.items() if group not in _typed(origin)}
-
-
-def _typed(origin: Invocation) -> dict[str, str]:
-    """Keys of the overrides, without marks, and the overrides."""
-    return {text.lstrip("+~").partition("=")[0]: text for text in origin.overrides}
-
-
-def _merged(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tuple[RunSpec, bool]:
-    """Return the checkpoint's spec with what was typed now over it, and whether this user composed
-    all of it.
-
-    What was typed is put over it before its interpolations are resolved, so that they read the
-    checkpoint's values.
-    """
-    ours, theirs = dict(origin.composed or to_dict(spec)), dict(saved.content["spec"])
-    typed = _typed(origin)
-    if any(
-        typed.get(p) and origin.choices.get(p) != saved.content["choices"].get(p) for p in PRESETS
-    ):
-        return spec, origin.own  # a preset sets keys anywhere
-    here = {key: ours[key] for key in ("tracking", "mode", "strategy")}
-    merged = {**ours, **theirs, **here}
-    for key in typed:
-        _copy(ours, merged, key.split("."))
-    merged["checkpoint"] = {**ours["checkpoint"], **theirs.get("checkpoint", {}), "path": None}
-    for key in [key for key in typed if key.startswith("checkpoint.")]:
-        _copy(ours, merged, key.split("."))
-    try:
-        resolved = resolve(OmegaConf.create(merged))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"checkpoint.resume={saved.path}: {error}") from error
-    own = checkpoint_file.is_own(saved.content)
-    known = {group: [ours.get(group), getattr(spec, group)] for group in GROUPS}
-    trusted_targets.check_trusted(
-        to_dict(resolved), GROUPS, known, saved.path, "checkpoint.resume", own
-    )
-    return resolved, own and origin.own
-
-
-def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:
-    """Copy one dotted key, or remove it."""
-    head, *rest = path
-    if head not in source:
-        target.pop(head, None)
-    elif rest and isinstance(source[head], Mapping) and isinstance(target.get(head), Mapping):
-        target[head] = dict(target[head])
-        _copy(source[head], target[head], rest)
-    else:
-        target[head] = source[head]
-
-
-def changed_settings(spec: RunSpec, saved: LoadedCheckpoint) -> dict[str, str]:
-    """Keys whose values differ from the checkpoint's, as `old -> new`."""
-
-    def flat(values: Mapping[str, Any]) -> dict[str, str]:
-        return flatten(resolve(OmegaConf.create(dict(values))))
-
-    theirs, ours = flat(saved.content["spec"]), flatten(spec)
-    ignored = ("checkpoint", "tracking")
-    keys = [k for k in {**theirs, **ours} if k.partition(".")[0] not in ignored]
-    return {
-        k: f"{theirs.get(k, 'none')} -> {ours.get(k, 'none')}"
-        for k in keys
-        if theirs.get(k) != ours.get(k)
-    }

@@ -16,13 +16,13 @@ from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
-from runner.config.resolve import resolve, to_dict
+from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Batch
 from runner.diagnostics.saved_batch import SavedBatch
-from runner.modes import artifacts
+from runner.modes import run_metadata
 from runner.modes.trial_forward import build_proven_model
 from runner.precision.precision import Precision
 from runner.training import state_dict
@@ -36,7 +36,8 @@ from runner.utils.errors import ConfigError
 from runner.utils.layout import CONFIG
 from runner.utils.reproducibility import make_deterministic, seed_all
 
-OWN = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "init", "seed")
+RUN_KEYS = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "init", "seed")
+"""Top-level keys that a replay takes from its run: what decides the numbers of a step."""
 
 
 def saved_run_spec(batch: Path) -> RunSpec | None:
@@ -45,26 +46,48 @@ def saved_run_spec(batch: Path) -> RunSpec | None:
     Raises:
         ConfigError: the file is not a config as a run writes it.
     """
-    path = batch.absolute().parent.parent / CONFIG
+    path = run_folder_of_batch(batch) / CONFIG
     if not path.is_file():
         return None
-    if "${" in (text := path.read_text()):
+    text = path.read_text()
+    if "${" in text:
+        # A run writes resolved values. An interpolation would read this machine's environment.
         raise ConfigError(f"{path} holds an interpolation, which would be resolved here.")
-    return resolve(OmegaConf.create(text))  # type: ignore[arg-type]
+    return resolve_spec(OmegaConf.create(text))  # type: ignore[arg-type]
+
+
+def run_folder_of_batch(batch: Path) -> Path:
+    """Return the folder of the run whose guard saved a batch, as `guard/batch-<step>.json`."""
+    return batch.absolute().parent.parent
 
 
 def with_run_config(
     spec: RunSpec, origin: Invocation, saved: SavedBatch
 ) -> tuple[RunSpec, Invocation]:
-    """Return the spec of a replay, with its run's values where none was typed."""
-    if (own := saved_run_spec(Path(spec.batch or ""))) is None:
+    """Return the spec of a replay, with its run's values where none was typed.
+
+    Args:
+        spec: of the replay; its batch names the file in the run's folder.
+        origin: what was typed.
+        saved: the batch.
+
+    Returns:
+        The spec, and the invocation with the names of the run's options.
+
+    Raises:
+        ConfigError: the run's config is no such file, or names code that is not trusted.
+    """
+    batch = Path(spec.batch or "")
+    run_spec = saved_run_spec(batch)
+    if run_spec is None:
         return spec, origin
-    untyped = [key for key in OWN if not origin.overrides_key(key)]
-    folder = Path(spec.batch or "").absolute().parent.parent
-    signed = artifacts.signed_config(folder) is not None
-    trusted_targets.check_trusted(to_dict(own), untyped, to_dict(spec), spec.batch, "batch", signed)
+    untyped = [key for key in RUN_KEYS if not origin.overrides_key(key)]
+    signed = run_metadata.signed_config(run_folder_of_batch(batch)) is not None
+    trusted_targets.check_trusted(
+        to_dict(run_spec), untyped, to_dict(spec), spec.batch, "batch", signed
+    )
     choices = {key: name for key, name in saved.names.items() if key in untyped}
-    nodes = {key: getattr(own, key) for key in untyped}
+    nodes = {key: getattr(run_spec, key) for key in untyped}
     return replace(spec, **nodes), replace(origin, choices={**origin.choices, **choices})
 
 
@@ -74,11 +97,13 @@ def checkpoint_before_step(folder: Path, saved: SavedBatch) -> LoadedCheckpoint 
     Raises:
         ConfigError: the run was resumed, and no checkpoint from there to the step exists.
     """
+    # Newest first: the fewer steps are trained again, the sooner the replay begins.
     for path in sorted(folder.glob("checkpoints/step-*.pt"), reverse=True):
-        with suppress(ConfigError):  # damaged
-            found = LoadedCheckpoint(path, checkpoint_file.load(path))
-            if saved.begun <= found.content["step"] < saved.steps[0]:
-                return found
+        with suppress(ConfigError):  # damaged: an earlier one costs more steps, no exactness
+            checkpoint = LoadedCheckpoint(path, checkpoint_file.load(path))
+            # One from before the resume was trained with other settings.
+            if saved.begun <= checkpoint.content["step"] < saved.steps[0]:
+                return checkpoint
     if saved.begun:
         raise ConfigError(
             f"The run was resumed at step {saved.begun}, and no checkpoint from there to step "
@@ -100,28 +125,33 @@ def rewind_to_step(
         console: prints how many steps are trained again.
 
     Yields:
-        The state in training mode, the step's micro-batches, and words for where they come from.
+        The state in training mode, the step's micro-batches, and words for where the weights come
+        from.
     """
-    begin = checkpoint_before_step(Path(spec.batch or "").absolute().parent.parent, saved)
-    origin = f"{begin.path}" if begin else "the beginning"
-    first, last = begin.content["step"] if begin else 0, saved.steps[0] - 1
+    start = checkpoint_before_step(run_folder_of_batch(Path(spec.batch or "")), saved)
+    origin = f"{start.path}" if start else "the beginning"
+    first = start.content["step"] if start else 0
+    last = saved.steps[0] - 1
     console.print(f"trains {last - first} steps again, from {origin}", markup=False, soft_wrap=True)
     precision: Precision = build_group("precision", spec.precision)
     task: Task = build_group("task", spec.task)
+    # From here on the same calls in the same order as mode=train, or the bits would differ.
     if spec.deterministic:
         make_deterministic()
+    # Seeded twice, as mode=train does: whatever random numbers the data draws, the model's weights
+    # are those of the seed.
     seed_all(spec.seed)
     loader, validation = build_loaders(spec, build_splits(spec), device)
     seed_all(spec.seed)
-    make = model_builder(spec, precision, device, begin)
+    make = model_builder(spec, precision, device, start)
     built = build_proven_model(
         make, precision, device, spec.seed, lambda: next(validation.epoch(0))[0]
     )
     with precision.session(built.model, device):
         steps = total_steps(spec.train, loader)
         state = build_state(TrainingSetup(spec, precision, task, device), built.model, steps)
-        if begin is not None:
-            state_dict.restore(state, begin, spec, ())
+        if start is not None:
+            state_dict.restore(state, start, spec, ())
         state.model.train()
         for micros, _ in accumulation_batches(state, loader, spec.train.accumulate):
             if state.step == last:

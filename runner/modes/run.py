@@ -15,19 +15,20 @@ from rich.console import Console
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
 from runner.config.resolve import flatten
-from runner.config.schema import LONE_ADVICE, RunSpec
+from runner.config.schema import ADVISE_USAGE_MESSAGE, RunSpec
 from runner.config.targets import build_group, check_targets
 from runner.diagnostics import saved_batch
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.diagnostics.numerics.numerics_callback import check_numerics
 from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
-from runner.modes import artifacts, notes, resume
+from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
 from runner.modes.evaluate import evaluate_checkpoint, with_checkpoint_config
 from runner.modes.plan import plan
 from runner.modes.replay import replay
 from runner.modes.result import RunResult
+from runner.modes.resumed_spec import changed_settings
 from runner.modes.rewind import with_run_config
 from runner.modes.tables import print_result
 from runner.modes.train import train
@@ -67,6 +68,7 @@ def run(
         Stopped: a signal ended the run, after a checkpoint.
     """
     strategy: Strategy = build_group("strategy", spec.strategy)
+    # Around everything: the processes must agree from the choice of the folder on.
     with strategy.session():
         return _run(spec, out, origin or Invocation(), console or plain_console(), strategy)
 
@@ -74,18 +76,21 @@ def run(
 def _run(
     spec: RunSpec, out: Path, origin: Invocation, console: Console, strategy: Strategy
 ) -> RunResult:
-    place, resumed = strategy.place, None
+    place = strategy.place
+    resumed = None
     if not place.is_main:
         console = Console(file=io.StringIO())  # the first process prints for all
     resume_plan = _plan_resume(spec, origin, out, console, strategy)
     if resume_plan is not None:
         out, resumed, spec, origin = resume_plan
     spec, origin = _checked_spec(spec, origin)
+    # After the resume has chosen the folder: a restarted process continues in the same one.
     torchrun.publish_run_folder(out)
     out = process_folder(out, place)
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, folder_lock(out), process_state():
-        with signals.at_once():
+        # Nothing is computed yet, so a signal ends the set-up at once.
+        with signals.interruptible():
             context = _build_context(spec, out, origin, console, strategy, signals)
             if context.spec.mode in ("plan", "replay"):
                 return _run_untracked(context)
@@ -114,7 +119,7 @@ def _plan_resume(
     if place.world_size == 1:
         return resume.plan_resume(spec, origin, out, console)
     plan = resume.plan_resume(spec, origin, out, console) if place.is_main else None
-    path = strategy.broadcast_object(plan and str(plan.saved.path))
+    path = strategy.broadcast_object(str(plan.saved.path) if plan else None)
     if place.is_main or path is None:
         return plan
     spec = replace(spec, checkpoint=replace(spec.checkpoint, resume=path))
@@ -128,7 +133,8 @@ def _checked_spec(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocatio
         ConfigError: with every problem of the config.
     """
     if spec.mode == "advise":
-        raise ConfigError(LONE_ADVICE)
+        raise ConfigError(ADVISE_USAGE_MESSAGE)
+    # All problems are collected, so that one message names every one of them.
     problems = [*spec.problems()]
     if spec.mode == "evaluate" and not problems:
         spec, origin = with_checkpoint_config(spec, origin)
@@ -157,12 +163,14 @@ def _build_context(
         saved = saved_batch.read_saved_batch(Path(spec.batch or ""))
         spec, origin = with_run_config(spec, origin, saved)
     precision: Precision = build_group("precision", spec.precision)
+    # What this machine or the strategy lacks is refused before data and model take time.
     precision.require(accelerator.device)
     precision.require_strategy(strategy)
     check_numerics(spec, strategy)
     task: Task = build_group("task", spec.task)
     check_arguments(spec)
     tracker: Tracker = build_group("tracking", spec.tracking)
+    # One run in the store for all processes: the first one records it.
     if not strategy.place.is_main:
         tracker = ProcessJournal()
     return RunContext(
@@ -172,7 +180,8 @@ def _build_context(
 
 def _run_untracked(context: RunContext) -> RunResult:
     """Run mode=plan or mode=replay, which record nothing in the store."""
-    mode, world = context.spec.mode, context.strategy.place.world_size
+    mode = context.spec.mode
+    world = context.strategy.place.world_size
     if world > 1:
         raise ConfigError(
             f"mode={mode} works in one process, and torchrun started {world}. Leave torchrun "
@@ -208,15 +217,16 @@ def _run_tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> RunRe
 def _tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> Iterator[None]:
     """Open the run in the store, and close it with the status that the run really had."""
     tracker = context.tracker
+    # A sweep has checked its own store, before its jobs.
     if context.origin.sweep is None:
-        with context.signals.at_once():
+        with context.signals.interruptible():
             tracker.check_sweep()
     _begin_folder(context)
     tracker.open(_run_info(context, resumed))
     try:
         _note(context, resumed, notes.running_note(context.origin.command))
         tracker.artifact(context.out / CONFIG)
-        tracker.artifact(context.out / artifacts.ENVIRONMENT)
+        tracker.artifact(context.out / run_metadata.ENVIRONMENT_FILE)
         yield
     except (Stopped, KeyboardInterrupt) as error:
         _close(context, resumed, "KILLED", str(error) or "Interrupted.")
@@ -224,7 +234,7 @@ def _tracked(context: RunContext, resumed: LoadedCheckpoint | None) -> Iterator[
     except BaseException as error:
         _close(context, resumed, "FAILED", redact(f"{type(error).__name__}: {error}"))
         raise
-    tracker.close("FINISHED", stopped=context.signals.requested)
+    tracker.close("FINISHED", stopped=context.signals.is_stop_requested)
 
 
 def _begin_folder(context: RunContext) -> None:
@@ -233,10 +243,10 @@ def _begin_folder(context: RunContext) -> None:
     Raises:
         ConfigError: the folder takes no files.
     """
-    environment = artifacts.environment_facts(context.origin)
+    environment = run_metadata.environment_facts(context.origin)
     try:
-        artifacts.write_config(context.out, context.spec, context.origin.own)
-        write_json(context.out / artifacts.ENVIRONMENT, environment)
+        run_metadata.write_config(context.out, context.spec, context.origin.is_trusted)
+        write_json(context.out / run_metadata.ENVIRONMENT_FILE, environment)
     except OSError as error:
         raise ConfigError(
             f"{relative_path(context.out)} takes no files: {os_error_reason(error)}. Make room, or "
@@ -246,7 +256,9 @@ def _begin_folder(context: RunContext) -> None:
 
 def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     """Return what the store is given when the run is opened there."""
-    spec, origin, strategy = context.spec, context.origin, context.strategy
+    spec = context.spec
+    origin = context.origin
+    strategy = context.strategy
     tags = {
         "precision": context.precision.name,
         "model": origin.option_name("model", spec.model),
@@ -258,21 +270,23 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     }
     if strategy.place.world_size > 1:
         tags |= {"strategy": strategy.name, "processes": str(strategy.place.world_size)}
-    tags |= artifacts.git_tags(Path.cwd())
+    tags |= run_metadata.git_tags(Path.cwd())
     info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=origin.sweep)
-    before = journal.latest_journal(context.out)
+    earlier = journal.latest_journal(context.out)
     if resumed is not None:
-        changes = resume.changed_settings(spec, resumed)
-        return replace(info, continues=before, step=resumed.content["step"], changes=changes)
+        changes = changed_settings(spec, resumed)
+        return replace(info, continues=earlier, step=resumed.content["step"], changes=changes)
     # A run that should have been resumed and had no checkpoint starts over, as a new run.
-    superseded = stored_run_id(before) if before and spec.checkpoint.resume else None
-    return replace(info, tags=tags | {"supersedes": superseded}) if superseded else info
+    superseded = stored_run_id(earlier) if earlier and spec.checkpoint.resume else None
+    if superseded:
+        return replace(info, tags=tags | {"supersedes": superseded})
+    return info
 
 
 def _note(context: RunContext, resumed: LoadedCheckpoint | None, markdown: str) -> None:
     """Set the text of the run's page in the store; for a resumed run, it says where it resumed."""
     if resumed is not None:
-        changes = resume.changed_settings(context.spec, resumed)
+        changes = changed_settings(context.spec, resumed)
         markdown += notes.resumed_note(resumed.content["step"], changes)
     context.tracker.note(markdown)
 
@@ -282,7 +296,7 @@ def _close(
 ) -> None:
     with suppress(TrackingError):  # an error of the store must not hide why the run ended
         _note(context, resumed, notes.failed_note(context.origin.command, status, error))
-    context.tracker.close(status, error, context.signals.requested)
+    context.tracker.close(status, error, context.signals.is_stop_requested)
 
 
 def _check_end(context: RunContext, result: RunResult) -> None:

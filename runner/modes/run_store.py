@@ -1,4 +1,8 @@
-"""Find the store of a run that is resumed, before anything is trained: its journal names it."""
+"""Find the store that a resumed run continues in, before anything is trained.
+
+The run's journal names the store; this module decides whether the journal is believed, and asks the
+store for the run.
+"""
 
 import os
 import sqlite3
@@ -14,86 +18,94 @@ import yaml
 from runner.config.invocation import Invocation
 from runner.config.renamed import current_path
 from runner.config.schema import RunSpec
-from runner.config.signature import is_signed, key_location
+from runner.config.signature import describe_key_location, is_signed
 from runner.distributed import torchrun
-from runner.modes import artifacts
+from runner.modes import run_metadata
 from runner.tracking import journal
-from runner.tracking.upload_state import SIGNED, UploadState
+from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.files import read_text
 from runner.utils.layout import CONFIG
 from runner.utils.secrets import redact
 
-MLFLOW = "runner.tracking.mlflow.MlflowTracker"
-NONE = "runner.tracking.tracker.NoTracker"
-KEY = "checkpoint.resume"
+MLFLOW_TARGET = "runner.tracking.mlflow.MlflowTracker"
+NO_TRACKER_TARGET = "runner.tracking.tracker.NoTracker"
+RESUME_KEY = "checkpoint.resume"
+MLFLOW_TARGET = "runner.tracking.mlflow.MlflowTracker"
+NO_TRACKER_TARGET = "runner.tracking.tracker.NoTracker"
 _NO_RUN = "0" * 32
-_BRIEF = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
-"""So that a server that does not answer is told of within half a minute."""
+"""An id that no run has: a store that answers a question about it is reachable."""
+_SHORT_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+"""Seconds, and retries: a server that does not answer is reported within half a minute."""
 
 
 class JournalStore(NamedTuple):
-    """Where a journal goes.
+    """The store that a journal is uploaded to.
 
     Attributes:
         path: of the journal.
-        uri: of its store, absolute, with what credentials it was given.
+        uri: of its store, absolute, with the credentials that it was given.
         run_id: of its run there; None where the store has never opened it.
         experiment: name of the run's experiment.
-        own: the URI is signed by this user.
-        done: all of it is stored.
+        signed_by_user: the URI is signed by this user.
+        fully_uploaded: all of it is stored.
     """
 
     path: Path
     uri: str
     run_id: str | None
     experiment: str | None
-    own: bool
-    done: bool
+    signed_by_user: bool
+    fully_uploaded: bool
 
 
-class JournalMissing(ConfigError):
+class RunNotInStore(ConfigError):
     """A store answers, and does not hold the run."""
 
 
 def journal_stores(folder: Path) -> list[JournalStore]:
     """Return the stores of a run's journals, the first journal first; empty without a journal."""
     newest = journal.latest_journal(folder)
-    paths = journal.run_journals(newest) if newest else []
-    found = (_store_of(path) for path in paths)
-    return [store for store in found if store]
+    if newest is None:
+        return []
+    stores = [_store_of(path) for path in journal.run_journals(newest)]
+    return [store for store in stores if store]
 
 
-def resumed_store(
+def with_run_store(
     spec: RunSpec, folder: Path, origin: Invocation, waits: bool, say: Callable[[str], None]
 ) -> RunSpec:
-    """Return the spec of a resumed run with the tracking that the run had: its store, and where
-    its config is signed the other keys of `tracking`, too. What is typed wins.
+    """Return the spec of a resumed run with the tracking that the run had.
+
+    That is its store, and where its config is signed the other keys of `tracking`, too. What is
+    typed wins.
 
     Args:
         spec: of the resumed run; its tracking is this command's.
         folder: of the run.
         origin: what was typed.
-        waits: nobody is there to type: a store that does not answer is no reason to stop.
-        say: told where the record continues.
+        waits: continue without an answer of the store, as a job script does that nobody watches.
+        say: prints where the record continues.
 
     Raises:
         ConfigError: the store cannot be named, does not hold the run, or does not answer.
     """
     if not torchrun.process_rank().is_main:
-        return spec
-    typed = _typed(origin)
-    tracking = _settings(spec.tracking, folder, typed)
-    if tracking.get("_target_") == NONE:
+        return spec  # the first process records for all
+    typed = _typed_tracking_keys(origin)
+    tracking = _tracking_settings(spec.tracking, folder, typed)
+    target = tracking.get("_target_")
+    if target == NO_TRACKER_TARGET:
         say(f"continues the run in {folder} without a record: tracking=none")
-    stores = journal_stores(folder) if tracking.get("_target_") == MLFLOW else []
+    stores = journal_stores(folder) if target == MLFLOW_TARGET else []
     if not stores:
         return replace(spec, tracking=tracking)
-    last = next((store for store in reversed(stores) if store.run_id), stores[-1])
-    uri = _chosen(tracking.get("uri") if "tracking.uri" in typed else None, last)
+    last = _last_store(stores)
+    typed_uri = tracking.get("uri") if "tracking.uri" in typed else None
+    uri = _chosen_uri(typed_uri, last)
     _check_store(uri, last, waits, say)
-    _check_earlier(stores, uri)
+    _check_earlier_journals(stores, uri)
     name = f"run {last.run_id}" if last.run_id else f"the run in {folder}"
     say(f"continues {name} in {redact(uri)}")
     experiment = tracking.get("experiment") or last.experiment
@@ -115,82 +127,114 @@ def resumed_sweep_store(folder: Path, typed: str | None) -> str | None:
     stores = next(filter(None, map(journal_stores, folders)), [])
     if not stores:
         return None
-    last = next((store for store in reversed(stores) if store.run_id), stores[-1])
-    uri = _chosen(typed, last, "sweep.resume", "sweep")
+    last = _last_store(stores)
+    uri = _chosen_uri(typed, last, "sweep.resume", "sweep")
     _check_store(uri, last, False, print, "sweep.resume", "sweep")
     return uri
 
 
+def _last_store(stores: Sequence[JournalStore]) -> JournalStore:
+    """Return the newest journal that its store has opened; the newest of all where none was."""
+    return next((store for store in reversed(stores) if store.run_id), stores[-1])
+
+
 def _store_of(path: Path) -> JournalStore | None:
+    """Return the store of one journal; None where it names none, as a damaged one does."""
     start = next((record for record, _ in journal.read_records(path)), {})
     progress = UploadState(path)
-    progress.peek()
-    moved = isinstance(progress.uri, str)
-    uri, signature = start.get("uri"), start.get("signature")
-    if moved:
-        uri, signature = progress.uri, progress.signature
+    progress.read_without_lock()
+    if isinstance(progress.uri, str):
+        # The journal was moved: the state names its store, and its start the one before.
+        uri = progress.uri
+        signature = progress.signature
+    else:
+        uri = start.get("uri")
+        signature = start.get("signature")
     if not isinstance(uri, str) or not uri:
         return None
-    run_id, experiment = progress.run_id, progress.experiment or start.get("experiment")
+    run_id = progress.run_id
+    experiment = progress.experiment or start.get("experiment")
     return JournalStore(
         path,
         uri,
         run_id if isinstance(run_id, str) else None,
         experiment if isinstance(experiment, str) else None,
-        is_signed(SIGNED, uri, signature),
+        is_signed(STORE_SIGNATURE_PURPOSE, uri, signature),
         bool(progress.done),
     )
 
 
-def _typed(origin: Invocation) -> list[str]:
-    """Keys of `tracking` that were typed; `tracking` itself where another option was."""
-    heads = (text.lstrip("+~").partition("=")[0] for text in origin.overrides)
-    return [head for head in heads if head.partition(".")[0] == "tracking"]
+def _typed_tracking_keys(origin: Invocation) -> list[str]:
+    """Return the keys of `tracking` that were typed; `tracking` itself where another option was."""
+    keys = (text.lstrip("+~").partition("=")[0] for text in origin.overrides)
+    return [key for key in keys if key.partition(".")[0] == "tracking"]
 
 
-def _settings(ours: Mapping[str, Any], folder: Path, typed: Sequence[str]) -> dict[str, Any]:
-    """Return the node `tracking` of the resumed run, but for its store."""
+def _tracking_settings(
+    ours: Mapping[str, Any], folder: Path, typed: Sequence[str]
+) -> dict[str, Any]:
+    """Return the node `tracking` of the resumed run, but for its store.
+
+    Args:
+        ours: the node of this command.
+        folder: of the run.
+        typed: keys of `tracking` that were typed.
+    """
     if "tracking" in typed:
         return dict(ours)
-    signed = artifacts.signed_config(folder)
-    kept = signed.get("tracking") if signed else None
-    if kept is None and journal.latest_journal(folder) is None and _had_none(folder):
-        kept = {"_target_": NONE}
-    if not isinstance(kept, dict) or (typed and kept.get("_target_") == NONE):
+    signed = run_metadata.signed_config(folder)
+    theirs = signed.get("tracking") if signed else None
+    if theirs is None and journal.latest_journal(folder) is None and _had_no_tracker(folder):
+        theirs = {"_target_": NO_TRACKER_TARGET}
+    if not isinstance(theirs, dict) or (typed and theirs.get("_target_") == NO_TRACKER_TARGET):
         return dict(ours)
-    found = {key: value for key, value in kept.items() if "***" not in str(value)}
-    if found.get("_target_") == MLFLOW:
-        found = {**ours, **found, "uri": ours.get("uri")}
+    # The config hides secrets as ***: such a value is this command's to give.
+    settings = {key: value for key, value in theirs.items() if "***" not in str(value)}
+    if settings.get("_target_") == MLFLOW_TARGET:
+        # The store comes from the journal, which knows it by absolute path.
+        settings = {**ours, **settings, "uri": ours.get("uri")}
     for key in typed:
         name = key.split(".")[1]
-        value, own = ours.get(name), found.get(name)
-        both = isinstance(value, Mapping) and isinstance(own, Mapping)
-        found[name] = {**own, **value} if both else value  # type: ignore[dict-item]
-    return found
+        value = ours.get(name)
+        earlier = settings.get(name)
+        if isinstance(value, Mapping) and isinstance(earlier, Mapping):
+            settings[name] = {**earlier, **value}
+        else:
+            settings[name] = value
+    return settings
 
 
-def _had_none(folder: Path) -> bool:
-    """Whether a config that anybody may have written says tracking=none, which does no harm."""
+def _had_no_tracker(folder: Path) -> bool:
+    """Return whether the run's config says tracking=none, be it signed or not.
+
+    Anybody may have written that config, but a run without a record does no harm.
+    """
     try:
         content = yaml.safe_load(read_text(folder / CONFIG))
-        return bool(current_path(content["tracking"]["_target_"]) == NONE)
+        return bool(current_path(content["tracking"]["_target_"]) == NO_TRACKER_TARGET)
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, RecursionError):
         return False
 
 
-def _chosen(typed: str | None, last: JournalStore, key: str = KEY, what: str = "run") -> str:
-    """Return the store to continue in: the typed one, else the journal's."""
+def _chosen_uri(
+    typed: str | None, last: JournalStore, key: str = RESUME_KEY, what: str = "run"
+) -> str:
+    """Return the store to continue in: the typed one, else the journal's.
+
+    Raises:
+        ConfigError: the journal's store is neither this command's own nor signed by this user.
+    """
     here = Path.cwd()
     if typed:
         return resolve_uri(typed, os.environ, here)
     default = resolve_uri(None, os.environ, here)
-    if _same(default, last.uri):
-        return default  # with the credentials of now
-    if last.own:
+    if _is_same_store(default, last.uri):
+        return default  # its credentials are today's, the journal's may have changed since
+    if last.signed_by_user:
         return last.uri
     raise ConfigError(
         f"{key}: the {what} is recorded in {redact(last.uri)}, as its journal says, which is not "
-        f"signed with your key ({key_location()}). If you trust it, type "
+        f"signed with your key ({describe_key_location()}). If you trust it, type "
         f"tracking.uri={redact(last.uri)} to continue there, or tracking=none."
     )
 
@@ -200,26 +244,28 @@ def _check_store(
     last: JournalStore,
     waits: bool,
     say: Callable[[str], None],
-    key: str = KEY,
+    key: str = RESUME_KEY,
     what: str = "run",
 ) -> None:
-    """Raise ConfigError where a store does not hold the run, or does not answer although it was
-    asked by name; a job script continues, and its records wait in the journal."""
-    same = _same(uri, last.uri)
+    """Raise ConfigError where a store does not hold the run, or does not answer.
+
+    With `waits`, a store that does not answer is a warning, and the records wait in the journal.
+    """
+    is_same = _is_same_store(uri, last.uri)
     try:
-        _look(uri, last.run_id, same)
-    except JournalMissing as error:
-        other = (
-            f"Leave tracking.uri out to continue in {redact(last.uri)}"
-            if not same
-            else f"Type tracking.uri=<the store that holds it>, if the {what} was moved there"
-        )
-        new = " or init.weights=<its checkpoint> for a new run" if what == "run" else ""
-        raise ConfigError(
-            f"{key}: {error} {other}, tracking=none to continue without a record,{new}."
-            if new
-            else f"{key}: {error} {other}."
-        ) from error
+        _look_up_run(uri, last.run_id)
+    except RunNotInStore as error:
+        if is_same:
+            other = f"Type tracking.uri=<the store that holds it>, if the {what} was moved there"
+        else:
+            other = f"Leave tracking.uri out to continue in {redact(last.uri)}"
+        if what == "run":
+            # Only a run can do without a record, or be begun anew from a checkpoint.
+            other += (
+                ", tracking=none to continue without a record, or init.weights=<its checkpoint> "
+                "for a new run"
+            )
+        raise ConfigError(f"{key}: {error} {other}.") from error
     except TrackingError as error:
         if waits:
             say(f"warning: {error} Training continues; its records are kept in the run's folder.")
@@ -230,54 +276,64 @@ def _check_store(
         ) from error
 
 
-def _check_earlier(stores: Sequence[JournalStore], uri: str) -> None:
-    """Send what earlier journals have not sent yet to the same store, or to one's own."""
+def _check_earlier_journals(stores: Sequence[JournalStore], uri: str) -> None:
+    """Have what earlier journals have not sent yet sent to the run's store.
+
+    One that its store has begun stays with that store, because a journal is uploaded to one store.
+
+    Raises:
+        ConfigError: the store of such a journal is not signed by this user.
+    """
     for store in stores:
-        if store.done or _same(store.uri, uri):
+        if store.fully_uploaded or _is_same_store(store.uri, uri):
             continue
         if store.run_id is None:
-            _move(store, uri)
-        elif not store.own:
+            _move_journal(store, uri)
+        elif not store.signed_by_user:
             raise ConfigError(
-                f"{KEY}: {store.path} is to be sent to {redact(store.uri)}, and is not signed with "
-                f"your key ({key_location()}). Delete it, or type init.weights=<its checkpoint> "
-                "to start a new run from its weights."
+                f"{RESUME_KEY}: {store.path} is to be sent to {redact(store.uri)}, and is not "
+                f"signed with your key ({describe_key_location()}). Delete it, or type "
+                "init.weights=<its checkpoint> to start a new run from its weights."
             )
 
 
-def _move(store: JournalStore, uri: str) -> None:
-    """Have a journal sent to the run's own store that another one has refused."""
+def _move_journal(store: JournalStore, uri: str) -> None:
+    """Have a journal that its store never opened sent to the run's store."""
     progress = UploadState(store.path)
-    if progress.claim():
+    # Without the lock a writer is at work on the journal, which then stays where it is.
+    if progress.acquire_lock():
         try:
-            progress.move(uri, store.experiment)
+            progress.change_store(uri, store.experiment)
         finally:
-            progress.release()
+            progress.release_lock()
 
 
-def _same(one: str, other: str) -> bool:
-    """Whether two URIs name one store, whatever their credentials."""
-    files = sqlite_path(one), sqlite_path(other)
-    if files[0] and files[1]:
-        return files[0].resolve() == files[1].resolve()
+def _is_same_store(one: str, other: str) -> bool:
+    """Return whether two URIs name one store, whatever their credentials."""
+    file = sqlite_path(one)
+    other_file = sqlite_path(other)
+    if file and other_file:
+        # One file may have several URIs: relative, absolute or through a link.
+        return file.resolve() == other_file.resolve()
     return redact(one) == redact(other)
 
 
-def _look(uri: str, run_id: str | None, same: bool) -> None:
-    """Ask a store for a run, or where there is none yet for anything.
+def _look_up_run(uri: str, run_id: str | None) -> None:
+    """Ask a store for a run; without an id, ask only whether the store answers.
 
     Raises:
-        Missing: it has no such run, or has it as deleted.
+        RunNotInStore: it has no such run, or has it as deleted.
         TrackingError: it does not answer.
     """
+    # A database is read by itself: importing mlflow takes seconds before anything is trained.
     database = sqlite_path(uri)
     if database is not None:
         if run_id is not None:
-            _check_stage(_stage_in(database, run_id), uri, run_id)
+            _check_stage(_lifecycle_stage(database, run_id), uri, run_id)
         return
     from runner.tracking.reader import Reader
 
-    with _briefly():
+    with _short_timeouts():
         stage = Reader(uri).stage(run_id or _NO_RUN)
     if run_id is not None:
         _check_stage(stage, uri, run_id)
@@ -285,15 +341,15 @@ def _look(uri: str, run_id: str | None, same: bool) -> None:
 
 def _check_stage(stage: str | None, uri: str, run_id: str) -> None:
     if stage is None:
-        raise JournalMissing(f"{redact(uri)} does not hold its run {run_id}.")
+        raise RunNotInStore(f"{redact(uri)} does not hold its run {run_id}.")
     if stage == "deleted":
-        raise JournalMissing(
+        raise RunNotInStore(
             f"its run {run_id} was deleted in {redact(uri)}. To have it back: "
             f"MLFLOW_TRACKING_URI={redact(uri)} mlflow runs restore --run-id {run_id}."
         )
 
 
-def _stage_in(database: Path, run_id: str) -> str | None:
+def _lifecycle_stage(database: Path, run_id: str) -> str | None:
     """Return a run's lifecycle stage in MLflow's table, read without importing mlflow."""
     if not database.is_file():
         return None
@@ -304,16 +360,17 @@ def _stage_in(database: Path, run_id: str) -> str | None:
     except sqlite3.OperationalError as error:
         if "locked" in str(error):
             raise TrackingError(f"{database} is locked.") from error
-        return None
+        return None  # a database without MLflow's tables holds no run
     except sqlite3.DatabaseError as error:
         raise TrackingError(f"{database} cannot be read: {error}.") from error
     return str(row[0]) if row else None
 
 
 @contextmanager
-def _briefly() -> Iterator[None]:
-    """Context in which MLflow's client gives a silent server up soon."""
-    added = {key: value for key, value in _BRIEF.items() if key not in os.environ}
+def _short_timeouts() -> Iterator[None]:
+    """Return the context in which MLflow's client soon stops asking a silent server."""
+    # What the user has set in the environment wins.
+    added = {key: value for key, value in _SHORT_TIMEOUTS.items() if key not in os.environ}
     os.environ.update(added)
     try:
         yield

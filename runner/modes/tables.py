@@ -16,8 +16,6 @@ from runner.utils.formatting import format_number
 from runner.utils.secrets import redact
 from runner.utils.terminal import quote_command
 
-"""Name of a column, and the function that returns its cell for a job's result."""
-
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `runner ui` serves the pages of a store without a server."""
 
@@ -41,7 +39,7 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
         ("peak memory", f"{format_number(result.peak_memory_mib)} MiB"),
     ]
     if result.converted:
-        weights = f"{format_number(result.weights_mib)} MiB, {memory_saved(result)} saved"
+        weights = f"{format_number(result.weights_mib)} MiB, {memory_saving(result)} saved"
         rows.append(("converted layers", result.converted))
         rows.append(("converted matrix weights", result.converted_weights))
         rows.append(("weights", weights))
@@ -65,10 +63,10 @@ def _metric_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     """Yield the metrics, below each its value in the precision that trained the checkpoint."""
     for name, value in result.metrics.items():
         yield name, format_number(value)
-        gap = _change(name, result)
-        if gap:
+        change = change_since_training(name, result)
+        if change is not None:
             before = format_number(result.as_trained[name])
-            yield "  as trained", f"{before} in {result.trained_in}; change {gap}"
+            yield "  as trained", f"{before} in {result.trained_in}; change {change:+.4g}"
     if result.best is not None and result.best != result.metrics.get(result.quality):
         yield f"best {result.quality}", format_number(result.best)
 
@@ -96,6 +94,7 @@ def page_url(uri: str | None, path: str) -> str:
 def ui_command(uri: str | None, experiment: str) -> str:
     """Return the command that serves the pages of a store without a server."""
     words = ["python", "-m", "runner", "ui"]
+    # Only what differs from the defaults is shown: a short command is easier to copy.
     if uri and uri != redact(resolve_uri(None, os.environ, Path.cwd())):
         words.append(f"tracking.uri={uri}")
     if experiment and experiment != resolve_experiment(None, os.environ):
@@ -103,12 +102,12 @@ def ui_command(uri: str | None, experiment: str) -> str:
     return quote_command(words)
 
 
-def memory_saved(result: RunResult) -> str:
+def memory_saving(result: RunResult) -> str:
     """Return the share of the weights' memory that the precision saves, in percent."""
     if result.weights_mib is None or not result.plain_weights_mib:
         return ""
     if result.weights_mib > result.plain_weights_mib:
-        return "none"
+        return "none"  # packed formats have scales, which may outweigh small layers
     return f"{1 - result.weights_mib / result.plain_weights_mib:.0%}"
 
 
@@ -118,14 +117,16 @@ def shared_settings(settings: str) -> str:
     return " ".join(word for word in words if not word.lstrip("+~").startswith("precision."))
 
 
-def relative_change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> float | None:
-    """Return a metric less its value in the precision that trained the checkpoint.
+def change_since_training(
+    name: str, result: RunResult, others: Sequence[RunResult] = ()
+) -> float | None:
+    """Return the difference between a metric and its value in the precision that trained it.
 
     Args:
         name: of the metric.
         result: of an evaluation.
-        others: jobs of the same sweep. Where the checkpoint noted no metrics, the job with the same
-            settings and device that evaluated it in its own precision stands in.
+        others: jobs of the same sweep. Where the checkpoint holds no metrics, those of the job with
+            the same settings and device are taken that evaluated it in its own precision.
 
     Returns:
         The difference; None where one of both values is not known.
@@ -143,10 +144,6 @@ def _metrics_as_trained(result: RunResult, others: Sequence[RunResult]) -> dict[
         in_own_precision = other.precision == other.trained_in == result.trained_in
         if in_own_precision and other.device == result.device:
             by_settings.setdefault(other.settings, other.metrics)
+    # The job in the trained precision need not share precision.<key>=..., a key it may not have.
     exact = by_settings.get(result.settings)
     return exact or by_settings.get(shared_settings(result.settings), {})
-
-
-def _change(name: str, result: RunResult, others: Sequence[RunResult] = ()) -> str:
-    gap = relative_change(name, result, others)
-    return "" if gap is None else f"{gap:+.4g}"

@@ -14,17 +14,11 @@ from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
-from runner.modes.failures import (
-    check_data,
-    explain_data_errors,
-    raise_diverged,
-    require_single_process,
-    try_batch,
-)
-from runner.modes.model_summary import describe_model
-from runner.modes.run_artifacts import (
-    log_data_sets,
-    log_workers,
+from runner.modes.startup_checks import check_data, check_strategy, try_batch
+from runner.modes.startup_report import describe_model, log_data_sets, log_workers
+from runner.modes.training_callbacks import TrainingCallbacks
+from runner.modes.training_errors import explain_training_errors, raise_diverged
+from runner.modes.training_outputs import (
     raise_unsaved_weights,
     save_dtypes,
     save_loss_scale,
@@ -32,7 +26,6 @@ from runner.modes.run_artifacts import (
     save_processes,
     save_weights,
 )
-from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.trial_forward import FirstStepProof, prove_conversion
 from runner.precision.precision import ConversionReport
 from runner.training.callbacks.callback import dispatch
@@ -78,38 +71,40 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
         Diverged: a guard stopped the run.
         CheckpointError: the run finished, and its weights could not be written.
     """
-    spec, strategy, started = run.spec, run.strategy, perf_counter()
-    with run.signals.at_once():
+    spec = run.spec
+    start = perf_counter()
+    # Until the loop runs there is nothing to save, so a signal ends the set-up at once.
+    with run.signals.interruptible():
         loaders = _loaders(run)
         make = model_builder(spec, run.precision, run.device, resumed)
         built = prove_conversion(run, make, loaders[1])
         check_compile_options(spec, run.precision, run.device, built.model)
     with run.precision.session(built.model, run.device):
-        with run.signals.at_once():
+        with run.signals.interruptible():
             sizes = describe_model(run, built)
             steps = total_steps(spec.train, loaders[0])
-            setup = TrainingSetup(spec, run.precision, run.task, run.device, strategy)
+            setup = TrainingSetup(spec, run.precision, run.task, run.device, run.strategy)
             state = build_state(setup, built.model, steps)
-            require_single_process(state, spec.train)
+            check_strategy(state, spec.train)
             _separate_random_streams(run)
             memory.begin_steps(state, loaders[0])
             try_batch(run, state, loaders[1])
         proof = FirstStepProof(run, state, built.report)
-        end = _train_loop(run, state, loaders, resumed, proof)
-        summary = end.summary.summary()
+        outcome = _train_loop(run, state, loaders, resumed, proof)
+        summary = outcome.summary.result_values()
         # Taken before the export, which has a peak of its own.
         sizes["peak_memory_mib"] = save_processes(run, summary)
-        if not end.failure:
+        if not outcome.failure:
             save_model(run, state, loaders[1])
         sizes["planned_steps"] = steps
-        sizes |= end.report.tags()  # the first step may have proven more layers
+        sizes |= outcome.report.tags()  # the first step may have proven more layers
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
-    result = build_result(run, sizes | summary, perf_counter() - started)
-    if end.failure:
-        raise_diverged(run, result, [end.failure, *end.unsaved])
-    if end.unsaved:
-        raise_unsaved_weights(run, result, end.unsaved)
-    return RunOutcome(result, end.report)
+    result = build_result(run, sizes | summary, perf_counter() - start)
+    if outcome.failure:
+        raise_diverged(run, result, [outcome.failure, *outcome.unsaved])
+    if outcome.unsaved:
+        raise_unsaved_weights(run, result, outcome.unsaved)
+    return RunOutcome(result, outcome.report)
 
 
 def _loaders(run: RunContext) -> tuple[Loader, Loader]:
@@ -118,12 +113,13 @@ def _loaders(run: RunContext) -> tuple[Loader, Loader]:
     splits = build_splits(run.spec)
     place = run.strategy.place
     loaders = build_loaders(run.spec, splits, run.device, place)
-    if place.world_size == 1:  # else the others would not know that a wait was cut
+    if place.world_size == 1:  # else the others would not know that a wait was interrupted
         for loader in loaders:
-            loader.wait_context = run.signals.at_once
+            loader.wait_context = run.signals.interruptible
     log_data_sets(run, splits)
     log_workers(run, loaders[0])
     check_data(run, loaders)
+    # Again, after the data: the weights follow from the seed, whatever numbers a data set draws.
     seed_all(run.spec.seed)
     return loaders
 
@@ -136,25 +132,26 @@ def _train_loop(
     proof: FirstStepProof,
 ) -> LoopOutcome:
     """Train with every callback reading the records, and save the weights however it ends."""
-    spec, probe = run.spec, DtypeProbe(state.model)
+    spec = run.spec
+    probe = DtypeProbe(state.model)
     if spec.train.compile:  # compiled modules do not show their dtypes to the probe
-        with run.signals.at_once(), probe:
+        with run.signals.interruptible(), probe:
             try_batch(run, state, loaders[1])
     prepare_model(spec, run.precision, run.device, state.plain_model)
-    begun = resumed.content["step"] if resumed else 0
-    callbacks = TrainingCallbacks(run, state, loaders[0], begun)
+    start_step = resumed.content["step"] if resumed else 0
+    callbacks = TrainingCallbacks(run, state, loaders[0], start_step)
     if resumed is not None:
         _restore(run, callbacks, resumed, total_steps(spec.train, loaders[0]))
     records = fit(
         state,
         *loaders,
         spec.train,
-        around=_step_contexts(run, callbacks, probe, proof),
+        step_context=_step_contexts(run, callbacks, probe, proof),
         flush_every=spec.checkpoint.every_steps,
-        stopped=run.stop_requested,
+        should_stop=run.stop_requested,
     )
     try:
-        with explain_data_errors(run, state, loaders):
+        with explain_training_errors(run, state, loaders):
             for record in records:
                 dispatch(callbacks.callbacks, record)
                 if callbacks.should_stop:
@@ -164,8 +161,9 @@ def _train_loop(
         for loader in loaders:
             loader.close()
     # A signal that reached one process stops all of them.
-    run.signals.adopt(run.strategy.all_reduce_max(run.signals.number or 0))
+    run.signals.record_remote_signal(run.strategy.all_reduce_max(run.signals.number or 0))
     unsaved = _save_weights(run, callbacks)
+    # After the last checkpoint: the message names the newest one.
     failure = callbacks.failure_message
     save_dtypes(run, probe, proof.report)
     save_loss_scale(run, callbacks.summary, state.step)
@@ -184,14 +182,15 @@ def _restore(
 
 def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
     """Write the last checkpoint and the safetensors file; return why one was not written."""
-    spec, unsaved = run.spec, list[str]()
-    if spec.checkpoint.final or run.signals.requested():
+    spec = run.spec
+    unsaved: list[str] = []
+    if spec.checkpoint.final or run.signals.is_stop_requested():
         path = None
         try:
             path = callbacks.save_last()
         except CheckpointError as error:
             unsaved.append(str(error))
-        if run.signals.requested() and path:
+        if run.signals.is_stop_requested() and path:
             run.say(f"checkpoint: {path}")
             if run.origin.sweep is None:  # a sweep is resumed as a whole
                 run.say(f"Resume with: {quote_command(run.origin.resume_command(run.out))}")
@@ -205,6 +204,7 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
 def _separate_random_streams(run: RunContext) -> None:
     """Seed each process but the first anew: the weights are equal, dropout must not be."""
     if not run.strategy.place.is_main:
+        # 2**40 apart: no seed that somebody types for another run is a process's seed of this one.
         seed_all(run.spec.seed + run.strategy.place.rank * 2**40)
 
 
@@ -215,7 +215,8 @@ def _step_contexts(
 
     The first step is watched, and every step in which the tensors are to be measured.
     """
-    first, numerics = callbacks.state.step + 1, callbacks.numerics
+    first = callbacks.state.step + 1
+    numerics = callbacks.numerics
 
     def around(step: int) -> AbstractContextManager[object]:
         measured = numerics.around_step(step) if numerics else _UNMEASURED
@@ -235,5 +236,5 @@ def _first_step(
 
     It may compile for minutes, and there is nothing to save before it.
     """
-    with run.signals.at_once(), probe, proof.watch(), measured:
+    with run.signals.interruptible(), probe, proof.watch(), measured:
         yield

@@ -1,17 +1,22 @@
-"""Make the callbacks that read a training's records, and write its checkpoints."""
+"""Make the callbacks that read a training's records, with the guard; write its checkpoints."""
 
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from runner.checkpoint import checkpoint_file
 from runner.checkpoint.async_writer import AsyncCheckpointWriter
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.checkpoint.sharded_writer import ShardedCheckpointWriter
 from runner.data.loader import Loader
+from runner.data.step_samples import samples_of_step
+from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
 from runner.modes.context import RunContext
-from runner.modes.failures import last_checkpoint_hint, make_guard, weights_are_finite
+from runner.modes.resumed_spec import typed_overrides
+from runner.modes.training_errors import batch_saver
 from runner.training import state_dict
 from runner.training.callbacks.callback import Callback
 from runner.training.callbacks.checkpointing import Checkpointing
@@ -22,8 +27,11 @@ from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import progress
 from runner.training.callbacks.summary import RunSummary
 from runner.training.loop import is_evaluation_step, total_steps
+from runner.training.records import StepRecord
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
+from runner.utils.formatting import relative_path
+from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 
 
 class TrainingCallbacks:
@@ -39,14 +47,14 @@ class TrainingCallbacks:
         writer: writes the checkpoints.
     """
 
-    def __init__(self, run: RunContext, state: TrainState, loader: Loader, begun: int) -> None:
+    def __init__(self, run: RunContext, state: TrainState, loader: Loader, start_step: int) -> None:
         self.run = run
         self.state = state
         self.writer = _checkpoint_writer(run)
         # The copy of the weights must be complete before the optimizer changes them.
-        state.before_update = self.writer.wait_for_copy
+        state.set_update_hook(self.writer.wait_for_copy)
         self.summary = RunSummary(run.task.quality, run.task.direction)
-        self.guard = make_guard(run, loader, begun)
+        self.guard = _guard(run, loader, start_step)
         self.numerics = _numerics_callback(run, state)
         # Checkpoints come last: what the guard refuses is not saved.
         self.callbacks = [*self._reading_callbacks(loader), *self._saving_callbacks(loader)]
@@ -62,14 +70,16 @@ class TrainingCallbacks:
         ]
         if self.numerics:
             callbacks.append(self.numerics)
-        if patience := run.spec.train.early_stop:
+        patience = run.spec.train.early_stop
+        if patience:
             callbacks.append(EarlyStopping(run.task.quality, run.task.direction, patience))
         if run.spec.debug.profile:
             callbacks.append(Profiler(run.out, run.spec.debug.profile, run.write_file))
         return callbacks
 
     def _saving_callbacks(self, loader: Loader) -> list[Callback]:
-        wanted, task = self.run.spec.checkpoint, self.run.task
+        wanted = self.run.spec.checkpoint
+        task = self.run.task
         if not (wanted.every_steps or wanted.best):
             return []
         due = partial(is_evaluation_step, self.run.spec.train, loader)
@@ -78,16 +88,16 @@ class TrainingCallbacks:
 
     @property
     def should_stop(self) -> bool:
-        """Whether early stopping or the guard ends the training."""
+        """Return whether early stopping or the guard ends the training."""
         stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard)]
-        return any(callback.reached for callback in stoppers)
+        return any(callback.should_stop for callback in stoppers)
 
     @property
     def failure_message(self) -> str:
         """Why the guard stopped the run, and the last good checkpoint; empty where it did not."""
         if not self.guard.message:
             return ""
-        return f"{self.guard.message}{last_checkpoint_hint(self.run.checkpoints)}"
+        return f"{self.guard.message}{_last_checkpoint_hint(self.run.checkpoint_folder)}"
 
     def restore(self, saved: LoadedCheckpoint) -> list[str]:
         """Restore everything but the weights, which the model was built with.
@@ -96,31 +106,33 @@ class TrainingCallbacks:
             Sentences that say which parts of the checkpoint could not be restored as they were.
         """
         run = self.run
-        typed = [text.lstrip("+~").partition("=")[0] for text in run.origin.overrides]
+        typed = typed_overrides(run.origin).keys()
         messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
+        # Checkpoints of later steps would be taken for this run's newest ones.
         if run.strategy.place.is_main:
-            checkpoint_file.set_aside_newer(run.checkpoints, self.state.step)
+            checkpoint_file.rename_superseded(run.checkpoint_folder, self.state.step)
         return messages
 
     def weights_are_valid(self) -> bool:
         """Return whether the weights may be saved; all processes must ask, and agree."""
-        valid = self.guard.sound and weights_are_finite(self.run, self.state)
+        valid = self.guard.weights_are_good and _weights_are_finite(self.run, self.state)
         return not self.run.strategy.all_reduce_max(not valid)
 
     def _checkpoint_content(self) -> dict[str, Any]:
         # Metrics of an earlier step would be taken for those of the weights in the file.
-        is_evaluated = self.summary.evaluated == self.state.step
+        is_evaluated = self.summary.last_evaluation_step == self.state.step
         metrics = self.summary.metrics if is_evaluated else {}
         rest = state_dict.state_dict(self.state, self.callbacks)
         origin = self.run.origin
         return checkpoint_state_dict(
-            self.state, self.run.spec, origin.choices, metrics, rest, origin.own
+            self.state, self.run.spec, origin.choices, metrics, rest, origin.is_trusted
         )
 
     def _save(self, best: bool) -> None:
         if self.weights_are_valid():
-            late = [*self.state.trainable, *self.state.optimizer_tensors()]
-            self.writer.save(self._checkpoint_content(), best, late)
+            # Only an update changes these, so their copy is waited for before the next one.
+            changed_by_update = [*self.state.trainable_parameters, *self.state.optimizer_tensors()]
+            self.writer.save(self._checkpoint_content(), best, changed_by_update)
 
     def save_last(self) -> Path | None:
         """Write the last checkpoint and wait for it; return its path, None for invalid weights."""
@@ -135,7 +147,10 @@ class TrainingCallbacks:
 
 
 def _checkpoint_writer(run: RunContext) -> AsyncCheckpointWriter | ShardedCheckpointWriter:
-    folder, keep, strategy = run.checkpoints, run.spec.checkpoint.keep, run.strategy
+    folder = run.checkpoint_folder
+    keep = run.spec.checkpoint.keep
+    strategy = run.strategy
+    # A process that is not the first takes part in gathering; without shards it writes nothing.
     if strategy.shards or not strategy.place.is_main:
         return ShardedCheckpointWriter(folder, keep, run.say, strategy)
     return AsyncCheckpointWriter(folder, keep, run.say)
@@ -147,3 +162,51 @@ def _numerics_callback(run: RunContext, state: TrainState) -> NumericsCallback |
         return None
     output = NumericsOutput(run.out, run.label, run.tracker, run.save_artifact, run.say)
     return NumericsCallback(state, every, output)
+
+
+def _guard(run: RunContext, loader: Loader, start_step: int) -> Guard:
+    """Return the callback that judges the records, with what it saves and how it says so.
+
+    Args:
+        run: the run.
+        loader: yields the training batches, whose samples the guard saves.
+        start_step: the step that the run starts or is resumed at.
+    """
+    saver = batch_saver(run, loader)
+
+    def save(record: StepRecord, why: str) -> str:
+        return saver.save(record.step, why, record.loss_scale, begun=start_step)
+
+    def cause(record: StepRecord) -> str | None:
+        samples = samples_of_step(loader, run.spec.train.accumulate, record.step).indices
+        drawn = host_rng_state()
+        try:
+            return explain_uncounted_labels(loader, samples, run.task)
+        except Exception:  # what explains an error must not hide it
+            return None
+        finally:
+            set_host_rng_state(drawn)  # a data set may draw random numbers for its samples
+
+    return Guard(run.spec, run.precision, run.say, save, cause)
+
+
+def _weights_are_finite(run: RunContext, state: TrainState) -> bool:
+    """Return whether all weights are finite; others must not replace a good checkpoint."""
+    # Parameters only: a buffer may be a mask, which holds infinities.
+    every = [p.detach() for p in state.plain_model.parameters()]
+    params = state.strategy.local_shards(every)
+    # Weights of one byte hold codes, for which isfinite has no meaning or no kernel.
+    floats = [p for p in params if p.itemsize > 1 and (p.is_floating_point() or p.is_complex())]
+    if not floats:
+        return True
+    finite = torch.stack([t.isfinite().all().cpu() for t in floats])
+    if bool(finite.all()):
+        return True
+    run.say(f"warning: the weights of step {state.step} are not finite and are not saved.")
+    return False
+
+
+def _last_checkpoint_hint(folder: Path) -> str:
+    """Return a line that names the newest checkpoint; empty without one."""
+    paths = sorted(folder.glob("step-*.pt"))
+    return f"\nThe last good weights: init.weights={relative_path(paths[-1])}" if paths else ""

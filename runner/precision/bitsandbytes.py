@@ -14,19 +14,23 @@ import torch
 from torch import nn
 
 from runner.precision.casting import cast_nest, float64_to_float32
-from runner.precision.conversion import ConversionRules, Swap, convert_modules
-from runner.precision.cuda_half import half_precision_sums, nearest_half, require_bfloat16
+from runner.precision.conversion import ConversionRules, convert_modules
+from runner.precision.cuda_half import (
+    native_half_prefix,
+    reduced_precision_sums,
+    require_bfloat16,
+)
 from runner.precision.disk_offload import DiskOffload
-from runner.precision.emulation.float16 import Choice
+from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.keep_fp32 import find_islands, make_islands
 from runner.precision.layers.conv1d import layer_widths, linear_classes
 from runner.precision.options import DTYPES, check_kernels, cpu_kernels, float32_matmul
-from runner.precision.precision import CPU, ConversionReport, Precision
+from runner.precision.precision import CPU_DEVICE, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import accelerator_kind
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
-COMPUTE = ("bfloat16", "float16", "float32")
+COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @final
@@ -62,29 +66,37 @@ class BitsandbytesPrecision(Precision):
         threshold: float = 0.0,
         autocast_loss: bool = False,
         float32_matmul: str = "highest",
-        cpu_float16: Choice = "auto",
+        cpu_float16: KernelChoice = "auto",
         reduced_precision_reduction: bool = False,
     ) -> None:
         _check_values(name, mode, compute_dtype, threshold)
         check_kernels(float32_matmul, cpu_float16, False, reduced_precision_reduction)
-        self.name, self.mode, self.threshold = name, mode, threshold
-        self.compute, self.autocast_loss = DTYPES[compute_dtype], autocast_loss
-        self.ignore_modules, self.keep_fp32 = ignore_modules, keep_fp32
+        self.name = name
+        self.mode = mode
+        self.threshold = threshold
+        self.compute = DTYPES[compute_dtype]
+        self.autocast_loss = autocast_loss
+        self.ignore_modules = ignore_modules
+        self.keep_fp32 = keep_fp32
         self.float32_matmul = float32_matmul
-        self.cpu_float16: Choice = cpu_float16
+        self.cpu_float16: KernelChoice = cpu_float16
         self.reduced_precision_reduction = reduced_precision_reduction
-        self.freezes = mode != "int8-training"
-        self.layout = f"bnb-{mode}" if self.freezes else ""
-        self.whole = "packed weights cannot be parted from their scales" if self.freezes else ""
+        # In every other mode the packed weights are all that is stored.
+        if mode != "int8-training":
+            self.freezes = True
+            self.layout = f"bnb-{mode}"
+            self.unshardable_reason = "packed weights cannot be separated from their scales"
         self._kernels = ""
         self._offload = DiskOffload()
 
     def require(self, device: torch.device) -> None:
-        least = (7, 5) if self.mode.startswith("int8") else (6, 0)
+        # Compute capabilities of the library's kernels: Turing for int8, Pascal for 4 bits.
+        min_capability = (7, 5) if self._is_int8 else (6, 0)
+        wanted = ".".join(map(str, min_capability))
         if device.type not in ("cpu", "cuda"):
             raise Unavailable(
                 f"precision={self.name} needs a CPU or an NVIDIA GPU of compute capability "
-                f"{least[0]}.{least[1]} or higher; this run is on {accelerator_kind(device)}.",
+                f"{wanted} or higher; this run is on {accelerator_kind(device)}.",
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:
@@ -100,12 +112,12 @@ class BitsandbytesPrecision(Precision):
                 f"{device.type} (CUDA {torch.version.cuda}) does not load.",
                 "Type python -m bitsandbytes to see why, or precision=bf16-true.",
             )
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < least:
-            found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < min_capability:
+            actual = ".".join(map(str, torch.cuda.get_device_capability(device)))
             raise Unavailable(
-                f"precision={self.name} needs compute capability {least[0]}.{least[1]} or higher; "
-                f"{device} ({torch.cuda.get_device_name(device)}) has {found}.",
-                f"Nearest that runs here: precision={nearest_half(device)}-true.",
+                f"precision={self.name} needs compute capability {wanted} or higher; "
+                f"{device} ({torch.cuda.get_device_name(device)}) has {actual}.",
+                f"Nearest that runs here: precision={native_half_prefix(device)}-true.",
             )
         if self.compute is torch.bfloat16:
             require_bfloat16(
@@ -117,63 +129,74 @@ class BitsandbytesPrecision(Precision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        sums = half_precision_sums(self.reduced_precision_reduction)
+        sums = reduced_precision_sums(self.reduced_precision_reduction)
         with float32_matmul(self.float32_matmul), sums, kernels:
             yield
 
     def kernels(self) -> str:
         return self._kernels
 
-    def building(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[Any]:
         return self._offload if self.freezes else nullcontext()
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU
+        self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
         islands = find_islands(model, self.keep_fp32, self.storage)
-        judge = partial(bnb_obstacle, int8=self.mode.startswith("int8"), frozen=self.freezes)
         rules = ConversionRules(
-            self.name, self.ignore_modules, islands, judge, self.freezes, self.bypassed
+            self.name,
+            self.ignore_modules,
+            islands,
+            partial(bnb_obstacle, int8=self._is_int8, frozen=self.freezes),
+            # A packed weight is a new object; the plain one of int8-training stays.
+            new_weights=self.freezes,
+            bypassed=self.bypassed,
         )
+        convert_layer = partial(self._convert_layer, device=device)
         try:
-            swap: Swap = lambda module: self._swap(module, device)  # noqa: E731
-            report = convert_modules(model, dict.fromkeys(linear_classes(), swap), rules)
+            report = convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
         finally:
+            # Also after a refusal, so that no weight stays in a file.
             self._offload.load_unconverted(model)
         make_islands(model, self.keep_fp32, self.storage)
         return model, report
 
-    def _swap(self, module: nn.Module, device: torch.device) -> None:
+    def _convert_layer(self, module: nn.Module, device: torch.device) -> None:
+        # Imported here, because both modules import bitsandbytes, which may not be installed.
         from runner.precision.layers.linear_4bit import Linear4bit
         from runner.precision.layers.linear_8bit import Linear8bit, Linear8bitTrained
 
         module.to(device)
         if self.mode == "int8-training":
-            Linear8bitTrained.swap(module, self.compute, self.threshold)
+            Linear8bitTrained.convert_in_place(module, self.compute, self.threshold)
         elif self.mode == "int8":
-            Linear8bit.swap(module, self.compute, self.threshold)
+            Linear8bit.convert_in_place(module, self.compute, self.threshold)
         else:
             quant_type, _, nested = self.mode.partition("-")
-            Linear4bit.swap(module, quant_type, bool(nested), self.compute)
+            Linear4bit.convert_in_place(module, quant_type, bool(nested), self.compute)
 
     @property
-    def stores(self) -> str:
+    def storage_format(self) -> str:
         if not self.freezes:
-            return super().stores
+            return super().storage_format
         bits = "8" if self.mode == "int8" else "4"
         scales = ", 8-bit scales" if self.mode.endswith("-dq") else ""
         return f"{bits}-bit linear weights{scales}; the rest as built"
 
     @property
-    def computes(self) -> str:
-        if self.mode.startswith("int8"):
-            return f"int8 in linear layers, {super().computes} elsewhere"
-        return super().computes
+    def compute_format(self) -> str:
+        if self._is_int8:
+            return f"int8 in linear layers, {super().compute_format} elsewhere"
+        return super().compute_format
 
     @property
     def sort_key(self) -> tuple[float, ...]:
         # After the FP8 precisions, 8 bits before 4.
-        return (-1, 2) if self.mode.startswith("int8") else (-0.5,)
+        return (-1, 2) if self._is_int8 else (-0.5,)
+
+    @property
+    def _is_int8(self) -> bool:
+        return self.mode.startswith("int8")
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.compute is torch.float32:
@@ -209,12 +232,14 @@ def _check_values(name: str, mode: str, compute_dtype: str, threshold: float) ->
     problems = []
     if mode not in MODES:
         problems.append(f"precision.mode={mode} is not known. Allowed: {', '.join(MODES)}.")
-    elif name in {f"bnb-{m}" for m in MODES} - {f"bnb-{mode}"}:
+    # A built-in name labels results, so it may not stand for another mode.
+    elif name in [f"bnb-{other}" for other in MODES if other != mode]:
         problems.append(f"precision.mode={mode} is not what {name} is. Type precision=bnb-{mode}.")
-    if compute_dtype not in COMPUTE:
+    if compute_dtype not in COMPUTE_DTYPES:
+        allowed = ", ".join(COMPUTE_DTYPES)
         problems.append(
-            f"precision.compute_dtype={compute_dtype}: the kernels compute in {', '.join(COMPUTE)} "
-            "only. Type one of them."
+            f"precision.compute_dtype={compute_dtype}: the kernels compute in {allowed} only. "
+            "Type one of them."
         )
     if threshold < 0:
         problems.append(f"precision.threshold={threshold} is negative. Allowed: 0 (none) and up.")

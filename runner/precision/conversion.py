@@ -22,7 +22,7 @@ from runner.precision.precision import ConversionReport, ModuleConversion, summa
 from runner.utils.errors import ConfigError
 from runner.utils.modules import select_modules
 
-ROOT = "(model)"  # name in reports of a model that is itself a layer
+ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dotted name is empty
 # Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
 # holds still remove their hooks.
 _HOOKS = (
@@ -40,7 +40,7 @@ _HOOKS = (
 )
 
 
-Swap = Callable[[nn.Module], None]
+LayerConverter = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ConversionRules:
         name: of the precision, for messages.
         ignore: the patterns of `precision.ignore_modules`.
         islands: dotted names of the modules that `precision.keep_fp32` selects.
-        judge: returns why this precision cannot hold a module; empty where it can.
+        find_obstacle: returns why this precision cannot hold a module; empty where it can.
         new_weights: the weight becomes another object, so that no other module may share it and
             no hook may be registered on it.
         bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
@@ -60,39 +60,40 @@ class ConversionRules:
     name: str
     ignore: Sequence[str] = ()
     islands: Collection[str] = ()
-    judge: Callable[[nn.Module], str] = lambda module: ""
+    find_obstacle: Callable[[nn.Module], str] = lambda module: ""
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
 
 
 def convert_modules(
-    model: nn.Module, swaps: Mapping[type[nn.Module], Swap], rules: ConversionRules
+    model: nn.Module, converters: Mapping[type[nn.Module], LayerConverter], rules: ConversionRules
 ) -> ConversionReport:
     """Convert every module that the rules allow, in place; return a row for each module looked at.
 
     Args:
         model: changed in place.
-        swaps: by the plain class of a layer, the function that converts one of its objects.
+        converters: by the plain class of a layer, the function that converts one of its objects.
         rules: which modules are converted.
 
     Raises:
         ConfigError: nothing would be converted, a pattern matches nothing, or a hook is registered
             on a weight that would be replaced.
     """
-    rows = list(classify_modules(model, tuple(swaps), rules))
-    chosen = [(row.module, module) for row, module in rows if row.done]
-    report = ConversionReport(tuple(row for row, _ in rows))
-    _check(rules, report, chosen)
+    pairs = list(classify_modules(model, tuple(converters), rules))
+    chosen = [(row.module, module) for row, module in pairs if row.done]
+    report = ConversionReport(tuple(row for row, _ in pairs))
+    _check_conversion(rules, report, chosen)
     for _, module in chosen:
         # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call their
         # forward, unless a part has a hook.
         module.register_forward_pre_hook(no_op_hook)
     for path, module in chosen:
-        swap = next(s for kind, s in swaps.items() if isinstance(module, kind))
+        kind = _first_kind(module, tuple(converters))
+        assert kind is not None
         try:
-            swap(module)
+            converters[kind](module)
         except (AssertionError, TypeError, ValueError) as error:
-            where = "*" if path == ROOT else path
+            where = "*" if path == ROOT_NAME else path
             raise ConfigError(
                 f"precision={rules.name} cannot convert {path} ({type(module).__name__}): "
                 f"{type(error).__name__}: {error} Type precision.ignore_modules=[{where}]."
@@ -103,8 +104,19 @@ def convert_modules(
 def classify_modules(
     model: nn.Module, kinds: tuple[type[nn.Module], ...], rules: ConversionRules
 ) -> Iterator[tuple[ModuleConversion, nn.Module]]:
-    """Yield each module with a row that says whether it is to be converted: every module that holds
-    matrix weights, is of one of these kinds, or is converted already. Nothing is changed."""
+    """Yield each layer with a row that says whether it is to be converted.
+
+    A layer is a module that holds matrix weights, is of one of these kinds, or is converted
+    already. Nothing is changed.
+
+    Args:
+        model: unchanged.
+        kinds: the plain classes that the precision converts.
+        rules: which modules are converted.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
     # By identity: a module that is registered twice can be meant by either name.
     modules = dict(model.named_modules(remove_duplicate=False))
     ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
@@ -113,50 +125,79 @@ def classify_modules(
     holders = _holders_by_parameter(model)
     pairs: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():
-        kind = next((k for k in kinds if isinstance(module, k)), None)
-        is_layer = kind is not None or is_converted(module)
+        # It holds the weight of the module around it, which has a row.
         if isinstance(module, parametrize.ParametrizationList):
-            continue  # it holds the weight of the module around it, which has a row
+            continue
+        kind = _first_kind(module, kinds)
+        is_layer = kind is not None or is_converted(module)
         if not is_layer and not weight_matrices(module):
             continue
-        path = name or ROOT
+        path = name or ROOT_NAME
         # The user's own choice is named first, then what the model does, then what the layer is.
-        why = ""
         if module in islands:
             why = "kept in float32 by precision.keep_fp32"
         elif module in ignored:
             why = "named by precision.ignore_modules"
-        why = why or rules.bypassed.get(path, "")
-        why = why or _reason_of_class(module, kind, is_layer, rules.name)
-        if rules.new_weights:
-            why = why or _reason_of_sharing(path, module, holders)
-        why = why or rules.judge(module)
+        elif rules.bypassed.get(path):
+            why = rules.bypassed[path]
+        else:
+            why = _obstacle(path, module, kind, rules, holders)
         pairs.append((ModuleConversion(path, type(module).__name__, not why, why), module))
     yield from _with_counts(pairs)
 
 
-def _reason_of_class(
-    module: nn.Module, kind: type[nn.Module] | None, is_layer: bool, precision: str
+def _first_kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
+    """Return the first of these classes that a module is an instance of; None where it is none."""
+    for kind in kinds:
+        if isinstance(module, kind):
+            return kind
+    return None
+
+
+def _obstacle(
+    path: str,
+    module: nn.Module,
+    kind: type[nn.Module] | None,
+    rules: ConversionRules,
+    holders: Mapping[int, list[str]],
 ) -> str:
-    """Return why a module of this class is not converted; empty where it can be."""
-    return _reason_of_layer(module, kind) if is_layer else _reason_of_other(module, precision)
+    """Return why a module cannot be converted; empty where it can.
+
+    Args:
+        path: its name in reports.
+        module: a layer; see classify_modules.
+        kind: the plain class that it is an instance of.
+        rules: which modules are converted.
+        holders: see _holders_by_parameter.
+    """
+    if kind is None and not is_converted(module):
+        return _reason_of_other(module, rules.name)
+    reason = _reason_of_layer(module, kind)
+    if reason:
+        return reason
+    # A module that shares the weight would still hold the plain one.
+    if rules.new_weights:
+        reason = _reason_of_sharing(path, module, holders)
+    # Last, because it reads the weight and the widths, which a lazy layer, for example, lacks.
+    return reason or rules.find_obstacle(module)
 
 
 def weight_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's own floating or complex parameters of two dimensions or more, by name; for
-    a parametrized weight the parameters that it is computed from. Those of a lazy layer are left
-    out: they have no dimensions yet."""
-    own = dict(module.named_parameters(recurse=False))
+    a parametrized weight the parameters that it is computed from. Those of a lazy layer are not
+    among them: they have no dimensions yet."""
+    parameters = dict(module.named_parameters(recurse=False))
     if parametrize.is_parametrized(module):
         parametrizations = module.get_submodule("parametrizations")
-        own |= dict(parametrizations.named_parameters(prefix="parametrizations"))
-    return {
-        name: parameter
-        for name, parameter in own.items()
-        if not is_lazy(parameter)
-        and parameter.ndim >= 2
-        and (parameter.is_floating_point() or parameter.is_complex())
-    }
+        parameters |= dict(parametrizations.named_parameters(prefix="parametrizations"))
+    return {name: parameter for name, parameter in parameters.items() if _is_matrix(parameter)}
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    # A lazy parameter has no dimensions to ask for.
+    if is_lazy(parameter) or parameter.ndim < 2:
+        return False
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def _with_counts(
@@ -166,8 +207,10 @@ def _with_counts(
 
     A shared weight is counted once: with the first module that is converted, else with the first.
     """
+    # Converted rows first; the sort is stable, so that the model's order decides among them.
+    converted_first = sorted(pairs, key=lambda pair: not pair[0].done)
     owners: dict[int, str] = {}
-    for row, module in sorted(pairs, key=lambda pair: not pair[0].done):
+    for row, module in converted_first:
         for parameter in weight_matrices(module).values():
             owners.setdefault(id(parameter), row.module)
     for row, module in pairs:
@@ -179,18 +222,19 @@ def _with_counts(
                 elements[name] = parameter.numel()
             else:
                 other_owners.add(owner)
-        counted = replace(
-            row,
-            elements=sum(elements.values()),
-            converted=elements.get("weight", 0) if row.done else 0,
-            counted_with="" if elements else ", ".join(sorted(other_owners)),
-        )
+        counted = replace(row, elements=sum(elements.values()))
+        # A converted layer's other matrices keep their format.
+        if row.done:
+            counted = replace(counted, converted=elements.get("weight", 0))
+        if not elements:
+            counted = replace(counted, counted_with=", ".join(sorted(other_owners)))
         yield counted, module
 
 
 def _reason_of_other(module: nn.Module, name: str) -> str:
     """Return why a module with matrix weights is not a layer that the named precision converts."""
     if isinstance(module, nn.MultiheadAttention):
+        # torch splits the projection where keys and values have widths of their own.
         packed = "in_proj_weight" if module._qkv_same_embed_dim else "q_proj_weight"
         return f"its packed {packed} is read by F.multi_head_attention_forward"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -201,7 +245,7 @@ def _reason_of_other(module: nn.Module, name: str) -> str:
     return f"holds its own {names}; precision={name} converts linear layers only"
 
 
-def _check(
+def _check_conversion(
     rules: ConversionRules, report: ConversionReport, chosen: Sequence[tuple[str, nn.Module]]
 ) -> None:
     """Raise ConfigError where no module is chosen, or a chosen one's weight has a hook that the new
@@ -210,16 +254,17 @@ def _check(
         reasons = summarize_modules(report.modules)
         if len(reasons) > 4:
             reasons = [*reasons[:4], f"and {len(reasons) - 4} more"]
-        _, weights = report.weights
+        if not reasons:
+            reasons = ["it has no layer of a kind that it converts"]
+        _, weights = report.weight_counts
         total = f"the model's {weights:,} matrix weights" if weights else "the model"
         raise ConfigError(
-            f"precision={rules.name} would convert nothing of {total}: "
-            f"{'; '.join(reasons) or 'it has no layer of a kind that it converts'}. "
+            f"precision={rules.name} would convert nothing of {total}: {'; '.join(reasons)}. "
             "Type a precision without conversion, for example precision=bf16-mixed."
         )
     hooked = [path for path, module in chosen if _has_weight_hook(module)]
     if rules.new_weights and hooked:
-        patterns = ",".join("*" if path == ROOT else path for path in hooked)
+        patterns = ",".join("*" if path == ROOT_NAME else path for path in hooked)
         raise ConfigError(
             f"precision={rules.name} replaces weights, and a hook hangs on that of "
             f"{', '.join(hooked)}. Type precision.ignore_modules=[{patterns}]."
@@ -241,8 +286,9 @@ def is_converted(module: nn.Module) -> bool:
     a class of the user's own that says so by an attribute `is_low_precision = True`."""
     if getattr(type(module), "is_low_precision", False):
         return True
+    # bitsandbytes has embeddings of its own, which are in float32.
     if type(module).__name__ in ("Embedding", "StableEmbedding"):
-        return False  # bitsandbytes' own, which are in float32
+        return False
     return any(kind.__module__.startswith(_LAYER_MODULES) for kind in type(module).__mro__)
 
 
@@ -251,6 +297,7 @@ def _reason_of_layer(module: nn.Module, kind: type[nn.Module] | None) -> str:
     where it is."""
     if kind is None or is_converted(module):
         return f"is a {type(module).__name__} already"
+    # torch's class of that module's output projection, by name because it is private.
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight and never calls it"
     if parametrize.is_parametrized(module) or "weight" not in module._parameters:
@@ -271,7 +318,7 @@ def find_shared_weights(model: nn.Module) -> dict[str, list[str]]:
     holders = _holders_by_parameter(model, twice=True)
     shared = {}
     for name, module in model.named_modules():
-        others = _sharing_modules(name or ROOT, module, holders)
+        others = _sharing_modules(name or ROOT_NAME, module, holders)
         if others:
             shared[name] = others
     return shared
@@ -279,11 +326,17 @@ def find_shared_weights(model: nn.Module) -> dict[str, list[str]]:
 
 def _holders_by_parameter(model: nn.Module, twice: bool = False) -> dict[int, list[str]]:
     """Return the names of the modules that hold each parameter, by its id; more than one where it
-    is tied. `twice`: a module that is registered twice counts as two."""
+    is tied.
+
+    Args:
+        model: unchanged.
+        twice: whether a module that is registered twice counts as two.
+    """
     holders: dict[int, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=not twice):
+        # A set: a module may hold one parameter under two names.
         for parameter in {id(p) for p in module.parameters(recurse=False)}:
-            holders[parameter].append(path or ROOT)
+            holders[parameter].append(path or ROOT_NAME)
     return holders
 
 
@@ -302,10 +355,11 @@ def _reason_of_sharing(path: str, module: nn.Module, holders: Mapping[int, list[
 
 
 def _has_weight_hook(module: nn.Module) -> bool:
+    """Return whether a hook is registered on a layer's weight."""
     weight = module._parameters.get("weight")
-    return weight is not None and bool(
-        weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-    )
+    if weight is None:
+        return False
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 @cache
@@ -313,6 +367,7 @@ def low_precision_class(low: type[nn.Module], kind: type[nn.Module]) -> Any:
     """Return the class of a converted module: the low-precision layer's, or a subclass of it and of
     the module's own class where that is the user's, so that its methods and isinstance still work.
     """
+    # A class of torch's own has no methods of the user's to keep.
     if kind.__module__.startswith("torch.nn.modules."):
         return low
     return type(low.__name__, (low, kind), {"__module__": low.__module__})
@@ -320,6 +375,7 @@ def low_precision_class(low: type[nn.Module], kind: type[nn.Module]) -> Any:
 
 def replace_in_place(module: nn.Module, made: nn.Module) -> None:
     """Turn `module` into `made`, keeping its object, its hooks and the user's own attributes."""
+    # The new layer's tensors replace those of the same name; others that the user registered stay.
     for key in ("_parameters", "_buffers", "_modules"):
         vars(made)[key] = {**vars(module)[key], **vars(made)[key]}
     made._non_persistent_buffers_set |= module._non_persistent_buffers_set
@@ -328,7 +384,7 @@ def replace_in_place(module: nn.Module, made: nn.Module) -> None:
         registered.update(vars(made)[key])
     if module._is_full_backward_hook is not None:
         hooks["_is_full_backward_hook"] = module._is_full_backward_hook
-    own = {key: value for key, value in vars(module).items() if key not in vars(made)}
+    user_attributes = {key: value for key, value in vars(module).items() if key not in vars(made)}
     training = module.training
     module.__class__ = type(made)
-    vars(module).update(own | vars(made) | hooks | {"training": training})
+    vars(module).update(user_attributes | vars(made) | hooks | {"training": training})

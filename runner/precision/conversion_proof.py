@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.precision.conversion import ROOT
+from runner.precision.conversion import ROOT_NAME
 from runner.precision.precision import ConversionReport
 
-_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 # Questions whose answers differ between a packed weight [bytes, 1] and the weight it represents.
-_SHAPES = {
+_SHAPE_QUERIES = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
     torch.Tensor.size,
@@ -36,8 +36,9 @@ def converted_layers(model: nn.Module, report: ConversionReport) -> dict[str, nn
     modules = dict(model.named_modules(remove_duplicate=False))
     layers = {}
     for row in report.modules:
-        module = modules.get("" if row.module == ROOT else row.module)
-        while hasattr(module, "get_base_layer"):  # an adapter's wrapper has taken the name
+        module = modules.get("" if row.module == ROOT_NAME else row.module)
+        # An adapter's wrapper has taken the name.
+        while hasattr(module, "get_base_layer"):
             module = module.get_base_layer()  # type: ignore[union-attr,operator]
         if row.done and module is not None:
             layers[row.module] = module
@@ -72,19 +73,21 @@ class ForwardWatch(TorchFunctionMode):
             to an operator does.
 
     Attributes:
-        ran: names of the layers whose own forward ran.
-        read: names of the layers whose weight other code computed with.
+        executed: names of the layers whose own forward ran.
+        read_elsewhere: names of the layers whose weight other code computed with.
     """
 
     def __init__(
         self, model: nn.Module, layers: Mapping[str, nn.Module], strict: bool = False
     ) -> None:
         super().__init__()
-        self.model, self.layers, self.strict = model, layers, strict
-        self.ran: set[str] = set()
-        self.read: set[str] = set()
+        self.model = model
+        self.layers = layers
+        self.strict = strict
+        self.executed: set[str] = set()
+        self.read_elsewhere: set[str] = set()
         # By dtype, the last layer whose packed weight was asked for its dtype.
-        self.asked: dict[torch.dtype, str] = {}
+        self.queried_dtypes: dict[torch.dtype, str] = {}
         self._names = {id(layer._parameters.get("weight")): n for n, layer in layers.items()}
         # Nesting depth of converted layers' forwards, in which reads are the layer's own.
         self._layer_depth = 0
@@ -99,7 +102,9 @@ class ForwardWatch(TorchFunctionMode):
     def bypassed(self) -> set[str]:
         """Return the names of the layers that must not be converted: a plain weight may be read by
         other code as long as the layer runs too, a packed one may not."""
-        return {n for n in self.read if n not in self.ran or _is_packed(self.layers[n])}
+        return {
+            n for n in self.read_elsewhere if n not in self.executed or _is_packed(self.layers[n])
+        }
 
     def __enter__(self) -> "ForwardWatch":
         # Not by hooks: `layer.forward(x)` does not call them, and their presence changes the path
@@ -108,21 +113,25 @@ class ForwardWatch(TorchFunctionMode):
         for module in self.model.modules():
             weights = {id(p) for p in module._parameters.values()} & self._names.keys()
             if id(module) in names:
-                self._replace(module, self._watched_layer_forward(module, names[id(module)]))
+                name = names[id(module)]
+                self._replace_forward(module, self._watched_layer_forward(module, name))
             elif weights:
-                self._replace(module, self._watched_holder_forward(module, weights))
-        self._replace(self.model, self._watched_model_forward(self.model))
+                self._replace_forward(module, self._watched_holder_forward(module, weights))
+        # Last, around the wrapper that a model which is itself a layer has by now.
+        self._replace_forward(self.model, self._watched_model_forward(self.model))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        # In reverse, because a model that is itself a layer was replaced twice.
         for module, forward in reversed(self._forwards):
             del vars(module)["forward"]
             if forward is not None:
                 vars(module)["forward"] = forward
         self._forwards.clear()
 
-    def _replace(self, module: nn.Module, forward: Any) -> None:
+    def _replace_forward(self, module: nn.Module, forward: Any) -> None:
+        # On the instance, so that the class and other instances of it stay as they are.
         self._forwards.append((module, vars(module).get("forward")))
         vars(module)["forward"] = forward
 
@@ -144,7 +153,7 @@ class ForwardWatch(TorchFunctionMode):
         forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.ran.add(name)
+            self.executed.add(name)
             self._layer_depth += 1
             try:
                 return forward(*args, **kwargs)
@@ -174,65 +183,83 @@ class ForwardWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = (args, kwargs or {})
+        arguments = (args, kwargs or {})
+        # A layer's own reads do not count, and outside the model an optimizer reads weights.
         if self._layer_depth or not self._model_depth:
-            return func(*args, **given[1])
-        names = set(self._read_layers(given))
+            return func(*args, **arguments[1])
+        names = set(self._read_layers(arguments))
         packed = {n: self.layers[n] for n in names if _is_packed(self.layers[n])}
         if packed:
-            return self._call_on_unpacked(func, given, names, packed)
-        if self.asked:
-            given = self._without_packed_dtypes(given)
-        made = func(*given[0], **given[1])
-        if names and _has_tensor(made):
-            self.read |= names
-        return made
+            return self._call_on_unpacked(func, arguments, names, packed)
+        if self.queried_dtypes:
+            arguments = self._without_packed_dtypes(arguments)
+        result = func(*arguments[0], **arguments[1])
+        # Without a tensor in the result it was a question, such as the weight's device.
+        if names and _has_tensor(result):
+            self.read_elsewhere |= names
+        return result
 
-    def _read_layers(self, given: Any) -> Iterator[str]:
+    def _read_layers(self, arguments: Any) -> Iterator[str]:
         """Yield the names of the layers whose weight is among a function's arguments, and which no
         running module holds as its own."""
-        for leaf in tree_leaves(given):
+        for leaf in tree_leaves(arguments):
             if not isinstance(leaf, Tensor) or id(leaf) not in self._names:
                 continue
-            if not any(id(leaf) in held for held in self._held_weights):
+            is_held = any(id(leaf) in held for held in self._held_weights)
+            if not is_held:
                 yield self._names[id(leaf)]
 
     def _call_on_unpacked(
-        self, func: Any, given: Any, names: set[str], packed: Mapping[str, nn.Module]
+        self, func: Any, arguments: Any, names: set[str], packed: Mapping[str, nn.Module]
     ) -> Any:
         """Return a function's result on the numbers that packed weights represent."""
-        plain = {id(m._parameters["weight"]): m.unpacked_weight() for m in packed.values()}  # type: ignore[operator]
-        args, kwargs = tree_map(lambda leaf: plain.get(id(leaf), leaf), given)
-        made = func(*args, **kwargs)
-        if _has_tensor(made):
-            self.read |= names
-            return made
-        real = func(*given[0], **given[1])
-        if func == _DTYPE and not self.strict:
-            self.asked[real] = next(iter(packed))
-            return real
-        if (func in _SHAPES and made != real) or func == _DTYPE:
-            self.read |= names
-            return made
-        return real
+        unpacked: dict[int, Tensor] = {}
+        for layer in packed.values():
+            unpacked[id(layer._parameters["weight"])] = layer.unpacked_weight()  # type: ignore[operator]
+        args, kwargs = tree_map(lambda leaf: unpacked.get(id(leaf), leaf), arguments)
+        result = func(*args, **kwargs)
+        if _has_tensor(result):
+            self.read_elsewhere |= names
+            return result
+        packed_result = func(*arguments[0], **arguments[1])
+        # A dtype alone may be asked for without use: what counts is an operator that takes it.
+        if func == _GET_DTYPE and not self.strict:
+            self.queried_dtypes[packed_result] = next(iter(packed))
+            return packed_result
+        has_other_shape = func in _SHAPE_QUERIES and result != packed_result
+        if has_other_shape or func == _GET_DTYPE:
+            self.read_elsewhere |= names
+            return result
+        return packed_result
 
-    def _without_packed_dtypes(self, given: Any) -> Any:
+    def _without_packed_dtypes(self, arguments: Any) -> Any:
         """Return a function's arguments with a packed weight's dtype replaced by that of the weight
         it represents: floating numbers that are cast to the packed one would be lost."""
-        leaves = tree_leaves(given)
-        dtypes = {leaf for leaf in leaves if isinstance(leaf, torch.dtype)} & self.asked.keys()
+        leaves = tree_leaves(arguments)
+        all_dtypes = {leaf for leaf in leaves if isinstance(leaf, torch.dtype)}
+        dtypes = all_dtypes & self.queried_dtypes.keys()
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-        if not dtypes or (first is not None and not first.is_floating_point()):
-            return given
-        names = {dtype: self.asked[dtype] for dtype in dtypes}
-        self.read |= set(names.values())
-        plain = {d: self.layers[n].unpacked_weight().dtype for d, n in names.items()}  # type: ignore[operator]
-        return tree_map(lambda v: plain.get(v, v) if isinstance(v, torch.dtype) else v, given)
+        # Integers that are cast to the packed dtype lose nothing: the model may mean it.
+        is_cast_of_integers = first is not None and not first.is_floating_point()
+        if not dtypes or is_cast_of_integers:
+            return arguments
+        unpacked_dtypes: dict[torch.dtype, torch.dtype] = {}
+        for dtype in dtypes:
+            name = self.queried_dtypes[dtype]
+            self.read_elsewhere.add(name)
+            unpacked_dtypes[dtype] = self.layers[name].unpacked_weight().dtype  # type: ignore[operator]
+
+        def unpacked_dtype(value: Any) -> Any:
+            is_dtype = isinstance(value, torch.dtype)
+            return unpacked_dtypes.get(value, value) if is_dtype else value
+
+        return tree_map(unpacked_dtype, arguments)
 
 
 def _is_packed(layer: nn.Module) -> bool:
+    """Return whether a layer's weight is codes; each class with such a weight has the method."""
     return hasattr(layer, "unpacked_weight")
 
 
-def _has_tensor(made: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(made))
+def _has_tensor(result: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))

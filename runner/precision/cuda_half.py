@@ -1,7 +1,7 @@
 """Ask whether a CUDA device has bfloat16 units, and set how it adds half-precision products.
 
 Both matter because torch is silent about them: it emulates bfloat16 on older GPUs, and it lets
-products be summed in half precision unless told otherwise.
+products be summed in half precision by default.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ import torch
 
 from runner.utils.errors import Unavailable
 
+# Attributes of torch.backends.cuda.matmul.
 _SWITCHES = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
 
@@ -26,9 +27,9 @@ def lacks_bfloat16(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) < (8, 0)
 
 
-def nearest_half(device: torch.device) -> str:
-    """Return the prefix (`bf16` or `16`) of the half precisions that run on a device in hardware,
-    for remedies such as `precision=bf16-mixed`."""
+def native_half_prefix(device: torch.device) -> str:
+    """Return `bf16`, or `16` where a device computes float16 in hardware and bfloat16 not, for
+    remedies such as `precision=bf16-mixed`."""
     return "16" if lacks_bfloat16(device) else "bf16"
 
 
@@ -51,37 +52,37 @@ def require_bfloat16(name: str, device: torch.device, remedy: str) -> None:
 
 
 @contextmanager
-def half_precision_sums(reduced: bool) -> Iterator[None]:
+def reduced_precision_sums(allowed: bool) -> Iterator[None]:
     """Set whether float16 and bfloat16 products on CUDA may add their parts in half precision,
     and restore torch's switches after, also after an exception.
 
-    torch allows it unless told otherwise: cuBLAS may then split a long sum (split-K) and add the
-    parts in the dtype of the result, which rounds each of them.
+    torch's default allows it: cuBLAS may then split a long sum (split-K) and add the parts in the
+    dtype of the result, which rounds each of them.
 
     Args:
-        reduced: true allows it.
+        allowed: whether sums may be in half precision.
 
     Source: pytorch.org/docs/stable/notes/numerical_accuracy.html, reduced precision reduction.
     """
-    previous = {switch: _read(switch) for switch in _SWITCHES}
-    for switch, (_, *split_k) in previous.items():
-        # torch refuses reduced sums where sums may not be split at all.
-        _write(switch, (True,) if reduced else (False, *split_k))
+    previous = {switch: _read_switch(switch) for switch in _SWITCHES}
+    for switch, (_, split_k) in previous.items():
+        # torch refuses reduced sums where sums may not be split at all; a bool alone allows both.
+        _write_switch(switch, allowed, None if allowed else split_k)
     try:
         yield
     finally:
-        for switch, values in previous.items():
-            _write(switch, values)
+        for switch, (was_allowed, split_k) in previous.items():
+            _write_switch(switch, was_allowed, split_k)
 
 
-def _read(switch: str) -> tuple[bool, ...]:
-    """Return a switch and, in versions of torch that have it, whether sums may be split at all."""
+def _read_switch(switch: str) -> tuple[bool, bool | None]:
+    """Return a switch, and whether sums may be split at all: None where torch does not have that
+    switch."""
     matmul = torch.backends.cuda.matmul
-    values = (getattr(matmul, switch), getattr(matmul, f"{switch}_split_k", None))
-    return tuple(value for value in values if value is not None)
+    return getattr(matmul, switch), getattr(matmul, f"{switch}_split_k", None)
 
 
-def _write(switch: str, values: tuple[bool, ...]) -> None:
-    # A bool alone would turn the second switch on, and an older torch takes nothing else.
-    value, *rest = values
-    setattr(torch.backends.cuda.matmul, switch, values if rest else value)
+def _write_switch(switch: str, allowed: bool, split_k: bool | None) -> None:
+    # A bool alone turns the second switch on, and an older torch takes nothing else.
+    value = allowed if split_k is None else (allowed, split_k)
+    setattr(torch.backends.cuda.matmul, switch, value)

@@ -3,7 +3,7 @@
 For `init.low_memory=true` with packed (4-bit and 8-bit) weights: the conversion then reads one
 weight at a time and packs it. Packing a weight as soon as it is made would be wrong: constructors
 initialise their layers again at the end (GPT-2's does) and tie them, and it is not known yet which
-ones are left unconverted.
+ones will not be converted.
 """
 
 import os
@@ -30,11 +30,13 @@ class DiskOffload:
     """
 
     def __init__(self) -> None:
+        # By id, and weak: a packed weight's file must go with its parameter.
         self._offloaded: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
         self._stack: list[Any] = []
 
     def __enter__(self) -> None:
-        # Contexts may nest, and each exit undoes the latest entry.
+        # Contexts may nest, and each exit undoes the latest entry. The weights are made on the CPU,
+        # because only its memory can be mapped from a file.
         cpu = torch.device("cpu")
         cpu.__enter__()
         self._stack.append((cpu, register_module_parameter_registration_hook(self._offload)))
@@ -51,14 +53,15 @@ class DiskOffload:
             return
         if parameter.device.type != "cpu" or parameter.numel() == 0:
             return
-        if id(parameter) in self._offloaded:  # tied to a layer that was built before
+        # It is tied to a layer that was built before.
+        if id(parameter) in self._offloaded:
             return
         self._offloaded[id(parameter)] = parameter
         parameter.data = _mapped_tensor(parameter.shape, parameter.dtype).copy_(parameter.data)
 
     def load_unconverted(self, model: nn.Module) -> None:
-        """Copy the weights that the conversion left as they were from their files into memory,
-        and forget the others."""
+        """Copy the weights that were not converted from their files into memory, and forget the
+        others."""
         for parameter in model.parameters():
             if id(parameter) in self._offloaded:
                 parameter.data = parameter.data.clone()
@@ -72,6 +75,7 @@ def _mapped_tensor(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         ConfigError: the disk is full.
     """
     folder = os.environ.get("TMPDIR") or ("/var/tmp" if Path("/var/tmp").is_dir() else None)
+    # The mapping holds the file's pages after its name is removed at the end of the block.
     with tempfile.NamedTemporaryFile(dir=folder, prefix="weight-") as file:
         size = shape.numel()
         # Without room reserved, a full disk would be a bus error at the first write.

@@ -16,23 +16,23 @@ from torch import Tensor, nn
 
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, float64_to_float32
 from runner.precision.conversion import ConversionRules, convert_modules, replace_in_place
-from runner.precision.cuda_half import half_precision_sums, nearest_half
+from runner.precision.cuda_half import native_half_prefix, reduced_precision_sums
 from runner.precision.keep_fp32 import find_islands, make_islands
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
 from runner.precision.layers.padding import pad_rows
 from runner.precision.options import DTYPES, FP8_LAYERS, check_kernels, float32_matmul
-from runner.precision.precision import CPU, ComputeFormat, ConversionReport, Precision
+from runner.precision.precision import CPU_DEVICE, ComputeFormat, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.quiet_import import quiet_imports
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tpu import accelerator_kind, is_tpu
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-WEIGHTS = ("float32", "bfloat16")
-MULTIPLE = 16  # of every dimension that torch._scaled_mm takes
+WEIGHT_DTYPES = ("float32", "bfloat16")
+SCALED_MM_MULTIPLE = 16  # of every dimension that torch._scaled_mm takes
 
 
 @final
@@ -70,23 +70,28 @@ class Float8Precision(Precision):
         weights: str = "float32",
         emulate: bool = False,
         ignore_modules: Sequence[str] = (),
-        min_features: int = MULTIPLE,
+        min_features: int = SCALED_MM_MULTIPLE,
         keep_fp32: Sequence[str] = (),
         autocast_loss: bool = False,
         float32_matmul: str = "highest",
         reduced_precision_reduction: bool = False,
     ) -> None:
-        _check(name, recipe, weights, emulate, min_features)
+        _check_values(name, recipe, weights, emulate, min_features)
         check_kernels(float32_matmul, "auto", False, reduced_precision_reduction)
-        self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
-        self.storage, self.compute = DTYPES[weights], torch.bfloat16
-        self.recipe, self.emulated = recipe, emulate
-        self.ignore_modules, self.min_features = ignore_modules, min_features
+        self.name = name
+        self.keep_fp32 = keep_fp32
+        self.autocast_loss = autocast_loss
+        self.storage = DTYPES[weights]
+        self.compute = torch.bfloat16
+        self.recipe = recipe
+        self.emulated = emulate
+        self.ignore_modules = ignore_modules
+        self.min_features = min_features
         self.float32_matmul = float32_matmul
         self.reduced_precision_reduction = reduced_precision_reduction
         self._forward: dict[str, AbstractContextManager[Any]] = {}
-        plain = self.storage is torch.float32
-        self._backward = nullcontext() if plain else DefaultDtype(self.storage)
+        # A model's own checkpointing recomputes forwards there; autocast restores itself.
+        self._backward = nullcontext() if self._is_mixed else DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         _require_device(self.name, device, self.emulated)
@@ -99,28 +104,29 @@ class Float8Precision(Precision):
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         with (
             float32_matmul(self.float32_matmul),
-            half_precision_sums(self.reduced_precision_reduction),
+            reduced_precision_sums(self.reduced_precision_reduction),
         ):
             yield
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU
+        self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
-        config = _config(self.recipe, self.emulated)
+        config = _library_config(self.recipe, self.emulated)
+        # Found here and made after the conversion: what either refuses leaves the model unchanged.
         islands = find_islands(model, self.keep_fp32, self.storage)
-        judge = partial(float8_obstacle, least=self.min_features)
+        find_obstacle = partial(float8_obstacle, min_features=self.min_features)
         rules = ConversionRules(
-            self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed
+            self.name, self.ignore_modules, islands, find_obstacle, bypassed=self.bypassed
         )
-        swap = partial(_swap, config=config)
-        report = convert_modules(model, dict.fromkeys(linear_classes(), swap), rules)
+        convert_layer = partial(_convert_layer, config=config)
+        report = convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
         make_islands(model, self.keep_fp32, self.storage)
         cast_floats(model, self.storage, islands)
         return model, report
 
     @property
-    def computes(self) -> str:
-        return f"FP8 in linear layers, {super().computes} elsewhere"
+    def compute_format(self) -> str:
+        return f"FP8 in linear layers, {super().compute_format} elsewhere"
 
     @property
     def formats(self) -> tuple[ComputeFormat, ...]:
@@ -132,43 +138,55 @@ class Float8Precision(Precision):
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         kind = device.type
-        if kind not in self._forward:  # one object, entered once per micro-batch
-            mixed = self.storage is torch.float32
-            self._forward[kind] = (
-                torch.autocast(kind, dtype=self.compute) if mixed else DefaultDtype(self.storage)
-            )
+        # One object per device type: it is entered once per micro-batch.
+        if kind not in self._forward:
+            if self._is_mixed:
+                self._forward[kind] = torch.autocast(kind, dtype=self.compute)
+            else:
+                self._forward[kind] = DefaultDtype(self.storage)
         return self._forward[kind]
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
         return self._backward
 
     def cast(self, inputs: Any) -> Any:
-        return (
-            float64_to_float32(inputs)
-            if self.storage is torch.float32
-            else cast_nest(inputs, self.storage)
-        )
+        # Under autocast islands get the original values; float64 is what autocast does not cast.
+        if self._is_mixed:
+            return float64_to_float32(inputs)
+        return cast_nest(inputs, self.storage)
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Return whether weights are float32 and the rest of the model computes by autocast."""
+        return self.storage is torch.float32
 
 
-NAMES: dict[str, str] = {
+# The built-in name of each recipe. A result is labelled with it, so it may not have another recipe.
+NAME_BY_RECIPE: dict[str, str] = {
     "tensorwise": "float8-tensorwise",
     "rowwise": "float8-rowwise",
     "rowwise_with_gw_hp": "float8-rowwise-hp",
 }
 
 
-def _check(name: str, recipe: str, weights: str, emulate: object, min_features: object) -> None:
-    problems = [
-        f"precision.{key}={value} is not known. Allowed: {', '.join(known)}."
-        for key, value, known in (("recipe", recipe, RECIPES), ("weights", weights, WEIGHTS))
-        if value not in known
-    ]
-    if name in NAMES.values() and NAMES.get(recipe, name) != name:
+def _check_values(
+    name: str, recipe: str, weights: str, emulate: object, min_features: object
+) -> None:
+    """Raise ConfigError with every value that is not allowed."""
+    problems = []
+    choices = (("recipe", recipe, RECIPES), ("weights", weights, WEIGHT_DTYPES))
+    for key, value, allowed in choices:
+        if value not in allowed:
+            text = f"precision.{key}={value} is not known. Allowed: {', '.join(allowed)}."
+            problems.append(text)
+    recipe_name = NAME_BY_RECIPE.get(recipe, name)
+    if name in NAME_BY_RECIPE.values() and recipe_name != name:
         problems.append(
-            f"precision.recipe={recipe} is not what {name} is. Type precision={NAMES[recipe]}."
+            f"precision.recipe={recipe} is not what {name} is. Type precision={recipe_name}."
         )
     if not isinstance(emulate, bool):
         problems.append(f"precision.emulate={emulate} is not known. Allowed: true, false.")
+    # By its type, because a bool is an int to isinstance.
     if type(min_features) is not int or min_features < 1:
         problems.append(f"precision.min_features={min_features} must be a whole number from 1.")
     if problems:
@@ -178,11 +196,11 @@ def _check(name: str, recipe: str, weights: str, emulate: object, min_features: 
 def _require_device(name: str, device: torch.device, emulate: bool) -> None:
     """Raise Unavailable unless the device has torch's FP8 products, or emulates them.
 
-    Ada (8.9) has both of torch's kernels: per tensor in cuBLASLt, per row in CUTLASS
-    (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu). A CPU has them in some
-    versions of torch, many times slower than float32, which nobody would want unasked.
+    A CPU has them in some versions of torch, many times slower than float32, which nobody would
+    want unasked.
     """
-    if device.type == "mps":  # it has neither the dtypes nor the float64 that scales are made in
+    # It has neither the FP8 dtypes nor the float64 in which scales are computed.
+    if device.type == "mps":
         raise Unavailable(
             f"precision={name} cannot run on mps, not even emulated: it has no FP8 dtypes.",
             "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
@@ -197,34 +215,39 @@ def _require_device(name: str, device: torch.device, emulate: bool) -> None:
         return
     remedy = (
         "Type precision.emulate=true for its numbers without its speed, or "
-        f"precision={nearest_half(device)}-mixed, the nearest that runs here."
+        f"precision={native_half_prefix(device)}-mixed, the nearest that runs here."
     )
     wants = f"precision={name} needs an NVIDIA GPU of compute capability 8.9 or higher;"
     if device.type != "cuda":
         raise Unavailable(f"{wants} this run is on {accelerator_kind(device)}.", remedy)
     major, minor = torch.cuda.get_device_capability(device)
+    # Ada has both of torch's kernels: per tensor in cuBLASLt, per row in CUTLASS
+    # (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
     if (major, minor) < (8, 9):
         gpu = torch.cuda.get_device_name(device)
         raise Unavailable(f"{wants} {device} ({gpu}) has {major}.{minor}.", remedy)
 
 
-def float8_obstacle(module: nn.Module, least: int) -> str:
+def float8_obstacle(module: nn.Module, min_features: int) -> str:
     """Return why FP8 cannot or should not hold a linear layer; empty where it can.
 
-    torch._scaled_mm multiplies [m, k] by [k, n] with k and n in multiples of 16. Of a layer's
-    three products the forward contracts over `in` and yields `out`, the input's gradient the
-    reverse, and the weight's contracts over the rows (runner.precision.layers.padding) and yields
-    `in`. So both widths must be such multiples. Emulation follows the same rule, to convert the
-    layers that hardware would.
+    Args:
+        module: an unconverted linear layer.
+        min_features: the least input or output width of a layer that is converted.
     """
     into, out = layer_widths(module)
     shape = f"its shape {into} -> {out}"
-    if out % MULTIPLE or into % MULTIPLE:
-        return f"{shape} is not in multiples of {MULTIPLE}"
-    if min(out, into) < least:
-        return f"{shape} is below precision.min_features={least}"
+    # torch._scaled_mm multiplies [m, k] by [k, n] with k and n in multiples of 16. Of a layer's
+    # three products the forward contracts over `in` and yields `out`, the input's gradient the
+    # reverse, and the weight's contracts over the rows (runner.precision.layers.padding) and
+    # yields `in`. Emulation follows the same rule, to convert the layers that hardware would.
+    if out % SCALED_MM_MULTIPLE or into % SCALED_MM_MULTIPLE:
+        return f"{shape} is not in multiples of {SCALED_MM_MULTIPLE}"
+    if min(out, into) < min_features:
+        return f"{shape} is below precision.min_features={min_features}"
+    # The library refuses to convert a layer with children.
     if next(module.children(), None) is not None:
-        return "holds modules of its own"  # the library refuses it
+        return "holds modules of its own"
     return ""
 
 
@@ -232,15 +255,19 @@ class _Float8:
     """Mixin before Float8Linear that adds autocast on every device and any number of rows."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs: float [..., in] to the same dtype, or autocast's, [..., out]."""
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         # The library asks CUDA's autocast only, whatever the device, through a deprecated call.
         with torch.autocast(kind, enabled=False):
             # The library cannot clone a transposed tensor that it has scaled by rows.
-            return forbid_second_derivative(pad_rows(self._product, input.contiguous(), MULTIPLE))
+            contiguous = input.contiguous()
+            output = pad_rows(self._product, contiguous, SCALED_MM_MULTIPLE)
+            return forbid_second_derivative(output)
 
     def _product(self, input: Tensor) -> Tensor:
+        """Return the library's product: [rows, in] to [rows, out]."""
         return super().forward(input)  # type: ignore[misc]
 
 
@@ -248,22 +275,27 @@ class _Float8Transposed(_Float8):
     """Mixin before the Float8Linear of a former Conv1D, whose weight is [in, out]."""
 
     def _product(self: Any, input: Tensor) -> Tensor:
-        # Float8Linear.forward, which would transpose the weight.
-        product = sys.modules["torchao.float8.float8_linear"].matmul_with_hp_or_float8_args
-        made = product.apply(input, self.weight, self.linear_mm_config, self.config)
-        return made if self.bias is None else made + self.bias.to(made.dtype)
+        # The steps of Float8Linear.forward, which itself would transpose the weight.
+        library = sys.modules["torchao.float8.float8_linear"]
+        product = library.matmul_with_hp_or_float8_args
+        output = product.apply(input, self.weight, self.linear_mm_config, self.config)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-def _swap(module: nn.Module, config: "Float8LinearConfig") -> None:
+def _convert_layer(module: nn.Module, config: "Float8LinearConfig") -> None:
     """Turn a linear layer into a Float8Linear that holds the same parameter objects."""
-    transposed = is_transposed(module)
-    plain = nn.Linear(*layer_widths(module), bias=False, device="meta") if transposed else module
-    with quiet_imports():
+    plain = module
+    mixin: type = _Float8
+    if is_transposed(module):
+        # The library converts an nn.Linear only; the Conv1D's own tensors take its place below.
+        plain = nn.Linear(*layer_widths(module), bias=False, device="meta")
+        mixin = _Float8Transposed
+    with suppress_import_warnings():
         from torchao.float8 import convert_to_float8_training
 
         # Not Float8Linear.from_float: this also works around a miscompilation of FP8 in Inductor.
         made = convert_to_float8_training(plain, config=config)
-    made.__class__ = _layer(type(module), type(made), _Float8Transposed if transposed else _Float8)
+    made.__class__ = _layer_class(type(module), type(made), mixin)
     # With the tensors and modules that the user registered on the layer.
     for key in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
         vars(made)[key] = vars(module)[key]
@@ -271,13 +303,14 @@ def _swap(module: nn.Module, config: "Float8LinearConfig") -> None:
 
 
 @cache
-def _layer(kind: type[nn.Module], converted: type[nn.Module], mixin: type) -> type[nn.Module]:
+def _layer_class(kind: type[nn.Module], converted: type[nn.Module], mixin: type) -> type[nn.Module]:
     """Return a subclass of the library's layer and of the module's own class."""
     return type(f"Float8{kind.__name__}", (mixin, converted, kind), {})
 
 
-def _config(recipe: str, emulate: bool) -> "Float8LinearConfig":
-    with quiet_imports():
+def _library_config(recipe: str, emulate: bool) -> "Float8LinearConfig":
+    """Return torchao's configuration of a recipe."""
+    with suppress_import_warnings():
         from torchao.float8 import Float8LinearConfig
 
         return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)

@@ -1,7 +1,7 @@
 """Keep the modules that `precision.keep_fp32` names in float32 inside a model of another precision.
 
 Such a module is called an island: it stores and computes in float32. Its class is swapped for a
-subclass whose forward casts at the border (the way torch.nn.utils.parametrize does it): names,
+subclass whose forward casts inputs and outputs (the way torch.nn.utils.parametrize does it): names,
 state dict, hooks, isinstance and deepcopy survive, and torch.compile sees an ordinary forward.
 """
 
@@ -27,11 +27,12 @@ class Float32Island:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = (*self.parameters(recurse=False), *tree_leaves((args, kwargs)))  # type: ignore[attr-defined]
-        kind = next((t.device.type for t in leaves if isinstance(t, Tensor)), "cpu")
+        first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+        device_type = "cpu" if first is None else first.device.type
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
-            with torch.autocast(kind, enabled=False):
+            with torch.autocast(device_type, enabled=False):
                 args, kwargs = cast_nest((args, kwargs), torch.float32)
                 outputs = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -58,7 +59,9 @@ def find_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
     # A module that is registered twice can be meant by either name.
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     chosen = select_modules("precision.keep_fp32", patterns, names)
-    outermost = {name for name in chosen if not any(_contains(other, name) for other in chosen)}
+    nested = {name for name in chosen for other in chosen if _contains(other, name)}
+    outermost = set(chosen) - nested
+    # In a mixed precision every parameter is in float32 anyway.
     if storage is not torch.float32:
         _refuse_ties(model, outermost)
     return outermost
@@ -93,6 +96,7 @@ def _make_island(module: nn.Module, storage: torch.dtype) -> None:
         # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call their
         # forward, unless a part has a hook.
         module.register_forward_pre_hook(no_op_hook)
+        # In a mixed precision the default dtype is float32 already.
         if storage is not torch.float32:
             _RecomputationDtype().watch(module)
     cast_floats(module, torch.float32)
@@ -138,15 +142,16 @@ def _refuse_ties(model: nn.Module, islands: Collection[str]) -> None:
     """Raise ConfigError where a parameter is shared by an island and a module outside it: a tied
     parameter has one dtype, so both modules are in float32 or neither is."""
     parts = {part for name in islands for part in model.get_submodule(name).modules()}
-    inside = {id(p) for part in parts for p in part.parameters(recurse=False)}
+    island_parameters = {id(p) for part in parts for p in part.parameters(recurse=False)}
     outside = []
     for name, module in model.named_modules():
-        own = {id(parameter) for parameter in module.parameters(recurse=False)}
-        if module not in parts and own & inside:
+        parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if module not in parts and parameters & island_parameters:
             outside.append(name)
     if outside:
+        others = ", ".join(name or "the model itself" for name in outside)
+        patterns = ", ".join(name or "*" for name in outside)
         raise ConfigError(
-            f"precision.keep_fp32: {', '.join(sorted(islands))} shares a parameter with "
-            f"{', '.join(name or 'the model itself' for name in outside)}, which is not in it. "
-            f"Add {', '.join(name or '*' for name in outside)}."
+            f"precision.keep_fp32: {', '.join(sorted(islands))} shares a parameter with {others}, "
+            f"which is not in it. Add {patterns}."
         )

@@ -22,7 +22,7 @@ from runner.utils.errors import ConfigError
 
 
 class LossScale(ABC):
-    """What the step asks of a loss scale. Tensors are scalars on the run's device."""
+    """A loss scale as the training step uses it. Tensors are scalars on the run's device."""
 
     @property
     @abstractmethod
@@ -150,18 +150,19 @@ class DynamicLossScale(LossScale):
                 optimizer.step()
             finally:
                 del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-        elif not HostFlag(found_inf).raised:
+        elif not HostFlag(found_inf).is_set:
             optimizer.step()
 
     def update(self, found_infs: Sequence[Tensor | None]) -> None:
         if self.is_fixed:
             return
         flags = [flag for flag in found_infs if flag is not None]
-        found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        # An overflow in any optimizer's gradients backs the one scale off.
+        found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         torch._amp_update_scale_(
             self._scale,
             self._applied_in_a_row,
-            found,
+            found_inf,
             self.growth_factor,
             self.backoff_factor,
             self.growth_interval,
@@ -191,6 +192,7 @@ def check_loss_scale(values: dict[str, Any]) -> None:
         "init_scale": (lambda v: v > 0, "above 0"),
         "growth_factor": (lambda v: v > 1, "above 1"),
         "backoff_factor": (lambda v: 0 < v < 1, "between 0 and 1"),
+        # 2e3 in a yaml is a float.
         "growth_interval": (lambda v: v >= 1 and int(v) == v, "a whole number, 1 and up"),
         "fixed": (lambda v: v is None or v > 0, "above 0, or null for a dynamic scale"),
     }
@@ -212,8 +214,8 @@ def check_loss_scale(values: dict[str, Any]) -> None:
 
 def _skips_on_device(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's fused kernel reads found-inf and skips the step by itself."""
-    # SGD does not before it has its momentum: torch allocates that without filling it and leaves
-    # the filling to the step that would be skipped.
+    # SGD does not skip before it has its momentum: torch allocates that without filling it and
+    # leaves the filling to the step that would be skipped.
     has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
     is_unfilled = has_momentum and not optimizer.state
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not is_unfilled
@@ -246,10 +248,11 @@ class HostFlag:
             self._event = torch.cuda.Event()
             self._event.record()
         else:
+            # The same tensor where the flag is in host memory already.
             self._value = flag.cpu()
 
     @property
-    def raised(self) -> bool:
+    def is_set(self) -> bool:
         """Return whether the flag is not zero; waits for the copy."""
         if self._event is not None:
             self._event.synchronize()

@@ -12,12 +12,16 @@ import torch
 from torch import nn
 
 from runner.precision.casting import float64_to_float32
-from runner.precision.cuda_half import half_precision_sums, lacks_bfloat16, require_bfloat16
-from runner.precision.emulation.float16 import Choice
+from runner.precision.cuda_half import (
+    lacks_bfloat16,
+    reduced_precision_sums,
+    require_bfloat16,
+)
+from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
 from runner.precision.options import DTYPES, check_kernels, cpu_kernels, float32_matmul, require_cpu
-from runner.precision.precision import CPU, ConversionReport, Precision
-from runner.precision.true import EMULATE_BFLOAT16
+from runner.precision.precision import CPU_DEVICE, ConversionReport, Precision
+from runner.precision.true import EMULATE_BFLOAT16_REMEDY
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import is_tpu
 
@@ -51,7 +55,7 @@ class MixedPrecision(Precision):
         keep_fp32: Sequence[str] = (),
         autocast_loss: bool = False,
         float32_matmul: str = "highest",
-        cpu_float16: Choice = "auto",
+        cpu_float16: KernelChoice = "auto",
         emulate: bool = False,
         allow_substitute: bool = False,
         reduced_precision_reduction: bool = False,
@@ -67,13 +71,18 @@ class MixedPrecision(Precision):
                 f"precision.loss_scale={dict(loss_scale)}: precision={name} has none, because "
                 "bfloat16 has float32's range. Leave it out, or type precision=16-mixed."
             )
+        # Here, because the loss scale itself is made only when the run starts.
         if loss_scale is not None:
             check_loss_scale(dict(loss_scale))
-        self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
-        self.compute, self.loss_scale = DTYPES[dtype], loss_scale
+        self.name = name
+        self.keep_fp32 = keep_fp32
+        self.autocast_loss = autocast_loss
+        self.compute = DTYPES[dtype]
+        self.loss_scale = loss_scale
         self.float32_matmul = float32_matmul
-        self.cpu_float16: Choice = cpu_float16
-        self.emulated, self.allow_substitute = emulate, allow_substitute
+        self.cpu_float16: KernelChoice = cpu_float16
+        self.emulated = emulate
+        self.allow_substitute = allow_substitute
         self.reduced_precision_reduction = reduced_precision_reduction
         self._kernels = ""
         self._forward: dict[str, torch.autocast] = {}
@@ -81,9 +90,10 @@ class MixedPrecision(Precision):
     def require(self, device: torch.device) -> None:
         if is_tpu(device) and self.compute is torch.float16:
             self._substitute()
+        # After the substitution, which has changed the dtype.
         if self.compute is torch.bfloat16 and lacks_bfloat16(device):
             if not self.emulated:
-                require_bfloat16(self.name, device, EMULATE_BFLOAT16.format("16-mixed"))
+                require_bfloat16(self.name, device, EMULATE_BFLOAT16_REMEDY.format("16-mixed"))
         elif self.emulated:
             require_cpu(self.name, device)
 
@@ -97,12 +107,15 @@ class MixedPrecision(Precision):
             )
         text = "runs as bf16-mixed, and is recorded so: a TPU has no float16."
         warnings.warn(f"precision={self.name} {text}", stacklevel=3)
-        self.name, self.compute, self.loss_scale = "bf16-mixed", torch.bfloat16, None
+        # With the name, so that results are recorded under the precision that ran.
+        self.name = "bf16-mixed"
+        self.compute = torch.bfloat16
+        self.loss_scale = None
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        sums = half_precision_sums(self.reduced_precision_reduction)
+        sums = reduced_precision_sums(self.reduced_precision_reduction)
         with float32_matmul(self.float32_matmul), sums, kernels:
             yield
 
@@ -110,16 +123,19 @@ class MixedPrecision(Precision):
         return self._kernels
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU
+        self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
+        # A loss scale unscales float32 gradients.
         halves = (torch.float16, torch.bfloat16)
         half = [name for name, parameter in model.named_parameters() if parameter.dtype in halves]
         if half:
-            more = f" and {len(half) - 3} more" if len(half) > 3 else ""
+            names = ", ".join(half[:3])
+            if len(half) > 3:
+                names += f" and {len(half) - 3} more"
+            true_precision = "16-true" if self.compute is torch.float16 else "bf16-true"
             raise ConfigError(
                 f"precision={self.name} trains float32 parameters, and the model holds half ones: "
-                f"{', '.join(half[:3])}{more}. Build the model in float32, or type "
-                f"precision={'16-true' if self.compute is torch.float16 else 'bf16-true'}."
+                f"{names}. Build the model in float32, or type precision={true_precision}."
             )
         return super().convert(model, device)
 

@@ -12,12 +12,12 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from runner.precision.emulation.float16 import Choice, choose_kernels, float32_accumulate
+from runner.precision.emulation.float16 import KernelChoice, choose_kernels, float32_accumulate
 from runner.precision.precision import ComputeFormat, Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import accelerator_kind
 
-MATMUL = ("highest", "high", "medium")  # what torch.set_float32_matmul_precision takes
+MATMUL_PRECISIONS = ("highest", "high", "medium")  # of torch.set_float32_matmul_precision
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -30,13 +30,15 @@ FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradient
 
 
 def cpu_kernels(
-    precision: Precision, choice: Choice, model: nn.Module, device: torch.device
+    precision: Precision, choice: KernelChoice, model: nn.Module, device: torch.device
 ) -> tuple[str, AbstractContextManager[Any]]:
     """Return the name of the kernels that half precision takes on a CPU, and the context that puts
     them in place; an empty name and no change where there is no choice."""
     half = precision.compute
-    if device.type != "cpu" or not (half is torch.float16 or precision.emulated):
+    has_choice = half is torch.float16 or precision.emulated
+    if device.type != "cpu" or not has_choice:
         return "", nullcontext()
+    # Tensor cores sum in float32, which native kernels of a CPU need not do.
     kernels = choose_kernels("float32_accumulate" if precision.emulated else choice, model)
     if kernels == "native":
         return kernels, nullcontext()
@@ -52,51 +54,58 @@ def check_line_search(name: str, optimizers: Sequence[torch.optim.Optimizer]) ->
         )
 
 
-# How far one step may move a weight before check_eps warns, and before it refuses.
-LARGE_STEP = 0.2
-DESTRUCTIVE_STEP = 1.0
+# How far one step may move a weight, in units of the weight, before check_eps warns and before it
+# refuses: 0.2 hurts, and 1 destroys any initialisation.
+MAX_SAFE_STEP = 0.2
+MAX_ALLOWED_STEP = 1.0
 
 
 def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse, or warn of, an eps that is too small for squared gradients in float16.
 
-    The optimizer's state has the weights' dtype, float16 (an optimizer that keeps a wider one has
-    an attribute `wide_state`). A square that rounds to 0 leaves eps alone in the denominator, so
-    that a gradient g moves its weight by lr * g / eps. Above 1 that destroys any initialisation;
-    above 0.2 it hurts.
+    Args:
+        name: of the precision, for messages.
+        optimizers: an attribute `wide_state` marks one whose state is wider than float16.
 
     Raises:
-        ConfigError: eps is 0 in float16, or a single step can move a weight by more than 1.
+        ConfigError: eps is 0 in float16, or a single step can move a weight by more than
+            MAX_ALLOWED_STEP.
     """
     for optimizer in optimizers:
         eps = optimizer.defaults.get("eps")
+        # The state has the weights' dtype, float16, unless the optimizer says otherwise.
         if getattr(optimizer, "wide_state", False) or not isinstance(eps, float) or eps <= 0:
             continue
         key = "optimizer.eps" if len(optimizers) == 1 else "optimizer.<name>.eps"
-        given = f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
-        vanishes, reach = _largest_blind_step(optimizer)
-        # The least power of ten that keeps a step below LARGE_STEP, from 1e-4.
-        suggested = 10.0 ** math.ceil(math.log10(max(1e-4, reach / LARGE_STEP)) - 1e-9)
+        setting = f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "
+        gradient, step_times_eps = _largest_underflow_step(optimizer)
+        # The least power of ten that keeps a step below MAX_SAFE_STEP, from 1e-4. The 1e-9 keeps
+        # an exact power of ten, whose logarithm may be rounded up.
+        least_eps = max(1e-4, step_times_eps / MAX_SAFE_STEP)
+        suggested = 10.0 ** math.ceil(math.log10(least_eps) - 1e-9)
         remedy = f"Type {key}={suggested:.0e}, or precision=16-mixed.".replace("e-0", "e-")
+        # Such an eps adds nothing to a square that rounds to 0, so that the denominator is 0.
         if torch.tensor(eps).half().item() == 0.0:
             raise ConfigError(
-                f"{given}under precision={name}, where {eps:g} is 0 (the least above is 6e-08), "
+                f"{setting}under precision={name}, where {eps:g} is 0 (the least above is 6e-08), "
                 f"and divides by it at a step whose squared gradients underflow. {remedy}"
             )
-        step = reach / eps
-        if step <= LARGE_STEP:
+        # A square that rounds to 0 leaves eps alone in the denominator, so that a gradient g moves
+        # its weight by lr * g / eps.
+        step = step_times_eps / eps
+        if step <= MAX_SAFE_STEP:
             continue
         message = (
-            f"{given}under precision={name}, where the squares of gradients under {vanishes:.2g} "
-            f"round to 0, so that one step can move a weight by lr * {vanishes:.2g} / eps = "
+            f"{setting}under precision={name}, where the squares of gradients under {gradient:.2g} "
+            f"round to 0, so that one step can move a weight by lr * {gradient:.2g} / eps = "
             f"{step:.2g}. {remedy}"
         )
-        if step > DESTRUCTIVE_STEP:
+        if step > MAX_ALLOWED_STEP:
             raise ConfigError(message)
         warnings.warn(message, stacklevel=2)
 
 
-def _largest_blind_step(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+def _largest_underflow_step(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
     """Return the gradient under which an optimizer's squares round to 0 in float16, and its product
     with the learning rate, of the parameter group where the product is largest; zeros for an
     optimizer that keeps no squares."""
@@ -105,9 +114,9 @@ def _largest_blind_step(optimizer: torch.optim.Optimizer) -> tuple[float, float]
         weight = _weight_of_square(optimizer, group)
         if weight > 0:
             # Half of float16's least number above 0, 2**-24, rounds to 0.
-            vanishes = math.sqrt(2**-25 / weight)
-            step = float(group["lr"]) * vanishes
-            largest = max(largest, (vanishes, step), key=lambda pair: pair[1])
+            gradient = math.sqrt(2**-25 / weight)
+            step_times_eps = float(group["lr"]) * gradient
+            largest = max(largest, (gradient, step_times_eps), key=lambda pair: pair[1])
     return largest
 
 
@@ -118,7 +127,8 @@ def _weight_of_square(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
         return 1.0
     if isinstance(optimizer, torch.optim.RMSprop):
         return 1 - group["alpha"]
-    if "betas" in group and not isinstance(optimizer, torch.optim.Adamax):  # it keeps magnitudes
+    # Adamax stores magnitudes, not squares.
+    if "betas" in group and not isinstance(optimizer, torch.optim.Adamax):
         return 1 - group["betas"][1]
     return 0.0
 
@@ -129,26 +139,25 @@ def check_kernels(
     emulate: object = False,
     reduced_precision_reduction: object = False,
 ) -> None:
-    """Raise ConfigError for values that are not known.
-
-    torch only warns of a float32_matmul that it does not know.
-    """
+    """Raise ConfigError with every value of these keys under precision that is not known."""
     problems = []
-    for key, value, names in (
-        ("float32_matmul", float32_matmul, MATMUL),
-        ("cpu_float16", cpu_float16, get_args(Choice)),
-    ):
+    choices = (
+        # torch itself only warns of an unknown value.
+        ("float32_matmul", float32_matmul, MATMUL_PRECISIONS),
+        ("cpu_float16", cpu_float16, get_args(KernelChoice)),
+    )
+    for key, value, names in choices:
         if value not in names:
             allowed = ", ".join(names)
             problems.append(f"precision.{key}={value} is not known. Allowed: {allowed}.")
-    problems += problems_of_switches(
+    problems += switch_problems(
         emulate=emulate, reduced_precision_reduction=reduced_precision_reduction
     )
     if problems:
         raise ConfigError(*problems)
 
 
-def problems_of_switches(**switches: object) -> list[str]:
+def switch_problems(**switches: object) -> list[str]:
     """Return a sentence for each key under precision that must be true or false and is neither."""
     return [
         f"precision.{key}={value} is not known. Allowed: true, false."
@@ -189,13 +198,15 @@ def require_tf32(name: str, device: torch.device) -> None:
 def float32_matmul(precision: str) -> Iterator[None]:
     """Set PyTorch's TF32 switches for matmul and cuDNN, and restore them after.
 
-    PyTorch leaves cuDNN's switch on by default.
+    Args:
+        precision: one of MATMUL_PRECISIONS.
     """
     # One family of switches only: mixing it with `fp32_precision` raises in PyTorch.
     cudnn = torch.backends.cudnn
     previous_matmul = torch.get_float32_matmul_precision()
     previous_cudnn = cudnn.allow_tf32
     torch.set_float32_matmul_precision(precision)
+    # PyTorch's default is on, so that convolutions would round under "highest" too.
     cudnn.allow_tf32 = precision != "highest"
     try:
         yield

@@ -21,9 +21,10 @@ from runner.precision.casting import cast_floats
 from runner.precision.emulation.formats import FORMATS
 from runner.precision.keep_fp32 import make_islands
 from runner.precision.loss_scale import LossScale, NoLossScale
+from runner.precision.renamed_members import alias_members, other_name
 from runner.utils.errors import Unavailable
 
-CPU = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 # One object for all precisions: the backward enters it once per micro-batch.
 _NO_CONTEXT = nullcontext()
 
@@ -67,42 +68,46 @@ class ConversionReport:
     modules: tuple[ModuleConversion, ...] = ()
 
     def __str__(self) -> str:
-        converted, total = self.layers
+        converted, total = self.layer_counts
         return f"{converted}/{total}"
 
     @property
-    def layers(self) -> tuple[int, int]:
-        """Return how many layers were converted, and how many there are."""
+    def layer_counts(self) -> tuple[int, int]:
+        """Return two counts: the converted layers, and all layers."""
         rows = [row for row in self.modules if row.elements]
         return sum(row.done for row in rows), len(rows)
 
     @property
-    def weights(self) -> tuple[int, int]:
-        """Return how many elements of matrix weights were converted, and how many there are."""
+    def weight_counts(self) -> tuple[int, int]:
+        """Return two counts of matrix elements: the converted ones, and all."""
         converted = sum(row.converted for row in self.modules if row.done)
         return converted, sum(row.elements for row in self.modules)
 
-    def lines(self, most: int = 8) -> Iterator[str]:
-        """Yield the console's lines: what was converted, and what was skipped for which reason."""
+    def lines(self, limit: int = 8) -> Iterator[str]:
+        """Yield the console's lines: what was converted, and what was skipped for which reason.
+
+        Args:
+            limit: how many names, and how many reasons, are printed; of the others the number.
+        """
         if not self.modules:
             return
-        done = [row.module for row in self.modules if row.done and row.elements]
-        names = ", ".join(done[:most])
-        if len(done) > most:
-            names += f", and {len(done) - most} more"
-        yield f"converted {self._counts()}: {names}" if done else f"converted {self._counts()}"
+        converted = [row.module for row in self.modules if row.done and row.elements]
+        names = ", ".join(converted[:limit])
+        if len(converted) > limit:
+            names += f", and {len(converted) - limit} more"
+        yield f"converted {self._counts()}" + (f": {names}" if names else "")
         skipped = summarize_modules(row for row in self.modules if not row.done)
         notes = summarize_modules(row for row in self.modules if row.done and row.why)
         texts = [f"  skipped {text}" for text in skipped]
         texts += [f"  converted {text}" for text in notes]
-        yield from texts[:most]
-        if len(texts) > most:
-            yield f"  and {len(texts) - most} more, all in conversion.json"
+        yield from texts[:limit]
+        if len(texts) > limit:
+            yield f"  and {len(texts) - limit} more, all in conversion.json"
 
     def _counts(self) -> str:
         """Return the numbers of converted layers, weights and norms as a phrase."""
-        done, layers = self.layers
-        converted, weights = self.weights
+        done, layers = self.layer_counts
+        converted, weights = self.weight_counts
         text = (
             f"{done} of {layers} layers, {converted:,} of {weights:,} matrix weights "
             f"({_percent(converted, weights)})"
@@ -119,7 +124,7 @@ class ConversionReport:
         """Return the counts as tags of a run; empty where a precision converts no modules."""
         if not self.modules:
             return {}
-        converted, weights = self.weights
+        converted, weights = self.weight_counts
         return {"converted": str(self), "converted_weights": f"{converted}/{weights}"}
 
     def to_list(self) -> list[dict[str, Any]]:
@@ -127,9 +132,13 @@ class ConversionReport:
         return [asdict(module) for module in self.modules]
 
 
-def summarize_modules(rows: Iterable[ModuleConversion], most: int = 4) -> list[str]:
-    """Return a phrase for the modules of each class and reason, with up to `most` names; for more
-    modules than that, their number and the first names."""
+def summarize_modules(rows: Iterable[ModuleConversion], limit: int = 4) -> list[str]:
+    """Return a phrase for the modules of each class and reason.
+
+    Args:
+        rows: in the model's order.
+        limit: how many modules are named; where there are more, their number is in the phrase too.
+    """
     groups: dict[tuple[str, str, str], list[ModuleConversion]] = {}
     for row in rows:
         groups.setdefault((row.kind, row.why, row.counted_with), []).append(row)
@@ -139,8 +148,8 @@ def summarize_modules(rows: Iterable[ModuleConversion], most: int = 4) -> list[s
         size = f", {elements:,} weights" if elements else ""
         if counted_with:
             size += f", counted with {counted_with}"
-        names = ", ".join(row.module for row in group[:most])
-        if len(group) > most:
+        names = ", ".join(row.module for row in group[:limit])
+        if len(group) > limit:
             texts.append(f"{len(group)} {kind} ({names}, …{size}): {why}")
         else:
             texts.append(f"{names} ({kind}{size}): {why}")
@@ -155,6 +164,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _percent(part: int, total: int) -> str:
     """Return a share in whole percent; "100 %" only where nothing is missing."""
     share = 100 * part / max(total, 1)
+    # A share that rounds to 0 or to 100 would say "nothing" or "all".
     if 0 < share < 1:
         return "under 1 %"
     if part >= total:
@@ -187,10 +197,11 @@ class Precision(ABC):
         layout: name of the format of a converted model's state dict; empty where the state dict
             can be loaded into a model that was never converted.
         freezes: converted weights do not train.
-        whole: reason why its weights cannot be sharded among processes; empty where they can.
+        unshardable_reason: reason why its weights cannot be sharded among processes; empty where
+            they can.
         emulated: its arithmetic is emulated, so that speed and memory mean nothing.
-        unrepeatable: reason why a forward can neither be compiled nor recomputed in the backward,
-            with what to type; empty where it can.
+        no_recompute_reason: reason why a forward can neither be compiled nor recomputed in the
+            backward, with what to type; empty where it can.
         bypassed: modules that a conversion skips because the model does not call their forward:
             the reason, by dotted name.
     """
@@ -203,9 +214,19 @@ class Precision(ABC):
     layout: str = ""
     freezes: bool = False
     emulated: bool = False
-    whole: str = ""
-    unrepeatable: str = ""
+    unshardable_reason: str = ""
+    no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        alias_members(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # A user's constructor may set a reason by its old name.
+        if other_name(name):
+            super().__setattr__(other_name(name), value)
 
     def require(self, device: torch.device) -> None:
         """Raise Unavailable, with what is missing and the remedy, where the precision cannot run
@@ -213,9 +234,9 @@ class Precision(ABC):
 
     def require_strategy(self, strategy: Strategy) -> None:
         """Raise Unavailable where the strategy cannot train the precision's layers."""
-        if strategy.shards and self.whole:
+        if strategy.shards and self.unshardable_reason:
             raise Unavailable(
-                f"precision={self.name} with strategy={strategy.name}: {self.whole}.",
+                f"precision={self.name} with strategy={strategy.name}: {self.unshardable_reason}.",
                 "Type strategy=ddp, where every process has the whole model.",
             )
 
@@ -224,13 +245,13 @@ class Precision(ABC):
         precision needs and restores them after."""
         return nullcontext()
 
-    def building(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[Any]:
         """Return the context around the construction of a model that does not fit in memory in
         float32 (init.low_memory=true)."""
         return nullcontext()
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU
+        self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
         """Return the model in this precision and a row per module that a conversion looked at.
 
@@ -274,7 +295,7 @@ class Precision(ABC):
         """Return the loss scale of a run, whose tensors are on the device."""
         return NoLossScale()
 
-    def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def eval_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context around an evaluation during training, so that the evaluation does not
         change the training that follows."""
         return nullcontext()
@@ -295,12 +316,12 @@ class Precision(ABC):
         return ""
 
     @property
-    def stores(self) -> str:
+    def storage_format(self) -> str:
         """Return in which format parameters, gradients and optimizer state are, as a phrase."""
         return dtype_name(self.storage)
 
     @property
-    def computes(self) -> str:
+    def compute_format(self) -> str:
         """Return in which format the matrix products are, as a phrase."""
         return dtype_name(self.compute)
 
@@ -319,8 +340,10 @@ class Precision(ABC):
         if name not in FORMATS:
             return ()
         kinds = ["activations", "weights"]
-        if self.scale(CPU).value is None:
+        # A loss scale lifts gradients out of the format's smallest values.
+        if self.scale(CPU_DEVICE).value is None:
             kinds.append("gradients")
+        # An update is rounded to the format where the weight that it is added to is stored in it.
         if self.storage == self.compute:
             kinds.append("updates")
         return (ComputeFormat(name, tuple(kinds)),)
@@ -338,6 +361,7 @@ class Precision(ABC):
             return "bf16-mixed"
         if self.compute.itemsize >= 4:
             return ""
+        # bf16-mixed has no wider mixed precision than itself.
         is_bf16_mixed = (self.compute, self.storage) == (torch.bfloat16, torch.float32)
         return "32-true" if is_bf16_mixed else "bf16-mixed"
 
@@ -360,3 +384,7 @@ class Precision(ABC):
     def loss_dtype(self) -> torch.dtype:
         """Return the dtype of floating outputs and targets in the loss if autocast_loss is off."""
         return torch.float64 if self.storage is torch.float64 else torch.float32
+
+
+# `super()` in a user's class looks for an old name in this class.
+alias_members(Precision)

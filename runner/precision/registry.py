@@ -16,12 +16,12 @@ from runner.config.targets import instantiate
 from runner.precision.precision import Precision
 from runner.utils.errors import ConfigError, Unavailable
 
-CONF = Path(str(files("runner.conf"))) / "precision"
+PRECISION_CONFIGS = Path(str(files("runner.conf"))) / "precision"
 
 
 @dataclass(frozen=True)
 class PrecisionSupport:
-    """Whether a precision runs on a device.
+    """A precision's answer whether it runs on a device.
 
     Attributes:
         name: of its yaml.
@@ -49,10 +49,13 @@ def precision_names(config_dir: Path | None = None) -> list[str]:
 
 def _folders(config_dir: Path | None) -> list[Path]:
     """Return the folders that hold yamls. Hydra takes a built-in one of the same name first."""
-    return [CONF] if config_dir is None else [CONF, config_dir / "precision"]
+    return (
+        [PRECISION_CONFIGS] if config_dir is None else [PRECISION_CONFIGS, config_dir / "precision"]
+    )
 
 
 def _sort_key(name: str, config_dir: Path | None) -> tuple[bool, tuple[float, ...], str]:
+    """Return a precision's place in lists, which its class decides."""
     # A yaml that does not load is listed, last: the caller that loads it reports the error.
     try:
         return False, load_precision(name, config_dir).sort_key, name
@@ -92,8 +95,8 @@ def yaml_header(name: str, config_dir: Path | None = None) -> tuple[str, str]:
     One that a user's yaml lacks is empty."""
     lines = _yaml_path(name, config_dir).read_text().splitlines()[:2]
     comments = [line.lstrip("# ") for line in lines if line.startswith("#")]
-    what, why = [*comments, "", ""][:2]
-    return what, why.removeprefix("Why: ")
+    description, reason = [*comments, "", ""][:2]
+    return description, reason.removeprefix("Why: ")
 
 
 def load_precision(name: str, config_dir: Path | None = None, **changes: Any) -> Precision:
@@ -119,7 +122,8 @@ def supported_precisions(
             load_precision(name, config_dir).require(device)
         except Unavailable as error:
             rows.append(PrecisionSupport(name, str(device), error.what, error.remedy))
-        except (ConfigError, TypeError) as error:  # a user's yaml or class that does not load
+        # A user's yaml or class that does not load.
+        except (ConfigError, TypeError) as error:
             remedy = f"Correct {_yaml_path(name, config_dir)}."
             rows.append(PrecisionSupport(name, str(device), str(error), remedy))
         else:

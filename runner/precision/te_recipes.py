@@ -1,6 +1,6 @@
 """TransformerEngine's recipes: the keys of each, its devices, and the library's object.
 
-The library ignores keys that it does not know, takes those that are left out from the environment,
+The library ignores keys that it does not know, takes omitted ones from the environment,
 and cannot be imported without its compiled part. So the schema is here, and every key is passed.
 """
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from runner.precision.cuda_half import nearest_half
+from runner.precision.cuda_half import native_half_prefix
 from runner.utils import tpu
 from runner.utils.errors import Unavailable
 
-NEAREST = (
+NEAREST_REMEDY = (
     "Type precision.emulate=true for its numbers without its speed, or precision={}-mixed, the "
     "nearest that runs here."
 )
-INSTALL = 'Type pip install "precision-runner[transformer-engine]".'
+INSTALL_REMEDY = 'Type pip install "precision-runner[transformer-engine]".'
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class RecipeKey:
 
     Attributes:
         default: its value where the config leaves it out.
-        holds: returns whether a value is allowed.
+        is_allowed: returns whether a value is allowed.
         allowed: the allowed values, for messages.
     """
 
     default: Any
-    holds: Callable[[Any], bool]
+    is_allowed: Callable[[Any], bool]
     allowed: str
 
 
@@ -42,20 +42,24 @@ def _one_of(*values: Any) -> RecipeKey:
     spelling = {"None": "null", "True": "true", "False": "false"}
     allowed = ", ".join(spelling.get(str(value), str(value)) for value in values)
 
-    def holds(given: Any) -> bool:
+    def is_allowed(given: Any) -> bool:
         # With its type: in Python 1 equals true.
         return any(given == value and type(given) is type(value) for value in values)
 
-    return RecipeKey(values[0], holds, allowed)
+    return RecipeKey(values[0], is_allowed, allowed)
 
 
-def _integer(default: int, least: int) -> RecipeKey:
-    allowed = f"a whole number from {least}"
-    return RecipeKey(default, lambda v: type(v) is int and v >= least, allowed)
+def _integer(default: int, minimum: int) -> RecipeKey:
+    allowed = f"a whole number from {minimum}"
+    # By its type, because a bool is an int to isinstance.
+    return RecipeKey(default, lambda v: type(v) is int and v >= minimum, allowed)
 
 
-_OFF = _one_of(False, True)
-_BACKWARD = _one_of(None, "high_precision", "dequantized")
+_SWITCH = _one_of(False, True)
+_BACKWARD_OVERRIDE = _one_of(None, "high_precision", "dequantized")
+
+
+NO_CAPABILITY_LIMIT = (99, 0)  # above every compute capability that exists
 
 
 @dataclass(frozen=True)
@@ -66,19 +70,19 @@ class RecipeKind:
         recipe: class in transformer_engine.common.recipe.
         keys: its keys in the config.
         multiple: of widths and of flattened rows, so that none of a layer's three products fails.
-        check: name of the library's own test of the device, in transformer_engine.pytorch.
-        least: the lowest compute capability on which it runs.
-        below: the compute capability from which on it does not run any more.
-        cuda: the lowest version of CUDA that PyTorch may be built with.
+        check_name: name of the library's own test of the device, in transformer_engine.pytorch.
+        min_capability: the lowest compute capability on which it runs.
+        capability_limit: the lowest compute capability on which it no longer runs.
+        min_cuda: the lowest version of CUDA that PyTorch may be built with.
     """
 
     recipe: str
     keys: Mapping[str, RecipeKey]
     multiple: int
-    check: str
-    least: tuple[int, int]
-    below: tuple[int, int] = (99, 0)
-    cuda: tuple[int, int] = (12, 1)
+    check_name: str
+    min_capability: tuple[int, int]
+    capability_limit: tuple[int, int] = NO_CAPABILITY_LIMIT
+    min_cuda: tuple[int, int] = (12, 1)
 
 
 # Multiples. The library asserts input features by 16, rows and output features by 8
@@ -104,8 +108,8 @@ KINDS: Mapping[str, RecipeKind] = {
         "Float8CurrentScaling",
         {
             "format": _one_of("HYBRID", "E4M3"),
-            "use_power_2_scales": _OFF,
-            "backward_override": _BACKWARD,
+            "use_power_2_scales": _SWITCH,
+            "backward_override": _BACKWARD_OVERRIDE,
         },
         16,
         "is_fp8_available",
@@ -115,36 +119,36 @@ KINDS: Mapping[str, RecipeKind] = {
         "Float8BlockScaling",
         {
             "format": _one_of("E4M3", "HYBRID"),
-            "use_f32_scales": _OFF,
+            "use_f32_scales": _SWITCH,
             "x_block_scaling_dim": _one_of(1, 2),
             "w_block_scaling_dim": _one_of(2, 1),
             "grad_block_scaling_dim": _one_of(1, 2),
-            "backward_override": _BACKWARD,
+            "backward_override": _BACKWARD_OVERRIDE,
         },
         16,
         "is_fp8_block_scaling_available",
         (9, 0),
-        cuda=(12, 9),
+        min_cuda=(12, 9),
     ),
     "mxfp8": RecipeKind(
         "MXFP8BlockScaling",
         {
             "format": _one_of("E4M3", "HYBRID"),
-            "enable_2d_quantization": _OFF,
-            "backward_override": _BACKWARD,
+            "enable_2d_quantization": _SWITCH,
+            "backward_override": _BACKWARD_OVERRIDE,
         },
         32,
         "is_mxfp8_available",
         (10, 0),
-        below=(12, 0),
+        capability_limit=(12, 0),
     ),
     "nvfp4": RecipeKind(
         "NVFP4BlockScaling",
         {
-            "disable_rht": _OFF,
-            "disable_stochastic_rounding": _OFF,
-            "disable_2d_quantization": _OFF,
-            "backward_override": _BACKWARD,
+            "disable_rht": _SWITCH,
+            "disable_stochastic_rounding": _SWITCH,
+            "disable_2d_quantization": _SWITCH,
+            "backward_override": _BACKWARD_OVERRIDE,
         },
         32,
         "is_nvfp4_available",
@@ -153,17 +157,19 @@ KINDS: Mapping[str, RecipeKind] = {
 }
 
 
-def unknown_recipe(name: str, recipe: Mapping[str, Any]) -> list[str]:
+def name_problems(name: str, recipe: Mapping[str, Any]) -> list[str]:
     """Return the problem of a recipe under the name of another one, whose keys it does not take; an
     empty list where name and recipe agree."""
-    names = {kind: f"transformer-engine-{kind}" for kind in KINDS} | {
-        "delayed": "transformer-engine"
-    }
+    name_by_kind = {kind: f"transformer-engine-{kind}" for kind in KINDS}
+    name_by_kind["delayed"] = "transformer-engine"
+    kind_by_name = {built_in: kind for kind, built_in in name_by_kind.items()}
+    kind_by_name["transformer-engine-float16"] = "delayed"
     kind = str(recipe.get("kind")) if isinstance(recipe, Mapping) else ""
-    own = {"transformer-engine-float16": "delayed"} | {n: k for k, n in names.items()}
-    if kind not in names or own.get(name, kind) == kind:
+    # A built-in name labels results, so it may not have another recipe; a user's name may have any.
+    if kind not in name_by_kind or kind_by_name.get(name, kind) == kind:
         return []
-    return [f"precision.recipe.kind={kind} is not what {name} is. Type precision={names[kind]}."]
+    correct_name = name_by_kind[kind]
+    return [f"precision.recipe.kind={kind} is not what {name} is. Type precision={correct_name}."]
 
 
 def recipe_problems(recipe: object, weights: str) -> list[str]:
@@ -175,20 +181,9 @@ def recipe_problems(recipe: object, weights: str) -> list[str]:
     if kind is None:
         return [f"precision.recipe.kind={name} is not known. Allowed: {', '.join(KINDS)}."]
     given = {key: value for key, value in recipe.items() if key != "kind"}
-    known = {key: value for key, value in given.items() if key in kind.keys}
-    problems = [
-        f"precision.recipe.{key}={value}: the recipe {name} has no such key. "
-        f"Allowed: {', '.join(kind.keys)}."
-        for key, value in given.items()
-        if key not in known
-    ]
-    problems += [
-        f"precision.recipe.{key}={value} is not known. Allowed: {kind.keys[key].allowed}."
-        for key, value in known.items()
-        if not kind.keys[key].holds(value)
-    ]
-    dims = [key for key in kind.keys if key.endswith("block_scaling_dim")]
-    square = [key for key in dims if given.get(key, kind.keys[key].default) == 2]
+    problems = _key_problems(str(name), kind, given)
+    dimension_keys = [key for key in kind.keys if key.endswith("block_scaling_dim")]
+    square = [key for key in dimension_keys if given.get(key, kind.keys[key].default) == 2]
     if len(square) > 1:
         problems.append(
             f"precision.recipe: {' and '.join(square)} are 2, and a product of two tensors in "
@@ -200,6 +195,24 @@ def recipe_problems(recipe: object, weights: str) -> list[str]:
             "Type precision.weights=bfloat16."
         )
     return problems
+
+
+def _key_problems(name: str, kind: RecipeKind, given: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each key that a recipe does not have, then for each unknown value."""
+    unknown_keys = []
+    unknown_values = []
+    for key, value in given.items():
+        if key not in kind.keys:
+            unknown_keys.append(
+                f"precision.recipe.{key}={value}: the recipe {name} has no such key. "
+                f"Allowed: {', '.join(kind.keys)}."
+            )
+        elif not kind.keys[key].is_allowed(value):
+            allowed = kind.keys[key].allowed
+            unknown_values.append(
+                f"precision.recipe.{key}={value} is not known. Allowed: {allowed}."
+            )
+    return [*unknown_keys, *unknown_values]
 
 
 def import_library() -> Any:
@@ -251,18 +264,18 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
         kind: of its recipe.
         device: on which it should run.
     """
-    wants = f"precision={name} needs an NVIDIA GPU of compute capability {_range(kind)};"
-    nearest = NEAREST.format(nearest_half(device))
+    wants = f"precision={name} needs an NVIDIA GPU of compute capability {_capability_range(kind)};"
+    nearest = NEAREST_REMEDY.format(native_half_prefix(device))
     if device.type != "cuda":
         raise Unavailable(f"{wants} this run is on {tpu.accelerator_kind(device)}.", nearest)
     capability = torch.cuda.get_device_capability(device)
-    if not kind.least <= capability < kind.below:
+    if not kind.min_capability <= capability < kind.capability_limit:
         gpu = torch.cuda.get_device_name(device)
         raise Unavailable(f"{wants} {device} ({gpu}) has {_dotted(capability)}.", nearest)
-    if _version(torch.version.cuda) < kind.cuda:
+    if _major_minor(torch.version.cuda) < kind.min_cuda:
         raise Unavailable(
-            f"precision={name} needs CUDA {_dotted(kind.cuda)} or newer; this PyTorch was built "
-            f"with {torch.version.cuda or 'none'}.",
+            f"precision={name} needs CUDA {_dotted(kind.min_cuda)} or newer; this PyTorch was "
+            f"built with {torch.version.cuda or 'none'}.",
             nearest,
         )
     try:
@@ -271,22 +284,27 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
         why = f"it cannot be imported: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name:
             why = f"{error.name} is not installed."
-        raise Unavailable(f"precision={name} needs TransformerEngine: {why}", INSTALL) from error
-    runs, reason = getattr(te, kind.check)(return_reason=True)
+        raise Unavailable(
+            f"precision={name} needs TransformerEngine: {why}", INSTALL_REMEDY
+        ) from error
+    runs, reason = getattr(te, kind.check_name)(return_reason=True)
     if not runs:
         raise Unavailable(
             f"precision={name}: TransformerEngine refuses {device}: {reason}", nearest
         )
 
 
-def _range(kind: RecipeKind) -> str:
-    least = f"{_dotted(kind.least)} or higher"
-    return least if kind.below == (99, 0) else f"{least}, below {_dotted(kind.below)}"
+def _capability_range(kind: RecipeKind) -> str:
+    """Return the compute capabilities on which a recipe runs, as a phrase."""
+    text = f"{_dotted(kind.min_capability)} or higher"
+    if kind.capability_limit != NO_CAPABILITY_LIMIT:
+        text += f", below {_dotted(kind.capability_limit)}"
+    return text
 
 
 def _dotted(version: Sequence[int]) -> str:
     return ".".join(map(str, version))
 
 
-def _version(text: str | None) -> tuple[int, ...]:
+def _major_minor(text: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in (text or "0").split(".")[:2])

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from runner.distributed.strategy import Strategy
 from runner.precision import te_recipes
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest
-from runner.precision.conversion import ROOT, ConversionRules
-from runner.precision.cuda_half import half_precision_sums
+from runner.precision.conversion import ROOT_NAME, ConversionRules
+from runner.precision.cuda_half import reduced_precision_sums
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3
 from runner.precision.keep_fp32 import find_islands, make_islands
@@ -29,18 +29,18 @@ from runner.precision.options import (
     FP8_LAYERS,
     check_eps,
     float32_matmul,
-    problems_of_switches,
+    switch_problems,
 )
-from runner.precision.precision import CPU, ComputeFormat, ConversionReport, Precision
+from runner.precision.precision import CPU_DEVICE, ComputeFormat, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
 
-WEIGHTS = ("bfloat16", "float16")
-_UNREPEATABLE = (
-    "scales by past steps, which a forward moves on. Type precision=transformer-engine-current, "
+WEIGHT_DTYPES = ("bfloat16", "float16")
+_NO_RECOMPUTE_REASON = (
+    "scales by past steps, which each forward updates. Type precision=transformer-engine-current, "
     "or leave it out."
 )
 # Of each direction, the library's key for its scales and amax histories.
-PASSES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+SCALING_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 @final
@@ -81,13 +81,13 @@ class TransformerEnginePrecision(Precision):
         update_in_eval: bool = False,
         reduced_precision_reduction: bool = False,
     ) -> None:
-        problems = te_recipes.unknown_recipe(name, recipe) or te_recipes.recipe_problems(
-            recipe, weights
-        )
-        if weights not in WEIGHTS:
-            allowed = ", ".join(WEIGHTS)
+        problems = te_recipes.name_problems(name, recipe)
+        if not problems:
+            problems = te_recipes.recipe_problems(recipe, weights)
+        if weights not in WEIGHT_DTYPES:
+            allowed = ", ".join(WEIGHT_DTYPES)
             problems.append(f"precision.weights={weights} is not known. Allowed: {allowed}.")
-        problems += problems_of_switches(
+        problems += switch_problems(
             emulate=emulate,
             fuse=fuse,
             update_in_eval=update_in_eval,
@@ -95,17 +95,22 @@ class TransformerEnginePrecision(Precision):
         )
         if problems:
             raise ConfigError(*problems)
-        self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
+        self.name = name
+        self.keep_fp32 = keep_fp32
+        self.autocast_loss = autocast_loss
         self.storage = self.compute = DTYPES[weights]
-        self.recipe, self.kind = dict(recipe), te_recipes.KINDS[recipe["kind"]]
-        self.fuse, self.ignore_modules = fuse, ignore_modules
-        self.update_in_eval, self.emulated = update_in_eval, emulate
+        self.recipe = dict(recipe)
+        self.kind = te_recipes.KINDS[recipe["kind"]]
+        self.fuse = fuse
+        self.ignore_modules = ignore_modules
+        self.update_in_eval = update_in_eval
+        self.emulated = emulate
         self.reduced_precision_reduction = reduced_precision_reduction
         if self._is_delayed:
-            self.unrepeatable = _UNREPEATABLE
-        self._built: Any = None
+            self.no_recompute_reason = _NO_RECOMPUTE_REASON
+        self._built_recipe: Any = None
         self._forward: dict[str, AbstractContextManager[Any]] = {}
-        self._floats = DefaultDtype(self.storage)
+        self._default_dtype = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         if not self.emulated:
@@ -123,18 +128,20 @@ class TransformerEnginePrecision(Precision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        own = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
-        with float32_matmul("highest"), half_precision_sums(self.reduced_precision_reduction), own:
+        amaxes = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
+        sums = reduced_precision_sums(self.reduced_precision_reduction)
+        with float32_matmul("highest"), sums, amaxes:
             yield
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU
+        self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
         library = self._library
+        # Found here and made after the conversion: what either refuses leaves the model unchanged.
         islands = find_islands(model, self.keep_fp32, self.storage)
-        judge = partial(te_obstacle, multiple=self.kind.multiple)
+        find_obstacle = partial(te_obstacle, multiple=self.kind.multiple)
         rules = ConversionRules(
-            self.name, self.ignore_modules, islands, judge, bypassed=self.bypassed
+            self.name, self.ignore_modules, islands, find_obstacle, bypassed=self.bypassed
         )
         report = convert_layers(model, library, self.kind.multiple, rules, self.fuse)
         if self._is_delayed:
@@ -145,13 +152,14 @@ class TransformerEnginePrecision(Precision):
         return model, report
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # The optimizer's state has the weights' dtype.
         if self.storage is torch.float16:
             check_eps(self.name, optimizers)
 
     @property
-    def computes(self) -> str:
+    def compute_format(self) -> str:
         width = "FP4" if self.recipe["kind"] == "nvfp4" else "FP8"
-        return f"{width} in linear layers, {super().computes} elsewhere"
+        return f"{width} in linear layers, {super().compute_format} elsewhere"
 
     @property
     def formats(self) -> tuple[ComputeFormat, ...]:
@@ -159,24 +167,28 @@ class TransformerEnginePrecision(Precision):
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        return (-1, 0)  # nvfp4 stands with the other recipes of its library
+        # One byte for nvfp4 too, so that all recipes of the library are listed together.
+        return (-1, 0)
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type not in self._forward:
-            scaled = self.emulated or self._on_hardware(device)
-            made = _Forward(self._autocast(), self._floats) if scaled else self._floats
-            self._forward[device.type] = made
+            context: AbstractContextManager[Any] = self._default_dtype
+            # Elsewhere the library's products cannot run.
+            if self.emulated or self._on_hardware(device):
+                context = _ScaledForward(self._autocast(), self._default_dtype)
+            self._forward[device.type] = context
         return self._forward[device.type]
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
-        # Entering the library's context again would move the scales of delayed scaling; layers
-        # that would need it there raise.
-        return self._floats if self._is_delayed else self.forward(device)
+        # Entering the library's context again would move the scales of delayed scaling; a layer
+        # that is recomputed there raises (refuse_recompute).
+        return self._default_dtype if self._is_delayed else self.forward(device)
 
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.storage)
 
-    def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def eval_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        # Other recipes have no state that a forward changes.
         if self.update_in_eval or not self._is_delayed:
             return nullcontext()
         return _restored_scales(model)
@@ -192,7 +204,7 @@ class TransformerEnginePrecision(Precision):
             if tensors is None:
                 continue
             state[name] = {}
-            for direction, key in PASSES.items():
+            for direction, key in SCALING_KEYS.items():
                 scale, amax_history = tensors[key]
                 state[name][f"{direction}_scale"] = scale
                 state[name][f"{direction}_amax_history"] = amax_history
@@ -202,7 +214,7 @@ class TransformerEnginePrecision(Precision):
         """Restore what state_dict returned, also before a layer's first forward.
 
         A layer that the state does not have starts with new scales; of a history of another length
-        the latest amaxes are kept.
+        the latest amaxes are restored.
         """
         if not self._is_delayed:
             return
@@ -212,20 +224,19 @@ class TransformerEnginePrecision(Precision):
 
     def _restore(self, layer: Any, saved: Mapping[str, Tensor]) -> None:
         if not layer.fp8_meta_tensors_initialized:
-            layer.fp8_meta["num_gemms"] = len(saved["forward_scale"]) // 3  # input, weight, output
+            # The library has three forward scales for each product: input, weight, output.
+            layer.fp8_meta["num_gemms"] = len(saved["forward_scale"]) // 3
             # With gradients on, leaving the context would update every scale.
             with torch.no_grad(), self._autocast():
                 layer.init_fp8_meta_tensors(self._recipe)
         length = te_recipes.complete_recipe(self.recipe)["amax_history_len"]
-        layer.reset_fp8_meta_tensors(
-            {
-                key: [
-                    saved[f"{direction}_scale"],
-                    _resized_history(saved[f"{direction}_amax_history"], length),
-                ]
-                for direction, key in PASSES.items()
-            }
-        )
+        tensors = {}
+        for direction, key in SCALING_KEYS.items():
+            scale = saved[f"{direction}_scale"]
+            # This run's recipe may have another length than the run that wrote the checkpoint.
+            amax_history = _resized_history(saved[f"{direction}_amax_history"], length)
+            tensors[key] = [scale, amax_history]
+        layer.reset_fp8_meta_tensors(tensors)
 
     def gauges(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the input scaling of each converted layer under delayed scaling; empty for other
@@ -239,15 +250,17 @@ class TransformerEnginePrecision(Precision):
             return gauges
         margin = te_recipes.complete_recipe(self.recipe)["margin"]
         for name, layer in _fp8_layers(model).items():
-            scaling = layer.fp8_meta.get(PASSES["forward"])
+            scaling = layer.fp8_meta.get(SCALING_KEYS["forward"])
             if scaling is None:
                 continue
-            history = scaling.amax_history[:, 0]  # column 0 is the input's
+            # Column 0 is the input's.
+            history = scaling.amax_history[:, 0]
             scale = scaling.scale[0]
             # The library clears the first row at the end of a step. A history of one row is then
             # empty, and the amax follows from the scale that was made of it.
-            top = E4M3.largest / 2**margin
-            gauges[f"fp8/amax/{name}"] = history[-1].clone() if len(history) > 1 else top / scale
+            amax_of_scale = E4M3.largest / 2**margin / scale
+            amax = history[-1].clone() if len(history) > 1 else amax_of_scale
+            gauges[f"fp8/amax/{name}"] = amax
             gauges[f"fp8/scale/{name}"] = scale.clone()
         return gauges
 
@@ -266,36 +279,38 @@ class TransformerEnginePrecision(Precision):
     @property
     def _recipe(self) -> Any:
         """Return the recipe as the library, or its emulation, takes it; built once."""
-        if self._built is None:
+        if self._built_recipe is None:
             build = te_recipes.complete_recipe if self.emulated else te_recipes.build_recipe
-            self._built = build(self.recipe)
-        return self._built
+            self._built_recipe = build(self.recipe)
+        return self._built_recipe
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return self._library.autocast(enabled=True, recipe=self._recipe)
 
 
-class _Forward:
+class _ScaledForward:
     """A reusable context that enters the library's autocast and the default dtype."""
 
-    __slots__ = ("floats", "library")
+    __slots__ = ("autocast", "default_dtype")
 
-    def __init__(self, library: AbstractContextManager[Any], floats: DefaultDtype) -> None:
-        self.library, self.floats = library, floats
+    def __init__(self, autocast: AbstractContextManager[Any], default_dtype: DefaultDtype) -> None:
+        self.autocast = autocast
+        self.default_dtype = default_dtype
 
     def __enter__(self) -> None:
-        self.library.__enter__()
-        self.floats.__enter__()
+        self.autocast.__enter__()
+        self.default_dtype.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self.floats.__exit__(*error)
-        self.library.__exit__(*error)
+        # In the reverse order of entering.
+        self.default_dtype.__exit__(*error)
+        self.autocast.__exit__(*error)
 
 
 def _fp8_layers(model: nn.Module) -> dict[str, Any]:
     """Return the library's layers with FP8 state, by dotted name."""
     return {
-        name or ROOT: module
+        name or ROOT_NAME: module
         for name, module in model.named_modules()
         if isinstance(getattr(module, "fp8_meta", None), dict)
     }
@@ -328,7 +343,8 @@ def _separate_amaxes(model: nn.Module) -> Iterator[None]:
     previous = manager.quantization_state
     manager.reset()
     for layer in _fp8_layers(model).values():
-        layer.fp8_meta.pop(manager.get_buffer_info(), None)  # the layer's index in an earlier list
+        # The layer's index in an earlier list.
+        layer.fp8_meta.pop(manager.get_buffer_info(), None)
     try:
         yield
     finally:
@@ -340,6 +356,8 @@ def _resized_history(history: Tensor, length: int) -> Tensor:
 
     The first row is the current step; the others are past steps, the latest last.
     """
+    current = history[:1]
+    # A slice from -0 would keep every past step.
     latest = history[1:][-(length - 1) :] if length > 1 else history[:0]
     missing = length - 1 - len(latest)
-    return torch.cat([history[:1], F.pad(latest, (0, 0, missing, 0))])
+    return torch.cat([current, F.pad(latest, (0, 0, missing, 0))])

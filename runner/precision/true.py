@@ -11,8 +11,12 @@ import torch
 from torch import nn
 
 from runner.precision.casting import DefaultDtype, cast_nest
-from runner.precision.cuda_half import half_precision_sums, lacks_bfloat16, require_bfloat16
-from runner.precision.emulation.float16 import Choice
+from runner.precision.cuda_half import (
+    lacks_bfloat16,
+    reduced_precision_sums,
+    require_bfloat16,
+)
+from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.emulation.tf32 import tf32_products
 from runner.precision.options import (
     DTYPES,
@@ -28,7 +32,7 @@ from runner.precision.precision import Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import is_tpu
 
-EMULATE_BFLOAT16 = (
+EMULATE_BFLOAT16_REMEDY = (
     "Type precision={}, or precision.emulate=true for bfloat16's numbers without its speed."
 )
 
@@ -62,7 +66,7 @@ class TruePrecision(Precision):
         float32_matmul: str = "highest",
         keep_fp32: Sequence[str] = (),
         autocast_loss: bool = False,
-        cpu_float16: Choice = "auto",
+        cpu_float16: KernelChoice = "auto",
         emulate: bool = False,
         reduced_precision_reduction: bool = False,
     ) -> None:
@@ -71,12 +75,15 @@ class TruePrecision(Precision):
                 f"precision.dtype={dtype} is not known. Allowed: {', '.join(DTYPES)}."
             )
         check_kernels(float32_matmul, cpu_float16, emulate, reduced_precision_reduction)
-        self.name, self.keep_fp32, self.autocast_loss = name, keep_fp32, autocast_loss
+        self.name = name
+        self.keep_fp32 = keep_fp32
+        self.autocast_loss = autocast_loss
         self.storage = self.compute = DTYPES[dtype]
         self.float32_matmul = float32_matmul
-        self.cpu_float16: Choice = cpu_float16
+        self.cpu_float16: KernelChoice = cpu_float16
         self.reduced_precision_reduction = reduced_precision_reduction
-        self.emulated, self._kernels = emulate, ""
+        self.emulated = emulate
+        self._kernels = ""
         if emulate and not self._is_tf32 and self.storage.itemsize > 2:
             raise ConfigError(f"precision.emulate=true: precision={name} runs everywhere as it is.")
         if reduced_precision_reduction and self.storage.itemsize > 2:
@@ -84,7 +91,7 @@ class TruePrecision(Precision):
                 f"precision.reduced_precision_reduction=true: precision={name} has no products in "
                 "half precision. Leave it out."
             )
-        # Tensors that a forward creates get the precision's dtype, too.
+        # Tensors that a forward creates get the precision's dtype, too; torch's default is float32.
         is_float32 = self.storage is torch.float32
         self._forward = nullcontext() if is_float32 else DefaultDtype(self.storage)
 
@@ -106,7 +113,7 @@ class TruePrecision(Precision):
             )
         if self.storage is torch.bfloat16 and lacks_bfloat16(device):
             if not self.emulated:
-                require_bfloat16(self.name, device, EMULATE_BFLOAT16.format("16-true"))
+                require_bfloat16(self.name, device, EMULATE_BFLOAT16_REMEDY.format("16-true"))
         elif self.emulated:
             require_cpu(self.name, device)
         elif self._is_tf32:
@@ -114,16 +121,22 @@ class TruePrecision(Precision):
 
     @property
     def _is_tf32(self) -> bool:
+        """Return whether float32 products round their operands to TF32."""
         return self.storage is torch.float32 and self.float32_matmul != "highest"
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         if self.emulated and self._is_tf32:
-            with float32_matmul("highest"), half_precision_sums(False), tf32_products(model):
+            # torch's own switch is off: the emulation rounds the operands, and sums are float32.
+            with (
+                float32_matmul("highest"),
+                reduced_precision_sums(False),
+                tf32_products(model),
+            ):
                 yield
             return
         self._kernels, kernels = cpu_kernels(self, self.cpu_float16, model, device)
-        sums = half_precision_sums(self.reduced_precision_reduction)
+        sums = reduced_precision_sums(self.reduced_precision_reduction)
         with float32_matmul(self.float32_matmul), sums, kernels:
             yield
 
@@ -131,6 +144,7 @@ class TruePrecision(Precision):
         return self._kernels
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # Optimizer state is in float16 too, whose range squares of gradients leave.
         if self.storage is torch.float16:
             check_line_search(self.name, optimizers)
             check_eps(self.name, optimizers)
@@ -139,6 +153,7 @@ class TruePrecision(Precision):
         return self._forward
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
+        # A model's own checkpointing recomputes forwards there.
         return self._forward
 
     def cast(self, inputs: Any) -> Any:

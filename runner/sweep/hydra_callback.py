@@ -13,10 +13,10 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config.hydra_plugins import ADVISE, ISOLATED
-from runner.config.precision_keys import keys_left_out, left_out_messages
-from runner.config.schema import LONE_ADVICE
+from runner.config.precision_keys import omitted_key_messages, omitted_keys
+from runner.config.schema import ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
-from runner.utils.quiet_import import quiet_imports
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.secrets import redact_values
 from runner.utils.terminal import print_error, sanitize
 
@@ -63,10 +63,11 @@ class SweepCallback(Callback):
         try:
             _prepare(config)
             left_out = []
-            if config.hydra.sweeper.get("_target_") != ADVISE:  # which has its own rule for keys
-                left_out = keys_left_out(config, _needs_no_emulation)
+            # The advisor has its own rule for keys that only some precisions have.
+            if config.hydra.sweeper.get("_target_") != ADVISE:
+                left_out = omitted_keys(config, _needs_no_emulation)
             Sweep.begin(folder, overrides, tracking, self._resume, left_out)  # type: ignore[arg-type]
-            for message in left_out_messages(left_out):
+            for message in omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)
         except RunnerError as error:
             # Hydra would turn an Exception of a callback into a warning.
@@ -102,7 +103,7 @@ def _prepare(config: DictConfig) -> None:
         )
     sweeper = str(config.hydra.sweeper.get("_target_"))
     if (sweeper == ADVISE) != (config.mode == "advise"):
-        raise ConfigError(LONE_ADVICE)
+        raise ConfigError(ADVISE_USAGE_MESSAGE)
     if sweeper == ADVISE:
         from runner.sweep.advisor.sweeper import prepare_sweeper
 
@@ -118,13 +119,13 @@ def _prepare(config: DictConfig) -> None:
 def _needs_no_emulation(config: DictConfig) -> bool:
     """Return whether the precision of a job's config runs on this machine's device, which cannot
     emulate it."""
-    from runner.config.resolve import resolve
+    from runner.config.resolve import resolve_spec
     from runner.config.targets import instantiate
     from runner.utils.accelerator import choose_accelerator
 
     own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with suppress(ConfigError, Unavailable):
-        spec = resolve(own)
+        spec = resolve_spec(own)
         device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
         instantiate(spec.precision).require(device)
         try:
@@ -161,7 +162,8 @@ def prepare_search(config: DictConfig) -> None:
             config.hydra.sweeper.direction = _direction(config)
     # Optuna would report each failed job as one without a number; the job itself has said why.
     logging.getLogger(_OPTUNA.rstrip(".")).setLevel(logging.CRITICAL)
-    with quiet_imports():  # Optuna 2 uses names that SQLAlchemy deprecates
+    # Optuna 2 uses names that SQLAlchemy deprecates.
+    with suppress_import_warnings():
         import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -181,7 +183,7 @@ def _direction(config: DictConfig) -> str:
         direction = _DIRECTIONS.get(str(getattr(target, "direction", None)))
     if direction is None:
         raise ConfigError(
-            f"Optuna cannot tell here whether more or less is better (mode={config.mode}, "
+            f"Optuna cannot know here whether more or less is better (mode={config.mode}, "
             f"task._target_={config.task.get('_target_')}). Type hydra.sweeper.direction=maximize "
             "or hydra.sweeper.direction=minimize."
         )

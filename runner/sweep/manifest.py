@@ -11,7 +11,7 @@ from runner.utils.files import write_text
 from runner.utils.layout import MANIFEST
 from runner.utils.secrets import redact_values
 
-_WORDS = ("command", "overrides", "left_out")
+_WORD_LIST_KEYS = ("command", "overrides", "left_out")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Manifest:
 
     def keys_left_out(self, precision: str) -> list[str]:
         """Return the keys that jobs of one precision run without."""
-        pairs = (text.partition(" ") for text in self.left_out)
+        pairs = [text.partition(" ") for text in self.left_out]
         return [key for name, _, key in pairs if name == precision]
 
     @classmethod
@@ -56,7 +56,8 @@ class Manifest:
             raise ConfigError(f"{folder} is not a sweep: it holds no {MANIFEST}.")
         try:
             values = dataclass_fields_from_json(cls, json.loads(path.read_text()))
-            values |= {key: [str(word) for word in values.get(key, ())] for key in _WORDS}
+            for key in _WORD_LIST_KEYS:
+                values[key] = [str(word) for word in values.get(key, ())]
             return cls(**values)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from error

@@ -22,10 +22,10 @@ from runner.modes.tables import page_url, ui_command
 from runner.sweep.manifest import Manifest
 from runner.sweep.report import advice_page
 from runner.sweep.report.columns import sweep_table
-from runner.sweep.report.compare import compare
-from runner.sweep.report.conclusion import conclusion
+from runner.sweep.report.compare import compare_with_baselines
+from runner.sweep.report.conclusion import conclusion_text
 from runner.sweep.report.jobs import SweepData
-from runner.sweep.report.load import JOBS, load_from_folder, write_job_facts
+from runner.sweep.report.load import JOB_RESULTS_FOLDER, load_from_folder, write_job_facts
 from runner.sweep.report.number_text import join_names
 from runner.sweep.report.pages import summary_markdown, write_report
 from runner.sweep.report.rebuild import is_joined_by_others, store_report
@@ -77,8 +77,8 @@ class Sweep:
         # A sweep that is killed from here on is found as unfinished by sweep.resume=last.
         replace(self.manifest, finished=False).write(folder)
         self.tracker: Tracker = build_group("tracking", tracking)
-        self.joins = tracking.get("sweep") is not None and self.tracker.takes_runs
-        if self.joins:
+        self.joins_other_sweep = tracking.get("sweep") is not None and self.tracker.takes_runs
+        if self.joins_other_sweep:
             self.tracker.check_sweep()
         else:
             self._open_parent_run(resume)
@@ -91,7 +91,7 @@ class Sweep:
     def _open_parent_run(self, resume: bool) -> None:
         command = self.manifest.command
         words = (redact_override(word).removeprefix("++") for word in self.manifest.overrides)
-        # Cut after redacting: a cut credential would not be recognised.
+        # Shortened after redacting: half a credential would not be recognised.
         name = f"sweep {' '.join(words)}"[:250]
         tags = {
             "sweep_id": self.id,
@@ -148,12 +148,13 @@ class Sweep:
         jobs_file = self._store_report(data)
         error = f"{failed} of {len(results)} jobs did not finish." if failed else None
         self.tracker.close(_run_status(status, failed), error)
-        _print_conclusion(console, self._with_other_machines(console, data, jobs_file))
+        _print_conclusion(console, self._add_jobs_of_other_machines(console, data, jobs_file))
         # A sweep that was refused before its first job would be refused again: no location.
         if results or status != 2:
             self._print_locations(console, results)
         self.manifest.write(self.folder)
         self._lock.close()
+        # What Hydra returned stands, 128 + the signal's number after a stop.
         if status:
             return status
         if failed or self._is_rejected():
@@ -179,9 +180,9 @@ class Sweep:
             return None
         paths = write_report(data, self.folder)
         jobs_file = write_job_facts(self.folder, data, self.manifest.began_ms)
-        # A sweep that joins another one leaves the report to _with_other_machines.
-        if not self.joins:
-            self.tracker.artifact(jobs_file, JOBS)
+        # A sweep that joins another one leaves the report to _add_jobs_of_other_machines.
+        if not self.joins_other_sweep:
+            self.tracker.artifact(jobs_file, JOB_RESULTS_FOLDER)
             for path in paths:
                 self.tracker.artifact(path)
             note = summary_markdown(data)
@@ -190,7 +191,7 @@ class Sweep:
             self.tracker.note(note)
         return jobs_file
 
-    def _with_other_machines(
+    def _add_jobs_of_other_machines(
         self, console: Console, data: SweepData, jobs_file: Path | None
     ) -> SweepData:
         """Return the sweep's data with the jobs of other machines, and store that report.
@@ -198,12 +199,14 @@ class Sweep:
         It replaces the report over the jobs that ran here. Without other machines, or where the
         store does not answer, return the data as given.
         """
-        if jobs_file is None or not (self.joins or self.tracker.complete):
+        if jobs_file is None or not (self.joins_other_sweep or self.tracker.complete):
             return data
         uri = getattr(self.tracker, "uri", "")
         parent = self.tracker.run_id
         try:
-            if self.joins or (parent and is_joined_by_others(uri, parent, jobs_file.name)):
+            if self.joins_other_sweep or (
+                parent and is_joined_by_others(uri, parent, jobs_file.name)
+            ):
                 return store_report(uri, parent or self.id, self.folder, jobs_file)[1]
         except RunnerError as error:
             console.print(
@@ -218,7 +221,8 @@ class Sweep:
             command = ui_command(uri, getattr(self.tracker, "experiment", ""))
             console.print(f"MLflow: parent run {self.tracker.run_id}; to see it: {command}")
         dashboards = [self.tracker.dashboard, *(result.dashboard for result in results)]
-        if path := next(filter(None, dashboards), None):
+        path = next(filter(None, dashboards), None)
+        if path:
             console.print(f"dashboard: {page_url(uri, path)}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
         if not self.manifest.finished:
@@ -232,16 +236,20 @@ def _count_failed(data: SweepData, results: Sequence[RunResult]) -> tuple[int, b
     In mode=advise a precision that fails or is not available is an answer: nothing failed once one
     precision is recommended.
     """
-    failed = sum(result.status in ("failed", "stopped") for result in results)
-    is_unavailable = any(result.status == "unavailable" for result in results)
+    statuses = [result.status for result in results]
+    failed = statuses.count("failed") + statuses.count("stopped")
+    is_unavailable = "unavailable" in statuses
     if data.advise_settings and not data.is_stopped:
-        is_answered = data.advice is not None and data.advice.recommended is not None
-        return (0 if is_answered else failed), False
+        is_answered = data.advice is not None and data.advice.recommendation is not None
+        if is_answered:
+            failed = 0
+        return failed, False
     return failed, is_unavailable
 
 
 def _run_status(status: int, failed: int) -> Status:
     """Return the status of the parent run."""
+    # 128 + the signal's number: a stop, by a shell's convention.
     if status > 128:
         return "KILLED"
     return "FAILED" if status or failed else "FINISHED"
@@ -268,7 +276,11 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
     if data.advice:
         advice_page.print_advice(console, data.advice)
     else:
-        console.print(conclusion(compare([job.result for job in data.jobs]), data.shortfall))
+        console.print(
+            conclusion_text(
+                compare_with_baselines([job.result for job in data.jobs]), data.missing_jobs_clause
+            )
+        )
 
 
 def _new_manifest(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:

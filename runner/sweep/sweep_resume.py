@@ -14,12 +14,12 @@ from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.secrets import redact
 from runner.utils.terminal import sanitize
 
-KEY = "sweep.resume"
-COMMAND = ["python", "-m", "runner"]
-_CHANGEABLE = "tracking."
+RESUME_KEY = "sweep.resume"
+RUNNER_COMMAND = ["python", "-m", "runner"]
+_CHANGEABLE_PREFIX = "tracking."
 """Prefix of the keys that may change on resuming: where jobs are recorded, but not what they
 compute, nor how many run at once, which their speed depends on."""
-_REDACTED = "***"
+_REDACTION_MARK = "***"
 
 
 def expand_resume_command(argv: Sequence[str]) -> list[str]:
@@ -31,19 +31,21 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: there is no such sweep here, or the command changes more than it may.
     """
-    resume = [text for text in argv if override_key(text) == KEY]
+    resume = [text for text in argv if override_key(text) == RESUME_KEY]
     added = [text for text in argv if text not in (*resume, "-m", "--multirun")]
     name = resume[-1].partition("=")[2].strip("'\"")
     folder = _last_unfinished() if name == "last" else _find_folder(name, _tracking_uri(added))
     manifest = Manifest.read(folder)
-    if [*manifest.command[:3]] != COMMAND:
+    # The manifest is a file that others may have written: no other program is started.
+    if [*manifest.command[:3]] != RUNNER_COMMAND:
         raise ConfigError(
             f"{folder / MANIFEST} is damaged: its command is not a command of the runner."
         )
     _check_added(added, manifest, name)
     _check_working_directory(manifest, name)
-    command = [word for word in manifest.command[3:] if _REDACTED not in word]
-    _keep_store(folder, [*command, *added])
+    # Redacted words are typed again, see _check_added().
+    command = [word for word in manifest.command[3:] if _REDACTION_MARK not in word]
+    _select_recorded_store(folder, [*command, *added])
     return [*command, *added, *_folder_overrides(folder)]
 
 
@@ -61,18 +63,18 @@ def _check_added(added: Sequence[str], manifest: Manifest, name: str) -> None:
         manifest: the sweep's.
         name: value of `sweep.resume=`.
     """
-    secret_keys = {override_key(word) for word in manifest.command if _REDACTED in word}
+    secret_keys = {override_key(word) for word in manifest.command if _REDACTION_MARK in word}
     for word in added:
-        if not word.startswith(_CHANGEABLE) and override_key(word) not in secret_keys:
+        if not word.startswith(_CHANGEABLE_PREFIX) and override_key(word) not in secret_keys:
             raise ConfigError(
-                f"{KEY} runs a sweep with the settings that it was started with. Leave {word} out: "
-                "only tracking.* may change. Other settings are a new sweep."
+                f"{RESUME_KEY} runs a sweep with the settings that it was started with. Leave "
+                f"{word} out: only tracking.* may change. Other settings are a new sweep."
             )
     missing = sorted(secret_keys - {override_key(word) for word in added})
     if missing:
         raise ConfigError(
-            f"{KEY}={name}: the sweep's command held secrets, which are not stored. Type them "
-            f"again: {' '.join(f'{key}=<value>' for key in missing)}"
+            f"{RESUME_KEY}={name}: the sweep's command held secrets, which are not stored. Type "
+            f"them again: {' '.join(f'{key}=<value>' for key in missing)}"
         )
 
 
@@ -81,8 +83,8 @@ def _check_working_directory(manifest: Manifest, name: str) -> None:
     original = Path(manifest.cwd).absolute()
     if original != Path.cwd() and original.is_dir():
         raise ConfigError(
-            f"{KEY}={name}: its command was typed in another folder, which its files are relative "
-            f"to. Type cd {shlex.quote(str(original))} first."
+            f"{RESUME_KEY}={name}: its command was typed in another folder, which its files are "
+            f"relative to. Type cd {shlex.quote(str(original))} first."
         )
 
 
@@ -96,7 +98,7 @@ def _folder_overrides(folder: Path) -> list[str]:
     ]
 
 
-def _keep_store(folder: Path, words: Sequence[str]) -> None:
+def _select_recorded_store(folder: Path, words: Sequence[str]) -> None:
     """Set the store that the sweep was recorded in, unless the command names another one.
 
     The sweep's command may have taken the store from the environment, and its jobs take it from
@@ -119,10 +121,10 @@ def override_key(override: str) -> str:
 
 def resume_command(folder: Path) -> list[str]:
     """Return the words of the command that resumes the sweep in a folder."""
-    return [*COMMAND, f"{KEY}={os.path.relpath(folder)}"]
+    return [*RUNNER_COMMAND, f"{RESUME_KEY}={os.path.relpath(folder)}"]
 
 
-def finished_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:
+def final_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:
     """Return the result of a job that need not run again, None for one that must.
 
     A job is not run again if it finished, or if a guard stopped it for its numbers: they would be
@@ -136,16 +138,18 @@ def finished_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:
         return None
     result = RunResult.read(folder)
     is_final = result.status == "finished" or result.diverged
-    return result if is_final and same_settings(result.overrides, overrides) else None
+    return result if is_final and have_same_settings(result.overrides, overrides) else None
 
 
-def same_settings(one: Sequence[str], other: Sequence[str]) -> bool:
+def have_same_settings(one: Sequence[str], other: Sequence[str]) -> bool:
     """Return whether two jobs' overrides agree, apart from where the jobs are recorded."""
     return _settings(one) == _settings(other)
 
 
 def _settings(overrides: Sequence[str]) -> set[str]:
-    return {redact(text) for text in overrides if not text.lstrip("+~").startswith(_CHANGEABLE)}
+    return {
+        redact(text) for text in overrides if not text.lstrip("+~").startswith(_CHANGEABLE_PREFIX)
+    }
 
 
 def _find_folder(name: str, uri: str | None) -> Path:
@@ -155,11 +159,11 @@ def _find_folder(name: str, uri: str | None) -> Path:
         name: the folder, or the id of the sweep's parent run or of one of its jobs.
         uri: store in which ids are looked up; None for the default one.
     """
-    folder = locate.find_sweep(name, uri, KEY)
+    folder = locate.find_sweep(name, uri, RESUME_KEY)
     if folder is not None:
         return folder
     raise ConfigError(
-        f"{KEY}={name}: no sweep is there. Type {KEY}=last, or the folder of a sweep "
+        f"{RESUME_KEY}={name}: no sweep is there. Type {RESUME_KEY}=last, or the folder of a sweep "
         "(outputs/sweeps/<time>), or the MLflow id of a parent run whose sweep ran on this machine."
     )
 
@@ -170,5 +174,6 @@ def _last_unfinished() -> Path:
         if not Manifest.read(folder).finished:
             return folder
     raise ConfigError(
-        f"{KEY}=last: no sweep in outputs/sweeps is unfinished. Type {KEY}=<folder of a sweep>."
+        f"{RESUME_KEY}=last: no sweep in outputs/sweeps is unfinished. Type "
+        f"{RESUME_KEY}=<folder of a sweep>."
     )

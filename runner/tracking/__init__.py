@@ -12,8 +12,8 @@ A value, for example the loss of step 7, travels in four stages:
    The state is also the only way back: the trainer, sweeps and `sync` read the run's id, the
    dashboard, errors and outages in it.
 
-The writer outlives a killed trainer: it uploads the rest and gives the run its status. What a kill
-of both, or a long outage, leaves is uploaded by the next command, or by `python -m runner sync`.
+The writer outlives a killed trainer: it uploads the rest and gives the run its status. After a
+kill of both, or a long outage, the next command uploads the rest, or `python -m runner sync`.
 
 To follow the record of a sweep's job to MLflow, read in this order: tracker.py (what a run may
 record), mlflow.py (a record becomes a line), journal.py (the file), job_journal.py (the sweep

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
+MAX_NAME_CHARACTERS = 80
+"""Upper bound on the name of a sweep's view, which MLflow shows in a menu."""
+
+
 class SweepView(NamedTuple):
     """A sweep's dashboard: its id, its parent run and the view's name."""
 
@@ -45,6 +49,7 @@ def ensure_dashboard(
     """
     if not dashboard.is_supported(version):
         return None
+    # Read now rather than cached: other runs, and users, change the tags meanwhile.
     tags = dict(client.get_experiment(experiment_id).tags)
     now = time.time_ns() // 1_000_000
     new = dashboard.tags_to_set(tags, experiment_id, version, now, metrics, sweep)
@@ -52,7 +57,7 @@ def ensure_dashboard(
         client.set_experiment_tag(experiment_id, key, value)
     for key in dashboard.tags_to_delete({**tags, **new}):
         client.delete_experiment_tag(experiment_id, key)
-    key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.KEY
+    key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.DASHBOARD_KEY
     return dashboard.dashboard_path(experiment_id, key)
 
 
@@ -69,6 +74,7 @@ def server_version(uri: str) -> str:
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request
 
+    # MLflow's client has no call for the version.
     answer: Any = http_request(get_default_host_creds(uri), "/version", "GET")
     return answer.text.strip() if answer.ok else "unknown"
 

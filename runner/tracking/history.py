@@ -1,7 +1,7 @@
-"""Read a run's metrics as arrays from its journal, and keep them as `history.npz`.
+"""Read a run's metrics as arrays from its journal, and write them to `history.npz`.
 
-The archive holds every value as it was recorded. A store does not: it keeps infinity as the
-greatest float.
+The archive holds every value as it was recorded. A store does not: it has the greatest float in
+place of infinity.
 """
 
 import io
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from runner.tracking import journal as journals
 from runner.utils.layout import HISTORY
 
-MOST = 2**30
+MAX_ARCHIVE_BYTES = 2**30
 """Upper bound on the uncompressed bytes of an archive that is read."""
 Curve = NDArray[np.float64]
 """Shape [3, points], float64: optimizer steps, Unix times in milliseconds, and values as they were
@@ -28,13 +28,15 @@ recorded (NaN and infinity, too), in order of time."""
 
 def from_journal(path: Path) -> dict[str, Curve]:
     """Return every metric of a run by name, including what was recorded before a resume."""
+    # array("d") takes 8 bytes per number; a list of floats would take 32.
     columns: dict[str, array[float]] = {}
     earlier: list[Path] = []
     for part in journals.run_journals(path):
         known = journals.last_steps(earlier)
         for record, _ in journals.read_records(part):
             if record["kind"] == "metrics":
-                step, time_ms = record["step"], record["time"]
+                step = record["step"]
+                time_ms = record["time"]
                 for name, value in journals.new_values(record, known).items():
                     columns.setdefault(name, array("d")).extend((step, time_ms, value))
         earlier.append(part)
@@ -72,6 +74,7 @@ def write_history(path: Path, curves: Mapping[str, Curve]) -> Path:
 
 
 def _write_archive(path: Path, curves: Mapping[str, Curve]) -> Path:
+    # A rename is atomic: a report that reads meanwhile finds the whole archive or none.
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
@@ -96,8 +99,9 @@ def read_history(data: Path | bytes) -> dict[str, Curve]:
     """
     source = io.BytesIO(data if isinstance(data, bytes) else data.read_bytes())
     try:
+        # The archive may be a stranger's. NumPy would unpack it into memory whatever its size.
         with ZipFile(source) as packed:
-            if sum(member.file_size for member in packed.infolist()) > MOST:
+            if sum(member.file_size for member in packed.infolist()) > MAX_ARCHIVE_BYTES:
                 raise ValueError("it unfolds to more than a run records")
         with np.load(source, allow_pickle=False) as archive:
             curves = {name: np.asarray(archive[name], dtype=np.float64) for name in archive.files}

@@ -1,4 +1,4 @@
-"""The journal: one JSON line per record, given to the operating system at once.
+"""The journal: one JSON line per record, written to the operating system without a buffer.
 
 A line in the file survives a kill of the process that wrote it. This is the first stage of the way
 that runner/tracking/__init__.py describes: the trainer appends, the writer process reads. JSON is
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from runner.tracking.tracker import NOTE_TAG, MetricRecord, Status
-from runner.tracking.upload_state import SIZE
+from runner.tracking.upload_state import STATE_FILE_BYTES
 
 log = logging.getLogger(__name__)
 
-MEMORY_MIB = 64
+MAX_WAITING_MIB = 64
 """Upper bound on the records that wait in memory while the disk is full."""
-SPARE = 16 * 1024
+END_RESERVE_BYTES = 16 * 1024
 """Bytes of disk reserved for the record of the run's end."""
 _RETRY_SECONDS = 0.25
 _END_BYTES = 65_536
@@ -38,11 +38,11 @@ class Journal:
 
     A disk that cannot be written (full, or gone) stops nobody: records wait in memory, and each
     later record tries to write them again. The file stays locked while its owner lives: by that a
-    later command tells a run that is still training from one that was killed.
+    later command distinguishes a run that is training from one that was killed.
 
     Args:
         folder: created if it does not exist.
-        memory: bytes that may wait; records beyond them are lost.
+        max_waiting_bytes: of records that may wait; records beyond them are lost.
 
     Attributes:
         path: the file.
@@ -50,14 +50,14 @@ class Journal:
         has_end: the end of the run is in the file.
     """
 
-    def __init__(self, folder: Path, memory: int = MEMORY_MIB * 2**20) -> None:
+    def __init__(self, folder: Path, max_waiting_bytes: int = MAX_WAITING_MIB * 2**20) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._file = _create(folder.resolve())
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX)
         self.lost = 0
         self.has_end = False
-        self._max_waiting_bytes = memory
+        self._max_waiting_bytes = max_waiting_bytes
         self._waiting = deque[bytes]()
         self._has_partial_line = False
         self._has_warned = False
@@ -65,8 +65,8 @@ class Journal:
         # Reserve room now: a full disk must neither keep the end out of the journal, nor keep the
         # writer from saving how far it has uploaded.
         with suppress(OSError):
-            self._spare.write_bytes(bytes(SPARE))
-            self.path.with_suffix(".state").write_bytes(b" " * SIZE)
+            self._spare.write_bytes(bytes(END_RESERVE_BYTES))
+            self.path.with_suffix(".state").write_bytes(b" " * STATE_FILE_BYTES)
 
     def append(self, kind: str, **content: Any) -> None:
         """Append one record of any kind."""
@@ -109,6 +109,8 @@ class Journal:
         self._file = -1
 
     def _write(self, text: str) -> None:
+        # Appended before it is written, so that records stay in order after a failed write. The
+        # newest is the one that is lost: older ones may be partly in the file.
         self._waiting.append(text.encode())
         if not self._flush() and sum(map(len, self._waiting)) > self._max_waiting_bytes:
             self.lost += _count_lines([self._waiting.pop()])
@@ -149,11 +151,13 @@ def _count_lines(texts: Iterable[bytes]) -> int:
 
 
 def _metrics_line(step: int, time_ms: int, values: Mapping[str, float]) -> str:
+    # Formatted by hand, because a training step waits for it: only the values need an encoder.
     return f'{{"kind":"metrics","step":{step},"time":{time_ms},"values":{_encode(values)}}}\n'
 
 
 def _create(folder: Path) -> tuple[Path, int]:
     """Create a journal under the first free name; return its path and file descriptor."""
+    # A resumed run stays in its folder, and gets a journal of its own there.
     number = 1
     while True:
         path = folder / ("journal.jsonl" if number == 1 else f"journal-{number}.jsonl")
@@ -231,6 +235,7 @@ def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
 
 def latest_journal(folder: Path) -> Path | None:
     """Return the journal of the last run in a folder; None without a journal."""
+    # No links: a stranger's folder must not name a file elsewhere.
     found = (p for p in folder.glob("journal*.jsonl") if p.is_file() and not p.is_symlink())
     # By length first: journal-10 is newer than journal-9.
     return max(found, key=lambda path: (len(path.name), path.name), default=None)
@@ -285,9 +290,9 @@ def new_values(record: Mapping[str, Any], known: Mapping[str, int]) -> dict[str,
         known: last step of each metric in the earlier journals.
     """
     step = record["step"]
-    return {
-        name: value for name, value in record["values"].items() if step > known.get(name, step - 1)
-    }
+    values = record["values"].items()
+    # A metric that no earlier journal has is new at any step.
+    return {name: value for name, value in values if name not in known or step > known[name]}
 
 
 def _decode(line: bytes) -> dict[str, Any]:
@@ -295,7 +300,9 @@ def _decode(line: bytes) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError:
         record = None
-    return record if isinstance(record, dict) and _is_record(record) else {"kind": "damaged"}
+    if isinstance(record, dict) and _is_record(record):
+        return record
+    return {"kind": "damaged"}
 
 
 def _is_record(content: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ from runner.tracking.tracker import (
     StopRequested,
     Tracker,
 )
-from runner.tracking.upload_state import SIGNED, UploadState
+from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
 from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
 from runner.tracking.writer_process import WriterProcess, shared_writer
 from runner.utils.errors import ConfigError, TrackingError
@@ -35,11 +35,14 @@ from runner.utils.terminal import quote_command
 
 log = logging.getLogger(__name__)
 
-SOON = 120.0
-"""Seconds in which a refusal by the store stops a run; later too much work would be lost."""
+REFUSAL_STOP_SECONDS = 120.0
+"""Seconds from a run's start in which a refusal by the store stops it.
+
+Later, too much work would be lost.
+"""
 CHECK_SECONDS = 0.5
 """Seconds between readings of the state file, so that `check` costs a training step nothing."""
-ROOM_SECONDS = 10.0
+DISK_WAIT_SECONDS = 10.0
 """Upper bound on waiting, at the end of a run, until a full disk has room."""
 
 
@@ -109,10 +112,13 @@ class MlflowTracker(Tracker):
         self._next_check_at = 0.0
 
     def open(self, info: RunInfo) -> None:
-        if clash := sorted(self.extra_tags.keys() & {*info.tags, "sweep_id", "role"}):
+        reserved = {*info.tags, "sweep_id", "role"}
+        clashes = sorted(self.extra_tags.keys() & reserved)
+        if clashes:
+            name = clashes[0]
             raise ConfigError(
-                f"tracking.tags.{clash[0]} is a tag that the runner sets itself. Type another "
-                f"name, for example tracking.tags.my_{clash[0]}=..."
+                f"tracking.tags.{name} is a tag that the runner sets itself. Type another "
+                f"name, for example tracking.tags.my_{name}=..."
             )
         self._journal = Journal(info.folder)
         self._journal.append("start", **self._start_record(info))
@@ -144,6 +150,7 @@ class MlflowTracker(Tracker):
     def check_sweep(self) -> None:
         if self.sweep is None:
             return
+        # Imported here, because it imports mlflow, which few runs need in this process.
         from runner.tracking.reader import Reader
 
         if Reader(self.uri).sweep(self.sweep) is None:
@@ -174,11 +181,13 @@ class MlflowTracker(Tracker):
         refusal = self._status.state.refusal
         if refusal is None:
             return
-        first_report = not self._refusal_reported
+        is_first_report = not self._refusal_reported
         self._refusal_reported = True
-        if self._closed or now - self._opened_at < SOON:
+        seconds = now - self._opened_at
+        # After close nothing is lost by an error, and the run's exit status shows it.
+        if self._closed or seconds < REFUSAL_STOP_SECONDS:
             raise TrackingError(self._explain(refusal))
-        if first_report:
+        if is_first_report:
             log.warning("%s Training continues.", self._explain(refusal))
 
     def close(
@@ -189,13 +198,17 @@ class MlflowTracker(Tracker):
         self._closed = True
         # A run that is killed has a few seconds left, and a checkpoint to finish in them.
         killed = status == "KILLED"
-        disk_seconds = 1.0 if killed else min(ROOM_SECONDS, self.patience)
-        self._journal.append_end(disk_seconds, status=status, error=error, time=_now())
+        disk_seconds = 1.0 if killed else min(DISK_WAIT_SECONDS, self.patience)
+        self._journal.append_end(disk_seconds, status=status, error=error, time=_now_ms())
         self._journal.close()
-        is_stored = self._status.wait(
-            self.patience, lambda: killed or stopped(), redact(self.uri), self._writer.keep_alive
-        )
-        self._complete = self._journal.has_end and is_stored
+        # Without its end in the journal the upload never ends, and waiting for it is in vain.
+        if self._journal.has_end:
+            self._complete = self._status.wait(
+                self.patience,
+                lambda: killed or stopped(),
+                redact(self.uri),
+                self._writer.keep_alive,
+            )
         if killed or stopped():
             self._writer.request_stop()
         self._warn_of_missing(status)
@@ -232,18 +245,21 @@ class MlflowTracker(Tracker):
         """Return the journal's first record: all that the writer needs to know about the run."""
         sweep_id = self.sweep or info.sweep
         sweep = {"sweep_id": sweep_id, "role": info.role} if sweep_id else {}
+        # A sweep's jobs have folders with numbers as names.
         if sweep_id and info.folder.name.isdigit():
             sweep["mlflow.runColor"] = dashboard.run_color(int(info.folder.name))
+        # A user's tags replace ours of the source; those that the runner relies on replace both.
+        tags = {**_source_tags(info.tags), **self.extra_tags, **info.tags, **sweep}
         return {
             "id": uuid.uuid4().hex,
-            "time": _now(),
+            "time": _now_ms(),
             "uri": self.uri,
-            "signature": sign(SIGNED, self.uri),
+            "signature": sign(STORE_SIGNATURE_PURPOSE, self.uri),
             "experiment": self.experiment,
             "experiment_id": self.experiment_of_env,
             "name": redact(self.run_name or info.name or "") or None,
             "params": _texts(info.params),
-            "tags": _texts({**_source_tags(info.tags), **self.extra_tags, **info.tags, **sweep}),
+            "tags": _texts(tags),
             "sweep": sweep_id,
             "role": info.role,
             "continues": str(info.continues.absolute()) if info.continues else None,
@@ -267,6 +283,7 @@ class MlflowTracker(Tracker):
                 self._journal.lost,
                 self._journal.path,
             )
+        # The command of a finished run calls check once more, which raises the refusal.
         state = self._status.state
         check_follows = state.refusal and status == "FINISHED"
         if self._complete or self._refusal_reported or check_follows:
@@ -295,14 +312,18 @@ class MlflowTracker(Tracker):
 
 
 def _source_tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """Return MLflow's tags of a run's source; its client sets them in the fluent interface only."""
+    """Return MLflow's tags of a run's source."""
+    # MLflow sets them in its fluent interface only, which the writer does not use.
     script = Path(sys.argv[0])
+    # `python -m runner` has runner/__main__.py as its script.
+    name = script.parent.name if script.stem == "__main__" else script.name
     source = {
-        "mlflow.source.name": script.parent.name if script.stem == "__main__" else script.name,
+        "mlflow.source.name": name,
         "mlflow.source.type": "LOCAL",
         "mlflow.user": _user(),
     }
-    if commit := tags.get("git_commit"):
+    commit = tags.get("git_commit")
+    if commit:
         source["mlflow.source.git.commit"] = commit
     return source
 
@@ -310,7 +331,7 @@ def _source_tags(tags: Mapping[str, str]) -> dict[str, str]:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container's user id without a name
+    except (KeyError, OSError):  # in a container, a user's id may have no name
         return str(os.getuid())
 
 
@@ -318,12 +339,12 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
     return {str(key): str(value) for key, value in values.items()}
 
 
-def _now() -> int:
+def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
 def _shell_path(folder: Path) -> str:
     """Return a folder's path for a command line: relative if it is in the working directory."""
-    here = Path.cwd()
-    shortest = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    return quote_command([str(shortest)])
+    if folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
+    return quote_command([str(folder)])

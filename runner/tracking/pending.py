@@ -1,8 +1,8 @@
 """Find journals that were not fully uploaded and upload them in the background.
 
-A run is left so by a power cut, by a SIGKILL of both the trainer and its writer, or by a long
-outage of the store. The next command that finds the journal uploads it without waiting for it;
-`runner sync` uploads it and waits. The last case of runner/tracking/__init__.py.
+A journal is pending after a power cut, after a SIGKILL of both the trainer and its writer, or after
+a long outage of the store. The next command that finds the journal uploads it without waiting for
+it; `runner sync` uploads it and waits. The last case of runner/tracking/__init__.py.
 """
 
 import fcntl
@@ -17,38 +17,44 @@ from runner.tracking.journal import has_live_owner
 from runner.tracking.upload_state import UploadState
 from runner.tracking.writer_start import start_detached_writer
 
-FOLDERS = 2_000
-"""Upper bound on the folders that a search in the background reads, the newest first."""
-JOURNALS = 100
-"""Upper bound on the journals that one writer uploads."""
+MAX_SEARCHED_FOLDERS = 2_000
+"""Upper bound on the folders that a search in the background reads, the newest first.
+
+A search by `runner sync` has no bound.
+"""
+MAX_JOURNALS_PER_WRITER = 100
+"""Upper bound on the journals that one writer uploads: their names must fit into a pipe."""
 _NAME = re.compile(r"journal.*\.jsonl")
-_NO_RUNS = {"mlartifacts", "mlruns", "checkpoints", "model", ".hydra"}
+# Folders with many files and no journals.
+_FOLDERS_WITHOUT_RUNS = {"mlartifacts", "mlruns", "checkpoints", "model", ".hydra"}
 
 
-def find_journals(folder: Path, most: float = float("inf")) -> Iterator[Path]:
+def find_journals(folder: Path, max_folders: float = float("inf")) -> Iterator[Path]:
     """Yield the journals in a folder and below it, those of the newest run first.
 
     Args:
         folder: where to begin.
-        most: upper bound on the folders to read.
+        max_folders: upper bound on the folders to read.
     """
+    # A stack: folders are named by their time, so the last one of a folder is read first.
     todo = [folder]
-    while todo and most > 0:
-        most -= 1
+    while todo and max_folders > 0:
+        max_folders -= 1
         with suppress(OSError):  # a folder that was deleted meanwhile, or without permission
             for entry in sorted(os.scandir(todo.pop()), key=lambda entry: entry.name):
+                # Links are not followed: they may form a loop.
                 if entry.is_dir(follow_symlinks=False):
-                    if entry.name not in _NO_RUNS:
+                    if entry.name not in _FOLDERS_WITHOUT_RUNS:
                         todo.append(Path(entry.path))
                 # A regular file only: reading a pipe would never end.
                 elif entry.is_file(follow_symlinks=False) and _NAME.fullmatch(entry.name):
                     yield Path(entry.path)
 
 
-State = Literal["stored", "training", "sending", "refused", "pending"]
+JournalState = Literal["stored", "training", "sending", "refused", "pending"]
 
 
-def journal_state(journal: Path) -> State:
+def journal_state(journal: Path) -> JournalState:
     """Return the state of a journal's upload.
 
     Returns:
@@ -57,7 +63,7 @@ def journal_state(journal: Path) -> State:
         none of these, so it waits to be uploaded.
     """
     state = UploadState(journal)
-    is_locked = state.peek()
+    is_locked = state.read_without_lock()
     # The trainer of an empty journal may be about to lock it; there is nothing to upload anyway.
     if state.done or journal.stat().st_size == 0:
         return "stored"
@@ -80,21 +86,22 @@ def outputs_folder(journal: Path) -> Path:
 def upload_in_background(folder: Path) -> int:
     """Start a detached writer for the pending journals under a folder; return at once.
 
-    A run without an end becomes KILLED. A journal that its store has refused is left to
-    `runner sync`.
+    A run without an end becomes KILLED. A journal that its store has refused is not
+    uploaded; `runner sync` does that.
 
     Returns:
         The number of journals given to the writer: 0 while another such writer works there.
     """
     found: list[Path] = []
-    for journal in find_journals(folder, FOLDERS):
+    for journal in find_journals(folder, MAX_SEARCHED_FOLDERS):
         with suppress(OSError):
             if journal_state(journal) == "pending":
                 found.append(journal)
-        if len(found) == JOURNALS:
+        if len(found) == MAX_JOURNALS_PER_WRITER:
             break
     if not found:
         return 0
+    # One such writer per folder: the commands of a batch system start together and find the same.
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -30,6 +30,7 @@ class ProcessJournal(NoTracker):
             json.dumps({"step": step, "time_ms": time_ms, **values})
             for step, time_ms, values in records
         ]
+        # One write per block. The file is line-buffered, so that a kill loses no complete line.
         if self._file is not None and lines:
             with suppress(OSError):
                 self._file.write("\n".join(lines) + "\n")

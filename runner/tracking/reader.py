@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.tracking import dashboard
-from runner.tracking.dashboard_views import SweepView, ensure_dashboard, server_version
+from runner.tracking.dashboard_views import (
+    MAX_NAME_CHARACTERS,
+    SweepView,
+    ensure_dashboard,
+    server_version,
+)
 from runner.tracking.error_cause import short_cause
 from runner.tracking.history import Curve
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.tracking.writer.experiments import active_experiment
 from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.quiet_import import quiet_imports
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.secrets import redact
 
 if TYPE_CHECKING:
@@ -29,7 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run as the store has it: its name, MLflow's status, last metrics, tags and parameters."""
+    """A run as the store has it.
+
+    Attributes:
+        status: MLflow's.
+        started_ms: Unix time in milliseconds; 0 if the store has none.
+        metrics: the last value of each.
+    """
 
     run_id: str
     experiment_id: str
@@ -42,7 +53,7 @@ class StoredRun:
 
 
 class Reader:
-    """One store. Every method raises TrackingError if the store does not answer.
+    """The runs of one store. Every method raises TrackingError if the store does not answer.
 
     Args:
         uri: of the store.
@@ -52,18 +63,22 @@ class Reader:
         notices: artifacts that could not be fetched, and why; for whoever shows the result.
 
     Raises:
-        ConfigError: it does not exist, and `make` is False.
+        ConfigError: the SQLite file does not exist, and `make` is False.
     """
 
     def __init__(self, uri: str, make: bool = False) -> None:
         self.uri = uri
         self.notices: list[str] = []
+        # Before the import below: MLflow reads them when it is imported.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-        with quiet_imports():
+        with suppress_import_warnings():
             from mlflow import MlflowClient
-        if (database := sqlite_path(uri)) and not database.exists():
+        database = sqlite_path(uri)
+        # MlflowClient would create a file that is missing: a mistyped path would look like an empty
+        # store.
+        if database and not database.exists():
             if not make:
                 raise ConfigError(
                     f"There is no store at {redact(uri)}: nothing was logged there yet. Type "
@@ -86,12 +101,15 @@ class Reader:
         from mlflow.exceptions import MlflowException
 
         try:
-            with quiet_imports():
+            with suppress_import_warnings():
                 return self.client.get_run(run_id)
         except MlflowException as error:
+            # The second one is for a text that cannot be an id.
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
-            raise TrackingError(f"{redact(self.uri)} does not answer: {_short(error)}.") from error
+            raise TrackingError(
+                f"{redact(self.uri)} does not answer: {_redacted_cause(error)}."
+            ) from error
 
     def sweep(self, sweep_id: str) -> StoredRun | None:
         """Return the parent run of a sweep in any experiment; None if there is none."""
@@ -113,12 +131,17 @@ class Reader:
         if found is None:
             yield f"no experiment {experiment!r} yet", ""
             return
-        view = partial(self._dashboard_path, found, self._ask(lambda: server_version(self.uri)))
-        if parent := self.newest_sweep(experiment):
-            sweep_id = parent.tags["sweep_id"]
-            if path := view(SweepView(sweep_id, parent.run_id, parent.name[:80])):
+        version = self._ask(lambda: server_version(self.uri))
+        parent = self.newest_sweep(experiment)
+        if parent:
+            view = SweepView(
+                parent.tags["sweep_id"], parent.run_id, parent.name[:MAX_NAME_CHARACTERS]
+            )
+            path = self._dashboard_path(found, version, view)
+            if path:
                 yield "newest sweep", path
-        if path := view():
+        path = self._dashboard_path(found, version)
+        if path:
             yield "dashboard", path
         yield "runs", f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning"
 
@@ -144,7 +167,7 @@ class Reader:
             TrackingError: it could not be fetched, or it is not known whether the run has it.
         """
         try:
-            with tempfile.TemporaryDirectory() as folder, quiet_imports():
+            with tempfile.TemporaryDirectory() as folder, suppress_import_warnings():
                 return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
         except Exception as error:
             reason = self._fetch_problem(run_id, path, error)
@@ -158,7 +181,7 @@ class Reader:
     def artifact_or_notice(self, run_id: str, path: str) -> bytes | None:
         """Return the content of an artifact; None if there is none or it could not be fetched.
 
-        What could not be fetched is added to `notices`.
+        An artifact that could not be fetched is added to `notices`.
         """
         try:
             return self.artifact(run_id, path)
@@ -168,20 +191,21 @@ class Reader:
 
     def _fetch_problem(self, run_id: str, path: str, error: Exception) -> str | None:
         """Return why an artifact could not be fetched; None if the run has no such artifact."""
-        # The error of the download does not tell: each kind of artifact store has its own for a
-        # missing file, some the same one as for an outage. The list of artifacts tells.
+        # The download's error does not show it: each kind of artifact store has its own for a
+        # missing file, some the same one as for an outage. The list of artifacts does.
         try:
             exists = path in self.artifacts(run_id, path.rpartition("/")[0])
         except TrackingError as outage:
             return short_cause(str(outage))
-        return _short(error) if exists else None
+        return _redacted_cause(error) if exists else None
 
     def curve(self, run_id: str, name: str) -> Curve:
-        """Return a metric's points; the greatest float, which stores keep for infinity, as inf."""
+        """Return a metric's points, with infinity where the store has the greatest float."""
         points = self._ask(lambda: self.client.get_metric_history(run_id, name))
         points = sorted(points, key=lambda point: (point.timestamp, point.step))
         rows = [(point.step, point.timestamp, point.value) for point in points]
         curve = np.array(rows, dtype=np.float64).reshape(-1, 3).T.copy()
+        # MLflow's databases hold no infinity and store the greatest float in its place.
         is_greatest = np.abs(curve[2]) >= np.finfo(np.float64).max
         curve[2, is_greatest] = np.copysign(np.inf, curve[2, is_greatest])
         return curve
@@ -197,7 +221,8 @@ class Reader:
     def _create_store(self) -> None:
         from runner.tracking.writer.store import Store
 
-        Store(self.uri)  # under the lock that keeps two processes from creating it at once
+        # Store creates the file under a lock that keeps two processes from doing it at once.
+        Store(self.uri)
 
     def _experiments(self) -> list[str]:
         return [e.experiment_id for e in self._ask(lambda: list(self.client.search_experiments()))]
@@ -213,30 +238,37 @@ class Reader:
             )
         except TrackingError:
             # A user without write permission still sees a dashboard that exists.
-            key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.KEY
-            exists = dashboard.PREFIX + key in experiment.tags
+            key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.DASHBOARD_KEY
+            exists = dashboard.VIEW_TAG_PREFIX + key in experiment.tags
             return dashboard.dashboard_path(experiment_id, key) if exists else None
 
     def _search(self, experiments: list[str], query: str) -> Iterator[StoredRun]:
+        # MLflow refuses a search without an experiment.
+        if not experiments:
+            return
         token = None
-        while experiments:
-            page = self._ask(lambda: self.client.search_runs(experiments, query, page_token=token))
+        while True:
+            search = partial(self.client.search_runs, experiments, query, page_token=token)
+            page = self._ask(search)
             yield from map(_stored_run, page)
-            if not (token := page.token):
+            token = page.token
+            if not token:
                 return
 
     def _ask(self, call: Any) -> Any:
         """Return what a call of the client returns; raise TrackingError if it fails."""
         try:
-            with quiet_imports():
+            with suppress_import_warnings():
                 return call()
         except Exception as error:
-            raise TrackingError(f"{redact(self.uri)} cannot be read: {_short(error)}") from error
+            raise TrackingError(
+                f"{redact(self.uri)} cannot be read: {_redacted_cause(error)}"
+            ) from error
 
 
-def _short(error: Exception) -> str:
+def _redacted_cause(error: Exception) -> str:
     """Return the cause of an error, without secrets."""
-    # Secrets first: a cut could leave half of one, which no pattern recognises.
+    # Redacted before it is shortened: half of a secret fits no pattern.
     return short_cause(redact(str(error)))
 
 
@@ -254,7 +286,7 @@ def _stored_run(run: "Run") -> StoredRun:
 
 
 def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint") -> Path:
-    """Return the output folder of a run, which the run keeps as a tag.
+    """Return the output folder of a run, which is a tag of the run.
 
     Args:
         run_id: of the run.
@@ -266,14 +298,16 @@ def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint"
     """
     uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
     unknown = f"{key}={run_id} is neither a file, a folder nor the id of a run in {redact(uri)}."
-    if (database := sqlite_path(uri)) and not database.exists():
-        raise ConfigError(unknown)  # MLflow would create it
+    database = sqlite_path(uri)
+    # MLflow would create the file.
+    if database and not database.exists():
+        raise ConfigError(unknown)
 
-    with quiet_imports():
+    with suppress_import_warnings():
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
     try:
-        with quiet_imports():
+        with suppress_import_warnings():
             run = MlflowClient(uri).get_run(run_id)
     except MlflowException:
         raise ConfigError(unknown) from None

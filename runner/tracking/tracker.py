@@ -1,4 +1,4 @@
-"""The tracking contract: what a run tells its store, independent of which store that is.
+"""The tracking contract: what a run records, independent of the store that it records in.
 
 The trainer calls a Tracker and never waits for the store, except at the end of the run. With
 tracking=none the tracker is NoTracker, so that callers need no branch.

@@ -15,10 +15,11 @@ from typing import Any
 
 from runner.config.signature import sign
 
-SIZE = 4096
-"""Bytes of the file. Fixed, so that room on the disk can be reserved before the disk is full."""
-SIGNED = "store"
+STATE_FILE_BYTES = 4096
+"""Bytes of the file; fixed, so that the journal can reserve them before the disk is full."""
+STORE_SIGNATURE_PURPOSE = "store"
 """Purpose of the signature of a store's URI, in a journal and in its state."""
+# The keys of the file. Attributes have the same names.
 _FIELDS = (
     "run_id",
     "experiment_id",
@@ -96,20 +97,23 @@ class UploadState:
         """Return whether this object holds the lock, so that no other writer may upload."""
         return self._file >= 0
 
-    def claim(self) -> bool:
+    def acquire_lock(self) -> bool:
         """Take the lock and read the state; return False while another process holds the lock."""
         if self.has_lock:
             return True
+        # The journal and its state may name a store by a URI with a password: 0o600.
         file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+        # The lock ends with the process, so that a writer that was killed leaves none.
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
             return False
-        except OSError:  # a file system without locks
+        except OSError:
+            # A file system without locks. Two writers send the same twice, which changes nothing.
             pass
         self._file = file
-        self._load(os.pread(file, SIZE, 0))
+        self._load(os.pread(file, STATE_FILE_BYTES, 0))
         return True
 
     def read(self) -> bool:
@@ -120,21 +124,22 @@ class UploadState:
         except OSError:
             return False
         try:
-            self._set_fields(json.loads(os.pread(file, SIZE, 0)))
+            self._set_fields(json.loads(os.pread(file, STATE_FILE_BYTES, 0)))
         except (OSError, ValueError):  # not written yet, or read in the middle of a write
             return False
         finally:
             os.close(file)
         return True
 
-    def peek(self) -> bool:
+    def read_without_lock(self) -> bool:
         """Read the state without the lock; return whether another process holds the lock."""
+        # O_NONBLOCK: a pipe of this name, in a stranger's folder, must not stop the reader.
         try:
             file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             return False
         try:
-            self._load(os.pread(file, SIZE, 0))
+            self._load(os.pread(file, STATE_FILE_BYTES, 0))
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -149,15 +154,16 @@ class UploadState:
         for name, value in changes.items():
             setattr(self, name, _shorten(value) if name in _TEXTS else value)
         # Padded to the fixed size: nothing of a longer text remains, and a full disk has the room.
-        text = json.dumps(self.as_dict()).ljust(SIZE - 1) + "\n"
+        text = json.dumps(self.as_dict()).ljust(STATE_FILE_BYTES - 1) + "\n"
         os.pwrite(self._file, text.encode(), 0)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields that the file holds."""
         return {name: getattr(self, name) for name in _FIELDS}
 
-    def move(self, uri: str, experiment: str | None) -> None:
+    def change_store(self, uri: str, experiment: str | None) -> None:
         """Have the journal uploaded to another store or experiment, from its beginning."""
+        # The ids belong to the store before, and a run is not split between two stores.
         self.save(
             uri=uri,
             experiment=experiment,
@@ -165,7 +171,7 @@ class UploadState:
             experiment_id=None,
             offset=0,
             tried=False,
-            signature=sign(SIGNED, uri),
+            signature=sign(STORE_SIGNATURE_PURPOSE, uri),
         )
 
     def forget_troubles(self) -> None:
@@ -198,7 +204,7 @@ class UploadState:
         if len(self.notices) < _MAX_NOTICES:
             self.save(notices=[*self.notices, _shorten(text)])
 
-    def release(self) -> None:
+    def release_lock(self) -> None:
         """Release the lock, so that another writer may upload the journal."""
         if self.has_lock:
             os.close(self._file)
@@ -232,5 +238,5 @@ def _shorten(text: str | None) -> str | None:
 def stored_run_id(journal: Path) -> str | None:
     """Return the store's id of a journal's run; None if the store never opened it."""
     state = UploadState(journal)
-    state.peek()
+    state.read_without_lock()
     return state.run_id

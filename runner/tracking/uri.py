@@ -34,8 +34,10 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
     source = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"
     if given == "databricks":
         return given
+    # The part after a plus is the database's driver, postgresql+psycopg2 for example.
     scheme = urlsplit(given).scheme.split("+")[0]
-    given = scheme + given[len(scheme) :]  # SQLITE:///
+    # urlsplit has made the scheme lower case, as MLflow needs it (SQLITE:/// is legal in a URL).
+    given = scheme + given[len(scheme) :]
     if scheme == "sqlite":
         return _absolute_sqlite(given, source, cwd)
     if scheme in ("", "file"):
@@ -70,10 +72,10 @@ def resolve_experiment_id(
     if name or env.get("MLFLOW_EXPERIMENT_NAME"):
         return None
     # Ids belong to one store, so the variable does not count if MLFLOW_TRACKING_URI names another.
-    theirs = env.get("MLFLOW_TRACKING_URI")
-    if theirs and uri:
+    store_of_id = env.get("MLFLOW_TRACKING_URI")
+    if store_of_id and uri:
         without = {key: value for key, value in env.items() if key != "MLFLOW_TRACKING_URI"}
-        if resolve_uri(uri, without, cwd) != resolve_uri(theirs, without, cwd):
+        if resolve_uri(uri, without, cwd) != resolve_uri(store_of_id, without, cwd):
             return None
     return env.get("MLFLOW_EXPERIMENT_ID") or None
 
@@ -90,6 +92,7 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def _absolute_sqlite(uri: str, source: str, cwd: Path) -> str:
+    # MLflow would take a relative path from the working directory of each process that opens it.
     prefix, _, rest = uri.partition("://")
     path, mark, query = rest.removeprefix("/").partition("?")
     if not path or path == ":memory:":

@@ -16,8 +16,8 @@ from typing import IO
 from runner.utils.stop_signals import signals_blocked
 
 _COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); "
-_COMMAND += "from runner.tracking.writer.writer_main import main; "
-_COMMAND += "main(int(sys.argv[2]))"
+_COMMAND += "from runner.tracking.writer.writer_main import run_writer; "
+_COMMAND += "run_writer(int(sys.argv[2]))"
 
 
 def start_writer(folder: Path, keep: Sequence[int] = ()) -> subprocess.Popen[bytes]:

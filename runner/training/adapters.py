@@ -15,24 +15,31 @@ from torch import nn
 from runner.config.targets import instantiate
 from runner.precision.conversion import find_shared_weights
 from runner.precision.layers.conv1d import linear_classes
-from runner.precision.layers.te_layers import NormFirst
+from runner.precision.layers.te_layers import FusedNormLinear
 from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.modules import select_modules
-from runner.utils.quiet_import import quiet_imports
 
 
 class Adapter(ABC):
-    """What changes a model after its conversion and before its optimizer."""
+    """Base class: changes a model after its conversion and before its optimizer is built."""
 
     @abstractmethod
     def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
-        """Freeze the model and add what trains, in this dtype; the function stays the same.
-        Nothing is added to `bypassed`, names of layers whose forward the model passes by."""
+        """Freeze the model and add trainable parameters; its outputs stay the same.
+
+        Args:
+            model: changed in place.
+            dtype: of the additions.
+            bypassed: names of layers whose forward the model never calls; they get no addition.
+        """
 
     @abstractmethod
     def merge(self, model: nn.Module) -> None:
-        """Work what was trained into the plain weights and remove the additions, in place. What
-        add() froze stays frozen."""
+        """Add the trained additions to the plain weights and remove them, in place.
+
+        Parameters that add() froze stay frozen.
+        """
 
 
 def build_adapter(node: Mapping[str, Any]) -> Adapter | None:
@@ -49,7 +56,7 @@ class Lora(Adapter):
         alpha: the addition is scaled by alpha / rank.
         dropout: probability on the addition's input, in [0, 1).
         modules: patterns of linear layers; None: every one that shares its weight with no other.
-        train: patterns of modules that train in full besides (norms, a head).
+        train: patterns of modules that also train, in full (norms, a head).
 
     Raises:
         ConfigError: a value is out of range.
@@ -80,80 +87,99 @@ class Lora(Adapter):
                 "adapter=lora needs peft, which is not installed.",
                 'Type pip install "precision-runner[lora]".',
             )
-        self.rank, self.alpha, self.dropout = rank, alpha, dropout
-        self.modules, self.train = modules, train
+        self.rank = rank
+        self.alpha = alpha
+        self.dropout = dropout
+        self.modules = modules
+        self.train = train
 
     def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
-        with quiet_imports():
+        with suppress_import_warnings():
             from peft import LoraConfig, inject_adapter_in_model
 
         names = [name for name, _ in model.named_modules()]
         trained = select_modules("adapter.train", self.train, names)
-        chosen = self._chosen(model, names, bypassed)
+        chosen = self._chosen_layers(model, names, bypassed)
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
+            # A regular expression, which peft matches with full names; of a list it would match
+            # the ends of names, too.
             target_modules="|".join(re.escape(name) for name in chosen),
         )
-        full = [p for name in trained for p in model.get_submodule(name).parameters()]
-        _refuse(model, trained)
-        with (
-            quiet_imports()
-        ):  # peft warns of a Conv1D, for which it transposes the addition by itself
+        # Looked up before peft renames the modules that it wraps.
+        trained_in_full: list[nn.Parameter] = []
+        for name in trained:
+            trained_in_full.extend(model.get_submodule(name).parameters())
+        _check_modules(model, trained)
+        # peft warns of a Conv1D, for which it transposes the addition by itself.
+        with suppress_import_warnings():
             inject_adapter_in_model(config, model)
-        for added in (p for p in model.parameters() if p.requires_grad):
-            added.data = added.data.to(dtype)  # peft takes the layer's compute dtype
-        for parameter in full:
+        # peft has frozen everything else, and made the additions in the layers' compute dtype.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+        for parameter in trained_in_full:
             parameter.requires_grad_(True)
 
-    def _chosen(
+    def _chosen_layers(
         self, model: nn.Module, names: Sequence[str], bypassed: Collection[str]
     ) -> list[str]:
-        """Dotted names of the linear layers that get an addition."""
-        wanted = (
-            names
-            if self.modules is None
-            else select_modules("adapter.modules", self.modules, names)
-        )
-        tied = find_shared_weights(model)
+        """Return the dotted names of the linear layers that get an addition."""
+        wanted: Collection[str] = names
+        if self.modules is not None:
+            wanted = select_modules("adapter.modules", self.modules, names)
         linear = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, linear_classes())
-            and name
-            and name in wanted
-            and type(module).__name__ != "NonDynamicallyQuantizableLinear"
+            name for name, module in model.named_modules() if name in wanted and _is_linear(module)
         ]
-        if self.modules is not None and (both := [name for name in linear if name in tied]):
-            raise ConfigError(
-                f"adapter.modules names {both[0]}, which shares its weight with "
-                f"{', '.join(tied[both[0]])}: what is added to one would be merged into both. "
-                "Leave it out."
-            )
-        chosen = [name for name in linear if name not in tied and name not in bypassed]
+        # A root that is a linear layer has no name that peft could match.
+        linear = [name for name in linear if name]
+        shared = find_shared_weights(model)
+        if self.modules is not None:
+            self._refuse_shared(linear, shared)
+        chosen = [name for name in linear if name not in shared and name not in bypassed]
         if not chosen:
-            what = "the model" if self.modules is None else f"adapter.modules={list(self.modules)}"
+            place = "the model" if self.modules is None else f"adapter.modules={list(self.modules)}"
             raise ConfigError(
-                f"adapter=lora finds no linear layer of its own in {what}. "
+                f"adapter=lora finds no linear layer of its own in {place}. "
                 "Name linear layers in adapter.modules, or type adapter=none."
             )
         return chosen
 
+    @staticmethod
+    def _refuse_shared(linear: Sequence[str], shared: Mapping[str, Sequence[str]]) -> None:
+        for name in linear:
+            if name in shared:
+                raise ConfigError(
+                    f"adapter.modules names {name}, which shares its weight with "
+                    f"{', '.join(shared[name])}: what is added to one would be merged into both. "
+                    "Leave it out."
+                )
+
     def merge(self, model: nn.Module) -> None:
-        with quiet_imports():
+        with suppress_import_warnings():
             from peft.tuners.lora import LoraLayer
 
         for name, module in list(model.named_modules()):
             if isinstance(module, LoraLayer):
                 module.merge()  # type: ignore[operator]
-                holder, _, last = name.rpartition(".")
-                setattr(model.get_submodule(holder), last, module.get_base_layer())
+                parent, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(parent), attribute, module.get_base_layer())
+        # peft leaves its config on the model, where its other functions would find it.
         vars(model).pop("peft_config", None)
 
 
-def _refuse(model: nn.Module, trained: Collection[str]) -> None:
-    """Raise ConfigError for what an addition would compute wrongly or could not train."""
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether an addition to a module's inputs would be computed."""
+    # nn.MultiheadAttention reads the weight of its output projection, a layer of this class, and
+    # never calls the layer. torch keeps the class private.
+    is_read_only = type(module).__name__ == "NonDynamicallyQuantizableLinear"
+    return isinstance(module, linear_classes()) and not is_read_only
+
+
+def _check_modules(model: nn.Module, trained: Collection[str]) -> None:
+    """Raise ConfigError for modules that cannot train, or that an addition would break."""
     packed = [
         name
         for name in sorted(trained)
@@ -165,7 +191,7 @@ def _refuse(model: nn.Module, trained: Collection[str]) -> None:
             f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot train. "
             f"Type precision.ignore_modules=[{','.join(packed)}], too."
         )
-    if any(isinstance(module, NormFirst) for module in model.modules()):
+    if any(isinstance(module, FusedNormLinear) for module in model.modules()):
         raise ConfigError(
             "adapter=lora would add to the inputs of layers that compute their norm themselves. "
             "Type precision.fuse=false."

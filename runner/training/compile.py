@@ -6,7 +6,7 @@ All of it happens in place: modules keep their names, parameters and class names
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,57 +14,69 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.config.schema import CUDA_GRAPHS, RunSpec
+from runner.config.schema import CUDA_GRAPH_MODES, RunSpec
 from runner.precision.precision import Precision
 from runner.utils.errors import ConfigError
 from runner.utils.modules import repeated_blocks, select_modules
 
-SHAPES = 8  # of its inputs that a block is compiled for, in training and evaluation together
-COMPILERS = ("c++", "g++", "clang++", "cl")
+MAX_SHAPES_PER_BLOCK = 8
+"""Shapes of its inputs that a block is compiled for, in training and evaluation together; torch
+runs further ones without compilation."""
+
+CXX_COMPILERS = ("c++", "g++", "clang++", "cl")
+"""Names under which a C++ compiler is found, which torch.compile needs."""
 
 
 def check_compile_options(
     spec: RunSpec, precision: Precision, device: torch.device, model: nn.Module
 ) -> None:
     """Raise ConfigError for what prepare_model cannot do to this model, before it computes."""
-    problems = [*_compile_problems(spec, precision, device)] if spec.train.compile else []
-    what, typed = spec.train.activation_checkpointing, "train.activation_checkpointing"
-    if what and precision.unrepeatable:
+    problems: list[str] = []
+    if spec.train.compile:
+        problems.extend(_compile_problems(spec, precision, device))
+    wanted = spec.train.activation_checkpointing
+    key = "train.activation_checkpointing"
+    if wanted and precision.no_recompute_reason:
         problems.append(
-            f"{typed}={str(what).lower()} computes forwards twice, and precision={precision.name} "
-            f"{precision.unrepeatable}"
+            f"{key}={str(wanted).lower()} computes forwards twice, and precision={precision.name} "
+            f"{precision.no_recompute_reason}"
         )
-    if (what is True or spec.train.compile == "regional") and not repeated_blocks(model):
+    needs_blocks = wanted is True or spec.train.compile == "regional"
+    if needs_blocks and not repeated_blocks(model):
         problems.append(
-            f"{typed}=true and train.compile=regional take the repeated blocks of a model, and "
+            f"{key}=true and train.compile=regional take the repeated blocks of a model, and "
             "this one has none: members of one class, in a ModuleList, ModuleDict or Sequential, "
-            f"that hold modules of their own. Type {typed}=[<module>] or train.compile=default."
+            f"that hold modules of their own. Type {key}=[<module>] or train.compile=default."
         )
-    if what and what is not True:
-        modules_to_compile(model, what)
+    if wanted and wanted is not True:
+        outermost_modules(model, wanted)  # raises for a pattern that matches nothing
     if problems:
         raise ConfigError(*problems)
 
 
 def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device) -> Iterator[str]:
-    mode, typed = str(spec.train.compile).lower(), f"train.compile={spec.train.compile}"
-    if precision.unrepeatable:
-        why = precision.unrepeatable
-        yield f"{typed.lower()} compiles forwards, and precision={precision.name} {why}"
+    """Yield a sentence for each reason why this run cannot be compiled."""
+    mode = str(spec.train.compile).lower()
+    typed = f"train.compile={spec.train.compile}"
+    if precision.no_recompute_reason:
+        reason = precision.no_recompute_reason
+        yield f"{typed.lower()} compiles forwards, and precision={precision.name} {reason}"
     if mode == "reduce-overhead" and device.type != "cuda":
         yield (
             f"{typed} replays CUDA graphs, and this run is on {device.type}. "
             "Type train.compile=default."
         )
-    if mode in CUDA_GRAPHS and device.type == "cuda" and spec.train.accumulate > 1:
+    if mode in CUDA_GRAPH_MODES and device.type == "cuda" and spec.train.accumulate > 1:
         yield (
             f"{typed} replays CUDA graphs, in whose memory gradients of several micro-batches do "
             "not add up (pytorch/pytorch#169545). Type train.accumulate=1, "
             "train.compile=max-autotune-no-cudagraphs or train.compile=default."
         )
-    if not any(map(shutil.which, (os.environ.get("CXX", "c++"), *COMPILERS))):
+    candidates = (os.environ.get("CXX", "c++"), *CXX_COMPILERS)
+    if not any(map(shutil.which, candidates)):
+        names = ", ".join(CXX_COMPILERS)
         yield (
-            f"{typed.lower()} needs a C++ compiler, and none of {', '.join(COMPILERS)} is on the "
+            f"{typed.lower()} needs a C++ compiler, and none of {names} is on the "
             "PATH. Install one (apt install g++), set CXX=<path>, or type train.compile=false."
         )
 
@@ -72,75 +84,94 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
 def prepare_model(
     spec: RunSpec, precision: Precision, device: torch.device, model: nn.Module
 ) -> None:
-    """Change a model, on its device and converted, into the form that the loop runs.
-
-    Each shape of an input is compiled for itself: so what a run computes does not depend on the
-    shapes that it has seen before, and a resumed run computes the same.
-    """
+    """Change a model, on its device and converted, into the form that the loop runs."""
     train = spec.train
     if train.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if what := train.activation_checkpointing:
-        blocks = repeated_blocks(model) if what is True else modules_to_compile(model, what)
-        _recompute(blocks, partial(precision.forward, device))
+    wanted = train.activation_checkpointing
+    # Before the compilation, which then sees both forwards.
+    if wanted:
+        blocks = repeated_blocks(model) if wanted is True else outermost_modules(model, wanted)
+        _checkpoint_activations(blocks, partial(precision.forward, device))
     if train.compile:
-        regional = train.compile == "regional"
-        mode = None if train.compile is True or regional else str(train.compile)
-        blocks = repeated_blocks(model) if regional else [model]
-        torch.compiler.reset()
-        torch._dynamo.config.recompile_limit = SHAPES * len(blocks)
-        for block in blocks:
-            block.compile(mode=mode, dynamic=False)
+        _compile(train.compile, model)
 
 
-def modules_to_compile(model: nn.Module, patterns: Any) -> list[nn.Module]:
-    """Return the outermost modules that patterns name; of a list or dict of modules, its members.
+def _compile(setting: Any, model: nn.Module) -> None:
+    regional = setting == "regional"
+    mode = None if setting is True or regional else str(setting)
+    blocks = repeated_blocks(model) if regional else [model]
+    # What an earlier model of this process compiled counts towards the limit, too.
+    torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = MAX_SHAPES_PER_BLOCK * len(blocks)
+    for block in blocks:
+        # Each shape is compiled for itself. With dynamic shapes the kernel would depend on the
+        # shapes seen before, and a resumed run, which has seen others, would round differently.
+        block.compile(mode=mode, dynamic=False)
+
+
+def outermost_modules(model: nn.Module, patterns: Any) -> list[nn.Module]:
+    """Return the modules that patterns name and that no other named module holds.
+
+    A ModuleList or ModuleDict has no forward; its members stand for it.
 
     Raises:
         ConfigError: a pattern matches none.
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
     names = {name for name, module in model.named_modules()}
-    found = select_modules("train.activation_checkpointing", patterns, names)
-    callable_ = {
-        name
-        for name in found
-        if not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict)
-    }
-    return [model.get_submodule(name) for name in sorted(callable_) if not _inside(name, callable_)]
+    matches = select_modules("train.activation_checkpointing", patterns, names)
+    with_forward: set[str] = set()
+    for name in matches:
+        if not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict):
+            with_forward.add(name)
+    # An inner module would be computed a third time, inside the second forward of the outer one.
+    outermost = [name for name in sorted(with_forward) if not _is_inside(name, with_forward)]
+    return [model.get_submodule(name) for name in outermost]
 
 
-def _inside(name: str, names: set[str]) -> bool:
-    """Whether another of the names holds this one."""
+def _is_inside(name: str, names: set[str]) -> bool:
+    """Return whether a module of these names holds the module of this name."""
+    if not name:
+        return False  # the model itself
     parts = name.split(".")
-    return bool(name) and any(".".join(parts[:cut]) in names for cut in range(len(parts)))
+    return any(".".join(parts[:length]) in names for length in range(len(parts)))
 
 
-def _recompute(blocks: list[nn.Module], again: Callable[[], Any]) -> None:
-    """Have modules keep their inputs alone for the backward, and compute the rest anew there.
+def _checkpoint_activations(
+    blocks: list[nn.Module], second_context: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Make modules keep only their inputs for the backward, and compute the rest again there.
 
     Args:
         blocks: changed in place, each into a subclass of its own class, under the same name.
-        again: context around the second forward, which the backward runs.
+        second_context: returns the context around the second forward, which the backward runs: the
+            contexts of the first one are closed by then.
     """
-    made: dict[type[nn.Module], type[nn.Module]] = {}
+    # One subclass per class, so that blocks of one kind still share a compiled graph.
+    subclasses: dict[type[nn.Module], type[nn.Module]] = {}
     for block in blocks:
         kind = type(block)
-        if kind not in made:
-            made[kind] = _recomputing(kind, again)
-        block.__class__ = made[kind]
+        if kind not in subclasses:
+            subclasses[kind] = _checkpointing_class(kind, second_context)
+        block.__class__ = subclasses[kind]
 
 
-def _recomputing(kind: type[nn.Module], again: Callable[[], Any]) -> type[nn.Module]:
+def _checkpointing_class(
+    kind: type[nn.Module], second_context: Callable[[], AbstractContextManager[Any]]
+) -> type[nn.Module]:
+    """Return a subclass whose forward keeps no activations."""
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *args, **kwargs)
-        once = partial(kind.forward, self)
-        if torch.compiler.is_compiling():  # one graph holds both forwards, in one context
-            return checkpoint(once, *args, use_reentrant=False, **kwargs)
-        return checkpoint(once, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+        original = partial(kind.forward, self)
+        # A compiled graph holds both forwards, in one context.
+        if torch.compiler.is_compiling():
+            return checkpoint(original, *args, use_reentrant=False, **kwargs)
+        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    def _contexts() -> tuple[Any, Any]:
-        return nullcontext(), again()
+    def contexts() -> tuple[Any, Any]:
+        return nullcontext(), second_context()
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

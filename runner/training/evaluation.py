@@ -13,69 +13,100 @@ from runner.utils.stop_signals import until_interrupted
 
 @torch.no_grad()
 def evaluate(
-    state: TrainState, validation: Loader, stopped: Callable[[], bool] = lambda: False
+    state: TrainState, validation: Loader, should_stop: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
     """Return the task's metrics over a data set, computed in the run's precision.
 
     Args:
         state: its model is evaluated; schedules that wait for a found-inf flag are advanced.
         validation: the data set.
-        stopped: asked before each batch; once it returns True, the result is None.
+        should_stop: asked before each batch; once it returns True, the result is None.
+
+    Returns:
+        The metrics by name, for example {"val/loss": 0.3}; None if stopped or without a batch.
     """
-    precision, task, strategy = state.precision, state.task, state.strategy
-    for d in state.optimizers:
-        d.advance_schedule()
+    precision = state.precision
+    task = state.task
+    strategy = state.strategy
+    # A checkpoint may follow, and must hold schedules that have counted the last step. The flags
+    # have long arrived: the records were flushed before.
+    for scheduled in state.optimizers:
+        scheduled.advance_schedule()
+    # Running statistics of each process come from its own examples; all must evaluate one model.
     strategy.broadcast_buffers(state.plain_model)
     state.model.eval()
     totals: Tensor | None = None
-    with precision.evaluating(state.plain_model):
+    with precision.eval_context(state.plain_model):
         for i, (inputs, target) in enumerate(until_interrupted(validation.epoch(0))):
-            if stopped():
+            if should_stop():
                 return None
             with precision.forward(state.device):
                 output = state.model(precision.cast(inputs))
+            # Sums are added in the loss's dtype, outside autocast, so that no metric is rounded.
             dtype = precision.loss_dtype
             found = task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
-            if not strategy.place.examples(validation.examples_in(i)):
-                found = torch.zeros_like(found)  # another process's example
+            # A process without an example of this batch has computed one of another process's:
+            # all processes run every forward, since a strategy may exchange weights in it.
+            if not strategy.place.batch_share(validation.examples_in(i)):
+                found = torch.zeros_like(found)
+            # Totals stay on the device; the only read of it is the one at the end.
             totals = found if totals is None else totals + found
     state.model.train()
-    if stopped() or totals is None:
+    if should_stop() or totals is None:
         return None
     return task.summarise(strategy.sum(totals).tolist())
 
 
 class Stagnation:
-    """Counts elements that had a gradient and did not move, as happens in half precision where
-    the update is under half a unit in the last place. Made before a step, read after it."""
+    """Counts the half-precision elements that had a gradient and that a step left unchanged.
+
+    In bfloat16 and float16 an update below half a unit in the last place of a weight is rounded
+    away: training stalls although the gradients are not zero. An instance is made before a step
+    and asked after it for the share of such elements. Meanwhile hooks on the parameters note which
+    elements have a gradient, because train_step drops the gradients.
+
+    Args:
+        state: its trainable parameters of 2 bytes per element are compared.
+    """
 
     def __init__(self, state: TrainState) -> None:
         self.strategy = state.strategy
-        self.params = [p for p in state.trainable if p.dtype.itemsize == 2]
-        self.before = [p.clone() for p in self._held(self.params)]
-        self.pulled: dict[int, Tensor] = {}
+        self.params = [p for p in state.trainable_parameters if p.dtype.itemsize == 2]
+        self._weights_before = [shard.clone() for shard in self._local_shards(self.params)]
+        self._has_gradient: dict[int, Tensor] = {}  # bool masks by the parameter's id
         self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]
 
     def _note(self, param: Tensor) -> None:
         assert param.grad is not None
         grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
-        self.pulled[id(param)] = self._held([grad])[0] != 0
+        # With several micro-batches the last call counts, when the gradients have been added up.
+        self._has_gradient[id(param)] = self._local_shards([grad])[0] != 0
 
     def close(self) -> None:
-        """Look no longer."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
-    def _held(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         return self.strategy.local_shards([t.detach() for t in tensors])
 
-    def share(self) -> float:
-        """Share of the half-precision elements with a gradient that did not move, 0 to 1."""
+    def stagnant_share(self) -> float:
+        """Remove the hooks and return the share of the elements with a gradient that did not move.
+
+        The share is from 0 to 1, over all processes; 0 if no element had a gradient.
+        """
         self.close()
-        rows = zip(self.params, self._held(self.params), self.before, strict=True)
-        pairs = [(now, b, self.pulled[id(p)]) for p, now, b in rows if id(p) in self.pulled]
-        pulled = sum(int(mask.count_nonzero()) for _, _, mask in pairs)
-        still = sum(int(((p == b) & mask).count_nonzero()) for p, b, mask in pairs)
+        weights = self._local_shards(self.params)
+        with_gradient = 0
+        unchanged = 0
+        for param, after, before in zip(self.params, weights, self._weights_before, strict=True):
+            mask = self._has_gradient.get(id(param))
+            if mask is None:
+                continue
+            with_gradient += int(mask.count_nonzero())
+            unchanged += int(((after == before) & mask).count_nonzero())
+        # Only sharded weights differ between the processes; elsewhere each counts the whole model.
         if self.strategy.shards:
-            still, pulled = self.strategy.sum(torch.tensor([still, pulled])).tolist()
-        return still / pulled if pulled else 0.0
+            counts = self.strategy.sum(torch.tensor([unchanged, with_gradient]))
+            unchanged, with_gradient = counts.tolist()
+        return unchanged / with_gradient if with_gradient else 0.0

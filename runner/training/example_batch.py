@@ -1,4 +1,4 @@
-"""A batch of random numbers in the shapes that a spec tells of its data."""
+"""Make a batch of random numbers in the shapes that a spec gives for its data."""
 
 import torch
 
@@ -12,23 +12,35 @@ from runner.utils.errors import RunnerError
 
 
 class ForecastUnavailable(RunnerError):
-    """The memory of a run cannot be predicted before it runs."""
+    """Error: the spec does not say enough to predict a run's memory before it runs."""
 
 
 def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
     """Make a batch of random numbers in the shapes of data.meta.
 
+    Args:
+        spec: its data.meta and its task decide about the shapes and dtypes.
+        size: examples.
+        device: where the batch is made; the meta device makes shapes without memory.
+
+    Returns:
+        (inputs, targets), [size, ...] each.
+
     Raises:
         ForecastUnavailable: data.meta does not give the shapes.
     """
-    meta, task = spec.data.get("meta") or {}, build_group("task", spec.task)
-    if missing := [f"data.meta.{key}" for key in ("input", "classes") if not meta.get(key)]:
+    meta = spec.data.get("meta") or {}
+    task = build_group("task", spec.task)
+    missing = [f"data.meta.{key}" for key in ("input", "classes") if not meta.get(key)]
+    if missing:
         raise ForecastUnavailable(
             f"the shape of a batch is not known without {' and '.join(missing)}."
         )
-    shape, classes = meta["input"], meta["classes"]
+    shape = meta["input"]
+    classes = meta["classes"]
     dtype = getattr(torch, meta.get("dtype", "float32"))
     if isinstance(task, Language):
+        # Inputs and targets of a language model are one sequence, shifted by a token.
         tokens = torch.randint(classes, (size, shape[0] + 1), device=device)
         return tokens[:, :-1], tokens[:, 1:]
     inputs = torch.randn(size, *shape, dtype=dtype, device=device)

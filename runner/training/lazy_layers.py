@@ -1,4 +1,4 @@
-"""Lazy layers (nn.LazyLinear, nn.LazyConv2d, ...): their shapes found before anything else is done.
+"""Give lazy layers (nn.LazyLinear, nn.LazyConv2d, ...) their shapes before anything else is done.
 
 torch makes their parameters in the first forward. Here that would be after the conversion, in the
 precision's dtype and so with other numbers than in float32, and after the optimizers.
@@ -22,15 +22,16 @@ from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.utils.errors import ConfigError, RunnerError
 
 _CPU = torch.device("cpu")
-_FEW = 2
+_EXAMPLES = 2  # in the first forward
 
 
 def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
-    """Make the parameters of a model's lazy layers, by one forward in evaluation mode; a model
-    without such layers is left alone.
+    """Make the parameters of a model's lazy layers by one forward in evaluation mode.
+
+    A model without such layers is not changed, and computes nothing.
 
     Args:
-        spec: tells the inputs: its data's first examples, in mode=plan random numbers in the shapes
+        spec: gives the inputs: its data's first examples, in mode=plan random numbers in the shapes
             of data.meta.
         model: not converted yet; changed in place.
         device: where its parameters are.
@@ -71,7 +72,7 @@ def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
 
 
 def _names(model: nn.Module) -> str:
-    """Return the layers that are still lazy."""
+    """Return the names of the layers that are still lazy, three at most, for messages."""
     found = [
         name or "(the model itself)"
         for name, module in model.named_modules()
@@ -87,17 +88,21 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
-    """Return inputs of a few examples, without a change to the model's random numbers."""
+    """Return inputs of a few examples, on the device."""
+    # The data may draw random numbers, and the weights of the layers are drawn after it: without
+    # the fork they would differ from those of the same model without lazy layers.
     with torch.random.fork_rng(devices=[]):
-        if spec.mode == "plan":  # it promises to need no data
+        # mode=plan promises to need no data.
+        if spec.mode == "plan":
             try:
-                return example_batch(spec, _FEW, device)[0]
+                return example_batch(spec, _EXAMPLES, device)[0]
             except ForecastUnavailable as error:
                 raise ConfigError(
                     f"model: the lazy layers {names} take their sizes from an example: {error} "
                     "Type data.meta.input and data.meta.classes, or give these layers their sizes."
                 ) from error
-        few = replace(spec.train, batch_size=_FEW, num_workers=0, data_on_device=False)
+        # No workers for two examples, and no data set moved to the device.
+        few = replace(spec.train, batch_size=_EXAMPLES, num_workers=0, data_on_device=False)
         loader, _ = build_loaders(replace(spec, train=few), build_splits(spec), _CPU)
         inputs, _ = next(loader.epoch(0))
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)

@@ -16,17 +16,18 @@ from runner.training.step import train_step
 from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 from runner.utils.stop_signals import until_interrupted
 
-_UNWATCHED = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 def total_steps(train: TrainSpec, loader: Loader) -> int:
     """Return the optimizer steps of a run; an epoch's last step may have fewer micro-batches."""
-    per_epoch = -(-len(loader) // train.accumulate)
+    per_epoch = -(-len(loader) // train.accumulate)  # rounded up
     return train.max_steps or train.epochs * per_epoch
 
 
 def is_evaluation_step(train: TrainSpec, loader: Loader, step: int) -> bool:
     """Return whether an evaluation follows this step: at an interval, and after the last one."""
+    # Without an interval, an evaluation follows each epoch.
     every = train.eval_every or -(-len(loader) // train.accumulate)
     return step % every == 0 or step == total_steps(train, loader)
 
@@ -36,15 +37,25 @@ def accumulation_batches(
 ) -> Iterator[tuple[list[Batch], list[int]]]:
     """Yield the micro-batches of each step and their examples in all processes.
 
-    It starts at state.position and goes through epoch after epoch without end.
+    The first ones are those at state.position, and epoch follows epoch without end.
+
+    Args:
+        state: its epoch and position are advanced.
+        loader: training micro-batches.
+        size: micro-batches of a step; an epoch's last step may get fewer.
     """
     while True:
+        # A resumed run that stands within an epoch has counted it already.
         if state.position == 0:
             state.epoch += 1
         batches = loader.epoch(state.epoch, state.position)
-        while group := list(islice(batches, size)):
-            first, state.position = state.position, state.position + len(group)
+        group = list(islice(batches, size))
+        while group:
+            first = state.position
+            # The position moves before the step: a checkpoint after it resumes with the next group.
+            state.position = first + len(group)
             yield group, [loader.examples_in(i) for i in range(first, state.position)]
+            group = list(islice(batches, size))
         state.position = 0
 
 
@@ -56,16 +67,15 @@ def fit(  # noqa: PLR0913
     train: TrainSpec,
     *,
     flush_every: int | None = None,
-    stopped: Callable[[], bool] = lambda: False,
-    around: Callable[[int], AbstractContextManager[object]] = lambda step: _UNWATCHED,
+    should_stop: Callable[[], bool] = lambda: False,
+    step_context: Callable[[int], AbstractContextManager[object]] = lambda step: _NO_CONTEXT,
 ) -> Iterator[Record]:
-    """Train, yielding a block of step records whenever they reach the host, and an evaluation at
-    each boundary and at the end.
+    """Train, and yield blocks of step records as they reach the host, and evaluations.
 
-    Where a device computes beside the host, a block is yielded when the one after it has set out:
-    so the host waits for nothing that is still being computed, and is two blocks ahead at most.
-    Before an evaluation, at flush_every and at the end the records end at state.step, also where
-    an exception ends it.
+    A block is yielded at each multiple of train.log_every; on a device that computes while the host
+    continues, it is yielded one interval later (see record_buffer.py). Before an evaluation, at
+    flush_every and at the end the records reach up to state.step, also where an exception ends the
+    loop.
 
     Args:
         state: changed in place.
@@ -73,15 +83,19 @@ def fit(  # noqa: PLR0913
         validation: batches for the evaluations.
         train: lengths and intervals.
         flush_every: an interval at which every record must have arrived (checkpoints).
-        stopped: asked after each step and between the batches of an evaluation; True ends the
+        should_stop: asked after each step and between the batches of an evaluation; True ends the
             loop after a last block.
-        around: called with a step's number, the context around it (probes).
+        step_context: returns the context in which the step of a number runs (probes).
     """
     blocks = RecordBuffer(state)
     try:
-        yield from _steps(state, blocks, loader, validation, train, flush_every, stopped, around)
+        yield from _steps(
+            state, blocks, loader, validation, train, flush_every, should_stop, step_context
+        )
     except (Exception, KeyboardInterrupt):
-        if state.strategy.place.world_size == 1:  # else the others would have to take part
+        # With several processes a flush reduces values over all of them, and the others may not
+        # have failed: it would wait for them for ever.
+        if state.strategy.place.world_size == 1:
             with suppress(Exception):  # what ended the loop must not be hidden by its last records
                 yield from blocks.flush()
         raise
@@ -94,51 +108,62 @@ def _steps(  # noqa: PLR0913 - those of fit, and its buffer
     validation: Loader,
     train: TrainSpec,
     flush_every: int | None,
-    stopped: Callable[[], bool],
-    around: Callable[[int], AbstractContextManager[object]],
+    should_stop: Callable[[], bool],
+    step_context: Callable[[int], AbstractContextManager[object]],
 ) -> Iterator[Record]:
     last = total_steps(train, loader)
-    until = perf_counter() + (train.max_seconds or inf)
+    deadline = perf_counter() + (train.max_seconds or inf)
     state.model.train()
-    if (
-        state.step
-        and state.evaluated < state.step
-        and is_evaluation_step(train, loader, state.step)
-    ):
-        yield from _evaluation(state, validation, stopped)  # the run was stopped before it
-        blocks.started = perf_counter()
+    if _lacks_evaluation(state, train, loader):
+        yield from _evaluation(state, validation, should_stop)
+        blocks.restart_clock()
     if state.step >= last:
         return
     for micros, sizes in until_interrupted(accumulation_batches(state, loader, train.accumulate)):
         step = state.step + 1
-        over = step >= last or perf_counter() >= until
-        at_eval = over or is_evaluation_step(train, loader, step)
-        watch = Stagnation(state) if at_eval and state.precision.storage.itemsize == 2 else None
-        with around(step):
+        # Decided before the step: what an evaluation counts must be watched during the step.
+        is_last = step >= last or perf_counter() >= deadline
+        evaluates = is_last or is_evaluation_step(train, loader, step)
+        counter = None
+        if evaluates and state.precision.storage.itemsize == 2:
+            counter = Stagnation(state)
+        with step_context(step):
             blocks.add(train_step(state, micros, sizes))
-        state.stagnant = None if watch is None else watch.share()
-        stop = stopped()
-        if at_eval or stop or (flush_every and step % flush_every == 0):
+        state.stagnant_share = None if counter is None else counter.stagnant_share()
+        # All processes ask at the same points of the loop, so they agree, one question late.
+        is_stopped = should_stop()
+        # The caller acts on evaluations, checkpoints and the end, and needs every record by then.
+        if evaluates or is_stopped or (flush_every and step % flush_every == 0):
             yield from blocks.flush()
         elif step % train.log_every == 0:
+            # The block is read one interval late: reading it now would drain the device's queue.
             blocks.send()
             yield from blocks.ready_records()
-        if at_eval and not stop:
-            yield from _evaluation(state, validation, stopped)
-            blocks.started = perf_counter()
-        if stop or over or (at_eval and stopped()):
+        if evaluates and not is_stopped:
+            yield from _evaluation(state, validation, should_stop)
+            blocks.restart_clock()
+        if is_stopped or is_last or (evaluates and should_stop()):
             return
     yield from blocks.flush()
 
 
+def _lacks_evaluation(state: TrainState, train: TrainSpec, loader: Loader) -> bool:
+    """Return whether the run was stopped between a step and the evaluation that follows it."""
+    if state.step == 0 or state.last_evaluation_step >= state.step:
+        return False
+    return is_evaluation_step(train, loader, state.step)
+
+
 def _evaluation(
-    state: TrainState, validation: Loader, stopped: Callable[[], bool]
+    state: TrainState, validation: Loader, should_stop: Callable[[], bool]
 ) -> Iterator[EvalRecord]:
-    """Yield one record; none if stopped, as if it had not begun, for the resumed run evaluates."""
-    drawn = host_rng_state()
-    metrics = evaluate(state, validation, stopped)
+    """Yield the record of an evaluation; nothing if the run is asked to stop meanwhile."""
+    random_state = host_rng_state()
+    metrics = evaluate(state, validation, should_stop)
     if metrics is None:
-        set_host_rng_state(drawn)
+        # The resumed run evaluates from the start, so what the data has drawn here is put back.
+        set_host_rng_state(random_state)
         return
-    state.evaluated = state.step
-    yield EvalRecord(state.step, int(time() * 1000), state.epoch, metrics, state.stagnant)
+    state.last_evaluation_step = state.step
+    now_ms = int(time() * 1000)
+    yield EvalRecord(state.step, now_ms, state.epoch, metrics, state.stagnant_share)

@@ -1,5 +1,7 @@
-"""Optimizers whose state takes 8 or 4 bits per element: thin subclasses of bitsandbytes' and
-torchao's, made when first asked for, so that a machine without the libraries runs everything else.
+"""Optimizers whose state takes 8 or 4 bits per element, from bitsandbytes and torchao.
+
+The classes are thin subclasses of the libraries', made when first asked for, so that a machine
+without the libraries runs everything else.
 
 Both libraries quantize the state of a tensor in blocks and leave that of tensors below 4096
 elements alone. The subclasses add one thing: a parameter group {"params": [...],
@@ -25,26 +27,26 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.utils.errors import ConfigError
-from runner.utils.quiet_import import quiet_imports
+from runner.utils.import_warnings import suppress_import_warnings
 
 # Both libraries compute in float32 and store the result in the parameter's dtype.
-DTYPES = ("bfloat16", "float16", "float32")
-_BLOCKS = (32, 64, 128, 256, 512, 1024)
+SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
+_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)  # elements that share one scale
 
 
 class Blockwise(Optimizer):
-    """What the subclasses of bitsandbytes' optimizers share.
+    """Base of the subclasses of bitsandbytes' optimizers.
 
-    The library's own way to 32-bit state is GlobalOptimManager, one for the whole process, which
-    knows parameters by their id and by their index in whatever optimizer comes along; overrides
-    of one run hit parameters of the next. Each optimizer here has an empty one of its own.
+    Attributes:
+        wide_embeddings: build_optimizer gives embeddings a group with 32-bit state.
+        wide_state: the state is never in the dtype of half-precision weights.
 
     Raises:
-        ValueError: a keyword outside its range, or parameters that it would spoil.
+        ValueError: a keyword outside its range, or parameters whose values would be damaged.
     """
 
     wide_embeddings = True
-    wide_state = True  # never in the dtype of half-precision weights
+    wide_state = True
     args: Any
     mng: Any
     is_paged: bool
@@ -54,6 +56,9 @@ class Blockwise(Optimizer):
         init: Any = super().__init__
         init(params, **keywords)
         check_dtypes(self)
+        # The library's own way to 32-bit state is GlobalOptimManager, one for the whole process. It
+        # knows parameters by their id and by their index in any optimizer, so that overrides of one
+        # run change parameters of the next. Each optimizer here has an empty one of its own.
         self.mng = object.__new__(type(self.mng))
         self.mng.initialize()
 
@@ -63,26 +68,35 @@ class Blockwise(Optimizer):
         return {**config, "optim_bits": group.get("optim_bits", self.args.optim_bits)}
 
     def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-        """Raise RuntimeError where the library leaves a 32-bit group anything but float32."""
+        """Make the state of a parameter.
+
+        Raises:
+            RuntimeError: the state of a 32-bit group is not in float32.
+        """
         base: Any = super()
         base.init_state(group, p, gindex, pindex)
-        kept = {v.dtype for k, v in self.state[p].items() if k in ("state1", "state2")}
-        if group.get("optim_bits") == 32 and kept != {torch.float32}:
+        # A release of the library that does not ask get_config here would quantise the embeddings
+        # unnoticed.
+        state = self.state[p]
+        dtypes = {state[key].dtype for key in ("state1", "state2") if key in state}
+        if group.get("optim_bits") == 32 and dtypes != {torch.float32}:
             raise RuntimeError(
                 f"{type(self).__name__} made the state of a {list(p.shape)} parameter in "
-                f"{', '.join(str(dtype) for dtype in kept)}, and its group {gindex} asks for "
+                f"{', '.join(str(dtype) for dtype in dtypes)}, and its group {gindex} asks for "
                 "optim_bits=32: this bitsandbytes does not read it from the group."
             )
 
     def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return paged memory on CUDA and plain memory elsewhere, without the library's warning."""
+        """Return memory for state: paged on CUDA, plain elsewhere."""
+        # The library would return plain memory, too, with a warning for each parameter.
         if p.device.type != "cuda":
             return torch.zeros_like(p, dtype=dtype)
         base: Any = super()
         return base.get_state_buffer(p, dtype=dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load state into paged memory; the library would load it into the device's own."""
+        """Load state, into paged memory where the optimizer is paged."""
+        # The library would load it into the device's own memory.
         base: Any = super()
         base.load_state_dict(state_dict, move_to_device=move_to_device and not self.is_paged)
         if not self.is_paged:
@@ -149,16 +163,12 @@ class BlockwiseLion(Blockwise):
 
 
 class WrappedAdamW(Optimizer):
-    """What the subclasses of torchao's AdamW share.
+    """Base of the subclasses of torchao's AdamW.
 
-    torchao compiles its step, for 80 seconds and more on a CPU, and so the step runs compiled on
-    CUDA and eagerly elsewhere. Its learning rates are tensors that schedules fill in place, which
-    a record of every step would see change afterwards; here they are numbers but during a step.
-    Its state is of tensor subclasses that torch.load refuses where torchao is not imported; here
-    checkpoints hold the plain tensors inside them.
+    Learning rates are plain numbers outside of step(), and checkpoints hold plain tensors.
 
     Raises:
-        ValueError: a keyword outside its range, or parameters that it would spoil.
+        ValueError: a keyword outside its range, or parameters whose values would be damaged.
     """
 
     wide_embeddings = True
@@ -192,13 +202,18 @@ class WrappedAdamW(Optimizer):
         check_dtypes(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # torchao makes the rate a tensor, which schedules fill in place: the rate in the record of
+        # a step would change afterwards.
         lr = param_group.get("lr", self.defaults["lr"])
         super().add_param_group(param_group)
         self.param_groups[-1]["lr"] = lr
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take a step, compiled on CUDA and eagerly elsewhere."""
         rates = [group["lr"] for group in self.param_groups]
-        on_cuda = any(p.device.type == "cuda" for g in self.param_groups for p in g["params"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        on_cuda = any(p.device.type == "cuda" for p in params)
+        # torchao compiles its step, which takes 80 seconds and more on a CPU.
         stance = nullcontext() if on_cuda else torch.compiler.set_stance("force_eager")
         try:
             for group in self.param_groups:
@@ -210,23 +225,28 @@ class WrappedAdamW(Optimizer):
                 group["lr"] = lr
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        wide = (g["params"] for g in self.param_groups if g.get("optim_bits") == 32)
-        if any(p is other for other in chain.from_iterable(wide)):
+        wide_groups = [group for group in self.param_groups if group.get("optim_bits") == 32]
+        wide_params = chain.from_iterable(group["params"] for group in wide_groups)
+        if any(p is other for other in wide_params):
             return torch.zeros_like(p, dtype=torch.float32)
         base: Any = super()
         return base._new_buffer(p, signed)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with each quantized tensor as {"tensors": {...}, "context": [...]}."""
+        """Return torch's state dict, with plain tensors in place of quantized ones.
+
+        A quantized tensor becomes {"tensors": {...}, "context": [...]}.
+        """
+        # torch.load refuses torchao's tensor subclasses where torchao is not imported.
         content = super().state_dict()
-        state = {
-            index: {key: _flatten(value) for key, value in values.items()}
-            for index, values in content["state"].items()
-        }
+        state: dict[Any, dict[str, Any]] = {}
+        for index, values in content["state"].items():
+            state[index] = {key: _flatten(value) for key, value in values.items()}
         return {**content, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Not by way of torch's, which casts all state to the dtype of its parameter."""
+        """Load what state_dict() returned, with each tensor in the dtype that it has there."""
+        # torch's own method gets the groups only: it casts all state to its parameter's dtype.
         super().load_state_dict({**state_dict, "state": {}})
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -235,10 +255,14 @@ class WrappedAdamW(Optimizer):
                 if isinstance(value, Mapping):
                     parts = {name: part.to(p.device) for name, part in value["tensors"].items()}
                     self.state[p][key] = self._unflatten(parts, value["context"])
-                else:  # the count of steps stays on the CPU
-                    self.state[p][key] = value if key == "step" else value.to(p.device)
+                elif key == "step":
+                    self.state[p][key] = value  # the count of steps stays on the CPU
+                else:
+                    self.state[p][key] = value.to(p.device)
 
     def _unflatten(self, parts: Mapping[str, Tensor], context: list[Any]) -> Tensor:
+        # The tensor's class depends on the optimizer and on torchao's version, so a tiny state
+        # tensor is made to ask for it.
         block: Any = self._subclass_zeros(torch.empty(self.block_size), True, self.block_size)
         return type(block).__tensor_unflatten__(parts, context)
 
@@ -250,27 +274,28 @@ def _flatten(value: Any) -> Any:
     return {"tensors": {name: getattr(value, name) for name in names}, "context": context}
 
 
-def _number(value: Any, below: float = math.inf) -> bool:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return known and 0 <= value < below
+def _is_number(value: Any, below: float = math.inf) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < below
 
 
-def _whole(value: Any) -> bool:
-    return _number(value) and isinstance(value, int)
+def _is_whole_number(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int)
 
 
-def _pair(value: Any) -> bool:
-    sized = isinstance(value, Sequence) and len(value) == 2
-    return sized and all(_number(part, below=1) for part in value)
+def _is_pair_below_1(value: Any) -> bool:
+    is_pair = isinstance(value, Sequence) and len(value) == 2
+    return is_pair and all(_is_number(part, below=1) for part in value)
 
 
+# By keyword: whether a value is allowed, and the allowed values in words.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (_number, "a number, 0 and up"),
-    "betas": (_pair, "two numbers from 0 to below 1, as in [0.9,0.999]"),
-    "eps": (lambda v: _number(v) and v > 0, "a number above 0"),
-    "weight_decay": (_number, "a number, 0 and up"),
-    "min_8bit_size": (_whole, "a whole number of elements, 0 and up"),
-    "block_size": (lambda v: _whole(v) and v in _BLOCKS, f"one of {_BLOCKS}"),
+    "lr": (_is_number, "a number, 0 and up"),
+    "betas": (_is_pair_below_1, "two numbers from 0 to below 1, as in [0.9,0.999]"),
+    "eps": (lambda v: _is_number(v) and v > 0, "a number above 0"),
+    "weight_decay": (_is_number, "a number, 0 and up"),
+    "min_8bit_size": (_is_whole_number, "a whole number of elements, 0 and up"),
+    "block_size": (lambda v: _is_whole_number(v) and v in _BLOCK_SIZES, f"one of {_BLOCK_SIZES}"),
     "amsgrad": (lambda v: isinstance(v, bool), "true or false"),
     "bf16_stochastic_round": (lambda v: isinstance(v, bool), "true or false"),
 }
@@ -280,25 +305,25 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
     """Raise ValueError with every keyword out of its range, in one message."""
     wrong = [name for name, value in keywords.items() if not _RULES[name][0](value)]
     if wrong:
-        said = (f"{name}={keywords[name]} is not {_RULES[name][1]}" for name in wrong)
-        raise ValueError("; ".join(said))
+        problems = [f"{name}={keywords[name]} is not {_RULES[name][1]}" for name in wrong]
+        raise ValueError("; ".join(problems))
 
 
 def check_dtypes(optimizer: Optimizer) -> None:
-    """Raise ValueError for parameters that both libraries would silently round (float64, to
-    float32) or cut (complex, to the real part)."""
-    found = {
-        str(p.dtype).removeprefix("torch.") for g in optimizer.param_groups for p in g["params"]
-    }
-    if wrong := sorted(found - set(DTYPES)):
+    """Raise ValueError for parameters in dtypes that the libraries do not support."""
+    # Both would silently round float64 to float32, and reduce complex numbers to their real parts.
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    found = {str(p.dtype).removeprefix("torch.") for p in params}
+    wrong = sorted(found - set(SUPPORTED_DTYPES))
+    if wrong:
         raise ValueError(
             f"it computes in float32 and the model holds {', '.join(wrong)} parameters. Allowed: "
-            f"{', '.join(DTYPES)}. Type optimizer=adamw, or precision=32-true"
+            f"{', '.join(SUPPORTED_DTYPES)}. Type optimizer=adamw, or precision=32-true"
         )
 
 
-# Each class that can be asked for: its library, the module there, and what it gains here.
-CLASSES: dict[str, tuple[str, type[Optimizer]]] = {
+# Each class that a config may name: the library's module that holds it, and its base here.
+_BASES_BY_CLASS: dict[str, tuple[str, type[Optimizer]]] = {
     "Adam8bit": ("bitsandbytes.optim", BlockwiseAdam),
     "AdamW8bit": ("bitsandbytes.optim", BlockwiseAdamW),
     "Lion8bit": ("bitsandbytes.optim", BlockwiseLion),
@@ -311,11 +336,11 @@ CLASSES: dict[str, tuple[str, type[Optimizer]]] = {
 
 
 @cache
-def _made(name: str) -> type[Optimizer]:
-    module, mixin = CLASSES[name]
+def _make_class(name: str) -> type[Optimizer]:
+    module, mixin = _BASES_BY_CLASS[name]
     library = module.partition(".")[0]
     try:
-        with quiet_imports():
+        with suppress_import_warnings():
             base = getattr(import_module(module), name)
     except Exception as error:
         raise ConfigError(
@@ -326,6 +351,6 @@ def _made(name: str) -> type[Optimizer]:
 
 
 def __getattr__(name: str) -> type[Optimizer]:
-    if name not in CLASSES:
+    if name not in _BASES_BY_CLASS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _made(name)
+    return _make_class(name)

@@ -1,4 +1,4 @@
-"""Build the model of a run: made, converted, adapted, and restored from a checkpoint."""
+"""Build the model of a run: construct, convert and adapt it, and restore it from a checkpoint."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -26,7 +26,13 @@ from runner.utils.terminal import quote_command
 
 
 class BuiltModel(NamedTuple):
-    """A model on its device; plain_bytes is what its weights and buffers take in float32."""
+    """A model on its device, converted.
+
+    Attributes:
+        model: the model.
+        report: what the conversion changed.
+        plain_bytes: bytes that its weights and buffers would take in float32.
+    """
 
     model: nn.Module
     report: ConversionReport
@@ -48,55 +54,67 @@ def build_model(
     device: torch.device,
     made_on: torch.device | None = None,
     start: LoadedCheckpoint | None = None,
-    whole: bool = False,
+    restore_exactly: bool = False,
 ) -> BuiltModel:
     """Build the model with its seeded weights, converted and on its device.
 
-    It is made in float32 first, so that all precisions start from the same weights (with
-    init.low_memory directly in the precision's dtype, which draws other ones).
+    All precisions start from the same weights, except with init.low_memory, which draws others.
 
     Args:
         spec: its model and adapter nodes are called.
         precision: converts the model.
         device: where it ends up.
-        made_on: where its parameters are made, other than the CPU.
+        made_on: device on which its parameters are made; None: the CPU.
         start: a checkpoint to take the weights from.
-        whole: the model is the one that was saved, its adapter and packed weights included.
+        restore_exactly: the model is the one that was saved, with its adapter and packed weights.
 
     Raises:
-        ConfigError: what was made is no model, cannot be converted or does not fit the checkpoint.
+        ConfigError: the target returns no model, or its model cannot be converted or does not fit
+            the checkpoint.
     """
-    model = _make(spec, precision, device, made_on)
-    exact = start is not None and (whole or _same_packing(spec, precision, start))
-    if start is not None and not exact:
-        _load(spec, model, precision, start)
+    # In float32 (or the precision's dtype with init.low_memory); the conversion rounds afterwards.
+    model = _construct(spec, precision, device, made_on)
+    loads_packed = start is not None and (
+        restore_exactly or _has_same_packing(spec, precision, start)
+    )
+    # Plain weights enter before the conversion, which packs them.
+    if start is not None and not loads_packed:
+        _load_plain_weights(spec, model, precision, start)
     size = float32_bytes(model)
-    if start is not None and exact:  # its plain weights would be packed as they are loaded
+    # Layers that were left unconverted hold plain weights in the checkpoint; converted ones would
+    # pack them while they are loaded.
+    if start is not None and loads_packed:
         precision.leave_unconverted(start.content.get("bypassed", {}))
     model, report = precision.convert(model, device)
-    if (addition := adapters.build_adapter(spec.adapter)) is not None:
-        addition.add(model, precision.storage, precision.bypassed)
-    if start is not None and exact:
+    adapter = adapters.build_adapter(spec.adapter)
+    if adapter is not None:
+        adapter.add(model, precision.storage, precision.bypassed)
+    # Packed weights fit the converted layers only, and an adapter's only the adapted ones.
+    if start is not None and loads_packed:
         load_weights(model, start, spec.model)
     return BuiltModel(model.to(device), report, size)
 
 
-def _same_packing(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
-    """Whether a checkpoint's packed weights, and its adapter's, fit as they are."""
+def _has_same_packing(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
+    """Return whether a checkpoint's packed weights, and its adapter's, can be loaded unchanged."""
     return bool(precision.layout) and _fits_as_saved(spec, precision, saved)
 
 
 def _fits_as_saved(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
-    """Whether a checkpoint has this run's adapter, and packs weights as this run's precision does
+    """Return whether a checkpoint has this run's adapter, and weights packed as this run packs them
     (or neither packs any)."""
-    nodes = (saved.content["spec"].get("adapter") or {}, spec.adapter)
-    theirs, ours = (dict(node) if node.get("_target_") else {} for node in nodes)
-    return theirs == ours and saved.content.get("layout", "") == precision.layout
+    saved_node = saved.content["spec"].get("adapter") or {}
+    has_same_adapter = _adapter_settings(saved_node) == _adapter_settings(spec.adapter)
+    return has_same_adapter and saved.content.get("layout", "") == precision.layout
+
+
+def _adapter_settings(node: Mapping[str, Any]) -> dict[str, Any]:
+    # Without a target there is no adapter, whatever else the node holds.
+    return dict(node) if node.get("_target_") else {}
 
 
 def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
-    """Return whether the adapter that a checkpoint was trained with can be loaded as it is, in this
-    precision's dtype, and need not be merged."""
+    """Return whether a checkpoint's adapter can be loaded unchanged and need not be merged."""
     return bool(spec.adapter.get("_target_")) and _fits_as_saved(spec, precision, saved)
 
 
@@ -105,24 +123,26 @@ def restore_model(
 ) -> BuiltModel:
     """Build the model with a checkpoint's weights, whatever precision they were trained in.
 
-    Packed weights are loaded as they are in their own precision, and as the numbers that they
-    stand for in one that packs none. An adapter is kept where weights are packed as they were in
-    training, or not at all in both, so that the run's own precision computes what it computed
-    then; elsewhere it is merged.
+    Packed weights are loaded unchanged in their own precision, and as the numbers that they stand
+    for in one that packs none.
 
     Raises:
         ConfigError: the weights do not fit, or are packed in another way than this precision's.
     """
+    # An adapter stays one where weights are packed as in training, or packed in neither: so the
+    # run's own precision computes what it computed then. Elsewhere it is merged into the weights.
     if not _fits_as_saved(spec, precision, saved):
-        spec = replace(spec, adapter={})  # merged into the weights
-    whole = keeps_adapter(spec, precision, saved)
-    built = build_model(spec, precision, device, start=saved, whole=whole)
+        spec = replace(spec, adapter={})
+    exact = keeps_adapter(spec, precision, saved)
+    built = build_model(spec, precision, device, start=saved, restore_exactly=exact)
     if saved.content["precision"] == precision.name:
         precision.load_state_dict(built.model, saved.content.get("precision_state", {}))
     return built
 
 
-def _load(spec: RunSpec, model: nn.Module, precision: Precision, saved: LoadedCheckpoint) -> None:
+def _load_plain_weights(
+    spec: RunSpec, model: nn.Module, precision: Precision, saved: LoadedCheckpoint
+) -> None:
     """Load a checkpoint into a plain model; its adapter is merged into the weights."""
     layout = saved.content.get("layout", "")
     if layout and precision.layout:
@@ -133,34 +153,45 @@ def _load(spec: RunSpec, model: nn.Module, precision: Precision, saved: LoadedCh
             "a precision that packs nothing, for example precision=bf16-mixed."
         )
     theirs = saved.content["spec"]
-    own = checkpoint_file.is_own(saved.content)
+    own = checkpoint_file.is_signed_by_user(saved.content)
+    # The adapter's target comes from the file: it is judged before anything is imported by it.
     trusted_targets.check_trusted(theirs, ["adapter"], to_dict(spec), saved.path, "checkpoint", own)
-    addition = adapters.build_adapter(theirs.get("adapter") or {})
-    if precision.storage is torch.float64:  # else a checkpoint's float64 is rounded on its way
+    adapter = adapters.build_adapter(theirs.get("adapter") or {})
+    # A checkpoint's float64 would be rounded on its way through a float32 model.
+    if precision.storage is torch.float64:
         cast_floats(model, torch.float64)
-    if addition is None:
+    if adapter is None:
         load_weights(model, saved, spec.model)
         return
+    # The adapter freezes what it is added to, and this run trains the merged weights.
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     wide = torch.float64 if precision.storage is torch.float64 else torch.float32
-    addition.add(model, wide, saved.content.get("bypassed", {}))
+    adapter.add(model, wide, saved.content.get("bypassed", {}))
     load_weights(model, saved, spec.model)
-    addition.merge(model)
+    adapter.merge(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains[name])
 
 
-def _make(
+def _construct(
     spec: RunSpec,
     precision: Precision,
     device: torch.device,
     made_on: torch.device | None = None,
 ) -> nn.Module:
-    low = spec.init.low_memory
-    made_on = device if low else made_on
-    dtype = default_dtype(precision.storage) if low else nullcontext()
-    building = precision.building() if low else nullcontext()
-    with dtype, made_on or nullcontext(), building:
+    """Call the model's target, and give its lazy layers their shapes.
+
+    Raises:
+        ConfigError: the target returns no module.
+    """
+    low_memory = spec.init.low_memory
+    # With init.low_memory no float32 copy is ever made: the parameters are drawn on the device, in
+    # the precision's dtype.
+    if low_memory:
+        made_on = device
+    dtype = default_dtype(precision.storage) if low_memory else nullcontext()
+    init_context = precision.init_context() if low_memory else nullcontext()
+    with dtype, made_on or nullcontext(), init_context:
         model = build_group("model", spec.model)
         if isinstance(model, nn.Module):
             materialize_lazy_layers(spec, model, made_on or torch.device("cpu"))
@@ -171,13 +202,15 @@ def _make(
 
 
 def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, Any] = {}) -> None:
-    """Copy a checkpoint's weights into a model, casting to the model's dtypes. A packed weight
-    enters a layer that is packed the same way as it is, and a plain layer as what it stands for.
+    """Copy a checkpoint's weights into a model, casting to the model's dtypes.
+
+    A packed weight is copied into a layer that is packed the same way, and is unpacked for a model
+    of plain layers.
 
     Args:
         model: changed in place.
         saved: the checkpoint.
-        node: of the config that the model was made from, for the message.
+        node: the config node that the model was made from, for the message.
 
     Raises:
         ConfigError: names, shapes or packing differ.
@@ -185,25 +218,29 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
     weights = saved.content["model"]
     try:
         if saved.content.get("layout") and not any(map(is_converted, model.modules())):
-            from runner.precision.layers.linear_4bit import plain_weights
+            from runner.precision.layers.linear_4bit import unpack_state_dict
 
             transposed = [name for name, m in model.named_modules() if is_transposed(m)]
-            weights = plain_weights(weights, transposed)
+            weights = unpack_state_dict(weights, transposed)
         model.load_state_dict(weights, strict=True)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+        # torch lists each name below a first line that says nothing about this model.
+        lines = str(error).splitlines()
+        reason = lines[1].strip() if len(lines) > 1 else str(error)
+        remedy = _model_remedy(saved, node)
         raise ConfigError(
             f"checkpoint={saved.path} does not fit the model: {reason} "
-            f"{_own_model(saved, node)} For packed weights take its own precision.ignore_modules, "
+            f"{remedy} For packed weights take its own precision.ignore_modules, "
             "too."
         ) from error
 
 
-def _own_model(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
+def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
     """Return what to type for the model that a checkpoint was trained with."""
     theirs = saved.content["spec"].get("model") or {}
     if node.get("_target_") == theirs.get("_target_"):
-        keys = [k for k, value in theirs.items() if node.get(k) != value and "target" not in str(k)]
+        changed = [key for key, value in theirs.items() if node.get(key) != value]
+        keys = [key for key in changed if "target" not in str(key)]
         if keys:
             words = [f"model.{key}={str(theirs[key]).replace(' ', '')}" for key in keys]
             return (

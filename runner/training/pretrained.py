@@ -1,4 +1,4 @@
-"""Whether a model starts from random weights, as far as its config node tells."""
+"""Find out from a config node whether a model starts from random weights."""
 
 from collections.abc import Mapping
 from inspect import signature
@@ -7,7 +7,7 @@ from typing import Any
 from runner.config.targets import locate, target_arguments
 from runner.utils.errors import ConfigError
 
-_LOADING = (
+_LOADING_KEYWORDS = (
     "pretrained",
     "weights",
     "weights_backbone",
@@ -16,22 +16,27 @@ _LOADING = (
     "pretrained_cfg_overlay",
 )
 """Keywords by which timm and torchvision load weights."""
-_KNOWN = ("runner.models.", "timm.", "torchvision.models.")
+_KNOWN_PACKAGES = ("runner.models.", "timm.", "torchvision.models.")
+"""Packages whose models load weights only where one of these keywords asks for it."""
 
 
 def starts_random(node: Mapping[str, Any]) -> bool:
-    """Return whether a model's weights are known to be random ones: a model of the runner, timm or
-    torchvision that is not asked to load any. False claims nothing, since transformers'
-    from_pretrained and a user's own code load weights in ways that the node does not show.
+    """Return whether a model's weights are known to be random.
+
+    They are for a model of the runner, timm or torchvision that is not asked to load any. False
+    claims nothing: transformers' from_pretrained and a user's own code load weights in ways that
+    the node does not show.
 
     Args:
         node: the model's config node, with its `_target_`.
     """
     target = str(node.get("_target_", ""))
-    return target.startswith(_KNOWN) and not any(_given(node, target, key) for key in _LOADING)
+    return target.startswith(_KNOWN_PACKAGES) and not any(
+        _is_true(node, target, key) for key in _LOADING_KEYWORDS
+    )
 
 
-def _given(node: Mapping[str, Any], target: str, key: str) -> bool:
+def _is_true(node: Mapping[str, Any], target: str, key: str) -> bool:
     """Return whether a keyword is true, by the target's default where the node lacks it."""
     # torchvision's detection models load their backbone unless weights_backbone=None is given.
     if key in target_arguments(node):

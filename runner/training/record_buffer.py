@@ -2,7 +2,7 @@
 
 Reading a value as soon as its step is launched would make the host wait for the device in every
 step. So the records of `train.log_every` steps are copied together, and a block is read when the
-one after it has been sent. What the columns of a block are is said in step_metrics.py.
+one after it has been sent. step_metrics.py defines the columns of a block.
 """
 
 from collections import deque
@@ -23,12 +23,11 @@ class RecordBuffer:
 
     Attributes:
         state: its count of skipped steps is updated as blocks arrive.
-        started: perf_counter() when the first step of the current block began.
     """
 
     def __init__(self, state: TrainState) -> None:
         self.state = state
-        self.started = perf_counter()
+        self._block_start = perf_counter()  # of the first step of the current block
         self._current: list[DeviceStepRecord] = []
         self._sent: deque[HostTransfer] = deque()
 
@@ -36,38 +35,45 @@ class RecordBuffer:
         """Append a step to the current block."""
         self._current.append(step)
 
+    def restart_clock(self) -> None:
+        """Let the next step begin now, after work that is no step's, such as an evaluation."""
+        self._block_start = perf_counter()
+
     def send(self) -> None:
         """End the current block and start its copy to the host."""
         gauges = self.state.precision.gauges(self.state.plain_model)
-        transfer = HostTransfer(self._current, self.started, gauges, self.state.strategy)
+        transfer = HostTransfer(self._current, self._block_start, gauges, self.state.strategy)
         self._sent.append(transfer)
-        self.started = self._current[-1].ended
+        # Without a gap between blocks, the steps' times add up to the time of the loop.
+        self._block_start = self._current[-1].ended_at
         self._current = []
 
     def ready_records(self) -> Iterator[Steps]:
         """Yield the blocks that can be read without a long wait, in order.
 
-        These are the blocks that have arrived, and all but the last one sent: the device has
-        computed them, for it is working on the block after them.
+        These are the blocks that have arrived, and all but the last one sent.
         """
+        # A wait for all but the last one is short: the device has computed them, and works on the
+        # block after them. The host is therefore two blocks ahead of the device at most.
         while len(self._sent) > 1 or (self._sent and self._sent[0].is_ready):
             yield self._next()
 
     def flush(self) -> Iterator[Steps]:
         """Send the current block, wait for all blocks and yield them, in order.
 
-        The last step then lasts until the device is done with it: this wait is counted nowhere
-        else.
+        The last step then lasts until the device has finished it.
         """
         if self._current:
             self.send()
         if self._sent:
-            self.started = self._sent[-1].wait()
+            # The wait belongs to the last step, or the times of the steps would leave it out.
+            self._block_start = self._sent[-1].wait()
         while self._sent:
             yield self._next()
 
     def _next(self) -> Steps:
         block = self._sent.popleft().records(self.state.skipped)
+        # None for a precision without a loss scale, which skips no step.
         self.state.skipped = block[-1].skipped_steps or 0
         return block
 
@@ -77,7 +83,7 @@ class HostTransfer:
 
     Args:
         pending: steps in order, at least one.
-        started: perf_counter() when the first of them began.
+        start_time: perf_counter() when the first of them began, in seconds.
         gauges: what the precision shows at the last of them; scalars on the device.
         strategy: the processes that took the steps together; None for one process.
     """
@@ -85,23 +91,27 @@ class HostTransfer:
     def __init__(
         self,
         pending: Sequence[DeviceStepRecord],
-        started: float,
+        start_time: float,
         gauges: Mapping[str, Tensor] = {},
         strategy: Strategy | None = None,
     ) -> None:
         self.pending = [*pending]
-        self.started = started
+        self.start_time = start_time
         self.gauges = [*gauges]
+        # One tensor for all values: each copy from the device costs a launch of its own.
         columns = device_columns(self.pending, strategy or Single())
         self._fields = [*columns]
         self._values = torch.stack([*columns.values()])  # [fields, steps]
         self._gauge_values = torch.empty(0)
         if gauges:
-            self._gauge_values = torch.stack([g.detach().float() for g in gauges.values()])
+            scalars = [gauge.detach().float() for gauge in gauges.values()]
+            self._gauge_values = torch.stack(scalars)
         self._event: torch.cuda.Event | None = None
         if self._values.device.type == "cuda":
             self._values = _copy_to_pinned(self._values)
             self._gauge_values = _copy_to_pinned(self._gauge_values)
+            # The event marks the end of these copies only, so that a wait for it does not wait for
+            # the steps that were launched after them.
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -115,8 +125,8 @@ class HostTransfer:
         if self._event is not None:
             self._event.synchronize()
         self._values = self._values.cpu()
-        self.pending[-1] = self.pending[-1]._replace(ended=perf_counter())
-        return self.pending[-1].ended
+        self.pending[-1] = self.pending[-1]._replace(ended_at=perf_counter())
+        return self.pending[-1].ended_at
 
     def records(self, skipped: int) -> Steps:
         """Wait for the block and return its records.
@@ -127,16 +137,18 @@ class HostTransfer:
         if self._event is not None:
             self._event.synchronize()
         columns = dict(zip(self._fields, self._values.tolist(), strict=True))
-        started = self.started
+        previous_end = self.start_time
         records: list[StepRecord] = []
         for i, step in enumerate(self.pending):
             values = {field: column[i] for field, column in columns.items()}
-            step_ms = (step.ended - started) * 1e3
-            started = step.ended
+            step_ms = (step.ended_at - previous_end) * 1e3
+            previous_end = step.ended_at
+            # The count runs on the host, over blocks in order: the device holds flags only.
             if "overflow" in values:
                 skipped += int(values["overflow"])
                 values["skipped_steps"] = skipped
             records.append(_host_record(step, step_ms, values))
+        # Gauges are read when the block is sent, so they belong to its last step.
         if self.gauges:
             gauges = dict(zip(self.gauges, self._gauge_values.tolist(), strict=True))
             records[-1] = records[-1]._replace(gauges=gauges)
@@ -159,6 +171,8 @@ def _host_record(step: DeviceStepRecord, step_ms: float, values: dict[str, float
 
 
 def _copy_to_pinned(values: Tensor) -> Tensor:
-    """Start a copy to pinned host memory; it is whole after the device has reached it."""
+    """Start a copy to pinned host memory; it is complete once the device has reached it."""
+    # Only a copy into pinned memory overlaps with the device's computations; one into pageable
+    # memory would make the host wait.
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return copy.copy_(values, non_blocking=True)

@@ -18,7 +18,7 @@ class DeviceStepRecord(NamedTuple):
         time_ms: when the step ended, milliseconds since the epoch.
         epoch: passes over the data begun, from 1.
         lr: learning rate in force in this step, of the first optimizer.
-        ended: perf_counter() when the host ended the step.
+        ended_at: perf_counter() when the host had launched the whole step, in seconds.
         examples: in this step, in all micro-batches and processes together.
         loss: mean over this process's labels of the step, unscaled; scalar.
         norms: 2-norm of each gradient, unscaled, before clipping; [gradients].
@@ -31,7 +31,7 @@ class DeviceStepRecord(NamedTuple):
     time_ms: int
     epoch: int
     lr: float
-    ended: float
+    ended_at: float
     examples: int
     loss: Tensor
     norms: Tensor
@@ -82,15 +82,15 @@ class EvalRecord(NamedTuple):
         time_ms: when the evaluation ended, milliseconds since the epoch.
         epoch: passes over the data begun, from 1.
         metrics: by their names in the tracker, `val/...`.
-        stagnant: share of the parameter elements with a gradient that the last step did not move;
-            None where it was not counted.
+        stagnant_share: share of the parameter elements with a gradient that the last step did not
+            change; None where it was not counted.
     """
 
     step: int
     time_ms: int
     epoch: int
     metrics: Mapping[str, float]
-    stagnant: float | None = None
+    stagnant_share: float | None = None
 
 
 Steps = tuple[StepRecord, ...]
@@ -113,11 +113,11 @@ _FIELDS_OF_0_1 = (
 """Order of the fields of a StepRecord in checkpoints of version 0.1, which hold no names."""
 
 _NOT_STORED = ("gauges", "measured")
+"""Fields that a checkpoint leaves out: nothing reads them after a resume."""
 
 
 def record_to_state(record: StepRecord | None) -> dict[str, Any] | None:
-    """Return a step record as a checkpoint stores it: by field name, without its gauges and
-    measured values, which nothing needs after a resume."""
+    """Return a step record as a checkpoint stores it: a value by field name; None of None."""
     if record is None:
         return None
     return {name: value for name, value in record._asdict().items() if name not in _NOT_STORED}
@@ -125,9 +125,6 @@ def record_to_state(record: StepRecord | None) -> dict[str, Any] | None:
 
 def record_from_state(state: Mapping[str, Any] | Sequence[Any] | None) -> StepRecord | None:
     """Return the step record that a checkpoint stores.
-
-    A field that this version does not know is dropped, and one that the checkpoint does not know
-    takes its default, so that a new field of StepRecord changes no checkpoint.
 
     Args:
         state: what record_to_state returned, or the list of values that version 0.1 stored.
@@ -138,7 +135,10 @@ def record_from_state(state: Mapping[str, Any] | Sequence[Any] | None) -> StepRe
     if state is None:
         return None
     if isinstance(state, list | tuple):
+        # A newer field at the end may be missing, so the lengths may differ.
         state = dict(zip(_FIELDS_OF_0_1, state, strict=False))
     if not isinstance(state, Mapping):
         raise TypeError(f"a step record is stored as {type(state).__name__}")
+    # A field that this version does not know is dropped, and one that the checkpoint does not hold
+    # takes its default: so a new field of StepRecord makes no checkpoint unreadable.
     return StepRecord(**{name: state[name] for name in StepRecord._fields if name in state})

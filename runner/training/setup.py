@@ -18,7 +18,7 @@ from runner.distributed.strategy import Single, Strategy
 from runner.precision.precision import Precision
 from runner.training.model import BuiltModel, build_model, load_init_weights
 from runner.training.optimizers import build_scheduled_optimizers
-from runner.training.state import TrainState
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.task import Task
 
 
@@ -49,9 +49,6 @@ def model_builder(
 ) -> Callable[[], BuiltModel]:
     """Return a function that builds the model that training starts from.
 
-    It is a function because a conversion is proven by a forward, after which the model may have to
-    be built a second time. The checkpoint of init.weights is read once, here.
-
     Args:
         spec: its model, adapter and init sections are read.
         precision: converts the model.
@@ -62,8 +59,12 @@ def model_builder(
     Raises:
         ConfigError: init.weights names no checkpoint.
     """
+    # A function, because a conversion is proven by a forward, after which the model may have to be
+    # built a second time. The checkpoint is read once, here.
     start = resumed or load_init_weights(spec)
-    return partial(build_model, spec, precision, device, start=start, whole=resumed is not None)
+    return partial(
+        build_model, spec, precision, device, start=start, restore_exactly=resumed is not None
+    )
 
 
 def build_state(
@@ -83,8 +84,10 @@ def build_state(
     Raises:
         ConfigError: nothing is trainable, or an optimizer does not fit the model or the precision.
     """
-    spec, precision = setup.spec, setup.precision
-    wrapped, optimizers = model, []
+    spec = setup.spec
+    precision = setup.precision
+    wrapped = model
+    optimizers: list[ScheduledOptimizer] = []
     if total_steps is not None:
         # A strategy may replace parameters, so optimizers are built from the model after it.
         wrapped = setup.strategy.wrap(model, setup.device)

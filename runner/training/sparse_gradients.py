@@ -21,7 +21,9 @@ def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def coalesce_gradients(params: Sequence[Tensor]) -> None:
-    """Add up the rows of sparse gradients that are of one index, in place."""
+    """Add up the rows of sparse gradients that belong to one index, in place."""
+    # The backward appends a row per lookup. Norms and finiteness of the values are those of the
+    # gradient only once each index has one row.
     for p in params:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
@@ -38,8 +40,7 @@ def check_optimizer(
     names: Collection[str],
     dtype: torch.dtype,
 ) -> None:
-    """Raise ConfigError where an optimizer refuses sparse gradients, which torch's optimizers do in
-    a step only: tried on a table of two rows.
+    """Raise ConfigError where an optimizer refuses sparse gradients.
 
     Args:
         key: of the optimizer's node.
@@ -47,17 +48,21 @@ def check_optimizer(
         names: of the parameters whose gradients are sparse.
         dtype: of the tables.
     """
+    # torch's optimizers refuse them in a step only, when a model and its data have been loaded. So
+    # two steps are tried here on a table of two rows; the second one uses the state of the first.
     invariants = torch.sparse.check_sparse_tensor_invariants
     if not invariants.is_enabled():
         invariants.disable()  # else torch warns of the tensors that its own optimizers make
     table = nn.Parameter(torch.zeros(2, 2, dtype=dtype))
     optimizer = build([table])
-    if isinstance(optimizer, torch.optim.LBFGS):  # it flattens gradients, and needs the loss again
+    # LBFGS flattens all gradients to one vector, and its step needs a function of the loss.
+    if isinstance(optimizer, torch.optim.LBFGS):
         return
     try:
         for _ in range(2):
             table.grad = None
-            embedding(torch.zeros(1, dtype=torch.int64), table, sparse=True).sum().backward()
+            rows = embedding(torch.zeros(1, dtype=torch.int64), table, sparse=True)
+            rows.sum().backward()
             coalesce_gradients([table])
             optimizer.step()
     except (RuntimeError, TypeError, NotImplementedError) as error:

@@ -1,4 +1,4 @@
-"""The state of a run: everything that changes while it trains."""
+"""The state of a run: everything that changes while the run trains."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,8 +24,9 @@ class ScheduledOptimizer:
     Attributes:
         optimizer: over a part of the model's parameters, or all of them.
         scheduler: counts applied steps; None for a constant learning rate.
-        pending_found_inf: the found-inf flag of the last step until the schedule has read it. A
-            schedule counts applied steps only, and reading the flag at once would stall the host.
+        pending_found_inf: the found-inf flag of the last step until the schedule has read it; None
+            without a schedule. A schedule counts applied steps only, and a read of the flag right
+            after its step would make the host wait for the device.
         params: the optimizer's parameters, in the order of its groups.
     """
 
@@ -39,28 +40,37 @@ class ScheduledOptimizer:
 
     @property
     def lr(self) -> float:
+        """Return the learning rate in force, of the first parameter group."""
         return self.optimizer.param_groups[0]["lr"]
 
     def advance_schedule(self) -> None:
         """Advance the schedule if the last step was applied, waiting for its found-inf flag."""
-        if self.pending_found_inf is not None and not self.pending_found_inf.raised:
+        # The flag is set only where a scheduler exists, so the scheduler needs no check here.
+        if self.pending_found_inf is not None and not self.pending_found_inf.is_set:
             self.scheduler.step()
         self.pending_found_inf = None
 
 
 @dataclass
 class TrainState:
-    """What a step changes.
+    """The model of a run, what trains it, and how far the training has come.
 
     Attributes:
+        model: converted and on its device, inside the wrappers of the strategy.
+        precision: its contexts and casts surround the forward and the backward.
+        task: loss and metrics.
+        scale: the loss scale; a null object for a precision without one.
+        optimizers: each with its schedule; empty for a model that is only evaluated.
+        device: where the model computes.
+        clip_norm: largest 2-norm of all gradients together; None does not clip.
+        strategy: how the processes of the run share the model.
         step: attempted optimizer steps.
-        epoch: passes begun.
+        epoch: passes over the data that were begun.
         position: micro-batches of this pass that were taken.
-        skipped: steps skipped, as far as the records have arrived.
-        evaluated: the step of the last evaluation.
-        stagnant: share of elements that the last step left where they were, see
-            evaluation.Stagnation.
-        before_update: called before weights and optimizer state change.
+        skipped: skipped steps, as far as the records have arrived on the host.
+        last_evaluation_step: the step after which the last evaluation ran; 0 before the first.
+        stagnant_share: the share of parameter elements that had a gradient and that the last step
+            did not change, see evaluation.Stagnation; None where it was not counted.
     """
 
     model: nn.Module
@@ -75,9 +85,22 @@ class TrainState:
     epoch: int = 0
     position: int = 0
     skipped: int = 0
-    evaluated: int = 0
-    stagnant: float | None = None
-    before_update: Callable[[], None] | None = None
+    last_evaluation_step: int = 0
+    stagnant_share: float | None = None
+    _update_hook: Callable[[], None] | None = field(default=None, init=False)
+
+    def set_update_hook(self, hook: Callable[[], None]) -> None:
+        """Set the function that each step calls just before weights and optimizer state change.
+
+        Checkpoints wait there until their copy of the weights is complete, and the memory forecast
+        separates the backward from the update.
+        """
+        self._update_hook = hook
+
+    def run_update_hook(self) -> None:
+        """Call the update hook, if one is set."""
+        if self._update_hook is not None:
+            self._update_hook()
 
     @property
     def plain_model(self) -> nn.Module:
@@ -85,17 +108,23 @@ class TrainState:
         model = getattr(self.model, "_orig_mod", self.model)
         return model.module if isinstance(model, DistributedDataParallel) else model
 
+    # These lists are cached: a step reads them, and a walk over the modules costs host time.
     @cached_property
-    def trainable(self) -> list[Tensor]:
-        return [p for d in self.optimizers for p in d.params]
+    def trainable_parameters(self) -> list[Tensor]:
+        """Return the parameters that the optimizers update, in the optimizers' order."""
+        params: list[Tensor] = []
+        for scheduled in self.optimizers:
+            params.extend(scheduled.params)
+        return params
 
     @cached_property
-    def complex(self) -> list[Tensor]:
-        return [p for p in self.trainable if p.is_complex()]
+    def complex_parameters(self) -> list[Tensor]:
+        """Return the trainable parameters with a complex dtype."""
+        return [p for p in self.trainable_parameters if p.is_complex()]
 
     @cached_property
-    def sparse(self) -> list[Tensor]:
-        """Return the parameters whose gradients are sparse."""
+    def sparse_gradient_parameters(self) -> list[Tensor]:
+        """Return the trainable parameters whose gradients are sparse."""
         return [*sparse_parameters(self.plain_model).values()]
 
     @cached_property
@@ -107,6 +136,8 @@ class TrainState:
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the optimizers' state."""
-        for d in self.optimizers:
-            for values in d.optimizer.state.values():
-                yield from (v for v in values.values() if isinstance(v, Tensor))
+        for scheduled in self.optimizers:
+            for values in scheduled.optimizer.state.values():
+                for value in values.values():
+                    if isinstance(value, Tensor):
+                        yield value

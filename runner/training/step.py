@@ -1,7 +1,8 @@
 """One optimizer step: forward, backward, clipping, update.
 
-Nothing here reads a value of the device, which would make the host wait for it: the values of a
-step stay there until record_buffer.py copies a block of them.
+Nothing here reads a value on the device (`item()`, `float()`, `if tensor:`): the host would wait
+for the device in every step, and the device for the host's next launch. The values of a step stay
+on the device until record_buffer.py copies a block of them.
 """
 
 from collections.abc import Sequence
@@ -26,17 +27,24 @@ Batch = tuple[Any, Any]
 
 
 def examples_in(batch: Batch) -> int:
-    """Return the examples of a batch: the first dimension of its target, or of its inputs."""
-    target = batch[1]
-    first = target if isinstance(target, Tensor) else batch[0]
-    return first.shape[0] if isinstance(first, Tensor) and first.ndim else 1  # len() costs 3 µs
+    """Return the examples of a batch: the first dimension of its target, or else of its inputs.
+
+    A batch that holds a tensor in neither place counts as one example.
+    """
+    inputs, target = batch
+    counted = target if isinstance(target, Tensor) else inputs
+    if not isinstance(counted, Tensor) or counted.ndim == 0:
+        return 1
+    return counted.shape[0]  # len() of a tensor costs 3 µs more, in every step
 
 
 def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
     """Return the mean loss of a micro-batch, computed under the precision's contexts and casts."""
-    precision, task = state.precision, state.task
+    precision = state.precision
+    task = state.task
     with precision.forward(state.device):
         output = state.model(precision.cast(inputs))
+        # Within these contexts autocast chooses the dtypes of the loss, too.
         if precision.autocast_loss:
             return task.loss(output, precision.cast(target))
     dtype = precision.loss_dtype
@@ -46,9 +54,12 @@ def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
 def backpropagate(state: TrainState, loss: Tensor, weight: Tensor | None = None) -> None:
     """Add the gradients of a loss, times a weight, to those of the parameters.
 
-    What the model computes again in the backward (activation checkpointing) is computed in the
-    precision of its forward.
+    Args:
+        state: its parameters' gradients are changed.
+        loss: scalar, already multiplied by the loss scale.
+        weight: scalar in the dtype of the loss; None for 1.
     """
+    # Activation checkpointing computes forwards again here, in the precision of the first ones.
     with state.precision.backward(state.device):
         loss.backward(weight)
 
@@ -64,41 +75,61 @@ def train_step(
         sizes: their examples in all processes; None where there is one.
     """
     state.step += 1
-    strategy = state.strategy
     sizes = sizes or [examples_in(micro) for micro in micros]
     if state.takes_closure:
-        lr = state.optimizers[0].lr
-        loss, norms, scale, found = _closure_step(state, micros, sizes)
+        values = _closure_step(state, micros, sizes)
     else:
-        scale = state.scale.value
-        loss = _backward(state, micros, sizes)
-        grads = [strategy.local_shards(_grads(d)) for d in state.optimizers]
-        founds = [strategy.reduce_found_inf(state.scale.unscale(part)) for part in grads]
-        norms = _clip(state, grads[0] if len(grads) == 1 else [*chain(*grads)])
-        for d in state.optimizers:
-            if d.pending_found_inf is not None:
-                d.advance_schedule()
-        lr = state.optimizers[0].lr
-        if state.before_update:
-            state.before_update()
-        _optimizer_step(state, founds)
-        found = founds[0] if len(founds) == 1 else _any(founds)
+        values = _plain_step(state, micros, sizes)
     measured = measure_step(state)  # before the gradients are dropped
-    for p in state.trainable:
+    # None and not zero: the next backward then writes the gradients instead of adding to them.
+    for p in state.trainable_parameters:
         p.grad = None
     return DeviceStepRecord(
         state.step,
         int(time() * 1000),
         state.epoch,
-        lr,
+        values.lr,
         perf_counter(),
         sum(sizes),
-        loss,
-        norms,
-        scale,
-        found,
+        values.loss,
+        values.norms,
+        values.scale,
+        values.found_inf,
         measured,
     )
+
+
+class _StepValues(NamedTuple):
+    """What a step computes for its record; see DeviceStepRecord."""
+
+    lr: float
+    loss: Tensor
+    norms: Tensor
+    scale: Tensor | None
+    found_inf: Tensor | None
+
+
+def _plain_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _StepValues:
+    """Take a step of optimizers that use gradients alone."""
+    strategy = state.strategy
+    scale = state.scale.value  # in force in this step; the update at its end may change it
+    loss = _backward(state, micros, sizes)
+    grads = [strategy.local_shards(_gradients(scheduled)) for scheduled in state.optimizers]
+    # Unscaled first, in place: the norms that are clipped and recorded are the gradients' own. A
+    # flag per optimizer, and over all processes, which must skip a step together.
+    found_infs = [strategy.reduce_found_inf(state.scale.unscale(part)) for part in grads]
+    every_grad = grads[0] if len(grads) == 1 else [*chain(*grads)]
+    norms = _clip(state, every_grad)
+    # The schedule of the step before waits for its found-inf flag until here, where the device has
+    # long passed it. It must advance before the learning rate is recorded and used.
+    for scheduled in state.optimizers:
+        if scheduled.pending_found_inf is not None:
+            scheduled.advance_schedule()
+    lr = state.optimizers[0].lr
+    state.run_update_hook()
+    _optimizer_step(state, found_infs)
+    found_inf = found_infs[0] if len(found_infs) == 1 else _any_found_inf(found_infs)
+    return _StepValues(lr, loss, norms, scale, found_inf)
 
 
 def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
@@ -106,69 +137,87 @@ def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) 
 
     With several processes each returns a number of its own; their average is the mean.
     """
+    # One micro-batch in one process needs no weights: its loss is the mean already. This common
+    # case skips the kernels that count labels.
     if len(micros) == state.strategy.place.world_size == 1:
         loss = loss_of(state, *micros[0])
         backpropagate(state, state.scale.multiply(loss))
         total = loss.detach()
     else:
         total = _accumulate(state, micros, sizes)
-    coalesce_gradients(state.sparse)
-    for p in state.complex:  # autograd leaves lazy conjugates, which optimizers cannot read
-        p.grad = None if p.grad is None else p.grad.resolve_conj()
+    coalesce_gradients(state.sparse_gradient_parameters)
+    # Autograd leaves lazy conjugates in complex gradients, which optimizers cannot read.
+    for p in state.complex_parameters:
+        if p.grad is not None:
+            p.grad = p.grad.resolve_conj()
     return total
 
 
-class _Shares(NamedTuple):
-    """What the mean loss of each micro-batch is multiplied by; and bool [], whether no label of
-    the whole step counts (None where examples are counted)."""
+class _Weights(NamedTuple):
+    """How the micro-batches of a step are weighed.
 
-    each: Sequence[float | Tensor]
-    none: Tensor | None
+    Attributes:
+        factors: what the mean loss of each micro-batch is multiplied by.
+        no_label_counts: bool [], whether no label of the whole step counts; None where examples are
+            counted and not labels.
+    """
+
+    factors: Sequence[float | Tensor]
+    no_label_counts: Tensor | None
 
 
 def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
-    shares = _shares(state, micros, sizes)
+    weighing = _weights(state, micros, sizes)
     losses: list[Tensor] = []
     weights: list[Tensor] = []
-    for i, (micro, share) in enumerate(zip(micros, shares.each, strict=True), 1):
+    for i, (micro, factor) in enumerate(zip(micros, weighing.factors, strict=True), 1):
         with state.strategy.accumulating(last=i == len(micros)):
             loss = loss_of(state, *micro)
             mean = loss.detach()
-            weight = share.to(mean.dtype) if isinstance(share, Tensor) else mean.new_full((), share)
+            if isinstance(factor, Tensor):
+                weight = factor.to(mean.dtype)
+            else:
+                weight = mean.new_full((), factor)
             backpropagate(state, state.scale.multiply(loss), weight)
         losses.append(mean)
         weights.append(weight)
-    shown = torch.stack(weights)
-    # A micro-batch without a label adds nothing: its mean is NaN.
-    total = (torch.stack(losses) * shown).masked_fill(shown == 0, 0).sum()
-    return total if shares.none is None else total.masked_fill(shares.none, nan)
+    stacked = torch.stack(weights)
+    # A micro-batch without a label adds nothing: its mean is NaN, and NaN times 0 is NaN.
+    total = (torch.stack(losses) * stacked).masked_fill(stacked == 0, 0).sum()
+    if weighing.no_label_counts is None:
+        return total
+    # A step without any label has no mean; a loss of 0 would look like a perfect model.
+    return total.masked_fill(weighing.no_label_counts, nan)
 
 
-def _shares(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _Shares:
+def _weights(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _Weights:
     """Return the share that each micro-batch has of the labels of the step, in all processes; of
     its examples where the task counts no labels. Labels are counted on the device.
-
-    Gradients are averaged over the processes, so a share is multiplied by their number.
     """
     place = state.strategy.place
-    examples = [place.examples(size) for size in sizes]
+    examples = [place.batch_share(size) for size in sizes]
     counts = [labels_of(state.task, target) for _, target in micros]
     labels = [count for count in counts if count is not None]
+    # Strategies average the gradients over the processes, where a sum is wanted: hence the factor
+    # world_size in both cases.
     if len(labels) < len(counts):
-        whole = sum(sizes)
-        return _Shares([count * place.world_size / whole for count in examples], None)
+        all_examples = sum(sizes)
+        return _Weights([count * place.world_size / all_examples for count in examples], None)
     own = torch.stack(labels).to(widest_float(state.device))
     for i, count in enumerate(examples):
-        if not count:
-            own[i] = 0  # it got another process's example, only to have a batch
+        # A process without an example of a micro-batch got another process's, only to have a batch.
+        if count == 0:
+            own[i] = 0
     total = own.sum()
     if place.world_size > 1:
         total = state.strategy.sum(total)
-    none = total == 0
-    return _Shares((own * place.world_size / total).masked_fill(none, 0).unbind(), none)
+    no_label_counts = total == 0
+    factors = (own * place.world_size / total).masked_fill(no_label_counts, 0).unbind()
+    return _Weights(factors, no_label_counts)
 
 
-def _grads(scheduled: ScheduledOptimizer) -> list[Tensor]:
+def _gradients(scheduled: ScheduledOptimizer) -> list[Tensor]:
+    # Sparse gradients are worked on by their values, which share the gradients' memory.
     return [gradient_values(p.grad) for p in scheduled.params if p.grad is not None]
 
 
@@ -178,16 +227,20 @@ def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
     The norms are those of this process's shards. An overflow makes one infinite and never raises.
     """
     norms = grad_norms(grads)
-    if state.clip_norm is not None:
-        # What overflowed is skipped, and must not scale another optimizer's gradients to nought.
-        total = torch.linalg.vector_norm(norms.nan_to_num(nan=0.0, posinf=0.0))
-        total = state.strategy.reduce_norms(total)
-        factor = (state.clip_norm / (total + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, factor)
+    if state.clip_norm is None:
+        return norms
+    # An optimizer whose gradients overflowed skips its step. Without the replacement, its infinite
+    # norm would scale the gradients of the other optimizers to zero.
+    total = torch.linalg.vector_norm(norms.nan_to_num(nan=0.0, posinf=0.0))
+    total = state.strategy.reduce_norms(total)
+    # 1e-6 as in torch.nn.utils.clip_grad_norm_. Multiplied always, even by 1: to ask whether the
+    # norm is above the limit would be a read of the device.
+    factor = (state.clip_norm / (total + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(grads, factor)
     return norms
 
 
-_WIDE = ({torch.float32}, {torch.float64})
+_NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
 
 
 def grad_norms(grads: list[Tensor]) -> Tensor:
@@ -199,48 +252,54 @@ def grad_norms(grads: list[Tensor]) -> Tensor:
     if not grads:
         raise RuntimeError("no parameter received a gradient: the loss does not depend on any")
     dtypes = {grad.dtype for grad in grads}
-    if dtypes in _WIDE:
+    if dtypes in _NEEDS_NO_WIDENING:
         return torch.stack(torch._foreach_norm(grads))
-    double = bool(dtypes & {torch.float64, torch.complex128})
-    wide = torch.float64 if double else torch.float32
-    real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
+    # Squares of half-precision gradients leave float16's range and most of bfloat16's precision.
+    has_double = bool(dtypes & {torch.float64, torch.complex128})
+    wide = torch.float64 if has_double else torch.float32
+    # A real view has the same 2-norm, and only real tensors can be accumulated in a given dtype.
+    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
     return torch.stack(torch._foreach_norm(real, 2.0, dtype=wide))
 
 
-def _optimizer_step(state: TrainState, founds: Sequence[Tensor | None]) -> None:
-    for d, found in zip(state.optimizers, founds, strict=True):
-        state.scale.step(d.optimizer, found)
-        if d.scheduler is not None:
-            if found is None:
-                d.scheduler.step()
-            else:
-                d.pending_found_inf = HostFlag(found)
-    state.scale.update(founds)
+def _optimizer_step(state: TrainState, found_infs: Sequence[Tensor | None]) -> None:
+    for scheduled, found_inf in zip(state.optimizers, found_infs, strict=True):
+        state.scale.step(scheduled.optimizer, found_inf)
+        if scheduled.scheduler is None:
+            continue
+        # Without a flag the step was applied for certain. With one the schedule waits for the flag,
+        # which is copied to the host in the background.
+        if found_inf is None:
+            scheduled.scheduler.step()
+        else:
+            scheduled.pending_found_inf = HostFlag(found_inf)
+    # One scale for all optimizers, so it changes once, after the last of them has used it.
+    state.scale.update(found_infs)
 
 
-def _any(founds: Sequence[Tensor | None]) -> Tensor | None:
-    flags = [flag for flag in founds if flag is not None]
+def _any_found_inf(found_infs: Sequence[Tensor | None]) -> Tensor | None:
+    flags = [flag for flag in found_infs if flag is not None]
     return torch.stack(flags).amax() if flags else None
 
 
-def _closure_step(
-    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
-) -> tuple[Tensor, Tensor, None, None]:
+def _closure_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _StepValues:
     """Take a step of an optimizer that evaluates the loss itself; record its first evaluation."""
     scheduled = state.optimizers[0]
+    lr = scheduled.lr
     first: list[tuple[Tensor, Tensor]] = []
 
     def closure() -> Tensor:
         for p in scheduled.params:
             p.grad = None
         loss = _backward(state, micros, sizes)
+        # Later evaluations are at points of the line search, not at the weights of this step.
         if not first:
-            first.append((loss, grad_norms(_grads(scheduled))))
+            first.append((loss, grad_norms(_gradients(scheduled))))
         return loss
 
-    if state.before_update:
-        state.before_update()
+    state.run_update_hook()
     scheduled.optimizer.step(closure)  # type: ignore[arg-type]
     if scheduled.scheduler is not None:
         scheduled.scheduler.step()
-    return (*first[0], None, None)
+    loss, norms = first[0]
+    return _StepValues(lr, loss, norms, None, None)

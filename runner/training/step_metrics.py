@@ -8,7 +8,7 @@ of the weights after each step:
         field="weight_norm",
         metric="<section>/weight_norm",
         measure=lambda state: torch.linalg.vector_norm(
-            torch.stack(torch._foreach_norm(state.trainable))
+            torch.stack(torch._foreach_norm(state.trainable_parameters))
         ),
     )
 
@@ -31,16 +31,17 @@ from runner.utils.tensors import widest_float
 
 
 def stack_values(values: Sequence[Tensor], strategy: Strategy) -> Tensor:
-    """Stack the scalars of a block's steps, which are alike in all processes: [steps]."""
+    """Return the scalars of a block's steps, which are equal in all processes: [steps]."""
     return torch.stack([*values])
 
 
 def average_over_processes(values: Sequence[Tensor], strategy: Strategy) -> Tensor:
-    """Stack the scalars of a block's steps, each averaged over the processes: [steps]."""
+    """Return the scalars of a block's steps, each averaged over the processes: [steps]."""
     stacked = torch.stack([*values])
     processes = strategy.place.world_size
     if processes == 1:
         return stacked
+    # One reduction per block: the steps do not wait for the other processes' losses.
     return strategy.sum(stacked.to(widest_float(stacked.device))) / processes
 
 
@@ -53,7 +54,8 @@ def combine_gradient_norms(norms: Sequence[Tensor], strategy: Strategy) -> Tenso
     """
     if len({step.shape for step in norms}) == 1:
         totals = torch.linalg.vector_norm(torch.stack([*norms]), dim=1)
-    else:  # parameters without a gradient in some of the steps
+    else:
+        # Some parameters had no gradient in some of the steps.
         totals = torch.stack([torch.linalg.vector_norm(step) for step in norms])
     return strategy.reduce_norms(totals)
 
@@ -114,6 +116,7 @@ STEP_METRICS: tuple[StepMetric, ...] = (
 def measure_step(state: TrainState) -> Mapping[str, Tensor]:
     """Return the measured values of the step that ends now, by field; scalars on the device."""
     measures = {entry.field: entry.measure for entry in STEP_METRICS if entry.measure is not None}
+    # Without such metrics, as by default, a step pays nothing for them.
     if not measures:
         return {}
     with torch.no_grad():
@@ -124,13 +127,15 @@ def device_columns(steps: Sequence[DeviceStepRecord], strategy: Strategy) -> dic
     """Return the values of a block of steps on the device, by field: [steps] each.
 
     The dtype is the widest float of the device, so that no value is altered on its way. Fields
-    that the steps have no value of (the loss scale of a precision without one) are left out.
+    that the steps have no value of (the loss scale of a precision without one) are omitted.
     """
     columns: dict[str, Tensor] = {}
     for entry in STEP_METRICS:
-        values = [value for step in steps if (value := entry.device_value(step)) is not None]
+        candidates = [entry.device_value(step) for step in steps]
+        values = [value for value in candidates if value is not None]
         if len(values) == len(steps):
             columns[entry.field] = entry.combine(values, strategy)
+    # Equal dtypes let all columns travel in one tensor.
     wide = widest_float(steps[0].loss.device)
     return {field: column.to(wide) for field, column in columns.items()}
 

@@ -79,9 +79,12 @@ class Accelerator:
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak_memory_mib(self) -> float:
-        """Return the peak in MiB since reset_peak_memory: allocated memory of the device, or on a
-        CPU the resident set of the whole process, libraries included. torch_xla cannot reset its
-        peak: it counts from the start of the process. MPS has no peak: its present allocation."""
+        """Return the peak in MiB since reset_peak_memory.
+
+        On a CPU it is the resident set of the whole process, libraries included; on other devices
+        it is the allocated memory. torch_xla cannot reset its peak, which counts from the start of
+        the process. MPS records no peak: its present allocation is returned.
+        """
         if self.device.type in _TYPES_WITH_PEAK:
             return torch.accelerator.max_memory_allocated(self.device) / MIB
         if self.device.type == "xla":

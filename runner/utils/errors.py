@@ -17,7 +17,11 @@ class RunnerError(Exception):
 
 
 class ConfigError(RunnerError):
-    """A composed config that cannot run, with every problem found; one line of message each."""
+    """A composed config that cannot run.
+
+    Args:
+        problems: the message of each problem found, one line each.
+    """
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -33,7 +37,8 @@ class Unavailable(RunnerError):
     """
 
     def __init__(self, what: str, remedy: str) -> None:
-        self.what, self.remedy = what, remedy
+        self.what = what
+        self.remedy = remedy
         super().__init__(f"{what} {remedy}")
 
 
@@ -50,7 +55,7 @@ class TrackingError(RunnerError):
 
 
 class DataError(RunnerError):
-    """Data that cannot be trained on: a sample, a label or the process that loads them failed."""
+    """Data that cannot be trained on: a sample, a label or a loading process failed."""
 
     exit_status = 1
 

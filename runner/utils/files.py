@@ -1,4 +1,4 @@
-"""Write files without leaving half of one after an interruption; read files of strangers."""
+"""Write files atomically, and read files that may come from strangers."""
 
 import io
 import json
@@ -16,7 +16,7 @@ def write_text(path: Path, text: str) -> Path:
     """Replace a file's text in one step and return its path; make its folder if it is missing.
 
     Raises:
-        OSError: it cannot be written; the old file is unchanged, and no part of the new one stays.
+        OSError: it cannot be written; the old file is unchanged, and the partial new one deleted.
     """
     # Readers see the old or the new text: a rename within a folder is atomic.
     draft = path.with_suffix(".partial")

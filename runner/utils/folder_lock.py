@@ -1,4 +1,4 @@
-"""Lock a folder for one command: two would write the same files.
+"""Lock a folder for one command, because two commands would write the same files.
 
 The lock is the kernel's (flock), so it ends with the process that holds it, however that ends.
 """
@@ -15,7 +15,8 @@ _open_descriptors: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """Close the descriptors that a forked process inherits: it would keep its parent's lock."""
+    """Close the descriptors that a forked process inherits."""
+    # flock belongs to the open file: a child with the descriptor would hold its parent's lock.
     while _open_descriptors:
         os.close(_open_descriptors.pop())
 

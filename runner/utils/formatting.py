@@ -19,14 +19,18 @@ def format_number(value: float | None) -> str:
     """
     if value is None:
         return ""
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+    if 1000 <= abs(value) < 1e15:
+        return f"{value:.0f}"
+    return f"{value:.4g}"
 
 
 def format_percent(share: float) -> str:
-    """Return a share, 0 to 1, in percent; a small remainder never reads as 0% or 100%."""
+    """Return a share, 0 to 1, in percent; a share above 0 or below 1 never reads as 0% or 100%."""
     if 0 < share < 0.001:
         return "<0.1%"
-    return ">99.9%" if 0.999 < share < 1 else f"{share:.1%}"
+    if 0.999 < share < 1:
+        return ">99.9%"
+    return f"{share:.1%}"
 
 
 def now_ms() -> int:
@@ -35,7 +39,10 @@ def now_ms() -> int:
 
 
 def shorten_override(override: str) -> str:
-    """Return an override for a label: a number of many digits, as searches draw them, gets four."""
+    """Return an override for a label, in which a number of many digits is rounded to four.
+
+    Searches draw such numbers, for example optimizer.lr=0.00031622776601683794.
+    """
     key, equals, value = override.partition("=")
     try:
         rounded = f"{float(value):.4g}"

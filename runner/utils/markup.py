@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-LONG = 40
-"""Characters of a cell from which on it may break into lines."""
+WRAP_MIN_CHARS = 40
+"""Characters above which the text of a cell may break into lines."""
 Tone = Literal["", "good", "bad", "quiet"]
 
 
@@ -38,7 +38,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; `answer` is the one that a reader in a hurry reads."""
+    """A paragraph; `answer` is the one that states the result of the page."""
 
     text: str
     kind: Literal["plain", "answer", "small"] = "plain"
@@ -106,23 +106,36 @@ def markdown(block: Block) -> str:
         case Commands(lines):
             return "\n".join(f"- {markdown_code(line)}" for line in lines)
         case Table(head, rows, words, marked):
-            rule = "|".join(" --- " if i in words else " ---: " for i in range(len(head)))
-            body = [[markdown_text(_flat(cell)) for cell in row] for row in rows]
-            if marked is not None:
-                body[marked][0] = f"**{body[marked][0]}**"
-            lines = [list(map(markdown_text, head)), *body]
-            text = [f"| {' | '.join(line)} |" for line in lines]
-            return "\n".join([text[0], f"|{rule}|", *text[1:]])
+            return _markdown_table(head, rows, words, marked)
         case _:
             return ""
 
 
-def _flat(cell: Cell) -> str:
+def _markdown_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    words: frozenset[int],
+    marked: int | None,
+) -> str:
+    alignments = [" --- " if i in words else " ---: " for i in range(len(head))]
+    rule = "|".join(alignments)
+    body = []
+    for row in rows:
+        body.append([markdown_text(_cell_text(cell)) for cell in row])
+    if marked is not None:
+        body[marked][0] = f"**{body[marked][0]}**"
+    titles = [markdown_text(title) for title in head]
+    first, *rest = (f"| {' | '.join(line)} |" for line in [titles, *body])
+    return "\n".join([first, f"|{rule}|", *rest])
+
+
+def _cell_text(cell: Cell) -> str:
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
 
 
 def escape_line_start(text: str) -> str:
     """Return Markdown text for the start of a line, where it must not make a heading or list."""
+    # CommonMark: #, +, -, = and a number with . or ) start a heading, a list or an underline.
     return re.sub(r"^([#+=-]|\d+[.)](?=\s|$))", r"\\\1", markdown_text(text))
 
 
@@ -155,14 +168,14 @@ def element(block: Block) -> str:
         case Commands(lines):
             return "".join(f"<pre>{html.escape(line)}</pre>" for line in lines)
         case Charts(pictures, legend):
-            keys = "".join(_key(*entry) for entry in legend)
+            keys = "".join(_legend_entry(*entry) for entry in legend)
             drawn = "".join(f"<figure>{picture}</figure>" for picture in pictures)
             return f'<p class="legend">{keys}</p><div class="charts">{drawn}</div>'
         case Table():
             return _table(block)
 
 
-def _key(name: str, colour: str, dashes: Sequence[float]) -> str:
+def _legend_entry(name: str, colour: str, dashes: Sequence[float]) -> str:
     dash = " ".join(f"{2 * length:g}" for length in dashes) or "none"
     line = f'<path d="M0 6H30" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash}"/>'
     swatch = f'<svg width="30" height="12" aria-hidden="true">{line}</svg>'
@@ -170,26 +183,38 @@ def _key(name: str, colour: str, dashes: Sequence[float]) -> str:
 
 
 def _table(table: Table) -> str:
-    left = [' class="word"' if i in table.words else "" for i in range(len(table.head))]
+    # The attribute of each column's cells: text is aligned left, numbers right.
+    attributes = [' class="word"' if i in table.words else "" for i in range(len(table.head))]
     titles = [html.escape(text) for text in table.head]
-    whole = [re.sub(r"(\S+-\S+)", r'<span class="whole">\1</span>', text) for text in titles]
-    top = "".join(f"<th{left[i]}>{text}</th>" for i, text in enumerate(whole))
-    body = []
+    head = ""
+    for attribute, title in zip(attributes, titles, strict=True):
+        # A browser may break a line at a hyphen: names such as bf16-mixed stay whole.
+        unbroken = re.sub(r"(\S+-\S+)", r'<span class="whole">\1</span>', title)
+        head += f"<th{attribute}>{unbroken}</th>"
+    body = ""
     for i, row in enumerate(table.rows):
-        cells = "".join(
-            f'<td{left[k]} data-head="{titles[k]}"><div>{_inside(cell)}</div></td>'
-            if cell.text
-            else f"<td{left[k]}></td>"
-            for k, cell in enumerate(row)
-        )
-        body.append(f"<tr{' class=marked' if i == table.marked else ''}>{cells}</tr>")
+        mark = " class=marked" if i == table.marked else ""
+        cells = ""
+        for attribute, title, cell in zip(attributes, titles, row, strict=False):
+            cells += _table_cell(cell, attribute, title)
+        body += f"<tr{mark}>{cells}</tr>"
     kind = "cards" if table.cards else "rows"
-    rows = f"<thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody>"
+    rows = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     return f'<div class="{kind}"><table>{rows}</table></div>'
 
 
-def _inside(cell: Cell) -> str:
-    kind = f"{cell.tone or 'text'}{' long' if len(cell.text) > LONG else ''}"
+def _table_cell(cell: Cell, attribute: str, title: str) -> str:
+    # CSS hides an empty cell on a card, where the title would stand without a value.
+    if not cell.text:
+        return f"<td{attribute}></td>"
+    # On a card, which has no head row, CSS prints data-head before the value.
+    return f'<td{attribute} data-head="{title}"><div>{_cell_element(cell)}</div></td>'
+
+
+def _cell_element(cell: Cell) -> str:
+    kind = cell.tone or "text"
+    if len(cell.text) > WRAP_MIN_CHARS:
+        kind += " long"
     shown = f'<span class="{kind}">{html.escape(cell.text)}</span>'
     if cell.note:
         shown += f"<small>{html.escape(cell.note)}</small>"
@@ -266,9 +291,13 @@ overflow-wrap:anywhere}
 
 
 def markdown_text(text: str) -> str:
-    """Return text on one line, escaped: no tag, link, picture, emphasis or column is left."""
-    flat = html.escape(" ".join(text.split()), quote=False)
+    """Return text on one line, escaped so that it makes no tag, link, picture, emphasis or column
+    of a table.
+    """
+    one_line = " ".join(text.split())
+    flat = html.escape(one_line, quote=False)
     flat = re.sub(r"([\\`*|~$])", r"\\\1", flat)
+    # Inside a word an underscore is no emphasis, and is readable without a backslash.
     flat = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", flat)
     return re.sub(r"\](?=[(\[:])", r"\\]", flat)
 
@@ -276,6 +305,9 @@ def markdown_text(text: str) -> str:
 def markdown_code(text: str) -> str:
     """Return text as inline code. A pipe is not escaped: do not use it in tables."""
     flat = " ".join(text.splitlines())
-    fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
+    # CommonMark: the fence has more backticks than any run of them in the code.
+    backtick_runs = re.findall("`+", flat)
+    longest_run = max(map(len, backtick_runs), default=0)
+    fence = "`" * (1 + longest_run)
     gap = " " if len(fence) > 1 else ""
     return f"{fence}{gap}{flat}{gap}{fence}"

@@ -1,7 +1,4 @@
-"""Select modules of a model: by patterns of dotted names, or the blocks that the model repeats.
-
-Patterns are matched segment by segment, so that `l1` does not match `l10`.
-"""
+"""Select modules of a model: by patterns of dotted names, or the blocks that the model repeats."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -13,41 +10,53 @@ from runner.utils.errors import ConfigError
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
-    """Return whether a pattern names this module or one that holds it (`layer1` covers `layer1.0`);
+    """Return whether a pattern names this module or one that holds it (`layer1` covers `layer1.0`).
+
     `*` stands for any part of one segment, a leading `*.` for any depth, `*` alone for the model
-    itself, whose name is empty."""
-    wanted, given = pattern.split("."), name.split(".")
-    if wanted[0] == "*" and len(wanted) > 1:
-        return any(_starts(wanted[1:], given[i:]) for i in range(len(given)))
-    return _starts(wanted, given)
+    itself, whose name is empty.
+    """
+    # Segment by segment, so that `l1` does not match `l10`.
+    segments = pattern.split(".")
+    path = name.split(".")
+    if segments[0] == "*" and len(segments) > 1:
+        return any(_matches_prefix(segments[1:], path[depth:]) for depth in range(len(path)))
+    return _matches_prefix(segments, path)
 
 
-def _starts(wanted: Sequence[str], given: Sequence[str]) -> bool:
-    return len(wanted) <= len(given) and all(
-        fnmatchcase(g, w) for w, g in zip(wanted, given, strict=False)
-    )
+def _matches_prefix(segments: Sequence[str], path: Sequence[str]) -> bool:
+    if len(segments) > len(path):
+        return False
+    pairs = zip(segments, path, strict=False)
+    return all(fnmatchcase(part, segment) for segment, part in pairs)
 
 
 def select_modules(key: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
-    """Return the names that any pattern matches. Raises ConfigError if a pattern matches none.
+    """Return the names that any pattern matches.
 
     Args:
         key: the config key, for the message.
         patterns: as the user wrote them.
         names: dotted module names of the model, the empty one of the model itself included.
+
+    Raises:
+        ConfigError: a pattern matches no name.
     """
-    names, patterns = list(names), [str(pattern) for pattern in patterns]
+    names = list(names)
+    # A module's name may be a number, as in [0,1], which YAML reads as such.
+    patterns = [str(pattern) for pattern in patterns]
     found: set[str] = set()
     problems = []
     for pattern in patterns:
-        hits = {name for name in names if matches_pattern(pattern, name)}
-        if not hits:
-            near = get_close_matches(pattern, names, 4, 0.4) or [n for n in names if n][:8]
+        matches = {name for name in names if matches_pattern(pattern, name)}
+        if not matches:
+            near = get_close_matches(pattern, names, n=4, cutoff=0.4)
+            if not near:
+                near = [name for name in names if name][:8]
             problems.append(
                 f"{key}: {pattern} matches no module of the model. "
                 f"Nearest names: {', '.join(near) or '*'}. `*` stands for any part of one segment."
             )
-        found |= hits
+        found |= matches
     if problems:
         raise ConfigError(*problems)
     return found
@@ -57,12 +66,19 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model, as the layers of a transformer: the outermost modules
-    with children of their own of which a container holds several of one class."""
+    """Return the repeated blocks of a model, for example the layers of a transformer.
+
+    A block is an outermost module with children of its own of which a container holds several of
+    one class.
+    """
     found: list[nn.Module] = []
-    members = [child for child in model._modules.values() if child is not None]
-    kinds = [type(child) for child in members] if isinstance(model, _CONTAINERS) else []
-    for child in members:
-        many = kinds.count(type(child)) > 1 and not isinstance(child, _CONTAINERS)
-        found += [child] if many and child._modules else repeated_blocks(child)
+    children = [child for child in model._modules.values() if child is not None]
+    kinds = [type(child) for child in children] if isinstance(model, _CONTAINERS) else []
+    for child in children:
+        is_repeated = kinds.count(type(child)) > 1 and not isinstance(child, _CONTAINERS)
+        if is_repeated and child._modules:
+            found.append(child)
+        else:
+            found += repeated_blocks(child)
+    # A model may hold one module in several places: it counts once.
     return list(dict.fromkeys(found))

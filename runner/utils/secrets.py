@@ -1,5 +1,4 @@
-"""Redact credentials, which are shown and stored nowhere: those in URIs, and the values of keys and
-environment variables that are named like secrets.
+"""Redact credentials: those in URIs, and the values of keys and variables named like secrets.
 
 Structures (configs, overrides) are masked key by key; patterns serve free text, which has no keys.
 """
@@ -47,15 +46,18 @@ _OVERRIDE = re.compile(r"[+~]{0,2}([\w./@-]+)=")
 _VARIABLE = re.compile(
     r".*(_TOKEN|_PASSWORD|_PASSWD|_SECRET\w*|_KEY|_KEY_ID|_CREDENTIALS?)|SECRET\w*|TOKEN|PASSWORD"
 )
-_LEAST = 8
+_MIN_SECRET_CHARS = 8
 """Characters from which on an environment variable's value is masked in any text."""
 
 
 def redact(text: str) -> str:
-    """Return a text without credentials. `http://user:secret@host` becomes `http://host`. *** takes
-    the place of a database's user and password, of a secret in a query, of the value of `<key>=`
-    if the key is named like a secret, and of the values of environment variables named so."""
-    for value in _of_environment(os.environ):
+    """Return a text without credentials.
+
+    `http://user:secret@host` becomes `http://host`. *** takes the place of a database's user and
+    password, of a secret in a query, of the value of `<key>=` if the key is named like a secret,
+    and of the values of environment variables that are named like secrets.
+    """
+    for value in _environment_secrets(os.environ):
         text = text.replace(value, "***")
     text = _TYPED.sub(r"\1***", text)
     if "://" not in text:
@@ -65,7 +67,7 @@ def redact(text: str) -> str:
 
 
 def redact_override(text: str) -> str:
-    """Return an override without secrets, whatever its value is; other text as redact does."""
+    """Return an override without the value of a secret key; redact any other text."""
     key = _OVERRIDE.match(text)
     if key is None:
         return redact(text)
@@ -90,7 +92,7 @@ def redact_values(value: Any, key: str = "") -> Any:
     return "***" if _NAMED.fullmatch(key) else redact_override(value)
 
 
-def _of_environment(environ: Mapping[str, str]) -> list[str]:
+def _environment_secrets(environ: Mapping[str, str]) -> list[str]:
     """Return the secrets of the environment, the longest first, also in their URI-encoded form.
 
     Short words, numbers and paths do not count: they would be masked where they mean other things.
@@ -98,11 +100,16 @@ def _of_environment(environ: Mapping[str, str]) -> list[str]:
     values = {
         value
         for name, value in environ.items()
-        if len(value) >= _LEAST and _VARIABLE.fullmatch(name) and not _is_harmless(name, value)
+        if len(value) >= _MIN_SECRET_CHARS
+        and _VARIABLE.fullmatch(name)
+        and not _is_harmless(name, value)
     }
-    return sorted(values | {quote(value, safe="") for value in values}, key=len, reverse=True)
+    # In a URI a secret is percent-encoded. Longest first: one secret may be a part of another.
+    encoded = {quote(value, safe="") for value in values}
+    return sorted(values | encoded, key=len, reverse=True)
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    word = value.isalpha() and name.endswith("_KEY")
-    return word or value.isdecimal() or (value[0] in "/~." and Path(value).exists())
+    is_word = value.isalpha() and name.endswith("_KEY")
+    is_path = value[0] in "/~." and Path(value).exists()
+    return is_word or value.isdecimal() or is_path

@@ -17,16 +17,25 @@ from typing import Any, NoReturn, Self, TypeVar
 from runner.utils.errors import RunnerError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-TOGETHER = 0.5
-"""Seconds within which signals count as one: a batch system may signal every process, and a process
-may pass its signal on to another."""
-_HEED_SECONDS = 1.0
-_MARGIN = 0.1
+
+COALESCE_SECONDS = 0.5
+"""Seconds after the first signal within which further ones count as the same request: a batch
+system may signal every process, and a process may pass its signal on to another."""
+
+# Time that the main thread has to handle a second SIGINT before the watching thread ends the
+# process: Python runs handlers between two instructions, and never inside a call of a C library.
+_HANDLER_GRACE_SECONDS = 1.0
+
+# The watching thread notes the time of the first signal later than the main thread does. With this
+# margin it never counts a signal as the second one that the main thread has coalesced.
+_CLOCK_MARGIN_SECONDS = 0.1
 
 
 class Stopped(RunnerError):
-    """The run was stopped by a signal, after a checkpoint if it had taken a step. Exit status
-    128 + the signal's number: 130 for SIGINT, 143 for SIGTERM."""
+    """A signal stopped the run, after a checkpoint if it had taken a step.
+
+    The exit status is 128 + the signal's number: 130 for SIGINT, 143 for SIGTERM.
+    """
 
     def __init__(self, number: int) -> None:
         self.exit_status = 128 + number
@@ -34,7 +43,10 @@ class Stopped(RunnerError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came where nothing waits for it; no `except Exception` holds it up."""
+    """A signal ended a command that still has to end its open work.
+
+    It is no Exception, so that no library's `except Exception` catches it.
+    """
 
     def __init__(self, number: int = signal.SIGINT) -> None:
         self.exit_status = 128 + number
@@ -42,186 +54,221 @@ class Interrupted(KeyboardInterrupt):
 
 
 def end_by_signal(number: int) -> NoReturn:
-    """Exit this process at once, with the status of a signal."""
+    """Exit this process at once, with the exit status of a signal."""
     # Of the processes that torchrun starts, rank 0 prints the message.
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
             os.write(2, f"error: {Stopped(number)}\n".encode())
-    _leave(128 + number)
+    _exit_now(128 + number)
 
 
-def _leave(status: int) -> NoReturn:
+def _exit_now(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # what is being written cannot be flushed
+        # A handler may have interrupted a write to this very stream, which then cannot be flushed.
+        with suppress(Exception):
             stream.flush()
     os._exit(status)
 
 
 class SignalHandler:
-    """Context that has a method take the signals of this process, but for those that it was begun
-    without (nohup ignores SIGHUP, a script's shell the SIGINT of what it runs behind itself) and
-    those that something else listens to. Outside the main thread it changes nothing."""
+    """Context in which `handle_signal` receives the stop signals of this process.
+
+    Signals that the process was started to ignore stay ignored: nohup ignores SIGHUP, and the shell
+    of a script ignores SIGINT in what it runs in the background. Outside the main thread the
+    context changes nothing.
+    """
 
     def __init__(self) -> None:
-        self._previous: dict[int, Any] = {}
-        self._owner = os.getpid()
+        self._previous_handlers: dict[int, Any] = {}
+        self._owner_pid = os.getpid()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if (before := signal.getsignal(number)) not in (signal.SIG_IGN, None):
-                    self._previous[number] = before
-                    signal.signal(number, self._handle)
+        # Python sets handlers in the main thread only; a run in another thread must still start.
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in SIGNALS:
+            previous = signal.getsignal(number)
+            # None is a handler that was installed from C: Python could not restore it.
+            if previous not in (signal.SIG_IGN, None):
+                self._previous_handlers[number] = previous
+                signal.signal(number, self._handle_in_owner)
         return self
 
     def __exit__(self, *raised: object) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._owner:  # not in a process that was forked just now
-            self.take(number)
+    def _handle_in_owner(self, number: int, frame: FrameType | None) -> None:
+        # A process that was just forked has inherited this handler with its parent's state.
+        if os.getpid() == self._owner_pid:
+            self.handle_signal(number)
 
-    def take(self, number: int) -> None:
+    def handle_signal(self, number: int) -> None:
         """Handle a signal; called in the main thread, between two instructions."""
 
 
 class CommandSignals(SignalHandler):
-    """Context of a command: a signal ends it at once.
+    """Context of a command, in which a signal ends the process at once.
 
     Args:
-        open: whether something has to be ended first. Then Interrupted is raised, once.
+        has_open_work: returns whether something must be ended before the process exits. Then the
+            first signal raises Interrupted.
 
     Attributes:
-        status: of the command once it is over; no signal changes it.
+        status: exit status of the command once it is over, which no signal changes; None before.
     """
 
-    def __init__(self, open: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, has_open_work: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
-        self._open = open
-        self._since: float | None = None
+        self._has_open_work = has_open_work
+        self._interrupted_at: float | None = None
         self.status: int | None = None
 
-    def take(self, number: int) -> None:
+    def handle_signal(self, number: int) -> None:
         """End the process, or raise Interrupted if something must be ended first."""
-        self.leave()
-        first, now = self._since, time.monotonic()
-        if first is None and self._open():
-            self._since = now
+        self.exit_if_finished()
+        now = time.monotonic()
+        if self._interrupted_at is None:
+            if not self._has_open_work():
+                end_by_signal(number)
+            self._interrupted_at = now
             raise Interrupted(number)
-        if first is None or now - first > TOGETHER:
+        if now - self._interrupted_at > COALESCE_SECONDS:
             end_by_signal(number)
 
-    def leave(self) -> None:
-        """Exit the process if the command is over: Python's own exit takes seconds with torch, and
-        handles no signal."""
-        if self.status is not None and os.getpid() == self._owner:
-            _leave(self.status)
+    def exit_if_finished(self) -> None:
+        """Exit the process with the command's status if the command is over."""
+        # Python's own exit takes seconds with torch, and handles no signal meanwhile.
+        if self.status is not None and os.getpid() == self._owner_pid:
+            _exit_now(self.status)
 
 
 class StopSignals(SignalHandler):
-    """Context of a run: the first signal is a request that the loop sees between steps. A second
-    SIGINT interrupts at once, and ends the process where that has no effect: in a call that does
-    not return.
+    """Context of a run, in which the first signal is a request that the loop reads between steps.
+
+    A second SIGINT raises KeyboardInterrupt. In a call that does not return, where that has no
+    effect, a thread ends the process.
 
     Attributes:
-        number: of the first signal.
+        number: number of the first signal; None before it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.number: int | None = None
-        self._cuts = self._cut = False
-        self._since, self._urgent = 0.0, 0
+        self._requested_at = 0.0
+        # Inside interruptible(), until a signal has interrupted it.
+        self._interrupts = False
+        self._was_interrupted = False
+        self._second_sigints = 0
 
     def __enter__(self) -> Self:
         super().__enter__()
-        if self._previous:
-            self._woken, self._wake = os.pipe()
-            os.set_blocking(self._wake, False)
-            self._other = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        if self._previous_handlers:
+            # The C part of Python's signal handling writes each signal's number to this pipe, also
+            # while the main thread is in a call and runs no handler.
+            self._pipe_read_end, self._pipe_write_end = os.pipe()
+            os.set_blocking(self._pipe_write_end, False)
+            self._previous_wakeup_fd = signal.set_wakeup_fd(
+                self._pipe_write_end, warn_on_full_buffer=False
+            )
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._previous:
-            signal.set_wakeup_fd(self._other)
-            os.write(self._wake, b"\0")
-            os.close(self._wake)
+        if self._previous_handlers:
+            signal.set_wakeup_fd(self._previous_wakeup_fd)
+            # No signal has the number 0: it ends the watching thread.
+            os.write(self._pipe_write_end, b"\0")
+            os.close(self._pipe_write_end)
         super().__exit__()
         if isinstance(raised[1], Exception):
-            self._explain()
+            self._raise_interruption()
 
-    def _explain(self) -> None:
+    def _raise_interruption(self) -> None:
         """Raise the signal's exception in place of an error that the interruption has caused."""
-        if self._urgent:
+        if self._second_sigints:
             raise KeyboardInterrupt
-        if self._cut:
+        if self._was_interrupted:
             self.check()
 
-    def take(self, number: int) -> None:
-        """Record a signal; raise KeyboardInterrupt if it interrupts at once."""
+    def handle_signal(self, number: int) -> None:
+        """Record a signal; raise KeyboardInterrupt for a second SIGINT and in interruptible()."""
         now = time.monotonic()
         if self.number is None:
-            self.number, self._since = number, now
-        elif number == signal.SIGINT and now - self._since > TOGETHER:
-            self._urgent += 1
+            self.number = number
+            self._requested_at = now
+        elif number == signal.SIGINT and now - self._requested_at > COALESCE_SECONDS:
+            self._second_sigints += 1
             raise KeyboardInterrupt
-        if self._cuts:
-            self._cuts, self._cut = False, True
+        if self._interrupts:
+            # Once: a second exception would interrupt the `finally` clauses of the first.
+            self._interrupts = False
+            self._was_interrupted = True
             raise KeyboardInterrupt
 
-    def adopt(self, number: int) -> None:
+    def record_remote_signal(self, number: int) -> None:
         """Record a signal that another process of the run has received; 0 is none."""
         if number and self.number is None:
-            self.number, self._since = number, time.monotonic()
+            self.number = number
+            self._requested_at = time.monotonic()
 
-    def requested(self) -> bool:
-        """Return whether a signal has come."""
+    def is_stop_requested(self) -> bool:
+        """Return whether a signal was received."""
         return self.number is not None
 
     def check(self) -> None:
-        """Raise Stopped if a signal came."""
+        """Raise Stopped if a signal was received."""
         if self.number is not None:
             raise Stopped(self.number)
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Raise Stopped at once for a signal within a context, for work that may be lost."""
-        outer = self._cuts
-        self._cuts = True
+    def interruptible(self) -> Iterator[None]:
+        """Return a context in which a signal raises Stopped at once, for work that may be lost."""
+        outer = self._interrupts
+        self._interrupts = True
         try:
             self.check()
             yield
         except BaseException:
-            self._explain()
+            # Half an import, for example, raises an AttributeError instead of KeyboardInterrupt.
+            self._raise_interruption()
             raise
         finally:
-            self._cuts = outer
+            self._interrupts = outer
+        # The work may have caught the KeyboardInterrupt.
         self.check()
 
     def _watch(self) -> None:
-        """End the process at a second SIGINT that the main thread does not handle within a second.
+        """End the process at a second SIGINT that the main thread does not handle in time.
 
-        Runs in a thread: Python's handlers wait for the main thread, which may be in a long call.
+        Runs in a thread of its own: Python's handlers wait for the main thread, which may be in a
+        call that does not return.
         """
-        first, urgent = None, 0
-        while (number := os.read(self._woken, 1)[0]) != 0:
-            now = time.monotonic()
+        requested_at = None
+        second_sigints = 0
+        while True:
+            number = os.read(self._pipe_read_end, 1)[0]
+            if number == 0:
+                break
             if number not in SIGNALS:
                 continue
-            first = first or now
-            if number == signal.SIGINT and now - first > TOGETHER + _MARGIN:
-                urgent += 1
-                time.sleep(_HEED_SECONDS)
-                if self._urgent < urgent:
+            now = time.monotonic()
+            if requested_at is None:
+                requested_at = now
+            elapsed = now - requested_at
+            if number == signal.SIGINT and elapsed > COALESCE_SECONDS + _CLOCK_MARGIN_SECONDS:
+                second_sigints += 1
+                time.sleep(_HANDLER_GRACE_SECONDS)
+                if self._second_sigints < second_sigints:
                     end_by_signal(number)
-        os.close(self._woken)
+        os.close(self._pipe_read_end)
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Block signals within a context, to start a process that will call ignore_signals."""
+    # A new process inherits the mask: a signal that arrives before it calls ignore_signals waits.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -230,19 +277,17 @@ def signals_blocked() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Ignore stop signals in this process, which serves another one that will end it.
-
-    A batch system may signal every process of a job.
-    """
+    """Ignore stop signals in this process, which serves another one that will end it."""
+    # A batch system may signal every process of a job.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 
 
-def until_interrupted(batches: Iterator[T]) -> Iterator[T]:
-    """Yield the items of an iterable until a Stopped exception ends the wait for one."""
+def until_interrupted(items: Iterator[Item]) -> Iterator[Item]:
+    """Yield items until a signal ends the wait for the next one (Stopped), which is no error."""
     with suppress(Stopped):
-        yield from batches
+        yield from items

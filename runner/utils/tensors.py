@@ -37,10 +37,12 @@ def stored_bytes(model: nn.Module) -> int:
 
 def float32_bytes(model: nn.Module) -> int:
     """Return the bytes of a plain model's parameters and buffers with floating ones in float32."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    return sum(
-        count_elements(t) * (4 if t.is_floating_point() else t.element_size()) for t in tensors
-    )
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    total = 0
+    for tensor in tensors.values():
+        element_size = 4 if tensor.is_floating_point() else tensor.element_size()
+        total += count_elements(tensor) * element_size
+    return total
 
 
 def count_elements(parameter: Tensor) -> int:

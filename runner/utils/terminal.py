@@ -8,35 +8,39 @@ from collections.abc import Iterable
 
 from runner.utils.secrets import redact, redact_override
 
-# All control characters but tab and newline, those that turn the direction of writing around, and
-# halves of characters, which no stream takes.
-_STEERS = re.compile(
+# All control characters except tab and newline, those that reverse the direction of writing, and
+# surrogates, which no stream can encode.
+_CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 # Control characters, and spaces that HTML would collapse.
-_ODD = re.compile(rf"{_STEERS.pattern}|(?<= ) |^ | $|[\t\n]")
+_NEEDS_ESCAPE = re.compile(rf"{_CONTROL.pattern}|(?<= ) |^ | $|[\t\n]")
 
 
 def sanitize(text: str) -> str:
     """Return a text without credentials, with control characters escaped, as in `\\x1b`."""
-    return _STEERS.sub(lambda found: ascii(found[0])[1:-1], redact(text))
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], redact(text))
 
 
 def quote_command(words: Iterable[str]) -> str:
-    """Return a command to copy, which a shell reads as these words and nothing else. Control
-    characters, and spaces that HTML would drop, are escaped as in $'\\u001b' (bash, zsh)."""
+    """Return a command to copy, which a shell reads as these words and nothing else.
+
+    Control characters, and spaces that HTML would drop, are escaped as in $'\\u001b' (bash, zsh).
+    """
     return " ".join(_quoted(redact_override(word)) for word in words)
 
 
 def _quoted(word: str) -> str:
-    if not _ODD.search(word):
+    if not _NEEDS_ESCAPE.search(word):
         return shlex.quote(word)
-    inside = re.sub(r"[\\']", r"\\\g<0>", word)
-    return "$'" + _ODD.sub(lambda found: f"\\u{ord(found[0]):04x}", inside) + "'"
+    quotable = re.sub(r"[\\']", r"\\\g<0>", word)
+    escaped = _NEEDS_ESCAPE.sub(lambda match: f"\\u{ord(match[0]):04x}", quotable)
+    return f"$'{escaped}'"
 
 
 def is_text(text: str) -> bool:
     """Return whether a text is valid Unicode; an argument with bytes that are not UTF-8 is not."""
+    # Python decodes such bytes of argv to lone surrogates (PEP 383).
     return not re.search("[\ud800-\udfff]", text)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from runner.utils.errors import Unavailable
-from runner.utils.quiet_import import quiet_imports
+from runner.utils.import_warnings import suppress_import_warnings
 
 
 def accelerator_kind(device: torch.device) -> str:
@@ -102,7 +102,7 @@ def use_device(index: int) -> torch.device:
     if import_package() == "torch_tpu":
         return torch.device("tpu", index)
     # torch_xla warns about a second setting, and its own default counts as the first.
-    with quiet_imports():
+    with suppress_import_warnings():
         _xla(".backends").set_mat_mul_precision("highest")
     return _xla().device(index)
 

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from runner.config.schema import MODES, RunSpec
+from runner.config.schema import RUN_MODES, RunSpec
 from runner.precision.registry import precision_names, yaml_header
 from runner.tracking.metric_names import METRICS
 
@@ -39,7 +39,7 @@ def test_every_metric_that_the_code_logs_is_documented(root):
 
 def test_the_text_of_mode_names_every_mode(generate):
     text = generate["attribute_texts"](RunSpec)["mode"]
-    assert set(re.findall(r"\w+", text.partition(": ")[2])) - {"or"} == set(MODES)
+    assert set(re.findall(r"\w+", text.partition(": ")[2])) - {"or"} == set(RUN_MODES)
 
 
 def test_every_precision_says_what_and_why():

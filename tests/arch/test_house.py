@@ -23,7 +23,7 @@ CODE = sorted(
 PUBLIC = [path for path in CODE if path.parts[0] in ("runner", "models")]
 YAMLS = sorted(path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml"))
 OPTIONS = [path for path in YAMLS if len(path.parts) == 2]
-# What an option asks of the command beside its own name.
+# What an option asks of the command in addition to its own name.
 WITH = {"imagefolder": ["data.meta.classes=2"], "replay": ["batch=b.json"]}
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -41,8 +41,8 @@ def length(function):
     """Lines of a function without its docstring, which says what it has to."""
     first = function.body[0]
     documented = ast.get_docstring(function) is not None
-    told = first.end_lineno - first.lineno + 1 if documented else 0
-    return function.end_lineno - function.lineno + 1 - told
+    docstring_lines = first.end_lineno - first.lineno + 1 if documented else 0
+    return function.end_lineno - function.lineno + 1 - docstring_lines
 
 
 @pytest.mark.parametrize("path", PUBLIC, ids=str)

@@ -1,4 +1,4 @@
-"""The wheel: one name in site-packages, complete, and at home beside a user's own packages."""
+"""The wheel: one name in site-packages, complete, and usable next to a user's own packages."""
 
 import os
 import shutil

@@ -134,7 +134,7 @@ def test_one_url_opens_a_sweeps_charts(stored, page, tmp_path):
 def test_the_note_on_the_experiments_page_links_to_the_dashboard(stored, page):
     server, experiment = stored
     page.goto(f"{server.url}/#/experiments/{experiment}/runs?workflowType=machine_learning")
-    link = page.get_by_role("link", name=dashboard.NAME).first
+    link = page.get_by_role("link", name=dashboard.DASHBOARD_NAME).first
     link.wait_for()
     with page.context.expect_page() as opened:
         link.click()

@@ -15,7 +15,7 @@ NAMES = (
 
 
 def quoted(value):
-    """As Hydra's grammar takes it."""
+    """Quote a value for Hydra's grammar."""
     return "'" + value.replace("'", "\\'") + "'"
 
 
@@ -71,7 +71,7 @@ def test_the_names_are_shown(opened):
 
 
 def test_an_injected_script_would_not_run(swept, page, tmp_path):
-    """The policy of the page itself."""
+    """The page's own policy blocks scripts."""
     html = (swept[0] / "report.html").read_text()
     path = tmp_path / "more.html"
     path.write_text(html.replace("</main>", f"{EVIL}</main>"))
@@ -80,7 +80,7 @@ def test_an_injected_script_would_not_run(swept, page, tmp_path):
     assert page.evaluate("window.__pwned") is None
 
 
-def test_the_terminal_and_the_files(swept):
+def test_the_terminal_and_the_files_show_names_without_control_codes(swept):
     folder, printed = swept
     assert not set(printed) & set("\x1b\u202e\r")
     assert "[red]" in printed
@@ -91,7 +91,7 @@ def test_the_terminal_and_the_files(swept):
     assert not [p for p in folder.parents[2].rglob("*") if p.name == "pwned"]
 
 
-def test_the_command_that_is_copied_is_what_was_run(opened, swept, tmp_path):
+def test_the_command_to_copy_is_the_one_that_ran(opened, swept, tmp_path):
     page, _ = opened
     line = page.locator("pre").first.inner_text()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What people find after lunch: a real sweep's dashboard, report and run page, in a browser."""
+"""The dashboard, report and run page of a real sweep, in a browser."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def test_the_report_opens_among_the_parents_artifacts_with_the_right_numbers(swe
     assert drawn >= 8, "lines have a length where the viewer lets them be drawn"
 
 
-def test_the_runs_page_says_how_to_do_it_again(swept, page, tmp_path):
+def test_the_page_of_a_run_shows_its_command_and_dtypes(swept, page, tmp_path):
     base, _, folder = swept
     result = results(folder)["16-mixed seed=1"]
     page.goto(f"{base}/#/experiments/1/runs/{result['run_id']}")

@@ -1,4 +1,4 @@
-"""Checkpoints beside the loop, on real disks."""
+"""Checkpoints that a thread writes while the loop runs, on real disks."""
 
 import time
 from threading import current_thread
@@ -13,12 +13,12 @@ from runner.utils.errors import CheckpointError
 
 def content(step, size=1000):
     tensor = torch.full((size,), float(step))
-    blank = {key: kind() for key, kind in checkpoint_file._KINDS.items()}
+    blank = {key: kind() for key, kind in checkpoint_file._KEY_TYPES.items()}
     own = {"format": checkpoint_file.FORMAT, "step": step, "model": {"a": tensor, "tied": tensor}}
     return {**blank, **own}
 
 
-def test_what_is_written_is_the_state_at_the_call(tmp_path):
+def test_a_checkpoint_holds_the_state_at_the_time_of_the_call(tmp_path):
     saver, state = AsyncCheckpointWriter(tmp_path, 9, print), content(1, 3_000_000)
     saver.save(state)
     state["model"]["a"].fill_(7.0)  # the loop continues
@@ -30,7 +30,7 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path):
         assert bool((found["tied"] == value).all())
 
 
-def test_tensors_that_wait_for_the_update_are_copied_beside_the_loop(tmp_path, monkeypatch):
+def test_tensors_that_only_an_update_changes_are_copied_in_the_thread(tmp_path, monkeypatch):
     copies, copy = [], torch.Tensor.copy_
 
     def copied(kept, value, **more):
@@ -41,7 +41,7 @@ def test_tensors_that_wait_for_the_update_are_copied_beside_the_loop(tmp_path, m
     saver, state = AsyncCheckpointWriter(tmp_path, 9, print), content(1)
     state["model"]["statistics"] = torch.zeros(3)
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    saver.save(state, late=[state["model"]["a"]])
+    saver.save(state, changed_by_update=[state["model"]["a"]])
     assert copies[0] == "MainThread"  # a forward may change the statistics at once
     saver.wait_for_copy()
     assert copies[1:] == ["checkpoint"]
@@ -51,7 +51,7 @@ def test_tensors_that_wait_for_the_update_are_copied_beside_the_loop(tmp_path, m
     assert bool((found["a"] == 1.0).all())
 
 
-def test_a_full_disk_keeps_the_last_whole_one_and_training_goes_on(small):
+def test_on_a_full_disk_the_last_checkpoint_stays_and_training_continues(small):
     said = []
     saver = AsyncCheckpointWriter(small, 1, said.append)
     saver.save(content(1))
@@ -67,7 +67,7 @@ def test_a_full_disk_keeps_the_last_whole_one_and_training_goes_on(small):
     assert locate.load_newest(str(small), None, "checkpoint", []).content["step"] == 3
 
 
-def test_whatever_breaks_in_the_thread_is_told(tmp_path):
+def test_any_error_in_the_thread_is_reported(tmp_path):
     said = []
     saver = AsyncCheckpointWriter(tmp_path, 1, said.append)
     saver.save({**content(1), "odd": lambda: None})
@@ -77,28 +77,28 @@ def test_whatever_breaks_in_the_thread_is_told(tmp_path):
 
 
 def test_without_memory_for_a_copy_the_loop_waits_for_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("runner.checkpoint.async_writer._bytes", lambda _: 2**60)
+    monkeypatch.setattr("runner.checkpoint.async_writer._total_bytes", lambda _: 2**60)
     saver = AsyncCheckpointWriter(tmp_path, 1, print)
     saver.save(content(1))
     assert saver._thread is None
     assert checkpoint_file.checkpoint_path(tmp_path, 1).exists()
 
 
-def test_a_copy_that_breaks_is_told_and_holds_nothing_up(tmp_path, monkeypatch):
+def test_a_copy_that_fails_is_reported_and_blocks_nothing(tmp_path, monkeypatch):
     def breaks(kept, value, **more):
         raise RuntimeError("no copy")
 
     said, state = [], content(1)
     saver = AsyncCheckpointWriter(tmp_path, 9, said.append)
     monkeypatch.setattr(torch.Tensor, "copy_", breaks)
-    saver.save(state, late=[state["model"]["a"]])
+    saver.save(state, changed_by_update=[state["model"]["a"]])
     saver.wait_for_copy()
     saver.finish()
     assert "no copy" in said[0]
     assert not list(tmp_path.glob("*.pt"))
 
 
-def test_what_a_killed_process_left_half_written_goes(tmp_path):
+def test_the_partial_file_of_a_killed_process_is_removed(tmp_path):
     (tmp_path / "step-00000001.partial").write_bytes(b"half")
     AsyncCheckpointWriter(tmp_path, 1, print)
     assert not list(tmp_path.iterdir())

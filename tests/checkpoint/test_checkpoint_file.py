@@ -39,7 +39,7 @@ def saved(state, tmp_path):
     return save(tmp_path / "checkpoints", state, RunSpec(seed=5), keep=2)
 
 
-def test_everything_that_changes_is_in_it(state, saved):
+def test_a_checkpoint_holds_everything_that_training_changes(state, saved):
     content = checkpoint_file.load(saved)
     assert saved.name == "step-00000007.pt"
     assert (content["step"], content["epoch"], content["skipped_steps"]) == (7, 2, 1)
@@ -52,14 +52,14 @@ def test_everything_that_changes_is_in_it(state, saved):
     assert content["schedulers"][0]["last_epoch"] == 1
 
 
-def test_only_the_newest_are_kept(state, saved):
+def test_only_the_newest_checkpoints_stay(state, saved):
     for state.step in (8, 9, 10):
         save(saved.parent, state, RunSpec(), keep=2)
     names = sorted(path.name for path in saved.parent.iterdir())
     assert names == ["step-00000009.pt", "step-00000010.pt"]
 
 
-def test_a_disk_that_fills_up_leaves_the_old_one(state, saved, monkeypatch):
+def test_a_disk_that_fills_up_does_not_damage_the_checkpoint_before(state, saved, monkeypatch):
     def full(content, file):
         file.write(b"half")
         raise OSError(28, "No space left on device")
@@ -78,7 +78,7 @@ def test_a_compiled_model_is_saved_under_its_plain_names(state, tmp_path):
     assert set(checkpoint_file.load(path)["model"]) == {"weight", "bias"}
 
 
-def test_find_takes_a_file_a_run_or_its_folder_of_checkpoints(state, saved, tmp_path):
+def test_find_checkpoint_takes_a_file_a_run_or_its_folder_of_checkpoints(state, saved, tmp_path):
     state.step = 12
     newest = save(saved.parent, state, RunSpec(), keep=2)
     assert locate.find_checkpoint(str(saved)) == saved
@@ -87,7 +87,7 @@ def test_find_takes_a_file_a_run_or_its_folder_of_checkpoints(state, saved, tmp_
 
 
 @pytest.mark.parametrize("where", ["/no/such.pt", "./nothing", "empty"])
-def test_find_says_what_it_takes(tmp_path, monkeypatch, where):
+def test_the_error_of_find_checkpoint_says_what_it_takes(tmp_path, monkeypatch, where):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no checkpoint is there. Give a .pt file, the folder"):
@@ -102,13 +102,13 @@ def test_an_unknown_run_id_does_not_make_a_store(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_file_is_told(saved):
+def test_a_truncated_file_is_refused(saved):
     saved.write_bytes(saved.read_bytes()[:100])
     with pytest.raises(ConfigError, match=f"checkpoint={saved} is no checkpoint .* cut short"):
         checkpoint_file.load(saved)
 
 
-def test_a_flipped_bit_is_told(saved):
+def test_a_flipped_bit_is_found(saved):
     content = bytearray(saved.read_bytes())
     weights = checkpoint_file.load(saved)["model"]["weight"].numpy().tobytes()
     content[content.index(weights)] ^= 1
@@ -118,14 +118,14 @@ def test_a_flipped_bit_is_told(saved):
 
 
 @pytest.mark.parametrize("content", [{"weight": torch.ones(1)}, [1, 2], {"format": 99}])
-def test_a_file_of_someone_elses_is_told(tmp_path, content):
+def test_a_file_that_this_runner_did_not_write_is_refused(tmp_path, content):
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises(ConfigError, match="was not written by this runner"):
         checkpoint_file.load(tmp_path / "other.pt")
 
 
 @pytest.mark.parametrize("bypassed", [["a"], {"a": 1}, {1: "why"}])
-def test_layers_that_were_left_plain_are_names_with_reasons(saved, bypassed):
+def test_bypassed_layers_must_be_names_with_reasons(saved, bypassed):
     content = checkpoint_file.load(saved)
     torch.save({**content, "bypassed": bypassed}, saved)
     with pytest.raises(ConfigError, match="its bypassed are no names"):
@@ -152,6 +152,6 @@ def test_weights_take_the_models_dtype(saved):
 
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 2), nn.Linear(3, 2, bias=False), nn.Identity()])
-def test_weights_of_another_model_are_told(saved, model):
+def test_weights_of_another_model_are_refused(saved, model):
     with pytest.raises(ConfigError, match=r"does not fit the model: .+ Take the checkpoint's own"):
         load_weights(model, LoadedCheckpoint(saved, checkpoint_file.load(saved)))

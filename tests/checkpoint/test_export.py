@@ -1,5 +1,5 @@
-"""A model as a program: it computes what the evaluation computes, needs none of our classes, and
-leaves the model as it was."""
+"""An exported model computes what the evaluation computes and needs none of our classes; the model
+itself is unchanged."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from torch import nn
 
 from runner.checkpoint.export import ExportError, export
 from runner.config.targets import build_group
-from runner.modes.run_artifacts import save_model
+from runner.modes.training_outputs import save_model
 from runner.precision.mixed import MixedPrecision
 from runner.precision.true import TruePrecision
 from runner.training.model import build_model
@@ -58,7 +58,7 @@ def built(compose, *overrides):
 
 
 def evaluated(model, precision, inputs):
-    """What runner.training.loop.evaluate hands to the task."""
+    """Return the outputs that runner.training.loop.evaluate gives to the task."""
     model.eval()
     with torch.no_grad(), precision.forward(CPU):
         return model(precision.cast(inputs)).to(precision.loss_dtype)
@@ -85,7 +85,7 @@ def test_the_program_computes_what_the_evaluation_computes(compose, tmp_path, ca
         assert (found - wanted_rows).norm() / wanted_rows.norm() < eps**0.5
 
 
-def test_the_facts_say_what_goes_in_and_out(compose, tmp_path):
+def test_the_facts_describe_inputs_and_outputs(compose, tmp_path):
     model, precision = built(compose, "precision=bf16-true", "model=mlp")
     facts = export(model, precision, IMAGES, tmp_path).facts
     assert json.loads(json.dumps(facts)) == facts
@@ -212,7 +212,7 @@ class Second(nn.Module):
         (Second, "differ from the model's by nan"),
     ],
 )
-def test_what_cannot_be_exported_says_why_and_leaves_no_file(tmp_path, kind, why):
+def test_the_error_of_a_failed_export_says_why_and_no_file_stays(tmp_path, kind, why):
     precision = MixedPrecision("bf16-mixed", "bfloat16")
     with pytest.raises(ExportError, match=why) as caught:
         export(kind(), precision, torch.randn(6, 3), tmp_path)
@@ -226,7 +226,7 @@ def test_inputs_that_are_no_tensor_are_refused(tmp_path):
         export(nn.Identity(), precision, {"x": torch.ones(2, 3)}, tmp_path)
 
 
-def test_an_lstm_that_runs_by_our_kernels_alone_is_refused(tmp_path):
+def test_an_lstm_that_needs_our_float16_kernel_is_refused(tmp_path):
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -242,7 +242,7 @@ def test_an_lstm_that_runs_by_our_kernels_alone_is_refused(tmp_path):
     assert export(model, TruePrecision("32-true", "float32"), inputs, tmp_path).path.exists()
 
 
-def test_dtypes_that_a_signature_cannot_tell_are_refused(tmp_path):
+def test_dtypes_that_mlflows_signatures_lack_are_refused(tmp_path):
     inputs = torch.ones(4, 3, dtype=torch.bfloat16)
     with pytest.raises(ExportError, match="bfloat16"):
         export(nn.Linear(3, 2), MixedPrecision("bf16-mixed", "bfloat16"), inputs, tmp_path)
@@ -280,7 +280,7 @@ class Picky(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
 @pytest.mark.parametrize("error", ["RuntimeError", "KeyboardInterrupt"])
-def test_a_model_that_cannot_be_exported_costs_no_run_its_end(main, tmp_path, error):
+def test_a_run_whose_model_cannot_be_exported_still_finishes(main, tmp_path, error):
     name = f"picky_{error.lower()}"
     (tmp_path / f"{name}.py").write_text(PICKY % error)
     done = main(
@@ -298,7 +298,7 @@ def test_a_model_that_cannot_be_exported_costs_no_run_its_end(main, tmp_path, er
     assert "not in MLflow, its checkpoint has the weights: RuntimeError: four." in done.stdout
 
 
-def test_a_loader_that_breaks_costs_no_run_its_end():
+def test_a_run_whose_loader_fails_at_the_export_still_finishes():
     told = []
 
     class Loader:
@@ -306,7 +306,9 @@ def test_a_loader_that_breaks_costs_no_run_its_end():
             raise OSError("the data are gone")
 
     tracker = SimpleNamespace(takes_models=True)
-    signals = SimpleNamespace(requested=lambda: False, at_once=nullcontext, check=lambda: None)
+    signals = SimpleNamespace(
+        is_stop_requested=lambda: False, interruptible=nullcontext, check=lambda: None
+    )
     save_model(SimpleNamespace(tracker=tracker, signals=signals, say=told.append), None, Loader())
     assert told == [
         "The model is not in MLflow, its checkpoint has the weights: OSError: the data are gone."

@@ -70,7 +70,7 @@ def sha256_of_weights(path):
 
 
 def computes_the_same_bits(end):
-    """Whether this machine's torch and CPU are those that computed end.json."""
+    """Return whether this machine's torch and CPU are those that computed end.json."""
     return (
         torch.__version__.partition("+")[0] == end["torch"]
         and torch.backends.cpu.get_cpu_capability() == end["capability"]
@@ -101,7 +101,7 @@ def test_a_run_of_an_old_version_resumes_and_ends_as_it_would_have(name, main, o
     assert states["summary"]["last"]["step"] == end["steps"]
 
 
-def test_the_observers_take_back_what_an_old_version_stored(main, old_run, restored):
+def test_the_callbacks_restore_what_an_old_version_stored(main, old_run, restored):
     folder = old_run("run_of_0_1")
     stored = checkpoint_file.load(folder / "checkpoints" / "step-00000024.pt")["observers"]
     assert main(f"checkpoint.resume={folder}", "tracking=none").rc == 0
@@ -125,7 +125,7 @@ def test_the_observers_take_back_what_an_old_version_stored(main, old_run, resto
 
 
 def test_a_warning_that_the_first_run_printed_is_not_printed_again(main, old_run):
-    """The guard remembers it; the repeated command overflows three times in a row once more."""
+    """The guard's state is restored; the repeated command overflows three times in a row again."""
     done = main(
         f"checkpoint.resume={old_run('run_of_0_1')}",
         "tracking=none",
@@ -202,13 +202,13 @@ def test_a_stored_record_of_another_version_is_read():
         record_from_state(7)
 
 
-def test_the_summary_takes_back_what_it_gave():
+def test_the_summary_restores_its_own_state():
     first, second = RunSummary("val/accuracy", "max"), RunSummary("val/accuracy", "max")
     first.steps((RECORD._replace(step=1), RECORD))
     first.evaluation(EvalRecord(7, 1, 1, {"val/accuracy": 0.5}, 0.25))
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
-    assert second.summary() == first.summary()
+    assert second.result_values() == first.result_values()
 
 
 def test_an_observer_that_the_first_run_had_not_begins_with_no_history(main, old_run, restored):

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from runner.cli.ui import dashboard_urls
-from runner.tracking.dashboard import KEY
+from runner.tracking.dashboard import DASHBOARD_KEY
 from runner.tracking.tracker import NOTE_TAG
 
 # MLflow's own, of SQLAlchemy.
@@ -37,7 +37,7 @@ def test_a_user_who_may_only_read_sees_the_existing_dashboards(tmp_path, monkeyp
     client.delete_experiment_tag(mine, NOTE_TAG)
     monkeypatch.setattr(MlflowClient, "set_experiment_tag", refuse)
     assert dict(dashboard_urls(uri, "http://h", "mine")) == both
-    assert f"viewStateShareKey={KEY}&" in both["dashboard"]
+    assert f"viewStateShareKey={DASHBOARD_KEY}&" in both["dashboard"]
 
 
 def test_a_store_that_is_not_there_is_made_as_a_first_run_makes_it(tmp_path, monkeypatch):
@@ -60,7 +60,7 @@ def test_a_report_of_a_store_that_is_not_there_makes_none(main, tmp_path):
 
 @pytest.mark.slow
 def test_the_ui_listens_on_loopback_only(tmp_path, clean):
-    """As the kernel tells it of the server and its workers."""
+    """As the kernel reports it of the server and its workers."""
     ui = subprocess.Popen(
         [sys.executable, "-m", "runner", "ui"],
         cwd=tmp_path,

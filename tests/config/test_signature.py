@@ -1,4 +1,4 @@
-"""What tells this user's configs from a stranger's."""
+"""Signatures distinguish this user's configs from a stranger's."""
 
 import hmac
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from runner.config import signature
 from runner.config.signature import is_signed, key_path, sign
-from runner.modes import artifacts
+from runner.modes import run_metadata
 from runner.utils.layout import SIGNATURE
 
 
@@ -102,14 +102,14 @@ def test_a_key_that_others_may_know_signs_and_checks_nothing(change):
     change(path)
     assert not is_signed("spec", "x", signed)
     assert sign("spec", "x") == ""
-    assert str(path) in signature.key_location()
+    assert str(path) in signature.describe_key_location()
 
 
 def test_without_a_home_nothing_is_signed(monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", "/dev/null/nowhere")
     assert sign("spec", "x") == ""
     assert not is_signed("spec", "x", "")
-    assert "cannot be read" in signature.key_location()
+    assert "cannot be read" in signature.describe_key_location()
 
 
 def test_checking_makes_no_key():
@@ -119,16 +119,16 @@ def test_checking_makes_no_key():
 
 def test_a_config_is_taken_as_long_as_nothing_in_it_changes(compose, tmp_path):
     spec = compose("model=mlp", "tracking.uri=http://ann:secret@host:1")
-    artifacts.write_config(tmp_path, spec)
+    run_metadata.write_config(tmp_path, spec)
     config = tmp_path / "config.yaml"
     text = config.read_text()
-    found = artifacts.signed_config(tmp_path)
+    found = run_metadata.signed_config(tmp_path)
     assert found is not None
     assert found["model"]["_target_"] == "runner.models.mlp.MLP"
     assert "secret" not in text
     config.write_text(text.replace("mlp.MLP", "mlp.MLp"))
-    assert artifacts.signed_config(tmp_path) is None
-    artifacts.write_config(tmp_path, spec, own=False)
-    assert artifacts.signed_config(tmp_path) is None
+    assert run_metadata.signed_config(tmp_path) is None
+    run_metadata.write_config(tmp_path, spec, sign=False)
+    assert run_metadata.signed_config(tmp_path) is None
     (tmp_path / SIGNATURE).write_text("[" * 100_000)
-    assert artifacts.signed_config(tmp_path) is None
+    assert run_metadata.signed_config(tmp_path) is None

@@ -75,9 +75,9 @@ def test_what_is_known_is_called(group, target):
 @pytest.mark.parametrize(("group", "target"), [(g, t) for g in UNKNOWN for t in UNKNOWN[g]])
 def test_what_is_not_is_refused_before_it_is_imported(group, target):
     before = set(sys.modules)
-    told = refused(group, target)
-    assert f"checkpoint=x.pt names {group}._target_={target}" in told
-    assert f"type {group}=... yourself" in told
+    message = refused(group, target)
+    assert f"checkpoint=x.pt names {group}._target_={target}" in message
+    assert f"type {group}=... yourself" in message
     assert "idlelib" not in {name.partition(".")[0] for name in set(sys.modules) - before}
 
 

@@ -27,82 +27,86 @@ class Items(Dataset):
         return {"x": self.x[index]}, self.y[index]
 
 
-def told(x, y, task=None, classes=10, kind=TensorDataset, size=4):
+def problems(x, y, task=None, classes=10, kind=TensorDataset, size=4):
     loader = Loader(kind(x, y), size, shuffle=False, seed=0, device=CPU)
     return list(data_problems(loader, "train", task or Classification(), classes))
 
 
-def sound(count=20):
+def valid_data(count=20):
     return torch.zeros(count, 3), torch.arange(count) % 10
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, Items])
-def test_sound_data_have_no_problem(kind):
-    assert told(*sound(), kind=kind) == []
+def test_valid_data_have_no_problem(kind):
+    assert problems(*valid_data(), kind=kind) == []
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, Items])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_inputs_that_are_not_finite_are_named(kind, value):
-    x, y = sound()
+    x, y = valid_data()
     x[7, 1] = value
-    assert told(x, y, kind=kind) == ["data: sample 7 of the train set: its inputs are not finite."]
+    assert problems(x, y, kind=kind) == [
+        "data: sample 7 of the train set: its inputs are not finite."
+    ]
     x[9] = value
-    (message,) = told(x, y, kind=kind)
+    (message,) = problems(x, y, kind=kind)
     assert "sample 7 of the train set, and 1 more of the 20 looked at: its inputs" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-def test_every_dtype_is_looked_at(dtype):
-    x, y = sound()
+def test_every_dtype_is_checked(dtype):
+    x, y = valid_data()
     x[3, 0] = math.nan
-    assert "sample 3 " in told(x.to(dtype), y)[0]
+    assert "sample 3 " in problems(x.to(dtype), y)[0]
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, Items])
 def test_a_label_that_is_no_class_is_named(kind):
-    x, y = sound()
+    x, y = valid_data()
     y[5] = 12
-    assert told(x, y, kind=kind) == [
+    assert problems(x, y, kind=kind) == [
         "data: sample 5 of the train set: label 12 is outside the 10 classes (0 to 9) of "
         "data.meta.classes. Fix it, or type data.meta.classes=13."
     ]
 
 
-def test_a_negative_label_is_one_to_mend():
-    x, y = sound()
+def test_a_negative_label_is_to_be_fixed():
+    x, y = valid_data()
     y[5] = -3
-    (message,) = told(x, y)
+    (message,) = problems(x, y)
     assert "sample 5 of the train set: label -3 is outside the 10 classes" in message
     assert message.endswith("Fix it.")
 
 
-def test_the_label_that_torch_leaves_out_is_none_of_the_faults():
-    x, y = sound()
+def test_the_label_that_cross_entropy_ignores_is_no_problem():
+    x, y = valid_data()
     y[5] = -100
-    assert told(x, y) == []
+    assert problems(x, y) == []
 
 
 def test_the_task_knows_what_a_label_is():
     tokens = torch.zeros(6, 4, dtype=torch.int64)
     tokens[2, 3] = 300
-    (message,) = told(tokens, tokens, Language(), 256)
+    (message,) = problems(tokens, tokens, Language(), 256)
     assert "sample 2 of the train set: label 300 is outside the 256 classes" in message
-    assert told(torch.zeros(6, 2), torch.full((6, 2), 99.0), Regression()) == []
-    assert told(*sound(), classes=None) == []
+    assert problems(torch.zeros(6, 2), torch.full((6, 2), 99.0), Regression()) == []
+    assert problems(*valid_data(), classes=None) == []
 
 
 def test_real_targets_must_be_finite():
     y = torch.zeros(6, 2)
     y[4, 0] = math.nan
-    assert "sample 4 of the train set: its targets" in told(torch.zeros(6, 2), y, Regression())[0]
+    assert (
+        "sample 4 of the train set: its targets" in problems(torch.zeros(6, 2), y, Regression())[0]
+    )
 
 
-def test_no_more_is_looked_at_than_the_bounds_allow(monkeypatch):
-    x, y = sound(100)
+def test_the_check_ends_after_its_batches_and_seconds(monkeypatch):
+    x, y = valid_data(100)
     x[99] = math.nan
-    assert told(x, y, kind=Items) == []
-    assert told(x, y) != []
-    monkeypatch.setattr(data_checks, "ROWS", 10)
-    monkeypatch.setattr(data_checks, "SECONDS", 0.0)
-    assert told(x, y) == []
+    assert problems(x, y, kind=Items) == []
+    assert problems(x, y) != []
+    monkeypatch.setattr(data_checks, "ROWS_PER_PIECE", 10)
+    monkeypatch.setattr(data_checks, "MAX_CHECK_SECONDS", 0.0)
+    assert problems(x, y) == []

@@ -100,7 +100,7 @@ def test_complex_products_are_seen():
     assert row["outputs"] == "float32"
 
 
-def test_nothing_is_disturbed():
+def test_the_probe_changes_no_bit_of_the_step():
     torch.manual_seed(0)
     model = Net()
     twin = copy.deepcopy(model)
@@ -116,7 +116,7 @@ def hooks(model):
     return sum(held) + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
 
-def test_hooks_and_mode_are_gone_after_an_exception_too():
+def test_hooks_and_mode_are_removed_after_an_exception_too():
     model = nn.Sequential(nn.Linear(2, 2))
     probe = DtypeProbe(model)
     with pytest.raises(RuntimeError), probe:  # noqa: PT012

@@ -44,11 +44,11 @@ def test_rows_come_in_the_order_in_which_tensors_are_made():
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_it_begins_where_it_was_planted(factor):
+def test_the_first_nonfinite_row_is_the_module_that_makes_it(factor):
     _, rows = traced(Times(1.0), Times(factor))
     row = rows[first_nonfinite(rows)]
     assert (row.phase, row.module, row.kind, row.dtype) == ("forward", "2", "Times", "float32")
-    assert row.lost == 1.0
+    assert row.nonfinite_share == 1.0
 
 
 def test_a_gradient_that_is_not_finite_is_found_in_the_backward():
@@ -61,15 +61,15 @@ def test_a_gradient_that_is_not_finite_is_found_in_the_backward():
     assert (row.phase, row.module, row.tensor) == ("backward", "0", "gradient of the output")
 
 
-def test_the_share_and_the_largest_are_of_what_is_left():
+def test_the_largest_is_that_of_the_finite_elements():
     row = describe_tensor(
         "forward", "m", "K", "output", torch.tensor([1.0, -3.0, math.inf, math.nan])
     )
-    assert (row.largest, row.lost) == (3.0, 0.5)
-    assert describe_tensor("forward", "m", "K", "output", torch.empty(0)).lost == 0.0
+    assert (row.largest, row.nonfinite_share) == (3.0, 0.5)
+    assert describe_tensor("forward", "m", "K", "output", torch.empty(0)).nonfinite_share == 0.0
 
 
-def test_nothing_is_left_behind():
+def test_no_hook_remains_after_the_context():
     model, _ = traced(nn.ReLU())
     assert not any(m._forward_hooks for m in model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

@@ -9,7 +9,7 @@ from torch import nn
 
 from runner.distributed.ddp import DDP
 from runner.distributed.fsdp import FSDP
-from runner.distributed.torchrun import ProcessRank, join, process_rank
+from runner.distributed.torchrun import ProcessRank, command_of_rank, process_rank
 from runner.precision.registry import load_precision
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
@@ -92,19 +92,19 @@ def test_units_that_name_no_module_are_refused(alone):
         state_of(strategy)
 
 
-def test_a_part_is_every_processes_and_none_is_left_out():
+def test_the_slices_of_all_processes_cover_a_batch():
     for world in (1, 2, 3, 8):
         for size in (1, 2, 7, 8, 64):
-            parts = [ProcessRank(rank, world).part(size) for rank in range(world)]
+            parts = [ProcessRank(rank, world).batch_slice(size) for rank in range(world)]
             taken = [i for part in parts for i in range(size)[part]]
             assert taken == list(range(size))
-            lengths = [ProcessRank(rank, world).examples(size) for rank in range(world)]
+            lengths = [ProcessRank(rank, world).batch_share(size) for rank in range(world)]
             assert lengths == [part.stop - part.start for part in parts]
             assert max(lengths) - min(lengths) <= 1
             assert lengths[0] > 0
 
 
-def test_packed_weights_are_whole():
+def test_packed_weights_run_with_ddp_and_not_with_fsdp():
     packed = load_precision("bnb-nf4")
     packed.require_strategy(DDP())
     with pytest.raises(Unavailable, match="strategy=ddp"):
@@ -116,5 +116,5 @@ def test_a_sweep_starts_its_own_processes(monkeypatch):
         monkeypatch.setenv(key, str(value))
     assert process_rank() == ProcessRank(0, 2)
     with pytest.raises(ConfigError, match="a sweep starts its own"):
-        join(["-m", "seed=0,1"])
-    assert join(["--help"]) == ["--help"]
+        command_of_rank(["-m", "seed=0,1"])
+    assert command_of_rank(["--help"]) == ["--help"]

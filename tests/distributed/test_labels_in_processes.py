@@ -25,7 +25,7 @@ OWN = (
 BATCHES = {
     "whole": ("train.batch_size=6",),
     "parts": ("train.batch_size=3", "train.accumulate=2"),  # one process has an example less
-    "lent": ("train.batch_size=1", "train.accumulate=6"),  # and here none
+    "one-example": ("train.batch_size=1", "train.accumulate=6"),  # and here none
 }
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -63,8 +63,8 @@ def test_several_processes_train_as_one(alone, several, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["accumulated", "uneven"])
 def test_every_example_weighs_the_same(alone, several, strategy, kind):
-    """In steps of several micro-batches, and in batches that do not divide: of 67 examples one is
-    left for the last batch of an epoch, which all but one process are lent."""
+    """In steps of several micro-batches, and in batches that do not divide: of 67 examples the last
+    batch of an epoch has one, which every process computes and only one counts."""
     one, many = alone[f"single-{kind}"], several[f"{strategy}-{kind}"]
     for key in ("train/loss", "train/grad_norm", "val/loss", "val/accuracy"):
         close(one.values(key), many.values(key), **PRECISIONS["32-true"])

@@ -122,7 +122,7 @@ import pytest
         ("hydra.run.dir=/proc/nothing", ["/proc/nothing", "hydra.run.dir=<folder>"]),
     ],
 )
-def test_it_is_told(quick, typed, parts):
+def test_a_mistake_gets_one_message(quick, typed, parts):
     if typed.startswith("accelerator=") and " " not in typed:
         from runner.utils.accelerator import available_kinds
 

@@ -253,7 +253,7 @@ TOLD = [
 
 
 @pytest.mark.parametrize(("net", "typed", "parts"), TOLD)
-def test_a_failure_on_a_batch_is_told(odd, net, typed, parts):
+def test_a_failure_on_a_batch_gets_one_message(odd, net, typed, parts):
     words = typed.split()
     if "model=mlp" not in words:
         words.append(f"model._target_=odd.nets.{net}")

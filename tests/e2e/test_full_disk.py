@@ -90,7 +90,7 @@ def test_in_a_folder_that_may_not_be_written_nothing_is_begun(filling, small):
 
 
 @pytest.mark.parametrize("at", [3, 12], ids=["mid-run", "at the end"])
-def test_a_run_that_can_save_nothing_tells_its_result(filling, small, at):
+def test_a_run_that_can_save_nothing_prints_its_result(filling, small, at):
     done = filling(f"model.at={at}", "checkpoint.every_steps=5", "checkpoint.safetensors=true")
     assert done.rc == 1
     quiet(done)

@@ -1,4 +1,4 @@
-"""Planted faults: each ends or is told as the guard section says, and its batch can be replayed."""
+"""Planted faults: each stops the run or warns as the guard section says; its batch is replayed."""
 
 import json
 import re
@@ -233,7 +233,7 @@ def test_a_replay_trains_to_the_very_bits(faulty, faults):
     assert found["loss_scale"] == wanted["loss_scale"]
 
 
-def test_a_replay_tells_what_the_precision_alone_breaks(faulty, faults):
+def test_a_replay_names_what_the_precision_alone_breaks(faulty, faults):
     big = ("model.factor=1e6", "model.at=1", "precision=16-mixed")
     faulty(*big, "guard.overflow_steps=2")
     (kept,) = (folder(faults) / "guard").iterdir()
@@ -323,7 +323,7 @@ def step_of(sample):
     return next(step for step in range(1, 9) if sample in samples(step)[0])
 
 
-def test_a_label_that_the_check_did_not_see_is_told_at_its_step(faulty, faults):
+def test_a_label_that_the_check_did_not_see_is_reported_at_its_step(faulty, faults):
     done = faulty("data.fault=label", "guard.data=ignore")
     step = step_of(17)
     told(
@@ -337,7 +337,7 @@ def test_a_label_that_the_check_did_not_see_is_told_at_its_step(faulty, faults):
     assert kept["micro_batches"] == samples(step)
 
 
-def test_what_a_device_asserts_late_is_searched_for_in_the_steps_before(faulty):
+def test_a_late_device_assertion_is_searched_for_in_the_steps_before(faulty):
     step = step_of(17)
     done = faulty(
         "data.fault=label",
@@ -361,7 +361,7 @@ def test_another_error_keeps_its_traceback(faulty):
 
 
 def dead(done, faults, *parts):
-    """A process died over sample 17."""
+    """Check that a process died over sample 17."""
     told(done, "A process that loads the train set for step", "train.num_workers=0", *parts)
     (path,) = (folder(faults) / "guard").iterdir()
     kept = json.loads(path.read_text())
@@ -370,7 +370,7 @@ def dead(done, faults, *parts):
 
 
 @pytest.mark.parametrize("fault", ["exit", "kill"])
-def test_a_process_that_dies_while_training_is_told_with_its_samples(faults, cli, fault):
+def test_a_process_that_dies_while_training_is_reported_with_its_samples(faults, cli, fault):
     done = cli(*OWN, f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1", timeout=100)
     dead(done, faults, "DataLoader worker (pid")
 
@@ -382,12 +382,12 @@ def test_a_process_that_raises_names_its_batch(faulty, faults):
 
 
 @forks
-def test_a_process_that_dies_in_the_first_batches_is_told(faulty):
+def test_a_process_that_dies_in_the_first_batches_is_reported(faulty):
     done = faulty("data.fault=raise", "train.num_workers=1")
     told(done, "A process that loads the train set's first batches failed: ValueError: sample 17")
 
 
-def test_a_sweep_goes_on_and_reports_what_diverged(faults, main):
+def test_a_sweep_continues_and_reports_the_jobs_that_diverged(faults, main):
     done = main(*OWN, "model.at=3", "-m", "model.factor=1.0,nan,0.5", "train.max_steps=4")
     assert done.rc == 1
     (out,) = faults.glob("outputs/sweeps/*")
@@ -404,7 +404,7 @@ def test_a_sweep_goes_on_and_reports_what_diverged(faults, main):
     assert "Diverged: 32-true model.factor=nan" in done.stdout
 
 
-def test_what_is_no_batch_is_told(faulty, faults):
+def test_a_file_that_is_no_batch_gets_one_message(faulty, faults):
     (faults / "b.json").write_text("{}")
     for path in ("b.json", "none.json"):
         done = faulty("debug=replay", f"batch={path}")

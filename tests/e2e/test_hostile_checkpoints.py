@@ -161,7 +161,7 @@ def paths_of(content, prefix=()):
 @cases(25)
 @given(place=st.integers(0, 10**6), way=st.sampled_from(sorted(WAYS)), number=st.integers(0, 15))
 def test_anything_in_its_place(made, place, way, number):
-    """One item of a checkpoint is something else, or gone."""
+    """One item of a checkpoint is something else, or missing."""
     main, content = made
     theirs, value = content(), ANYTHING[number]
     places = sorted(paths_of(theirs), key=str)
@@ -274,7 +274,7 @@ def test_no_forged_signature_has_a_target_called(made, forgery):
     first = 5 * [*FORGERIES].index(forgery) % 27
     for number, (target, arguments) in enumerate(calls[first : first + 12], first):
         theirs = content()
-        assert checkpoint_file.is_own(theirs)  # before it was changed
+        assert checkpoint_file.is_signed_by_user(theirs)  # before it was changed
         group, way = GROUPS[number % 5], ("resume", "evaluate")[number // 5 % 2]
         if way == "evaluate" and group in ("optimizer", "scheduler"):
             group = "model"
@@ -309,7 +309,7 @@ def test_nor_one_outside_the_groups(made, change):
 
 
 def test_a_folder_brings_no_proof_of_its_own(made):
-    """A hostile checkpoint beside the config, the journal and the signatures of one's own run."""
+    """A hostile checkpoint next to the config, journal and signatures of one's own run."""
     main, content = made
     assert main(*QUICK).rc == 0
     own = max(Path.cwd().glob("outputs/runs/*/checkpoints")).parent
@@ -331,21 +331,21 @@ def test_a_folder_brings_no_proof_of_its_own(made):
     shutil.rmtree(Path.cwd() / "outputs")
 
 
-def test_a_hostile_config_is_no_replays(made, compose):
-    """debug=replay reads the config beside the batch."""
+def test_a_replay_calls_nothing_of_a_hostile_config(made, compose):
+    """debug=replay reads the config in the folder of the batch."""
     from types import SimpleNamespace
 
     from runner.config.invocation import Invocation
-    from runner.modes import artifacts, rewind
+    from runner.modes import rewind, run_metadata
 
     folder = Path.cwd() / "theirs"
     spec = compose("model=mlp", "tracking=none")
     for number, (target, arguments) in enumerate(sorted({**CALLS, **MORE_CALLS}.items())):
         group = ("model", "data", "task", "precision", "optimizer")[number % 5]
         hostile = replace(spec, **{group: {"_target_": target, **arguments}})
-        artifacts.write_config(folder, spec)  # one's own signature, of another text
+        run_metadata.write_config(folder, spec)  # one's own signature, of another text
         kept = (folder / SIGNATURE).read_text()
-        artifacts.write_config(folder, hostile, own=False)
+        run_metadata.write_config(folder, hostile, sign=False)
         (folder / SIGNATURE).write_text(kept)
         batch = folder / "guard" / "batch-000001.json"
         with pytest.raises(ConfigError, match=f"names {group}._target_={target}"):

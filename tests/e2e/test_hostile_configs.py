@@ -160,7 +160,7 @@ def test_several_at_once(main, overrides):
     target=st.sampled_from(TARGETS),
 )
 def test_a_target_that_is_none(main, group, target):
-    """What is typed is called: it is one's own. What comes of it is told."""
+    """A typed target is called, because it is one's own; an error in it is reported."""
     done = main(*QUICK, f"{group}._target_={target}")
     ended_well(done)
     assert done.rc

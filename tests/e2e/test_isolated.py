@@ -1,4 +1,4 @@
-"""hydra/launcher=isolated: jobs that die in every way, sweeps that are stopped, nothing left."""
+"""hydra/launcher=isolated: jobs that die in every way, sweeps that are stopped; none stays."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.utils.stop_signals import TOGETHER
+from runner.utils.stop_signals import COALESCE_SECONDS
 
 DEADLY = '''
 import ctypes
@@ -281,7 +281,7 @@ def test_signals_to_a_sweep(sweep, store, reader):
         number = {"twice": signal.SIGINT, "blocks": signal.SIGTERM}.get(name)
         stops(process, number or signal.Signals[name])
         if number:
-            time.sleep(TOGETHER + 0.1)
+            time.sleep(COALESCE_SECONDS + 0.1)
             assert process.poll() is None
             stops(process, number)
     for name, (process, folder) in running.items():

@@ -177,7 +177,7 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.fixture
 def server(tmp_path_factory):
-    """The address of `mlflow server`, with its first answer under way."""
+    """The address of `mlflow server`, with its first answer pending."""
     running = Server(tmp_path_factory.mktemp("server"))
     running.start(wait=False)
     yield running.url
@@ -186,7 +186,7 @@ def server(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, server):
-    """Of three jobs one is killed, and one is told in its sixth step that its time is over."""
+    """Of three jobs one is killed, and one gets the signal of its time limit in its sixth step."""
     sweep = begin(
         "launcher=slurm",
         "hydra.launcher.partition=gpu",
@@ -358,7 +358,7 @@ def test_a_folder_that_is_not_shared_is_reported_in_one_message(tmp_path, monkey
 
     from runner.sweep.launcher import remote
 
-    monkeypatch.setattr(remote, "_VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr(remote, "_MAX_VISIBILITY_SECONDS", 0.1)
     monkeypatch.setattr(
         "runner.sweep.job_result.record_result", lambda *told: recorded.append(told[2:])
     )

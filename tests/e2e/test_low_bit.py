@@ -430,7 +430,7 @@ def test_a_plan_leaves_the_whole_conversion(main, tmp_path):
     assert all(name in done.stdout.replace("\n", "") for name in names)
 
 
-def test_the_optimizers_state_is_told(main, tmp_path, result):
+def test_the_optimizer_state_is_reported(main, tmp_path, result):
     done = main(*MLP, "tracking=none", "train.max_steps=2", "optimizer=adamw8bit")
     assert done.rc == 0, done.stderr
     state = result(tmp_path)["optimizer_mib"]
@@ -440,7 +440,7 @@ def test_the_optimizers_state_is_told(main, tmp_path, result):
     assert f"{state:.4g} MiB" in done.stdout
 
 
-def test_a_packed_run_goes_on_from_its_own_weights(main, tmp_path):
+def test_a_packed_run_resumes_from_its_own_weights(main, tmp_path):
     done = main(*MLP, "tracking=none", "train.max_steps=3", "precision=bnb-nf4")
     assert done.rc == 0, done.stderr
     (run,) = tmp_path.glob("outputs/runs/*")

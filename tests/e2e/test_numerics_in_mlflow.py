@@ -1,4 +1,4 @@
-"""What a run that looks at its numbers leaves in a store, and in two processes."""
+"""Files and metrics of numerics.every in a store, and with two processes."""
 
 import subprocess
 import sys

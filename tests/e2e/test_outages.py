@@ -37,10 +37,10 @@ def test_a_dead_server_stops_no_run_and_sync_sends_it_elsewhere(cli, nobody, sto
     assert f"`python -m runner sync {run.relative_to(tmp_path)}`" in done.stderr
     sent = cli("sync", f"tracking.uri={store}", "tracking.experiment=moved")
     assert sent.rc == 0, sent.stdout + sent.stderr
-    assert f"{run}: sent to {store} as run " in sent.stdout
+    assert f"{run}: uploaded to {store} as run " in sent.stdout
     assert ", FINISHED, " in sent.stdout
     again = cli("sync")
-    assert again.stdout == "0 sent, 0 not sent, 1 stored before, 0 still training.\n"
+    assert again.stdout == "0 uploaded, 0 failed, 1 already uploaded, 0 still training.\n"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_refused_record_is_no_success_but_the_work_is_kept(cli, store, tmp_pat
     assert (run / "journal.jsonl").stat().st_size > 0
     refused = cli("sync")
     assert refused.rc == 1
-    assert refused.stdout.endswith("0 sent, 1 not sent, 0 stored before, 0 still training.\n")
+    assert refused.stdout.endswith("0 uploaded, 1 failed, 0 already uploaded, 0 still training.\n")
     assert cli("sync", mended.format(store=store)).rc == 0
 
 
@@ -115,7 +115,7 @@ def test_a_signal_ends_a_run_within_ten_seconds_also_without_a_server(lab, nobod
 
 
 def test_what_sync_does_not_take(main, tmp_path):
-    assert main("sync").stdout == "0 sent, 0 not sent, 0 stored before, 0 still training.\n"
+    assert main("sync").stdout == "0 uploaded, 0 failed, 0 already uploaded, 0 still training.\n"
     done = main("sync", "outputs/nowhere")
     assert (done.rc, done.stdout) == (2, "")
     assert "sync does not take outputs/nowhere: there is no such folder." in done.stderr

@@ -80,7 +80,7 @@ def test_ones_own_run_needs_nothing_typed_again(folder, main):
     assert done.rc == 0, done.stderr
 
 
-def test_a_strangers_run_does_what_its_message_says(folder, main):
+def test_the_advice_for_a_strangers_run_works(folder, main):
     """Typed models read the checkpoint's data, not those of the command."""
     stranger(folder)
     evaluate = ("mode=evaluate", f"checkpoint={folder}", "tracking=none")

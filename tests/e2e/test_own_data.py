@@ -120,7 +120,7 @@ def run(quick, tmp_path):
         ("ragged train.num_workers=1 guard.data=ignore", ["inputs of the shapes [1, "]),
     ],
 )
-def test_what_is_wrong_with_data_is_told(run, kind, parts):
+def test_a_data_set_that_cannot_be_used_gets_one_message(run, kind, parts):
     done = run(*f"data.kind={kind}".split())
     assert done.rc == 2, done
     assert "Traceback" not in done.stderr + done.stdout

@@ -332,7 +332,7 @@ FAILING = [
 
 
 @pytest.mark.parametrize(("net", "typed", "parts"), FAILING)
-def test_what_a_precision_cannot_run_is_told(strange, net, typed, parts):
+def test_a_model_that_a_precision_cannot_run_gets_one_message(strange, net, typed, parts):
     done = strange(net, *typed.split())
     assert done.rc == 2, done
     assert "Traceback" not in done.stderr + done.stdout

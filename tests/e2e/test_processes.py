@@ -13,7 +13,7 @@ DIGITS = ("model=mlp", "train.log_every=1", "train.eval_every=100000")
 
 @pytest.fixture
 def torchrun(tmp_path, root):
-    """Starts a command in two processes; what comes of it."""
+    """Starts a command in two processes and returns its outcome."""
     started = []
 
     def start(*typed, processes=2):
@@ -59,7 +59,7 @@ def test_a_strategy_of_several_processes_needs_them(quick):
 
 
 @pytest.mark.slow
-def test_an_error_of_all_processes_is_told_once(torchrun):
+def test_an_error_of_all_processes_is_printed_once(torchrun):
     out, err = torchrun("tracking=none", *DIGITS).communicate(timeout=120)
     assert [line for line in errors(err) if "Stopped by" not in line] == [
         "error: torchrun started 2 processes, and strategy=single is for one. Type strategy=ddp "
@@ -88,7 +88,7 @@ def test_ones_own_code_runs_in_two_processes(torchrun, lab, order):
 
 
 @pytest.mark.slow
-def test_an_error_before_the_config_is_told_once(torchrun):
+def test_an_error_before_the_config_is_printed_once(torchrun):
     for typed, told in (
         (("--config-dir", "none/conf", "strategy=ddp"), "--config-dir=none/conf is no folder in"),
         (("-m", "seed=0,1", "strategy=ddp"), "torchrun started 2 processes, and a sweep starts"),
@@ -101,7 +101,7 @@ def test_an_error_before_the_config_is_told_once(torchrun):
 
 
 @pytest.mark.slow
-def test_a_run_is_stopped_and_goes_on_as_one_run_in_mlflow(torchrun, tmp_path, store, reader, main):
+def test_a_stopped_run_continues_as_one_run_in_mlflow(torchrun, tmp_path, store, reader, main):
     made = main(
         "model=mlp", "train.max_steps=1", f"tracking.uri={store}"
     )  # seconds, else in a stop

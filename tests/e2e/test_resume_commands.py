@@ -1,4 +1,4 @@
-"""What a user types to go on with a run, and what the store shows of it."""
+"""Commands that resume a run, and what the store shows of it."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def cut(folder, *steps):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_by_its_id_as_the_same_run(main, tmp_path):
+def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path):
     uri = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
     assert main(*QUICK, uri).rc == 0
     folder = folder_of(tmp_path)
@@ -71,7 +71,7 @@ def test_what_cannot_be_resumed(main, tmp_path):
         assert "Traceback" not in done.stderr
         return done.stderr
 
-    assert "was cut and left a checkpoint" in refused("checkpoint.resume=last")
+    assert "was interrupted and left a checkpoint" in refused("checkpoint.resume=last")
     assert "no checkpoint is there" in refused("checkpoint.resume=no/where")
     assert "resumes nothing" in refused("checkpoint.resume=last", "mode=plan")
     assert main(*QUICK, "tracking=none").rc == 0
@@ -82,7 +82,7 @@ def test_what_cannot_be_resumed(main, tmp_path):
     assert "is at step 6 already" in refused(f"checkpoint.resume={folder}", "train.max_steps=5")
     stray = tmp_path / "stray.pt"
     shutil.copy(next(folder.glob("checkpoints/step-*.pt")), stray)
-    assert "does not lie in a run's folder" in refused(f"checkpoint.resume={stray}")
+    assert "is not in a run's folder" in refused(f"checkpoint.resume={stray}")
     inside = next(folder.glob("checkpoints/step-*.pt"))
     older = torch.load(inside, weights_only=True)
     del older["position"]
@@ -121,7 +121,7 @@ def test_another_precision_or_optimizer(main, tmp_path):
     )
 
 
-def test_auto_begins_or_goes_on(main, tmp_path):
+def test_auto_begins_or_continues(main, tmp_path):
     """The same command each time, as a job script has it."""
     typed = (*QUICK, "tracking=none", "hydra.run.dir=outputs/runs/7", "checkpoint.resume=auto")
     folder = tmp_path / "outputs/runs/7"

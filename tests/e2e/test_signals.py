@@ -12,7 +12,7 @@ import pytest
 import torch
 
 PHASES = '''
-"""Code that tells where it is, and stays there."""
+"""Code that prints where it is, and stays there."""
 
 import ctypes
 import time
@@ -243,7 +243,7 @@ def test_a_second_ctrl_c_ends_a_step_that_does_not(start):
 
 
 @pytest.mark.slow
-def test_a_command_that_is_typed_again_goes_on(start):
+def test_a_command_that_is_typed_again_continues(start):
     """As a job script does it that Slurm starts anew."""
     often = ("checkpoint.resume=auto", "checkpoint.every_steps=5")
     typed = (*ENDLESS, "tracking=none", *often)

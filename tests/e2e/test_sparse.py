@@ -125,7 +125,7 @@ def test_it_trains(sparse, words):
         ("optimizer=sgd optimizer.weight_decay=0 +optimizer.fused=true", ["fused", "sparse"]),
     ],
 )
-def test_an_optimizer_that_refuses_is_told(sparse, typed, parts):
+def test_an_optimizer_that_refuses_is_reported(sparse, typed, parts):
     done = sparse(*typed.split())
     assert done.rc == 2, done
     assert "Traceback" not in done.stderr

@@ -117,7 +117,7 @@ def test_float16_is_refused_or_recorded_as_what_ran(with_xla, typed, tmp_path):
     assert recorded.params["precision.allow_substitute"] == "True"
 
 
-def test_a_cut_run_ends_as_if_it_had_not_been_cut(with_xla, typed, tmp_path):
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(with_xla, typed, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     run = (
         "accelerator=tpu",

@@ -36,7 +36,7 @@ def shown(tmp_path_factory, inside, reader, result):
     return Path(outcome["folder"]), client.get_run(outcome["run_id"]), client
 
 
-def test_the_note_says_how_to_do_it_again_and_what_came_out(shown):
+def test_the_note_shows_the_command_and_the_results(shown):
     folder, run, _ = shown
     note = run.data.tags["mlflow.note.content"]
     command = next(line for line in note.splitlines() if line.startswith("`")).strip("`")

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show."""
+"""Properties of steps, transfers and batches that only a CUDA device can show."""
 
 import time
 
@@ -22,15 +22,15 @@ pytestmark = [
 NATIVE = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
-def made(name, optimizer=torch.optim.AdamW, **keywords):
+def train_state(name, optimizer=torch.optim.AdamW, **keywords):
     device = torch.device("cuda", 0)
     precision = registry.load_precision(name)
     torch.manual_seed(0)
     model, _ = precision.convert(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)))
     model.to(device)
-    made = optimizer(model.parameters(), lr=1e-3, fused=True, **keywords)
-    schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5**step)
-    driven = [ScheduledOptimizer(made, schedule)]
+    built = optimizer(model.parameters(), lr=1e-3, fused=True, **keywords)
+    schedule = torch.optim.lr_scheduler.LambdaLR(built, lambda step: 0.5**step)
+    driven = [ScheduledOptimizer(built, schedule)]
     scale = precision.scale(device)
     return TrainState(model, precision, Regression(), scale, driven, device, clip_norm=1.0)
 
@@ -41,7 +41,7 @@ def batch():
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_step_does_not_synchronise(name):
-    state = made(name, eps=1e-4)
+    state = train_state(name, eps=1e-4)
     batches = [batch() for _ in range(4)]
     train_step(state, [batches[0]])
     torch.cuda.set_sync_debug_mode("error")
@@ -55,7 +55,7 @@ def test_a_step_does_not_synchronise(name):
 
 
 def test_records_of_a_block_do_not_wait_for_what_comes_after_it():
-    state = made("32-true")
+    state = train_state("32-true")
     train_step(state, [batch()])
     transfer = HostTransfer([train_step(state, [batch()])], 0.0)
     torch.cuda._sleep(2_000_000_000)  # about a second of device time
@@ -67,14 +67,14 @@ def test_records_of_a_block_do_not_wait_for_what_comes_after_it():
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_an_overflow_is_skipped_on_the_device(optimizer):
-    state = made("16-mixed", optimizer)
+    state = train_state("16-mixed", optimizer)
     train_step(state, [batch()])
     state.scale._scale.fill_(2.0**40)
-    before = [p.detach().clone() for p in state.trainable]
+    before = [p.detach().clone() for p in state.trainable_parameters]
     pending = train_step(state, [batch()])
     state.optimizers[0].advance_schedule()
     assert pending.found_inf.item() == 1.0
-    assert all(torch.equal(a, b) for a, b in zip(before, state.trainable, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, state.trainable_parameters, strict=True))
     assert state.optimizers[0].scheduler.last_epoch == 1
 
 
@@ -89,7 +89,7 @@ def test_32_true_is_exact_and_tf32_is_not():
     assert errors["tf32"] > 10 * errors["32-true"]
 
 
-def test_peak_memory_is_the_runs_own():
+def test_peak_memory_leaves_out_what_was_allocated_before():
     accelerator = Accelerator(torch.device("cuda", 0))
     accelerator.reset_peak_memory()
     before = accelerator.peak_memory_mib()
@@ -110,7 +110,7 @@ class Rows(Dataset):
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_arrive_whole_while_the_device_computes(workers, held):
-    """Copied in a stream of their own, and their memory used again only when they are done with."""
+    """Batches are copied in a stream of their own; their memory is used again only after use."""
     device = torch.device("cuda", 0)
     x, y = zip(*(Rows()[i] for i in range(60)), strict=True)
     dataset = TensorDataset(torch.stack(x), torch.tensor(y)) if held else Rows()

@@ -70,7 +70,7 @@ def test_the_kernels_agree_with_the_emulation(name, rows, weights):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_they_are_as_far_from_bfloat16_as_the_format_says(name):
+def test_the_kernels_are_as_far_from_bfloat16_as_the_format_says(name):
     x, g = numbers(128)
     exact = registry.load_precision("bf16-mixed")
     torch.manual_seed(0)
@@ -119,18 +119,18 @@ def test_a_gpt_trains_as_in_bfloat16_on_an_odd_last_batch(name, weights):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_compiles(name):
+def test_a_float8_model_compiles(name):
     torch._dynamo.reset()
     state = gpt(name)
     batch = tokens(3)[0][:, :61], tokens(3)[1][:, :61]
     eager = loss_of(state, *batch)
     eager.backward()
-    before = [p.grad.clone() for p in state.trainable]
+    before = [p.grad.clone() for p in state.trainable_parameters]
     state.model.zero_grad()
     state.model = torch.compile(state.model, fullgraph=True)
     compiled = loss_of(state, *batch)
     compiled.backward()
     assert abs(compiled.item() - eager.item()) < 2**-6 * eager.item()
-    for a, p in zip(before, state.trainable, strict=True):
+    for a, p in zip(before, state.trainable_parameters, strict=True):
         assert p.grad.isfinite().all()
         assert (p.grad - a).norm() <= 4 * E4M3 * a.norm()

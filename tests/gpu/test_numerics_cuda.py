@@ -18,7 +18,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_rounding_is_the_same_bit_by_bit(fmt):
+def test_rounding_is_that_of_a_cpu_bit_by_bit(fmt):
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (2_000_000,), generator=generator)
     x = bits.to(torch.int32).view(torch.float32)
@@ -29,7 +29,7 @@ def test_rounding_is_the_same_bit_by_bit(fmt):
     )
 
 
-def test_measures_are_the_same():
+def test_measures_are_those_of_a_cpu():
     generator = torch.Generator().manual_seed(1)
     tensors = [
         torch.randn(n, generator=generator) * 10.0 ** (i % 7 - 5)

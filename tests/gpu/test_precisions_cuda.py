@@ -66,7 +66,7 @@ def reference():
 
 
 @pytest.mark.parametrize("name", registry.precision_names())
-def test_it_trains_from_float32s_loss_and_an_odd_last_batch_never_fails(name, reference):
+def test_a_precision_trains_from_float32s_loss_and_an_odd_last_batch_never_fails(name, reference):
     state = state_of(name)
     unit = 2**-4 if name.startswith(FP8) else UNIT[name]
     with state.precision.session(state.model, DEVICE):

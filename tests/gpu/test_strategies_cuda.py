@@ -25,7 +25,7 @@ TYPED = (
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
-def test_it_trains_as_one_process_does(tmp_path, root, precision):
+def test_a_strategy_trains_as_a_single_process_does(tmp_path, root, precision):
     losses = {}
     for kind in ("single", "ddp", "fsdp"):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]

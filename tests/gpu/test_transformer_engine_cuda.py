@@ -219,7 +219,7 @@ def test_fused_computes_what_unfused_does(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name, tmp_path):
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(name, tmp_path):
     """Stochastic rounding draws from the device's generator, so it is part of the state."""
     precision, model, _ = made(name)
     state = state_of(precision, model)
@@ -256,17 +256,17 @@ def test_an_evaluation_leaves_no_trace_in_the_scales(update):
     with precision.session(model, DEVICE):
         train_step(state, [batch()])
         before = precision.state_dict(model)
-        with torch.no_grad(), precision.evaluating(model), precision.forward(DEVICE):
+        with torch.no_grad(), precision.eval_context(model), precision.forward(DEVICE):
             model(precision.cast(1000 * batch()[0]))
         after = precision.state_dict(model)
-    kept = all(torch.equal(before[n][k], after[n][k]) for n in before for k in before[n])
-    assert kept == (not update)
+    is_unchanged = all(torch.equal(before[n][k], after[n][k]) for n in before for k in before[n])
+    assert is_unchanged == (not update)
 
 
 def test_an_evaluation_before_the_first_step_leaves_a_fresh_state():
     precision, model, _ = made(DELAYED)
     with precision.session(model, DEVICE):
-        with torch.no_grad(), precision.evaluating(model), precision.forward(DEVICE):
+        with torch.no_grad(), precision.eval_context(model), precision.forward(DEVICE):
             model(precision.cast(batch()[0]))
         for held in precision.state_dict(model).values():
             assert held["forward_amax_history"].max().item() == 0.0

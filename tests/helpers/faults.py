@@ -71,7 +71,7 @@ class Trainer:
 def progress_of(folder):
     """Return the upload state of a run's journal."""
     progress = UploadState(folder / "journal.jsonl")
-    progress.peek()
+    progress.read_without_lock()
     return progress
 
 

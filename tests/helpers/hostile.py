@@ -1,10 +1,10 @@
-"""What the tests with generated input share."""
+"""Settings and checks of the tests with generated input."""
 
 from hypothesis import HealthCheck, Phase, settings
 
 
 def cases(count):
-    """So many, the same ones each time, as long as each may take."""
+    """Return settings for `count` examples, the same ones each time, without a deadline."""
     return settings(
         max_examples=count,
         derandomize=True,
@@ -16,9 +16,9 @@ def cases(count):
 
 
 def ended_well(done):
-    """With a run or a message, and nothing that steers a terminal."""
-    told = done.stdout + done.stderr
+    """Check that a command ended with a run or a message, and printed no terminal control codes."""
+    printed = done.stdout + done.stderr
     assert done.rc in (0, 1, 2), done
-    assert "Traceback" not in told, done
-    assert "\x1b" not in told, done
+    assert "Traceback" not in printed, done
+    assert "\x1b" not in printed, done
     assert not done.rc or "error: " in done.stderr, done

@@ -49,14 +49,14 @@ class Sequence(NamedTuple):
 
 
 def pad(sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets int64 [B, longest]; what does not count has the label -100."""
+    """Return inputs and targets, int64 [B, longest]; what does not count has the label -100."""
     inputs = nn.utils.rnn.pad_sequence([s.tokens for s in sequences], batch_first=True)
     labels = [torch.where(s.counts, s.tokens.roll(-1), IGNORED) for s in sequences]
     return inputs, nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORED)
 
 
 def sequences(lengths: list[int], share: float, seed: int) -> list[Sequence]:
-    """Random sequences of these lengths, of whose labels about this share counts."""
+    """Return random sequences of some lengths, of whose labels about a share counts."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Sequence(
@@ -68,8 +68,10 @@ def sequences(lengths: list[int], share: float, seed: int) -> list[Sequence]:
 
 
 def by_hand(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
-    """The mean loss of one large batch over the labels that count; its gradients are in the
-    model."""
+    """Return the mean loss of one large batch over the labels that count.
+
+    Its gradients are in the model.
+    """
     chosen = target != IGNORED
     logits = model(inputs)[chosen]
     loss = F.cross_entropy(logits, target[chosen], reduction="sum") / chosen.sum()

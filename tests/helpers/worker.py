@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_module
 
 from runner.config.invocation import Invocation
 from runner.config.overrides import rewrite_arguments
-from runner.config.resolve import register_schema, resolve
+from runner.config.resolve import register_schema, resolve_spec
 from runner.distributed import torchrun
 from runner.modes.run import run
 from runner.utils.errors import RunnerError
@@ -40,7 +40,9 @@ def counted(folder, rank):
 
 def job(folder, overrides):
     with initialize_config_module(version_base="1.3", config_module="runner.conf"):
-        spec = resolve(compose("config", rewrite_arguments(["tracking=none", OWN, *overrides])))
+        spec = resolve_spec(
+            compose("config", rewrite_arguments(["tracking=none", OWN, *overrides]))
+        )
     folder.mkdir(parents=True, exist_ok=True)
     rank = torchrun.process_rank().rank
     try:

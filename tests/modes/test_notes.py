@@ -20,7 +20,7 @@ DONE = RunResult(
 )
 
 
-def test_the_note_begins_with_what_came_out():
+def test_the_note_begins_with_the_metrics():
     report = ConversionReport((ModuleConversion("head", "Linear", False, "ignored | <b>"),))
     note = notes.finished_note(COMMAND, DONE, report)
     assert note.startswith("**val/loss 0.5, val/accuracy 0.91**\n\n`python -m runner ")

@@ -55,7 +55,7 @@ def mib(text, row):
     return float(re.search(rf"{row}\s*│\s*([\d.]+) MiB", text)[1])
 
 
-def test_says_what_a_run_would_hold(main):
+def test_the_plan_shows_what_a_run_would_hold(main):
     """MLP of 784 x 256 x 10 (with biases) in float32 with Adam's two states per element."""
     text = plan(main, "model=mlp", "data=mnist", "model.hidden=[256]")
     count = 784 * 256 + 256 + 256 * 10 + 10
@@ -124,7 +124,7 @@ def test_what_a_run_would_refuse_is_refused(main):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", STATEFUL)
-def test_the_optimizers_state_is_what_it_will_be(compose, name, dtype):
+def test_the_planned_optimizer_state_is_that_of_training(compose, name, dtype):
     model, node = Sizes(dtype), compose(f"optimizer={name}").optimizer
     split = parameters_by_optimizer(node, model, dict(model.named_parameters()))
     planned = sum(_state_bytes(*share, model) for share in split)

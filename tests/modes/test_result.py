@@ -36,13 +36,13 @@ def shown(result):
     return console.file.getvalue()
 
 
-def test_it_reads_back(tmp_path):
+def test_a_result_reads_back(tmp_path):
     DONE.write(tmp_path / "deep" / "folder")
     back = RunResult.read(tmp_path / "deep" / "folder")
     assert replace(back, overrides=tuple(back.overrides)) == DONE
 
 
-def test_what_was_there_before_stays_until_all_is_written(tmp_path, monkeypatch):
+def test_an_earlier_result_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
     DONE.write(tmp_path)
 
     def cut_off(path, text):
@@ -55,7 +55,7 @@ def test_what_was_there_before_stays_until_all_is_written(tmp_path, monkeypatch)
     assert RunResult.read(tmp_path).label == DONE.label
 
 
-def test_what_is_not_finite_reads_back(tmp_path):
+def test_numbers_that_are_not_finite_read_back(tmp_path):
     replace(DONE, train_loss=math.inf, metrics={"val/accuracy": math.nan}).write(tmp_path)
     back = RunResult.read(tmp_path)
     assert back.train_loss == math.inf
@@ -97,7 +97,7 @@ def test_numbers(value, text):
     assert format_number(value) == text
 
 
-def test_the_summary_shows_what_there_is():
+def test_the_table_shows_every_value_of_a_result():
     text = shown(DONE)
     for part in (
         "0.91",
@@ -115,14 +115,14 @@ def test_the_summary_shows_what_there_is():
     assert "MLflow" not in text
 
 
-def test_the_summary_leaves_out_what_there_is_not():
+def test_the_table_leaves_out_missing_values():
     text = shown(replace(DONE, loss_scale=None, skipped_steps=None, kernels="", best=0.91))
     assert "skipped" not in text
     assert "best" not in text
     assert "kernels" not in text
 
 
-def test_where_to_look(tmp_path, monkeypatch):
+def test_the_location_in_mlflow_is_a_url_or_a_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run = replace(DONE, run_id="r1", experiment_id="4")

@@ -1,4 +1,4 @@
-"""A run that was cut and resumed computes what the uncut one does, bit by bit."""
+"""A run that was interrupted and resumed computes what an uninterrupted one does, bit by bit."""
 
 import random
 import shutil
@@ -74,7 +74,7 @@ OWN = (
 
 @pytest.fixture
 def records(monkeypatch):
-    """What the loop tells, without the times that it took."""
+    """The records of the loop, without times."""
     seen = []
 
     def spy(observers, record):
@@ -163,7 +163,7 @@ def check(main, records, tmp_path, at, *typed):
         "transformer-engine-nvfp4",
     ],
 )
-def test_every_precision_goes_on_as_if_nothing_had_happened(precision, main, records, tmp_path):
+def test_every_precision_resumes_bit_by_bit(precision, main, records, tmp_path):
     imitated = precision.startswith(("float8", "transformer-engine"))
     more = ("precision.emulate=true",) if imitated else ()
     if precision == "16-true":
@@ -175,7 +175,7 @@ def test_every_precision_goes_on_as_if_nothing_had_happened(precision, main, rec
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bnb-nf4"])
-def test_dropout_and_adapters_go_on(precision, main, records, tmp_path):
+def test_dropout_and_adapters_resume_bit_by_bit(precision, main, records, tmp_path):
     more = ("adapter=lora",) if precision == "bnb-nf4" else ()
     check(main, records, tmp_path, (4,), *GPT, f"precision={precision}", *more)
 
@@ -193,13 +193,17 @@ def test_dropout_and_adapters_go_on(precision, main, records, tmp_path):
         ("lbfgs", "constant"),
     ],
 )
-def test_every_optimizer_and_schedule_goes_on(optimizer, scheduler, main, records, tmp_path):
+def test_every_optimizer_and_schedule_resumes_bit_by_bit(
+    optimizer, scheduler, main, records, tmp_path
+):
     typed = (f"optimizer={optimizer}", f"scheduler={scheduler}", "precision=bf16-true")
     check(main, records, tmp_path, (5,), *MLP, *typed)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_sample_of_a_cut_epoch_is_seen_once_with_its_noise(workers, main, records, tmp_path):
+def test_each_sample_of_an_interrupted_epoch_is_seen_once_with_its_noise(
+    workers, main, records, tmp_path
+):
     typed = (f"train.num_workers={workers}", "train.accumulate=2", "data=digits", *OWN)
     check(main, records, tmp_path, (3, 5, 10), "model=mlp", *typed)
 

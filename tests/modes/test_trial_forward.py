@@ -1,5 +1,4 @@
-"""What is said to be converted is what runs: layers that a model passes by, and readers of packed
-weights, in whole runs."""
+"""Layers that count as converted do run: bypassed layers and readers of packed weights."""
 
 import json
 import random
@@ -9,7 +8,13 @@ import pytest
 import torch
 from nets_that_pass_by import Casts, Leaves
 
-from runner.modes.trial_forward import BYPASSED, CODES, IDLE, TRAINS, build_proven_model
+from runner.modes.trial_forward import (
+    BYPASSED_REASON,
+    CODES_REASON,
+    NOT_RUN_REASON,
+    RAN_IN_TRAINING_REASON,
+    build_proven_model,
+)
 from runner.precision import registry
 from runner.training.model import BuiltModel
 
@@ -57,13 +62,13 @@ def conversion(tmp_path, folder="out"):
 
 
 @pytest.mark.parametrize("precision", ALL)
-def test_layers_that_are_never_called_are_left_as_they_were(net, tmp_path, precision):
+def test_layers_that_are_never_called_stay_unconverted(net, tmp_path, precision):
     done, found = net("Reads", precision)
     assert done.rc == 0, done.stderr
-    assert f"skipped a, b (Linear, 2,048 weights): {BYPASSED}" in done.stdout
+    assert f"skipped a, b (Linear, 2,048 weights): {BYPASSED_REASON}" in done.stdout
     assert found["converted"] == "1/3"
     fates = conversion(tmp_path)
-    assert fates["a"] == fates["b"] == (False, BYPASSED)
+    assert fates["a"] == fates["b"] == (False, BYPASSED_REASON)
     assert fates["head"][0]
     net.folder = "named"
     _, named = net("Reads", precision, "precision.ignore_modules=[a,b]")
@@ -78,7 +83,7 @@ def test_layers_that_are_never_called_are_left_as_they_were(net, tmp_path, preci
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ReadsAll", f"1,536 matrix weights: a, b (Linear, 1,536 weights): {BYPASSED}"),
+        ("ReadsAll", f"1,536 matrix weights: a, b (Linear, 1,536 weights): {BYPASSED_REASON}"),
         ("NeverCalled", "none of the layers that it converts runs in the model's forward"),
     ],
 )
@@ -99,7 +104,7 @@ def test_activations_are_not_cast_to_the_dtype_of_a_packed_weight(net, tmp_path)
         net.folder = precision
         done, found = net("Casts", precision, "mode=evaluate", "checkpoint=out")
         assert done.rc == 0, done.stderr
-        assert conversion(tmp_path, precision) == {"a": (True, ""), "b": (False, CODES)}
+        assert conversion(tmp_path, precision) == {"a": (True, ""), "b": (False, CODES_REASON)}
         assert found["metrics"]["val/accuracy"] == pytest.approx(accuracy, abs=0.1)
 
 
@@ -115,14 +120,14 @@ def test_questions_that_do_no_harm_leave_a_layer_converted(net, precision, name)
 def test_a_model_that_takes_the_limits_of_a_weights_dtype_runs(net, tmp_path, precision):
     done, _ = net("Limits", precision)
     assert done.rc == 0, done.stderr
-    assert conversion(tmp_path) == {"a": (False, CODES), "b": (True, "")}
+    assert conversion(tmp_path) == {"a": (False, CODES_REASON), "b": (True, "")}
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bnb-nf4", "float8-tensorwise"])
 def test_an_adapter_adds_nothing_to_layers_that_are_never_called(net, main, precision):
     done, _ = net("Reads", precision, "adapter=lora")
     assert done.rc == 0, done.stderr
-    assert f"the adapter leaves a, b out: {BYPASSED}" in done.stdout
+    assert f"the adapter leaves a, b out: {BYPASSED_REASON}" in done.stdout
     assert "384 of" in done.stdout  # rank 8 on the head, 32 -> 16
     again = main("mode=evaluate", "checkpoint=out", "--config-dir", "conf", "tracking=none")
     assert again.rc == 0, again.stderr
@@ -142,8 +147,8 @@ def test_a_layer_counts_once_it_has_run(net, tmp_path, precision):
     assert found["converted"] == "3/4"
     assert conversion(tmp_path) == {
         "experts.0": (True, ""),
-        "experts.1": (False, IDLE),
-        "auxiliary": (True, TRAINS),
+        "experts.1": (False, NOT_RUN_REASON),
+        "auxiliary": (True, RAN_IN_TRAINING_REASON),
         "head": (True, ""),
     }
 
@@ -158,7 +163,7 @@ def test_a_weight_that_is_read_in_training_alone_stops_the_first_step(net, preci
     assert found["converted"] == "1/2"
 
 
-def test_a_checkpoint_keeps_what_was_left_plain(net, tmp_path):
+def test_a_checkpoint_keeps_bypassed_layers_plain(net, tmp_path):
     """Its plain weights are not packed by a resumed run, an evaluation or low_memory."""
     _, whole = net("Reads", "bnb-nf4")
     net.folder = "cut"
@@ -172,7 +177,7 @@ def test_a_checkpoint_keeps_what_was_left_plain(net, tmp_path):
     assert evaluated["metrics"]["val/loss"] == whole["metrics"]["val/loss"]
     assert evaluated["converted"] == "1/3"
     saved = torch.load(next((tmp_path / "out/checkpoints").glob("step-*.pt")), weights_only=True)
-    assert saved["bypassed"] == {"a": BYPASSED, "b": BYPASSED}
+    assert saved["bypassed"] == {"a": BYPASSED_REASON, "b": BYPASSED_REASON}
     net.folder = "low"
     _, low = net("Reads", "bnb-nf4", "init.low_memory=true")
     assert low["metrics"] == whole["metrics"]

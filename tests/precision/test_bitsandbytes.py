@@ -84,12 +84,12 @@ def test_there_is_a_yaml_for_each_mode(mode):
 
 
 def refused(**changes):
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         BitsandbytesPrecision("x", **{"mode": "nf4", **changes})
-    return told.value.problems
+    return error.value.problems
 
 
-def test_values_that_cannot_work_are_told():
+def test_every_value_that_cannot_work_is_named_in_one_error():
     assert refused(compute_dtype="float64") == (
         "precision.compute_dtype=float64: the kernels compute in bfloat16, float16, float32 only. "
         "Type one of them.",
@@ -116,22 +116,22 @@ def test_values_that_cannot_work_are_told():
 def test_it_runs_on_a_cpu_and_not_on_an_apple_gpu():
     for mode in MODES:
         load(mode).require(CPU)
-    with pytest.raises(Unavailable) as told:
+    with pytest.raises(Unavailable) as error:
         load("nf4").require(torch.device("mps"))
-    assert told.value.what == (
+    assert error.value.what == (
         "precision=bnb-nf4 needs a CPU or an NVIDIA GPU of compute capability 6.0 or higher; "
         "this run is on mps."
     )
-    assert told.value.remedy == "Type accelerator=cpu, or precision=bf16-true."
+    assert error.value.remedy == "Type accelerator=cpu, or precision=bf16-true."
 
 
-def test_a_missing_package_is_told_with_what_to_install(monkeypatch):
+def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.delitem(sys.modules, "runner.precision.layers.bnb_library")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(Unavailable) as told:
+    with pytest.raises(Unavailable) as error:
         load("nf4").require(CPU)
-    assert "precision=bnb-nf4 needs bitsandbytes, which does not import" in told.value.what
-    assert told.value.remedy == 'Type pip install "bitsandbytes>=0.50".'
+    assert "precision=bnb-nf4 needs bitsandbytes, which does not import" in error.value.what
+    assert error.value.remedy == 'Type pip install "bitsandbytes>=0.50".'
 
 
 @pytest.mark.parametrize(
@@ -145,15 +145,15 @@ def test_a_missing_package_is_told_with_what_to_install(monkeypatch):
         ("fp4-dq", (7, 0), ""),
     ],
 )
-def test_an_old_gpu_is_told(monkeypatch, mode, capability, least):
+def test_an_old_gpu_is_refused(monkeypatch, mode, capability, least):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old")
     if not least:
         load(mode).require(CUDA)
         return
     found = ".".join(map(str, capability))
-    told = rf"needs compute capability {least} or higher; cuda:0 \(Old\) has {found}\. Nearest"
-    with pytest.raises(Unavailable, match=told):
+    error = rf"needs compute capability {least} or higher; cuda:0 \(Old\) has {found}\. Nearest"
+    with pytest.raises(Unavailable, match=error):
         load(mode).require(CUDA)
 
 
@@ -204,7 +204,7 @@ def test_the_rest_of_the_model_is_under_autocast(compute):
 
 
 @pytest.mark.parametrize("choice", ["native", "float32_accumulate"])
-def test_the_session_sets_the_float16_kernels_and_tells_them(choice):
+def test_the_session_sets_the_float16_kernels_and_kernels_returns_them(choice):
     model = nn.Linear(2, 2)
     precision = load("nf4", "float16", cpu_float16=choice, float32_matmul="high")
     before = torch.get_float32_matmul_precision()
@@ -435,7 +435,7 @@ def test_a_gpt_is_converted_but_for_its_tied_head():
     weight = model.head.weight
     _, report = load("int8-training").convert(model)
     assert str(report) == "9/10"
-    assert report.weights == (6320, 6448)
+    assert report.weight_counts == (6320, 6448)
     assert model.head.weight is model.token_embedding.weight is weight
     tokens = torch.arange(8)[None]
     model(tokens).sum().backward()
@@ -471,7 +471,7 @@ def test_a_hook_on_a_weight_is_refused_and_on_the_module_it_fires(mode):
     assert seen == [1]
 
 
-def test_a_second_conversion_is_refused_and_a_mixed_model_is_told():
+def test_a_second_conversion_is_refused_and_a_mixed_model_names_its_converted_layers():
     model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), "nf4", ignore_modules=["1"])
     before = model[0].weight
     _, report = load("int8").convert(model)
@@ -502,7 +502,7 @@ def test_islands_compute_in_float32(mode):
     assert torch.equal(made, F.linear(hidden.float(), weight, model[1].bias))
 
 
-def test_weights_of_a_kind_that_no_kernel_takes_are_left():
+def test_weights_of_a_dtype_that_no_kernel_takes_are_skipped():
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.LazyLinear(4), nn.Linear(4, 4))
     _, report = load("nf4").convert(model)
     assert [row.done for row in report.modules] == [False, False, True]
@@ -578,7 +578,7 @@ def test_an_evaluation_sees_weights_that_were_just_loaded():
     assert error(module.train()(x), other(x)) < 0.02
 
 
-def test_a_layer_that_is_kept_in_evaluation_mode_trains_all_the_same():
+def test_a_layer_that_stays_in_evaluation_mode_trains_too():
     module, _ = layer("int8-training", train=False)
     x = torch.randn(8, 64, requires_grad=True)
     module(x).sum().backward()
@@ -660,17 +660,17 @@ def test_a_vector_has_a_gradient():
 
 
 @pytest.mark.parametrize("mode", ["int8", "int8-training"])
-def test_a_layer_of_one_input_is_left_by_the_int8_modes(mode):
+def test_a_layer_of_one_input_is_skipped_by_the_int8_modes(mode):
     model = nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 8))
     _, report = load(mode).convert(model)
     assert [row.why for row in report.modules] == ["has one input only", ""]
 
 
-def test_a_library_without_its_native_part_is_told(monkeypatch):
+def test_a_library_without_its_kernels_is_refused(monkeypatch):
     monkeypatch.setattr("runner.precision.layers.bnb_library.lib", type("LibraryMock", (), {})())
-    with pytest.raises(Unavailable, match="does not load") as told:
+    with pytest.raises(Unavailable, match="does not load") as error:
         load("nf4").require(CPU)
-    assert told.value.remedy.startswith("Type python -m bitsandbytes")
+    assert error.value.remedy.startswith("Type python -m bitsandbytes")
 
 
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])

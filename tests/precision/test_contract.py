@@ -85,7 +85,7 @@ def batch(count=4):
 def build(name, **changes):
     precision = load(name, **changes)
     torch.manual_seed(0)
-    with precision.building():
+    with precision.init_context():
         model = Net()
     return precision, precision.convert(model)[0]
 
@@ -135,7 +135,7 @@ def test_a_final_class_straight_from_the_base(name):
     assert kind.__bases__ == (Precision,)
     assert getattr(kind, "__final__", False)
     assert inspect.getdoc(kind)
-    for method in ("require", "session", "building", "convert", "forward", "cast", "scale"):
+    for method in ("require", "session", "init_context", "convert", "forward", "cast", "scale"):
         ours, theirs = (inspect.signature(getattr(k, method)) for k in (kind, Precision))
         assert list(ours.parameters) == list(theirs.parameters)
 
@@ -152,11 +152,11 @@ def test_it_runs_here_or_says_what_is_missing(name):
 
 
 def contexts(precision, model):
-    yield precision.building()
+    yield precision.init_context()
     yield precision.session(model, CPU)
     yield precision.forward(CPU)
     yield precision.forward(CPU)  # it serves again
-    yield precision.evaluating(model)
+    yield precision.eval_context(model)
 
 
 def _fail_inside(context):
@@ -401,9 +401,9 @@ def test_the_base_is_plain():
     precision, model = Plain(), nn.Linear(2, 2)
     precision.require(CPU)
     precision.check_optimizers([])
-    with precision.building(), precision.session(model, CPU), precision.forward(CPU):
+    with precision.init_context(), precision.session(model, CPU), precision.forward(CPU):
         pass
-    assert isinstance(precision.building(), nullcontext)
+    assert isinstance(precision.init_context(), nullcontext)
     assert precision.convert(model)[0] is model
     assert precision.cast(model) is model
     assert precision.scale(CPU).value is None
@@ -423,7 +423,7 @@ def test_a_report_counts_what_was_converted():
     )
     report = ConversionReport(rows)
     assert str(report) == "1/2"
-    assert report.weights == (6, 8)
+    assert report.weight_counts == (6, 8)
     assert report.to_list()[1] == {
         "module": "b",
         "kind": "Linear",

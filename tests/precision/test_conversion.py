@@ -1,4 +1,4 @@
-"""Who is converted, who is not and why, and what survives of a module that is."""
+"""Which modules are converted, why others are not, and what survives of a converted module."""
 
 import copy
 
@@ -21,7 +21,7 @@ from runner.utils.errors import ConfigError
 
 
 class Doubled(nn.Linear):
-    """What the swaps of this file make: its output shows that it was converted."""
+    """The layer that the conversions of this file make: its output shows that it was converted."""
 
     def forward(self, input):
         return 2 * super().forward(input)
@@ -42,13 +42,13 @@ def renewed(module):
     module.weight = nn.Parameter(module.weight.detach().clone())
 
 
-def convert(model, swap=in_place, **rules):
-    return convert_modules(model, {nn.Linear: swap}, ConversionRules("made-up", **rules))
+def convert(model, convert_layer=in_place, **rules):
+    return convert_modules(model, {nn.Linear: convert_layer}, ConversionRules("made-up", **rules))
 
 
-def refused(model, swap=in_place, **rules):
+def refused(model, convert_layer=in_place, **rules):
     with pytest.raises(ConfigError) as error:
-        convert(model, swap, **rules)
+        convert(model, convert_layer, **rules)
     return str(error.value)
 
 
@@ -62,7 +62,7 @@ def pair():
 
 X = torch.tensor([[0.5, -1.0, 2.0, 0.25]])
 
-# Who is converted
+# Which modules are converted
 
 
 def test_every_linear_layer_is_converted_and_nothing_else():
@@ -79,21 +79,21 @@ def test_every_linear_layer_is_converted_and_nothing_else():
     )
 
 
-@pytest.mark.parametrize("swap", [in_place, grafted])
-def test_a_root_that_is_itself_a_layer_is_converted(swap):
+@pytest.mark.parametrize("convert_layer", [in_place, grafted])
+def test_a_root_that_is_itself_a_layer_is_converted(convert_layer):
     model = nn.Linear(4, 3)
     want = 2 * model(X)
-    assert fates(convert(model, swap)) == {"(model)": ""}
+    assert fates(convert(model, convert_layer)) == {"(model)": ""}
     assert torch.equal(model(X), want)
 
 
 def test_a_module_registered_twice_is_converted_once_and_stays_shared():
     model = pair()
     model.append(model[0])
-    before, swaps = model[0], []
-    report = convert(model, lambda m: (swaps.append(m), in_place(m)))
+    before, converted = model[0], []
+    report = convert(model, lambda m: (converted.append(m), in_place(m)))
     assert fates(report) == {"0": "", "1": ""}
-    assert swaps == [before, model[1]]
+    assert converted == [before, model[1]]
     assert model[2] is model[0] is before
 
 
@@ -113,11 +113,11 @@ def test_a_module_registered_twice_is_meant_by_either_name(pattern):
 
 def test_the_first_kind_that_fits_takes_the_module():
     model, seen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), []
-    swaps = {
+    converters = {
         nn.Linear: lambda m: seen.append(("linear", m)),
         nn.LayerNorm: lambda m: seen.append(("norm", m)),
     }
-    convert_modules(model, swaps, ConversionRules("made-up"))
+    convert_modules(model, converters, ConversionRules("made-up"))
     assert seen == [("linear", model[0]), ("norm", model[1])]
 
 
@@ -130,7 +130,7 @@ class Scaled(nn.Linear):
         return 3 * super().forward(input)
 
 
-def test_a_subclass_with_a_forward_of_its_own_is_left_and_one_without_is_converted():
+def test_a_subclass_with_its_own_forward_is_skipped_and_one_without_is_converted():
     model = nn.Sequential(Renamed(4, 4), Scaled(4, 4))
     report = convert(model)
     assert report.modules == (
@@ -140,14 +140,14 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_and_one_without_is_convert
     assert type(model[1]) is Scaled
 
 
-def test_a_forward_that_was_patched_into_the_object_is_left():
+def test_a_layer_with_a_patched_forward_is_skipped():
     model = pair()
     model[0].forward = lambda input: input
     assert fates(convert(model)) == {"0": "Linear has a forward of its own", "1": ""}
     assert type(model[0]) is nn.Linear
 
 
-def test_what_attention_reads_without_calling_is_left():
+def test_a_layer_whose_weight_attention_reads_is_skipped():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     assert fates(convert(layer)) == {
         "self_attn": "its packed in_proj_weight is read by F.multi_head_attention_forward",
@@ -165,7 +165,7 @@ def _old_weight_norm(module):
 @pytest.mark.parametrize(
     "wrap", [parametrizations.weight_norm, parametrizations.orthogonal, _old_weight_norm]
 )
-def test_a_weight_that_is_made_in_each_forward_is_left(wrap):
+def test_a_parametrized_weight_is_skipped(wrap):
     model = nn.Sequential(wrap(nn.Linear(4, 4)), nn.Linear(4, 4))
     before = type(model[0])
     why = "its weight is made anew in each forward (a parametrization)"
@@ -173,7 +173,7 @@ def test_a_weight_that_is_made_in_each_forward_is_left(wrap):
     assert type(model[0]) is before
 
 
-def test_a_lazy_layer_is_left_until_it_has_a_shape():
+def test_a_lazy_layer_is_skipped_until_it_has_a_shape():
     model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
     why = "its weight has no shape before the first forward"
     assert fates(convert(model)) == {"0": why, "1": ""}
@@ -182,19 +182,19 @@ def test_a_lazy_layer_is_left_until_it_has_a_shape():
     assert fates(convert(model)) == {"0": "", "1": ""}
 
 
-def test_complex_weights_are_left_and_float64_ones_are_converted():
+def test_complex_weights_are_skipped_and_float64_weights_are_converted():
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 4).double())
     assert fates(convert(model)) == {"0": "its weight is complex64", "1": ""}
 
 
-def test_the_precisions_own_judgement_is_asked_last():
+def test_the_obstacle_of_the_precision_is_asked_for_last():
     model, asked = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), Scaled(4, 4)), []
 
-    def judge(module):
+    def find_obstacle(module):
         asked.append(module)
         return "" if module.out_features == 4 else "2 features are too few"
 
-    report = convert(model, judge=judge)
+    report = convert(model, find_obstacle=find_obstacle)
     assert fates(report) == {
         "0": "",
         "1": "2 features are too few",
@@ -213,7 +213,7 @@ def tied():
     return model
 
 
-def test_a_tied_weight_that_would_be_replaced_is_left_with_the_others_names():
+def test_a_tied_weight_that_would_be_replaced_is_skipped_and_names_its_other_holders():
     model = tied()
     assert fates(convert(model, renewed, new_weights=True)) == {
         "0": "shares a parameter with 2, 3",
@@ -250,17 +250,17 @@ def test_a_layer_tied_to_the_models_own_parameter_names_it():
     )
 
 
-def test_who_shares_with_whom():
+def test_find_shared_weights_names_the_modules_that_share():
     assert find_shared_weights(tied()) == {"0": ["2", "3"], "2": ["0", "3"], "3": ["0", "2"]}
     model = pair()
-    model.append(model[0])  # one module, whose other name is told
+    model.append(model[0])  # one module, whose other name is in the reason
     assert find_shared_weights(model) == {"0": ["2"]}
 
 
-# Who is left by the config
+# Modules that the config skips
 
 
-def test_ignored_modules_and_what_is_inside_them_are_left():
+def test_ignored_modules_and_their_children_are_skipped():
     model = nn.ModuleDict({"body": pair(), "head": nn.Linear(4, 2), "header": nn.Linear(4, 2)})
     why = "named by precision.ignore_modules"
     assert fates(convert(model, ignore=["body", "head"])) == {
@@ -273,7 +273,7 @@ def test_ignored_modules_and_what_is_inside_them_are_left():
     assert fates(convert(model, ignore=["*.1"])) == {"body.0": "", "body.1": why, "head": ""}
 
 
-def test_islands_and_what_is_inside_them_are_left():
+def test_islands_and_their_children_are_skipped():
     model = nn.ModuleDict({"body": pair(), "bodyguard": nn.Linear(4, 2)})
     islands = make_islands(model, ["body"], torch.float32)
     why = "kept in float32 by precision.keep_fp32"
@@ -286,7 +286,7 @@ def test_a_root_that_is_an_island_leaves_nothing():
     assert "0, 1 (Linear, 24 weights): kept in float32 by precision.keep_fp32" in message
 
 
-def test_a_pattern_that_matches_nothing_is_told():
+def test_a_pattern_that_matches_nothing_is_an_error():
     message = refused(pair(), ignore=["0", "blocks"])
     assert "precision.ignore_modules: blocks matches no module of the model" in message
 
@@ -301,7 +301,7 @@ def foreign(package):
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", "transformer_engine", "torchao"])
-def test_layers_of_the_libraries_are_told_and_left(package):
+def test_low_precision_layers_are_skipped_and_named(package):
     model = nn.Sequential(foreign(package), nn.Linear(4, 4))
     assert is_converted(model[0])
     assert not is_converted(model[1])
@@ -310,7 +310,7 @@ def test_layers_of_the_libraries_are_told_and_left(package):
     assert "0 (Fast, 16 weights): is a Fast already" in refused(nn.Sequential(foreign(package)))
 
 
-def test_layers_of_the_libraries_of_another_kind_are_told():
+def test_low_precision_layers_of_another_kind_are_named():
     kind = type("FastNorm", (nn.Module,), {})
     kind.__module__ = "transformer_engine.pytorch"
     report = convert(nn.Sequential(kind(), nn.Linear(4, 4)))
@@ -353,7 +353,7 @@ def _accumulate_hook(weight):
 
 
 @pytest.mark.parametrize("hang", [_gradient_hook, _accumulate_hook])
-def test_a_hook_on_a_weight_that_would_be_replaced_is_told_with_its_module(hang):
+def test_a_hook_on_a_weight_that_would_be_replaced_is_refused_and_names_its_module(hang):
     model = nn.ModuleDict({"body": pair(), "head": nn.Linear(4, 2)})
     handle = hang(model.body[1].weight)
     hang(model.head.weight)
@@ -365,7 +365,7 @@ def test_a_hook_on_a_weight_that_would_be_replaced_is_told_with_its_module(hang)
 
 
 @pytest.mark.parametrize("hang", [_gradient_hook, _accumulate_hook])
-def test_a_hook_that_was_removed_or_stays_or_hangs_on_the_bias_is_none(hang):
+def test_a_removed_hook_or_one_that_survives_or_is_on_the_bias_is_not_refused(hang):
     model = pair()
     hang(model[0].weight).remove()
     hang(model[1].bias)
@@ -397,7 +397,7 @@ def test_a_refusal_leaves_the_model_as_it_was(reason):
         model[1].weight.register_hook(lambda grad: grad)
     before = state(model)
     rules = {
-        "nothing": {"judge": lambda module: "not today"},
+        "nothing": {"find_obstacle": lambda module: "not today"},
         "hook": {"new_weights": True},
         "pattern": {"ignore": ["head"]},
     }[reason]
@@ -405,7 +405,7 @@ def test_a_refusal_leaves_the_model_as_it_was(reason):
     same(before, state(model))
 
 
-def test_an_exception_inside_a_swap_names_the_module():
+def test_an_exception_in_a_layers_conversion_names_the_module():
     def fail(module):
         raise ValueError("no kernel for it.")
 
@@ -420,7 +420,7 @@ def test_an_exception_inside_a_swap_names_the_module():
 
 
 @pytest.mark.parametrize("kind", [NotImplementedError, torch.OutOfMemoryError])
-def test_too_little_memory_and_the_meta_device_are_no_fault_of_the_module(kind):
+def test_out_of_memory_and_meta_device_errors_are_raised_unchanged(kind):
     def fail(module):
         raise kind("inside")
 
@@ -433,8 +433,8 @@ def test_too_little_memory_and_the_meta_device_are_no_fault_of_the_module(kind):
 
 # torch 2.11 says so where no input requires a gradient.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-@pytest.mark.parametrize("swap", [in_place, grafted])
-def test_module_hooks_fire_and_handles_still_remove_them(swap):
+@pytest.mark.parametrize("convert_layer", [in_place, grafted])
+def test_module_hooks_fire_and_handles_still_remove_them(convert_layer):
     model, seen = pair(), []
     layer = model[0]
     handles = [
@@ -451,7 +451,7 @@ def test_module_hooks_fire_and_handles_still_remove_them(swap):
         layer.register_load_state_dict_pre_hook(lambda *_: seen.append("loads")),
         layer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded")),
     ]
-    convert(model, swap)
+    convert(model, convert_layer)
 
     def use():
         seen.clear()
@@ -477,11 +477,11 @@ def test_module_hooks_fire_and_handles_still_remove_them(swap):
     assert use() == []
 
 
-@pytest.mark.parametrize("swap", [in_place, grafted])
-def test_a_full_backward_hook_fires_and_its_handle_removes_it(swap):
+@pytest.mark.parametrize("convert_layer", [in_place, grafted])
+def test_a_full_backward_hook_fires_and_its_handle_removes_it(convert_layer):
     model, seen = pair(), []
     handle = model[0].register_full_backward_hook(lambda *_: seen.append("gradient"))
-    convert(model, swap)
+    convert(model, convert_layer)
     x = X.clone().requires_grad_()
     model(x).sum().backward()
     assert seen == ["gradient"]
@@ -490,8 +490,8 @@ def test_a_full_backward_hook_fires_and_its_handle_removes_it(swap):
     assert seen == ["gradient"]
 
 
-@pytest.mark.parametrize("swap", [in_place, grafted])
-def test_the_object_its_parameters_and_what_the_user_put_on_it_survive(swap):
+@pytest.mark.parametrize("convert_layer", [in_place, grafted])
+def test_the_object_its_parameters_and_what_the_user_put_on_it_survive(convert_layer):
     model = pair()
     layer = model[0]
     model.also = [layer]  # a reference that nn.Module does not know
@@ -501,7 +501,7 @@ def test_the_object_its_parameters_and_what_the_user_put_on_it_survive(swap):
     layer.add_module("tap", nn.ReLU())
     parameters, keys, want = dict(model.named_parameters()), list(model.state_dict()), layer(X)
     model.eval()
-    convert(model, swap)
+    convert(model, convert_layer)
     after = dict(model.named_parameters())
     assert model[0] is model.also[0] is layer
     assert type(layer) is Doubled
@@ -519,12 +519,12 @@ def test_the_object_its_parameters_and_what_the_user_put_on_it_survive(swap):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("swap", [in_place, grafted])
-def test_the_training_flag_survives(swap, training):
+@pytest.mark.parametrize("convert_layer", [in_place, grafted])
+def test_the_training_flag_survives(convert_layer, training):
     model = pair()
     model[0].train(training)
     model[1].train(not training)
-    convert(model, swap)
+    convert(model, convert_layer)
     assert (model[0].training, model[1].training) == (training, not training)
 
 
@@ -560,11 +560,13 @@ def test_a_converted_model_can_be_copied():
 
 def rows(done, skipped):
     made = [ModuleConversion(f"a{i}", "Linear", True, "", 8, 8) for i in range(done)]
-    left = (ModuleConversion(f"b{i}", "Own", False, f"reason {i}", 16) for i in range(skipped))
-    return (*made, *left)
+    skipped_rows = (
+        ModuleConversion(f"b{i}", "Own", False, f"reason {i}", 16) for i in range(skipped)
+    )
+    return (*made, *skipped_rows)
 
 
-def test_the_report_counts_and_names_who_was_skipped():
+def test_the_report_counts_and_names_the_skipped_layers():
     report = ConversionReport(rows(8, 1))
     assert str(report) == "8/9"
     assert list(report.lines()) == [
@@ -586,7 +588,7 @@ def test_the_report_counts_and_names_who_was_skipped():
     }
 
 
-def test_the_report_stops_naming_after_some():
+def test_the_report_names_a_limited_number_of_modules():
     lines = list(ConversionReport(rows(1, 10)).lines())
     assert len(lines) == 10
     assert lines[-2:] == [
@@ -594,7 +596,7 @@ def test_the_report_stops_naming_after_some():
         "  and 2 more, all in conversion.json",
     ]
     assert len(list(ConversionReport(rows(1, 8)).lines())) == 9
-    assert list(ConversionReport(rows(1, 2)).lines(most=1))[1:] == [
+    assert list(ConversionReport(rows(1, 2)).lines(limit=1))[1:] == [
         "  skipped b0 (Own, 16 weights): reason 0",
         "  and 1 more, all in conversion.json",
     ]

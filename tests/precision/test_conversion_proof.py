@@ -8,9 +8,9 @@ import torchvision
 import transformers
 from torch import nn
 
-from runner.modes.trial_forward import BYPASSED, CODES, build_proven_model
+from runner.modes.trial_forward import BYPASSED_REASON, CODES_REASON, build_proven_model
 from runner.precision import registry
-from runner.precision.conversion import ROOT, is_converted
+from runner.precision.conversion import ROOT_NAME, is_converted
 from runner.training.model import BuiltModel
 
 CPU = torch.device("cpu")
@@ -181,7 +181,7 @@ def runs(model, precision, x):
     ran = set()
     for name, module in model.named_modules():
         if is_converted(module):
-            plain = name.replace(".base_layer", "") or ROOT
+            plain = name.replace(".base_layer", "") or ROOT_NAME
             module.register_forward_hook(lambda *_, name=plain: ran.add(name))
     with torch.no_grad(), precision.forward(CPU):
         out = model.eval()(precision.cast(x))
@@ -207,16 +207,18 @@ def test_what_counts_as_converted_is_what_runs(make_model, name):
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_torchvisions_swin_passes_its_attentions_layers_by(name):
     made, _, _ = proven(name, swin)
-    left = {row.module.rpartition(".")[2] for row in made.report.modules if row.why == BYPASSED}
-    assert left == {"qkv", "proj"}
+    skipped = {
+        row.module.rpartition(".")[2] for row in made.report.modules if row.why == BYPASSED_REASON
+    }
+    assert skipped == {"qkv", "proj"}
 
 
 def test_t5_casts_to_the_dtype_of_a_packed_weight_unless_it_is_int8():
     for name, count in (("bnb-nf4", 4), ("bnb-int8", 0), ("float8-tensorwise", 0)):
         made, _, _ = proven(name, t5)
-        left = [row.module for row in made.report.modules if row.why == CODES]
-        assert len(left) == count, name
-        assert all(module.endswith(".wo") for module in left)
+        skipped = [row.module for row in made.report.modules if row.why == CODES_REASON]
+        assert len(skipped) == count, name
+        assert all(module.endswith(".wo") for module in skipped)
 
 
 def test_an_embedding_may_read_the_weight_that_it_shares_with_an_idle_layer():

@@ -18,7 +18,7 @@ def convert(model, name="float8-rowwise"):
     return registry.load_precision(name, **emulate).convert(model)[1]
 
 
-def left(report):
+def skipped(report):
     return {row.module: (row.elements, row.why) for row in report.modules if not row.done}
 
 
@@ -102,21 +102,21 @@ def test_the_count_is_that_by_hand(build, layers, converted, weights, reasons):
     model = build()
     assert weights == sum(p.numel() for p in model.parameters() if p.ndim >= 2)
     report = convert(model)
-    assert report.layers == layers
+    assert report.layer_counts == layers
     assert str(report) == f"{layers[0]}/{layers[1]}"
-    assert report.weights == (converted, weights)
-    assert {why for _, why in left(report).values()} == reasons
+    assert report.weight_counts == (converted, weights)
+    assert {why for _, why in skipped(report).values()} == reasons
 
 
 @pytest.mark.parametrize("name", ["transformer-engine-current", "bnb-nf4", "bnb-int8-training"])
 def test_a_packed_weight_counts_by_the_elements_it_had(name):
     model = bert()
     report = convert(model, name)
-    assert report.weights[1] == sum(p.numel() for p in bert().parameters() if p.ndim >= 2)
-    assert report.weights[0] == 2 * LAYER + 32 * 32
+    assert report.weight_counts[1] == sum(p.numel() for p in bert().parameters() if p.ndim >= 2)
+    assert report.weight_counts[0] == 2 * LAYER + 32 * 32
 
 
-def test_norms_stand_beside_the_count():
+def test_norms_are_counted_apart_from_layers():
     report = convert(bert(), "transformer-engine-current")
     assert next(report.lines()).startswith(
         "converted 13 of 16 layers, 17,408 of 19,520 matrix weights (89 %) and 5 norms: encoder."
@@ -141,7 +141,7 @@ def test_what_is_shared_counts_once_and_with_the_layer_that_converts_it():
     model["head"].weight = model["words"].weight
     model["body"] = nn.Linear(32, 32)
     report = convert(model)
-    assert report.weights == (64 * 32 + 32 * 32, 64 * 32 + 32 * 32)
+    assert report.weight_counts == (64 * 32 + 32 * 32, 64 * 32 + 32 * 32)
     assert str(report) == "2/2"
     words = report.modules[0]
     assert (words.done, words.elements, words.counted_with) == (False, 0, "head")

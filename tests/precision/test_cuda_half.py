@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from runner.precision import registry
-from runner.precision.cuda_half import half_precision_sums
+from runner.precision.cuda_half import reduced_precision_sums
 from runner.utils.errors import ConfigError, Unavailable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -61,7 +61,7 @@ def test_a_precision_without_half_products_refuses_the_key(name):
 
 
 def fail_inside():
-    with half_precision_sums(False):
+    with reduced_precision_sums(False):
         raise RuntimeError("inside")
 
 
@@ -78,9 +78,9 @@ def test_the_switches_come_back_after_an_exception():
 def test_the_switch_for_split_sums_stays_as_it_was():
     MATMUL.allow_fp16_reduced_precision_reduction = (False, False)
     try:
-        with half_precision_sums(False):
+        with reduced_precision_sums(False):
             assert not MATMUL.allow_fp16_reduced_precision_reduction_split_k
-        with half_precision_sums(True):
+        with reduced_precision_sums(True):
             assert sums() == (True, True)
         assert sums() == (False, True)
         assert not MATMUL.allow_fp16_reduced_precision_reduction_split_k

@@ -42,7 +42,7 @@ def mapped(folder):
     return len({line.split()[4] for line in lines if f"{folder}/weight-" in line})
 
 
-def test_every_weight_has_the_value_that_it_has_without():
+def test_every_weight_has_the_value_that_it_has_without_offload():
     plain, model = made(), made(DiskOffload())
     names = dict(model.named_parameters())
     assert names.keys() == dict(plain.named_parameters()).keys()
@@ -56,7 +56,7 @@ def test_every_weight_has_the_value_that_it_has_without():
 
 
 @LINUX
-def test_linear_weights_are_mapped_from_files_that_are_gone(folder):
+def test_linear_weights_are_mapped_from_unlinked_files(folder):
     model = made(DiskOffload())
     assert mapped(folder) == 9  # four in each of two blocks, and the tied head's
     assert list(folder.iterdir()) == []
@@ -128,7 +128,7 @@ def test_a_weight_that_is_tied_twice_is_spilled_once_and_stays_tied():
 
 
 @LINUX
-def test_taken_back_a_weight_is_an_ordinary_one_with_the_same_object_and_value(folder):
+def test_a_loaded_weight_is_an_ordinary_one_with_the_same_object_and_value(folder):
     spill = DiskOffload()
     model = made(spill)
     before = dict(model.named_parameters())
@@ -248,7 +248,7 @@ def test_a_model_built_in_low_memory_computes_the_same_bit_for_bit(folder, name)
         models.append(built.model)
         sizes.append(built.plain_bytes)
     plain, model = models
-    assert mapped(folder) == 0  # neither a packed weight nor one that was left lies in a file
+    assert mapped(folder) == 0  # neither a packed weight nor an unconverted one is in a file
     assert list(folder.iterdir()) == []
     assert sizes[0] == sizes[1]
     state = model.state_dict()

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.precision import registry
-from runner.precision.emulation.formats import as_tf32
+from runner.precision.emulation.formats import round_to_tf32
 from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
@@ -58,14 +58,17 @@ def test_tf32_rounds_what_a_product_takes_and_nothing_else():
     layer = nn.Linear(40, 40)
     before = torch.addmm(c, a, b)
     with load("tf32").session(layer, CPU):
-        assert torch.equal(a @ b, as_tf32(a) @ as_tf32(b))
+        assert torch.equal(a @ b, round_to_tf32(a) @ round_to_tf32(b))
         got = torch.addmm(c, a, b)
         assert torch.equal(a * b, torch.mul(a, b))
         assert torch.equal(torch.mm(a.double(), b.double()), a.double() @ b.double())
         turned = torch.complex(a, b) @ torch.complex(b, c).conj()
-    assert torch.equal(got, torch.addmm(c, as_tf32(a), as_tf32(b)))
+    assert torch.equal(got, torch.addmm(c, round_to_tf32(a), round_to_tf32(b)))
     assert torch.equal(torch.addmm(c, a, b), before)
-    fine = torch.complex(as_tf32(a), as_tf32(b)) @ torch.complex(as_tf32(b), as_tf32(c)).conj()
+    fine = (
+        torch.complex(round_to_tf32(a), round_to_tf32(b))
+        @ torch.complex(round_to_tf32(b), round_to_tf32(c)).conj()
+    )
     assert torch.allclose(turned, fine, rtol=1e-5, atol=1e-5)
 
 

@@ -180,7 +180,7 @@ def fates(**changes):
     return {row.module: row.why for row in report.modules}
 
 
-def test_who_is_converted_and_why_not():
+def test_each_layer_is_converted_or_has_a_reason():
     whys = fates()
     assert [name for name, why in whys.items() if not why] == ["narrow", "twin", "head"]
     assert whys["odd"] == "its shape 16 -> 24 is not in multiples of 16"
@@ -195,8 +195,8 @@ def test_keep_fp32_is_not_converted_and_computes_in_float32(weights):
     precision, model, report = convert(
         ROWWISE, Zoo(), keep_fp32=["narrow", "norm"], weights=weights
     )
-    (kept,) = (row for row in report.modules if row.module == "narrow")
-    assert kept.why == "kept in float32 by precision.keep_fp32"
+    (island_row,) = (row for row in report.modules if row.module == "narrow")
+    assert island_row.why == "kept in float32 by precision.keep_fp32"
     with DtypeProbe(model) as probe:
         run(precision, model, torch.randn(2, 16)).sum().backward()
     rows = {row["module"]: row for row in probe.table()}
@@ -244,7 +244,7 @@ def test_both_ends_of_a_tied_weight_train_it():
         model, tokens, target = gpt()
         precision, model, _ = convert(TENSORWISE, model)
         assert model.head.weight is model.token_embedding.weight
-        if part == "head":  # the embedding's gradient is cut off
+        if part == "head":  # the embedding's gradient is detached
             model.token_embedding.register_forward_hook(lambda m, a, out: out.detach())
         loss_of(state_of(precision, model), tokens, target).backward()
         grads[part] = model.head.weight.grad
@@ -262,7 +262,7 @@ class Own(nn.Linear):
         return super().forward(input) + 1
 
 
-def test_subclasses_keep_their_class_and_those_with_a_forward_are_left_alone():
+def test_subclasses_keep_their_class_and_those_with_a_forward_are_skipped():
     model = nn.Sequential(Mine(16, 16), Own(16, 16), nn.Linear(16, 16))
     model[2].child = nn.Linear(1, 1)
     _, model, report = convert(TENSORWISE, model)
@@ -322,7 +322,7 @@ def refusal(precision, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cpu_must_be_told_to_emulate(name):
+def test_a_cpu_is_refused_without_emulate(name):
     error = refusal(registry.load_precision(name), CPU)
     assert f"precision={name} needs an NVIDIA GPU" in error.what
     assert error.remedy.startswith("Type precision.emulate=true for its numbers without its speed")
@@ -330,7 +330,7 @@ def test_a_cpu_must_be_told_to_emulate(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_gpu_must_be(name, monkeypatch):
+def test_a_gpu_without_fp8_is_refused(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert "cuda:0 (NVIDIA A100) has 8.0." in refusal(registry.load_precision(name), CUDA).what

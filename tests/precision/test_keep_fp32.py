@@ -153,7 +153,7 @@ def test_a_pattern_that_matches_nothing_names_near_modules():
 
 @pytest.mark.parametrize("model", [Net(), nn.Linear(4, 2)], ids=["Net", "Linear"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_root_itself(name, model):
+def test_the_root_itself_can_be_an_island(name, model):
     precision, model = converted(name, copy.deepcopy(model), "*")
     assert [m for m in model.modules() if isinstance(m, Float32Island)] == [model]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -178,7 +178,7 @@ def tied():
 
 
 @pytest.mark.parametrize("name", TRUE)
-def test_half_a_tie_is_refused(name):
+def test_an_island_that_shares_a_parameter_with_a_module_outside_is_refused(name):
     with pytest.raises(ConfigError, match=r"2 shares a parameter with 0, .* Add 0\."):
         converted(name, tied(), "2")
 
@@ -186,7 +186,7 @@ def test_half_a_tie_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "patterns"), [("bf16-true", ["0", "2"]), ("bf16-mixed", ["2"]), ("16-true", ["1"])]
 )
-def test_a_tie_holds(name, patterns):
+def test_tied_parameters_inside_an_island_stay_tied(name, patterns):
     precision, model = converted(name, tied(), *patterns)
     assert model[2].weight is model[0].weight
     assert forward(precision, model, torch.tensor([1, 2])).shape == (2, 5)
@@ -234,7 +234,7 @@ def test_complex_parameters_of_an_island_are_complex64():
 
 @pytest.mark.parametrize("part", ["*.norm1", "*.self_attn"])
 @pytest.mark.parametrize("name", ["bf16-true", "64-true"])
-def test_the_fast_path_of_a_transformer_does_not_pass_an_island_by(name, part, monkeypatch):
+def test_the_fast_path_of_a_transformer_calls_an_island(name, part, monkeypatch):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     precision, model = converted(name, nn.Sequential(layer), part)
     calls, real = [], Float32Island.forward

@@ -258,7 +258,7 @@ def test_the_fused_flags_are_taken_back_after_an_exception():
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])
 def test_a_flag_on_the_host(flag):
-    assert HostFlag(torch.tensor(flag)).raised is bool(flag)
+    assert HostFlag(torch.tensor(flag)).is_set is bool(flag)
 
 
 BAD = {

@@ -22,7 +22,7 @@ def test_weights_stay_float32_and_the_product_is_half(name):
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_inputs_are_left_to_autocast(name):
+def test_inputs_are_not_cast_before_autocast(name):
     for dtype in (torch.float32, torch.int64):
         tensor = torch.ones(1, dtype=dtype)
         assert registry.load_precision(name).cast(tensor) is tensor
@@ -88,7 +88,7 @@ def test_half_parameters_are_refused_by_name(name, instead):
 
 
 @pytest.mark.parametrize("choice", ["native", "float32_accumulate"])
-def test_the_float16_kernels_are_told(choice):
+def test_kernels_returns_the_float16_kernels_that_ran(choice):
     precision, model = registry.load_precision("16-mixed", cpu_float16=choice), nn.Linear(2, 2)
     with precision.session(model, CPU):
         assert precision.kernels() == choice

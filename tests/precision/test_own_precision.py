@@ -58,7 +58,7 @@ DIVIDES_BY_ZERO = ("optimizer=adamw", "+optimizer.fused=false")
 
 @pytest.fixture
 def own(main, tmp_path, monkeypatch):
-    """`python -m runner <args>` beside a module and two yamls of the user's."""
+    """`python -m runner <args>` with a module and two yamls of the user's."""
     folder = tmp_path / "conf" / "precision"
     folder.mkdir(parents=True)
     (tmp_path / "mine.py").write_text(CLASS)

@@ -29,7 +29,7 @@ def test_every_yaml_is_listed_by_width():
 def test_a_new_yaml_is_picked_up_after_the_known_ones(tmp_path, monkeypatch):
     for name in ("b-new", "a-new", "16-true"):
         (tmp_path / f"{name}.yaml").write_text(f"# what {name} is\n# Why: because\nname: x\n")
-    monkeypatch.setattr(registry, "CONF", tmp_path)
+    monkeypatch.setattr(registry, "PRECISION_CONFIGS", tmp_path)
     assert registry.precision_names() == ["16-true", "a-new", "b-new"]
     assert registry.yaml_header("a-new") == ("what a-new is", "because")
 
@@ -82,7 +82,7 @@ def test_rows_follow_require(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "remedy"),
     [
         ("bnb-nf4", {"mode": "fp4"}, "Type precision=bnb-fp4."),
         ("float8-rowwise", {"recipe": "tensorwise"}, "Type precision=float8-tensorwise."),
@@ -98,11 +98,11 @@ def test_rows_follow_require(monkeypatch):
         ),
     ],
 )
-def test_a_name_says_what_runs(name, change, told):
+def test_a_name_says_what_runs(name, change, remedy):
     with pytest.raises(ConfigError, match=f"is not what {name} is") as error:
         registry.load_precision(name, **change)
     (problem,) = error.value.problems
-    assert problem.endswith(told)
+    assert problem.endswith(remedy)
 
 
 def test_a_preset_sweeps_over_all_of_them():

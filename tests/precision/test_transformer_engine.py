@@ -145,14 +145,14 @@ RUNS = {
 def test_the_capability_that_each_recipe_needs(name, capability, gpu, monkeypatch):
     gpu(capability)
     precision = registry.load_precision(name)
-    library(monkeypatch, **{precision.kind.check: lambda return_reason: (True, "")})
+    library(monkeypatch, **{precision.kind.check_name: lambda return_reason: (True, "")})
     if capability in RUNS[precision.recipe["kind"]]:
         precision.require(CUDA)
     else:
         assert f"cuda:0 (NVIDIA X) has {capability[0]}.{capability[1]}." in refusal(name).what
 
 
-def test_the_upper_end_is_told(gpu):
+def test_a_gpu_that_is_too_new_is_refused_with_the_range(gpu):
     gpu((12, 0))
     assert "10.0 or higher, below 12.0;" in refusal("transformer-engine-mxfp8").what
 
@@ -181,7 +181,7 @@ def test_a_broken_package_says_how(gpu, monkeypatch):
     assert "cannot be imported: OSError: libnccl.so.2" in refusal(DELAYED).what
 
 
-def test_the_librarys_own_word_is_last(gpu, monkeypatch):
+def test_the_librarys_own_check_is_asked_last(gpu, monkeypatch):
     gpu((8, 9))
     library(monkeypatch, is_fp8_available=lambda return_reason: (False, "CublasLt is old."))
     assert refusal(DELAYED).what.endswith("TransformerEngine refuses cuda:0: CublasLt is old.")
@@ -235,8 +235,10 @@ TE = SimpleNamespace(Linear=FakeLinear, LayerNorm=FakeNorm, LayerNormLinear=Fake
 
 
 def convert(model, fuse=False, **rules):
-    judge = lambda module: te_obstacle(module, 16)  # noqa: E731
-    report = convert_layers(model, TE, 16, ConversionRules("x", judge=judge, **rules), fuse)
+    find_obstacle = lambda module: te_obstacle(module, 16)  # noqa: E731
+    report = convert_layers(
+        model, TE, 16, ConversionRules("x", find_obstacle=find_obstacle, **rules), fuse
+    )
     return model, {row.module: row.why for row in report.modules}
 
 
@@ -271,7 +273,7 @@ def test_widths_are_multiples(into, out, multiple, fits):
     assert (unfit_shape(into, out, multiple) == "") == fits
 
 
-def test_who_is_converted_and_why_not():
+def test_each_layer_is_converted_or_has_a_reason():
     model = nn.ModuleDict(
         {
             "good": nn.Linear(32, 16),
@@ -405,27 +407,28 @@ def test_pairs_are_found_through_lists_and_dropout_stops_them():
         (lambda self, x: self.lin(x), "it is called 0 times"),
     ],
 )
-def test_what_is_no_pair(forward, why):
+def test_norms_without_exactly_one_linear_layer_are_not_paired(forward, why):
     found, whys = pairs(two(forward))
     assert found == {}
     assert whys["norm"].endswith(why) or why in whys["norm"]
 
 
-def test_tracing_leaves_no_trace():
+def test_tracing_does_not_change_the_model():
     def forward(self, x):
-        self.count, self.kept = self.count + 1, x
+        self.count = self.count + 1
+        self.saved_input = x
         torch.rand(1)
         return self.lin(self.norm(x))
 
     model = two(forward)
     model.count, before = 0, torch.get_rng_state()
     assert pairs(model)[0] == {"norm": "lin"}
-    assert (model.count, hasattr(model, "kept")) == (0, False)
+    assert (model.count, hasattr(model, "saved_input")) == (0, False)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("what", ["norm", "lin"])
-def test_hooks_and_second_names_keep_layers_apart(what):
+def test_layers_with_hooks_or_second_names_are_not_fused(what):
     model = two(lambda self, x: self.lin(self.norm(x)))
     model.alias = getattr(model, what)
     assert pairs(model, norms=["norm"])[0] == {}
@@ -435,7 +438,7 @@ def test_hooks_and_second_names_keep_layers_apart(what):
     assert pairs(model, linears=[])[0] == {}
 
 
-def test_a_call_elsewhere_is_loud():
+def test_a_call_of_a_fused_layer_without_its_norm_raises():
     outer = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
     model, _ = convert(outer, fuse=True)
     x = torch.randn(2, 16)
@@ -456,8 +459,8 @@ def test_a_history_changes_its_length():
     assert _resized_history(history[:1], 3).flatten().tolist() == [0, 0, 0]
 
 
-# The library itself. It can be imported and its layers can be made without a GPU, if it is told
-# that there is one; they cannot compute.
+# The library itself. It can be imported and its layers can be made without a GPU where torch is
+# patched to report one; they cannot compute.
 @pytest.fixture
 def te(monkeypatch):
     pytest.importorskip("transformer_engine.pytorch", reason="TransformerEngine is not installed")
@@ -610,13 +613,13 @@ def test_an_evaluation_leaves_the_scales(update):
     precision = registry.load_precision(DELAYED, update_in_eval=update)
     model = trained(precision)
     before = precision.state_dict(model)
-    with precision.evaluating(model):
+    with precision.eval_context(model):
         first_forward(precision, *model)
         for layer in model:
             layer.fp8_meta["scaling_fwd"].amax_history[0] = 99.0
     after = precision.state_dict(model)
-    kept = all(torch.equal(after[n][k], v) for n in before for k, v in before[n].items())
-    assert kept == (not update)
+    unchanged = all(torch.equal(after[n][k], v) for n in before for k, v in before[n].items())
+    assert unchanged == (not update)
     assert (after["2"]["forward_amax_history"].max().item() == 0.0) == (not update)
 
 

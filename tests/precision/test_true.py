@@ -88,7 +88,7 @@ def _fail_inside(precision):
 
 @pytest.mark.parametrize("before", [("high", False), ("medium", True), ("highest", False)])
 def test_the_switches_come_back_after_an_exception(before):
-    kept = switches()
+    previous = switches()
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.allow_tf32 = before[1]
     try:
@@ -97,8 +97,8 @@ def test_the_switches_come_back_after_an_exception(before):
                 _fail_inside(precision)
             assert switches() == before
     finally:
-        torch.set_float32_matmul_precision(kept[0])
-        torch.backends.cudnn.allow_tf32 = kept[1]
+        torch.set_float32_matmul_precision(previous[0])
+        torch.backends.cudnn.allow_tf32 = previous[1]
 
 
 @pytest.mark.parametrize("kind", ADAMS)
@@ -211,7 +211,7 @@ def test_a_refused_eps_destroys_a_gpt2_and_the_advised_one_trains_it(eps, lr):
 
 
 @pytest.mark.parametrize("choice", ["native", "float32_accumulate"])
-def test_the_float16_kernels_are_told(choice):
+def test_kernels_returns_the_float16_kernels_that_ran(choice):
     precision, model = registry.load_precision("16-true", cpu_float16=choice), nn.Linear(2, 2)
     assert precision.kernels() == ""
     with precision.session(model, CPU):

@@ -267,7 +267,7 @@ def evaluated(name, precision, model):
     _, val = architectures.data(name)
     model.eval()
     outputs = []
-    with policy.session(model, device), policy.evaluating(model):
+    with policy.session(model, device), policy.eval_context(model):
         for start in range(0, architectures.EXAMPLES, BATCH):
             inputs, _ = val[start : start + BATCH]
             with policy.forward(device):

@@ -1,4 +1,4 @@
-"""A sweep's end: whose jobs its report holds, and what it says of them."""
+"""The end of a sweep: which jobs its report holds."""
 
 import time
 import warnings
@@ -41,7 +41,9 @@ def begun(folder, precision, tracking, **more):
 def test_the_report_holds_every_machines_jobs_whoever_ends_last(
     tmp_path, monkeypatch, capsys, last
 ):
-    monkeypatch.chdir(tmp_path)  # a store in a file keeps its artifacts beside the command
+    monkeypatch.chdir(
+        tmp_path
+    )  # a store in a file keeps its artifacts in the folder of the command
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     store = {"_target_": "runner.tracking.mlflow.MlflowTracker", "uri": uri, "experiment": "x"}
     first = begun(tmp_path / "first", "32-true", store, examples_per_second=100.0)
@@ -92,7 +94,7 @@ def test_the_report_stays_where_the_store_does_not_answer(tmp_path, monkeypatch,
     assert "Only b ended" in (tmp_path / "report.md").read_text()
 
 
-def test_a_name_is_cut_after_its_credentials_are_hidden(tmp_path, monkeypatch):
+def test_a_name_is_shortened_after_its_credentials_are_hidden(tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr(NoTracker, "open", lambda self, info: opened.append(info.name))
     Sweep(tmp_path, ["x" * 200, f"tracking.uri=postgresql://me:{'pass' * 20}@host/db"], NONE)

@@ -29,7 +29,7 @@ def written(existing=None, server="3.17.2", **more):
 
 
 def changed(text, **fields):
-    """The tag after someone saved another state over it."""
+    """Return the tag after someone saved another state over it."""
     state = {**dashboard.unpack_state(text), **fields}
     packed = "deflate;" + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
     return json.dumps({**json.loads(text), "state": packed})
@@ -42,7 +42,7 @@ def names(state):
 def test_a_named_view_has_the_form_of_mlflows_own():
     envelope = json.loads(written()[TAG])
     assert envelope.keys() == {"name", "createdAt", "updatedAt", "state"}
-    assert (envelope["name"], envelope["createdAt"]) == (dashboard.NAME, NOW)
+    assert (envelope["name"], envelope["createdAt"]) == (dashboard.DASHBOARD_NAME, NOW)
     packed = envelope["state"].removeprefix("deflate;")
     assert packed != envelope["state"]
     state = json.loads(zlib.decompress(base64.b64decode(packed)))
@@ -58,14 +58,14 @@ def test_a_named_view_has_the_form_of_mlflows_own():
     ]
 
 
-def test_before_names_the_bare_state_is_written():
+def test_servers_before_3_15_get_the_bare_state():
     bare = written(server="3.14.0")[TAG]
     assert bare.startswith("deflate;")
     assert dashboard.unpack_state(bare) == dashboard.unpack_state(written()[TAG])
 
 
 @pytest.mark.parametrize("server", ["3.14.0", "3.17.2"])
-def test_it_is_far_below_the_limit_of_an_experiments_tag(server):
+def test_a_dashboard_is_far_below_the_size_limit_of_an_experiments_tag(server):
     assert max(map(len, written(server=server, sweep=SWEEP).values())) < 4000
 
 
@@ -100,7 +100,7 @@ def test_a_url_names_the_view_and_nothing_that_overrides_it():
     place, _, query = fragment.partition("?")
     assert place == "/experiments/7/runs"
     assert parse_qs(query) == {
-        "viewStateShareKey": [dashboard.KEY],
+        "viewStateShareKey": [dashboard.DASHBOARD_KEY],
         "compareRunsMode": ["CHART"],
         "workflowType": ["machine_learning"],
     }
@@ -138,10 +138,10 @@ def test_a_dashboard_gains_the_charts_of_metrics_that_come_later():
 
 def test_an_older_dashboard_of_ours_is_replaced_and_a_newer_one_is_not(monkeypatch):
     first = written()
-    monkeypatch.setattr(dashboard, "VERSION", dashboard.VERSION + 1)
+    monkeypatch.setattr(dashboard, "CHARTS_VERSION", dashboard.CHARTS_VERSION + 1)
     second = written(first)
     assert second.keys() == {TAG}
-    monkeypatch.setattr(dashboard, "VERSION", dashboard.VERSION - 1)
+    monkeypatch.setattr(dashboard, "CHARTS_VERSION", dashboard.CHARTS_VERSION - 1)
     assert written({**first, **second}) == {}
 
 
@@ -153,15 +153,15 @@ def test_another_server_gets_the_form_that_it_reads():
 @pytest.mark.parametrize(
     "text", ["{}", "[]", "deflate;x", "deflate;eJwrLkksSQUABioCDQ==", "nothing"]
 )
-def test_a_view_of_another_author_is_kept(text):
+def test_a_view_of_another_author_is_not_replaced(text):
     theirs = {TAG: text, NOTE_TAG: "our notes"}
     assert written(theirs, metrics=LANGUAGE) == {}
 
 
-def test_a_dashboard_that_a_user_changed_is_kept(monkeypatch):
+def test_a_dashboard_that_a_user_changed_is_not_replaced(monkeypatch):
     first = written()
     first[TAG] = changed(first[TAG], hideEmptyCharts=False)
-    monkeypatch.setattr(dashboard, "VERSION", dashboard.VERSION + 1)
+    monkeypatch.setattr(dashboard, "CHARTS_VERSION", dashboard.CHARTS_VERSION + 1)
     assert written(first, metrics=LANGUAGE) == {}
 
 
@@ -186,7 +186,7 @@ def test_the_oldest_sweeps_dashboards_are_deleted_but_not_those_a_user_changed()
         ("databricks", False),
     ],
 )
-def test_servers_that_are_too_old_get_nothing(server, yes):
+def test_servers_that_are_too_old_get_no_dashboard(server, yes):
     assert dashboard.is_supported(server) is yes
     assert bool(written(server=server)) is yes
 
@@ -199,7 +199,7 @@ def test_neighbours_differ_in_color():
 
 @cache
 def scripts():
-    """The scripts of the installed MLflow's pages."""
+    """Return the scripts of the installed MLflow's pages."""
     folder = resources("mlflow") / "server" / "js" / "build" / "static" / "js"
     return "\n".join(path.read_text(errors="replace") for path in folder.glob("*.js"))
 
@@ -217,7 +217,7 @@ def scripts():
         r'"mlflow\.runColor"',
     ],
 )
-def test_the_installed_pages_know(piece):
+def test_the_scripts_of_the_installed_mlflow_contain(piece):
     assert re.search(piece, scripts()), f"mlflow {version('mlflow')} changed its saved views"
 
 

@@ -82,7 +82,7 @@ def settled(ended, until):
 
 
 @pytest.mark.parametrize("ending", EXPECTED)
-def test_status_and_error_tag_tell_how_the_process_ended(settled, ending):
+def test_status_and_error_tag_show_how_the_process_ended(settled, ending):
     run = settled(ending)
     assert (run.info.status, run.data.tags.get("error")) == EXPECTED[ending]
 

@@ -85,7 +85,7 @@ def test_an_unknown_experiment_id_is_reported(record, monkeypatch):
         record()
 
 
-def test_the_contexts_tags_come_along_and_the_runs_own_win(record, monkeypatch):
+def test_tags_of_mlflows_contexts_are_added_and_the_runs_own_replace_them(record, monkeypatch):
     around = {"ci.job": 17, "precision": "theirs", "mlflow.source.name": "theirs"}
     monkeypatch.setenv("MLFLOW_RUN_CONTEXT", json.dumps(around))
     tags = record().data.tags
@@ -93,7 +93,7 @@ def test_the_contexts_tags_come_along_and_the_runs_own_win(record, monkeypatch):
     assert tags["mlflow.source.name"] != "theirs"
 
 
-def test_a_run_id_of_the_environment_is_left_alone(record, store, monkeypatch):
+def test_a_run_that_the_environment_names_is_not_changed(record, store, monkeypatch):
     theirs = store.client.create_run(record().info.experiment_id).info.run_id
     monkeypatch.setenv("MLFLOW_RUN_ID", theirs)
     run = record()
@@ -121,14 +121,14 @@ from pathlib import Path
 import mlflow
 from hydra import compose, initialize_config_module
 
-from runner.config.resolve import register_schema, resolve
+from runner.config.resolve import register_schema, resolve_spec
 from runner.modes.run import run
 
 mlflow.set_tracking_uri(sys.argv[1])
 mlflow.set_experiment("notebook")
 register_schema()
 with initialize_config_module(version_base="1.3", config_module="runner.conf"):
-    spec = resolve(compose("config", ["model=mlp", "model.hidden=[16]", "train.max_steps=3"]))
+    spec = resolve_spec(compose("config", ["model=mlp", "model.hidden=[16]", "train.max_steps=3"]))
 with mlflow.start_run() as mine:
     mlflow.log_metric("before", 1.0)
     result = run(spec, Path("out"))

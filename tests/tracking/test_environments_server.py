@@ -83,7 +83,7 @@ def served(tmp_path_factory):
 
 
 def stored(store, experiment="precision-runner"):
-    """What the newest run of a store holds, less what differs between two runs and two stores."""
+    """Return a store's newest run, without what differs between two runs and two stores."""
     client = store.client
     found = client.get_experiment_by_name(experiment).experiment_id
     run = client.search_runs([found], max_results=1)[0]
@@ -96,7 +96,7 @@ def stored(store, experiment="precision-runner"):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, inside, reader):
-    """The same of a run into a SQLite file."""
+    """Return the content of a run that was recorded in a SQLite file."""
     folder = tmp_path_factory.mktemp("file")
     with inside(folder) as main:
         assert main(*TINY, "tracking.experiment=precision-runner").rc == 0

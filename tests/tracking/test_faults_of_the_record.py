@@ -179,7 +179,7 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(disk, tmp_path, whole):
 
 
 def test_a_disk_that_stays_full_costs_the_points_it_had_no_room_for(disk, tmp_path):
-    """The run ends, its status arrives, and it is said what is missing."""
+    """The run ends, its status is stored, and a warning names what is missing."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     trainer = Trainer(uri, disk / "run", patience=2).training()
     run_id = trainer.opened()
@@ -228,7 +228,7 @@ def children(pid):
 def test_sync_during_an_upload_and_after_a_partial_one_doubles_nothing(
     tmp_path, server, whole, capsys
 ):
-    """The writer of a run that has ended is still at it; sync takes over where it is."""
+    """The writer of a run that has ended is uploading; sync continues from its offset."""
     server.start()
     trainer = Trainer(server.url, tmp_path / "run", patience=1).training()
     trainer.opened()
@@ -268,12 +268,14 @@ def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_everything_later
     assert sync([str(trainer.folder), f"tracking.uri={elsewhere}"]) == 0
     said = capsys.readouterr().out.splitlines()
     points = f"{3 * done['steps']:,} points"
-    assert said[0].startswith(f"{trainer.folder}: sent to {elsewhere} as run ")
+    assert said[0].startswith(f"{trainer.folder}: uploaded to {elsewhere} as run ")
     assert said[0].endswith(f", FINISHED, {points}")
-    assert said[1:] == ["1 sent, 0 not sent, 0 stored before, 0 still training."]
+    assert said[1:] == ["1 uploaded, 0 failed, 0 already uploaded, 0 still training."]
     whole(trainer, done["steps"], elsewhere)
     assert sync([str(trainer.folder)]) == 0
-    assert capsys.readouterr().out == "0 sent, 0 not sent, 1 stored before, 0 still training.\n"
+    assert (
+        capsys.readouterr().out == "0 uploaded, 0 failed, 1 already uploaded, 0 still training.\n"
+    )
 
 
 @pytest.mark.soak

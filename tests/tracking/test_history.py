@@ -49,6 +49,6 @@ def test_a_folder_used_again_shows_its_last_run(tmp_path):
     assert losses(tmp_path) == [12.0]
 
 
-def test_nothing_recorded(tmp_path):
+def test_a_folder_without_a_record_has_an_empty_history(tmp_path):
     assert history.from_folder(tmp_path) == {}
     assert history.from_journal(journal(tmp_path)) == {}

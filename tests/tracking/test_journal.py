@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.tracking.journal import SPARE, Journal, has_live_owner, read_records
+from runner.tracking.journal import END_RESERVE_BYTES, Journal, has_live_owner, read_records
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_numbers_of_other_libraries_become_plain(journal):
     assert records(journal)[0]["values"] == {"a": 0.5, "b": 0.25, "c": 2}
 
 
-def test_a_block_keeps_its_order(journal):
+def test_the_records_of_a_block_are_written_in_their_order(journal):
     journal.append_metrics((step, step, {"a": step}) for step in range(500))
     assert [record["step"] for record in records(journal)] == list(range(500))
 
@@ -116,7 +116,7 @@ def test_a_disk_that_stays_full_costs_the_records_but_not_the_end(journal, disk,
     unlink = Path.unlink
 
     def freed(path, **options):
-        disk.room = SPARE
+        disk.room = END_RESERVE_BYTES
         unlink(path, **options)
 
     monkeypatch.setattr(Path, "unlink", freed)
@@ -127,7 +127,7 @@ def test_a_disk_that_stays_full_costs_the_records_but_not_the_end(journal, disk,
 
 
 def test_memory_for_a_full_disk_has_a_bound(tmp_path, disk):
-    journal = Journal(tmp_path, memory=200)
+    journal = Journal(tmp_path, max_waiting_bytes=200)
     for step in range(1, 9):
         journal.append_metrics([(step, step, {"train/loss": 1.0})])
     disk.room = 10**6

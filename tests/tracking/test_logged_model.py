@@ -91,7 +91,7 @@ def test_an_interrupted_upload_of_a_model_is_completed(quiet_store, exported, mo
     assert (model.model_id, str(model.status)) == (model_id, "READY")
 
 
-def test_versions_count_up(quiet_store, exported):
+def test_each_model_becomes_the_next_version_in_the_registry(quiet_store, exported):
     for _ in range(2):
         run_id = opened(quiet_store, "versions")
         logged(quiet_store, run_id, exported, registered_name="digits-classifier")
@@ -124,7 +124,7 @@ assert "runner" not in sys.modules
 
 
 def loads(uri, exported, folder, *models):
-    """Whether MLflow and torch alone load these and get what the exported file gives."""
+    """Load models with MLflow and torch alone, and compare them with the exported file."""
     kept = {key: v for key, v in os.environ.items() if not key.startswith(("MLFLOW_", "PYTHON"))}
     done = subprocess.run(
         [sys.executable, "-P", "-c", LOAD, uri, str(exported.path), *models],
@@ -138,14 +138,14 @@ def loads(uri, exported, folder, *models):
 
 
 @pytest.mark.slow
-def test_mlflow_alone_loads_it(quiet_store, exported, tmp_path):
+def test_mlflow_loads_a_logged_model_without_this_package(quiet_store, exported, tmp_path):
     run_id = opened(quiet_store, "loads")
     model_id = logged(quiet_store, run_id, exported, registered_name="loads")
     names = (f"models:/{model_id}", f"runs:/{run_id}/model", "models:/loads/1")
     loads(quiet_store.uri, exported, tmp_path, *names)
 
 
-def test_the_writer_needs_no_torch_for_it(quiet_store, exported, tmp_path, root):
+def test_the_writer_uploads_a_model_without_importing_torch(quiet_store, exported, tmp_path, root):
     """It holds a process of its own, whose memory and start count."""
     run_id = opened(quiet_store, "lean")
     script = (

@@ -37,9 +37,7 @@ def test_a_run_that_opens_before_its_server_is_stored_completely(
     tracker = MlflowTracker(uri=uri)
     tracker.open(RunInfo(tmp_path / "run", params={"a": "1"}))
     expected = [(step, 1_700_000_000_000 + step, step / 3) for step in range(1, 1501)]
-    tracker.log_metrics(
-        (step, time_ms, {"train/loss": value}) for step, time_ms, value in expected
-    )
+    tracker.log_metrics((step, time_ms, {"train/loss": value}) for step, time_ms, value in expected)
     (tmp_path / "run" / "note.txt").write_text("kept by the server")
     tracker.artifact(tmp_path / "run" / "note.txt")
     late_server.start(wait=False)

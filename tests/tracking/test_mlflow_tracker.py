@@ -147,12 +147,14 @@ def test_runs_killed_with_their_writer_are_uploaded_later(
         os.kill(writer, signal.SIGKILL)
     alive = begin("alive")  # settles it behind our back, at the same time
     assert sync([str(tmp_path)]) == 0
-    assert "sent to sqlite:///" in capsys.readouterr().out
+    assert "uploaded to sqlite:///" in capsys.readouterr().out
     (run,) = store.named("endings", "sleep")
     assert run.info.status == "KILLED"
     assert len(store.points(run.info.run_id, "train/loss")) == 400
     assert sync([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "0 sent, 0 not sent, 1 stored before, 1 still training.\n"
+    assert (
+        capsys.readouterr().out == "0 uploaded, 0 failed, 1 already uploaded, 1 still training.\n"
+    )
     alive.close("FINISHED")
     assert store.run(alive.run_id).info.status == "FINISHED"
 
@@ -164,7 +166,7 @@ def _child(pid):
 
 
 def test_a_lost_offset_doubles_nothing(begin, store, tmp_path):
-    """The writer died after a batch was stored and before it noted so."""
+    """The writer died after a batch was stored and before it saved the offset."""
     tracker = begin("twice")
     tracker.log_metrics(block(1, 300))
     tracker.close("FINISHED")
@@ -175,7 +177,7 @@ def test_a_lost_offset_doubles_nothing(begin, store, tmp_path):
     assert store.points(run.info.run_id, KEYS[0]) == expected(300)
 
 
-def test_the_user_is_told_where_the_runs_of_a_deleted_experiment_go(begin, store, until, caplog):
+def test_a_notice_names_the_experiment_that_replaces_a_deleted_one(begin, store, until, caplog):
     store.client.delete_experiment(store.experiment("old"))
     with caplog.at_level(logging.WARNING, "runner.tracking"):
         tracker = begin("beside", experiment="old")
@@ -251,7 +253,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         tracker.check()
 
 
-def test_records_outside_open_and_close_are_a_mistake(begin):
+def test_a_record_before_open_or_after_close_raises_an_error(begin):
     tracker = begin("closed")
     tracker.close("FINISHED")
     with pytest.raises(TrackingError, match="not open"):

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     from mlflow import MlflowClient
 
 
-def test_a_password_is_hidden_before_the_text_is_cut(monkeypatch):
+def test_a_password_is_redacted_before_the_text_is_shortened(monkeypatch):
     reader = Reader("http://127.0.0.1:9")
 
     def fail(*_):

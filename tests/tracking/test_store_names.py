@@ -29,7 +29,7 @@ def test_mlflow_accepts_every_legal_name(name):
     validation._validate_param(legal_name(name), "x")
 
 
-def test_names_that_become_equal_stay_apart():
+def test_names_that_become_equal_get_a_number():
     assert distinct_names({"a+b": "1", "a%b": "2", "a@b": "3"}) == {
         "a_b": "1",
         "a_b_2": "2",
@@ -37,6 +37,6 @@ def test_names_that_become_equal_stay_apart():
     }
 
 
-def test_a_cut_is_marked():
+def test_a_truncated_text_ends_with_an_ellipsis():
     assert truncate("abc", 3) == "abc"
     assert truncate("abcd", 3) == "ab…"

@@ -77,7 +77,7 @@ def test_a_busy_process_is_seen():
     assert metrics.sample()["system/process_cpu_percentage"] > 0
 
 
-def test_a_process_that_is_gone_is_left_out():
+def test_a_process_that_has_ended_is_not_sampled():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     metrics = SystemMetrics(10, process=child.pid)
     assert set(metrics.sample()) >= OWN

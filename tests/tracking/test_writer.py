@@ -63,7 +63,7 @@ def work(journal, monkeypatch):
     name = one.name = str(journal.path)
     one_uploader = JournalUploader(journal.path, FakeStores(store))
     task = one._tasks[name] = one.task = writer_main.JournalTask(one_uploader)
-    monkeypatch.setattr(uploader, "PARTIAL_SECONDS", 0.0)
+    monkeypatch.setattr(uploader, "PARTIAL_BATCH_SECONDS", 0.0)
     monkeypatch.setattr(pending, "upload_in_background", lambda folder: 0)
 
     def turn(seconds_later=0.0):
@@ -80,7 +80,7 @@ def work(journal, monkeypatch):
 
     one.turn, one.saved = turn, saved
     yield one
-    one_uploader.state.release()
+    one_uploader.state.release_lock()
 
 
 def test_a_failing_store_is_tried_again_with_growing_pauses(work, journal):
@@ -97,7 +97,7 @@ def test_a_failing_store_is_tried_again_with_growing_pauses(work, journal):
     assert work.task.uploader.state.run_id == "create_run"
 
 
-def test_a_pause_is_kept(work, journal):
+def test_no_attempt_is_made_during_a_pause(work, journal):
     journal.append("start", **START)
     work.store.failures = [UnreachableError("away")]
     work.turn()
@@ -154,7 +154,7 @@ def test_points_are_never_given_up_for_a_doubtful_answer(work, journal):
     assert work.saved().last_error is None
 
 
-def test_a_doubtful_answer_is_a_refusal_after_a_while(work, journal):
+def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journal):
     journal.append("start", **START)
     work.turn()
     journal.append("tags", values={"a": "1"})
@@ -204,7 +204,7 @@ def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
 def test_attempts_to_send_a_file_are_no_progress(journal):
     status = JournalStatus(journal.path)
     writer = UploadState(journal.path)
-    assert writer.claim()
+    assert writer.acquire_lock()
     before = status.progress_at
     for attempt in ("away", "still away"):
         writer.save(sending_file=True)
@@ -219,13 +219,13 @@ def test_attempts_to_send_a_file_are_no_progress(journal):
     status.refresh()
     assert status.progress_at > before
     assert (status.state.outage, status.state.offset) == (None, 7)
-    writer.release()
+    writer.release_lock()
 
 
 def test_the_user_is_warned_of_a_long_outage_once_and_of_its_end(journal, caplog):
     status = JournalStatus(journal.path)
     writer = UploadState(journal.path)
-    assert writer.claim()
+    assert writer.acquire_lock()
     for seconds_ago in (1, 31, 35):
         writer.save(outage="refused", outage_since=time.time() - seconds_ago)
         status.refresh()
@@ -234,7 +234,7 @@ def test_the_user_is_warned_of_a_long_outage_once_and_of_its_end(journal, caplog
     for _ in range(2):
         status.refresh()
         status.warn()
-    writer.release()
+    writer.release_lock()
     first, second = [record.getMessage() for record in caplog.records]
     assert first.startswith("No answer from the tracking store for 31 s: refused.")
     assert second.startswith("The tracking store answers again")
@@ -242,12 +242,12 @@ def test_the_user_is_warned_of_a_long_outage_once_and_of_its_end(journal, caplog
 
 def test_long_texts_fit_into_the_state_file(journal):
     state = UploadState(journal.path)
-    assert state.claim()
+    assert state.acquire_lock()
     text = "\u00fc\u4e2d" * 3000
     state.save(refusal=text, failure=text, outage=text, last_error=text, uri="u" * 400)
     for _ in range(9):
         state.add_notice(text)
-    state.release()
+    state.release_lock()
     read = UploadState(journal.path)
     assert read.read()
     assert text.startswith(read.refusal.rstrip("…"))
@@ -285,27 +285,27 @@ def test_a_child_waits_for_its_parent_but_not_for_ever(work, journal):
 def test_a_batch_fills_one_call_and_never_splits_a_record(journal):
     journal.append_metrics((step, step, dict.fromkeys("abcdefg", 1.0)) for step in range(300))
     batch = next_batch(journal.path, 0)
-    assert batch.complete
+    assert batch.is_complete
     assert len(batch.points) == MAX_POINTS // 7 * 7
     rest = next_batch(journal.path, next_batch(journal.path, batch.end).end)
-    assert (rest.complete, len(rest.points)) == (False, 2100 - 2 * len(batch.points))
+    assert (rest.is_complete, len(rest.points)) == (False, 2100 - 2 * len(batch.points))
 
 
 def test_another_kind_of_record_completes_a_batch(journal):
     journal.append_metrics([(1, 1, {"a": 1.0})])
     journal.append("tags", values={})
-    assert next_batch(journal.path, 0).complete
+    assert next_batch(journal.path, 0).is_complete
 
 
 def test_the_upload_state_survives_a_writer_and_admits_one_writer_at_a_time(journal):
     first, second = UploadState(journal.path), UploadState(journal.path)
-    assert first.claim()
-    assert not second.claim()
+    assert first.acquire_lock()
+    assert not second.acquire_lock()
     first.save(run_id="r", offset=7)
-    first.release()
-    assert second.claim()
+    first.release_lock()
+    assert second.acquire_lock()
     assert (second.run_id, second.offset, second.done) == ("r", 7, False)
-    second.release()
+    second.release_lock()
 
 
 def test_a_run_that_another_writer_ended_is_not_ended_again(work, journal):
@@ -313,22 +313,22 @@ def test_a_run_that_another_writer_ended_is_not_ended_again(work, journal):
     journal.append("end", status="FINISHED", error=None, time=9)
     work._trainer_is_alive = False
     other = UploadState(journal.path)
-    assert other.claim()
+    assert other.acquire_lock()
     work.turn()
     other.save(run_id="r", offset=journal.path.stat().st_size, done=True)
-    other.release()
+    other.release_lock()
     work.turn(seconds_later=1)
     assert work.store.calls == []
     assert not work._tasks
 
 
-def test_a_journal_goes_where_it_was_moved(work, journal):
+def test_a_journal_is_uploaded_to_the_store_that_sync_gave_it(work, journal):
     journal.append("start", **START)
     progress = UploadState(journal.path)
-    assert progress.claim()
+    assert progress.acquire_lock()
     progress.save(run_id="half sent elsewhere", offset=journal.path.stat().st_size)
-    progress.move("other", "new name")
-    progress.release()
+    progress.change_store("other", "new name")
+    progress.release_lock()
     asked = []
     work.task.uploader._stores.get = lambda uri: asked.append(uri) or work.store
     work.turn()
@@ -343,7 +343,7 @@ def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(
     journal.append_metrics([(1, 1, {"a": 1.0})])
     work.turn()
     assert "does not begin with the start of a run" in work.saved().refusal
-    assert not UploadState(journal.path).peek()
+    assert not UploadState(journal.path).read_without_lock()
     journal.close()
     assert pending.journal_state(journal.path) == "refused"
 
@@ -351,13 +351,18 @@ def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(
 def test_a_damaged_upload_state_starts_over_and_looks_for_the_run(journal):
     journal.path.with_suffix(".state").write_bytes(b'{"run_id": "r", "off')
     progress = UploadState(journal.path)
-    assert progress.claim()
+    assert progress.acquire_lock()
     assert (progress.run_id, progress.offset, progress.tried) == (None, 0, True)
-    progress.release()
+    progress.release_lock()
 
 
 def test_the_writer_rests_while_the_trainer_trains_and_not_once_the_run_has_ended(journal):
-    from runner.tracking.writer.writer_main import NAP_SECONDS, REST, JournalTask, Writer
+    from runner.tracking.writer.writer_main import (
+        IDLE_POLL_SECONDS,
+        REST_FACTOR,
+        JournalTask,
+        Writer,
+    )
 
     class Idle:
         backlog = 0.0
@@ -393,8 +398,8 @@ def test_the_writer_rests_while_the_trainer_trains_and_not_once_the_run_has_ende
     Idle.backlog = 0.0
     loop = Loop(ends=True)
     loop.run()
-    assert loop.rests[0] == NAP_SECONDS
-    assert loop.rests[1] >= REST * 0.01
+    assert loop.rests[0] == IDLE_POLL_SECONDS
+    assert loop.rests[1] >= REST_FACTOR * 0.01
     assert loop.rests[2] == 0.0
     assert busy.rests[1] < loop.rests[1]
 

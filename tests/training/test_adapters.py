@@ -1,4 +1,4 @@
-"""Low-rank additions: where they go, what trains, and what is left after they are merged."""
+"""Low-rank additions: where they go, what trains, and what remains after they are merged."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from runner.config.schema import RunSpec
 from runner.precision import registry
-from runner.precision.layers.te_layers import NormFirst
+from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training import adapters
 from runner.training.adapters import Lora
 from runner.training.model import build_model
@@ -174,7 +174,7 @@ def test_the_rest_of_a_chosen_models_layers_is_frozen_too():
     ],
     ids=["norm", "head", "both"],
 )
-def test_named_modules_train_in_full_besides(patterns, more):
+def test_named_modules_also_train_in_full(patterns, more):
     model = Net()
     Lora(modules=["layers"], train=patterns).add(model, torch.float32)
     assert trainable(model) == additions("layers.0", "layers.1") | more
@@ -191,7 +191,7 @@ def test_packed_weights_that_are_named_to_train_are_refused(name):
 
 
 def test_a_norm_inside_a_linear_layer_is_refused():
-    class Fused(NormFirst, nn.Linear):
+    class Fused(FusedNormLinear, nn.Linear):
         pass
 
     with pytest.raises(ConfigError, match=r"Type precision\.fuse=false"):

@@ -15,7 +15,7 @@ from runner.models.mlp import MLP
 from runner.models.resnet import resnet
 from runner.precision import registry
 from runner.training import compile as shaping
-from runner.training.compile import check_compile_options, modules_to_compile, prepare_model
+from runner.training.compile import check_compile_options, outermost_modules, prepare_model
 from runner.utils.errors import ConfigError
 from runner.utils.modules import repeated_blocks
 
@@ -91,7 +91,7 @@ def test_a_block_that_is_used_twice_is_one():
 def test_patterns_choose_the_outermost(patterns, expected):
     model = gpt()
     names = {module: name for name, module in model.named_modules()}
-    assert [names[module] for module in modules_to_compile(model, patterns)] == expected
+    assert [names[module] for module in outermost_modules(model, patterns)] == expected
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_patterns_choose_the_outermost(patterns, expected):
         ),
     ],
 )
-def test_what_cannot_work_is_told(train, precision, device, parts):
+def test_options_that_cannot_work_are_refused(train, precision, device, parts):
     with pytest.raises(ConfigError) as error:
         check_compile_options(spec(**train), registry.load_precision(precision), device, gpt())
     (problem,) = error.value.problems
@@ -145,12 +145,12 @@ def test_what_cannot_work_is_told(train, precision, device, parts):
 
 
 @pytest.mark.parametrize("train", [{"compile": "regional"}, {"activation_checkpointing": True}])
-def test_a_model_without_repeated_blocks_is_told(train):
+def test_a_model_without_repeated_blocks_is_refused(train):
     with pytest.raises(ConfigError, match="repeated blocks of a model, and this one has none"):
         check_compile_options(spec(**train), PLAIN, CPU, MLP([8], 2, [4, 4]))
 
 
-def test_a_machine_without_a_compiler_is_told(monkeypatch):
+def test_a_machine_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setattr(shaping.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler.*apt install g\+\+"):
         check_compile_options(spec(compile=True), PLAIN, CPU, gpt())
@@ -210,8 +210,8 @@ def test_a_probe_leaves_what_is_compiled_alone(counter):
 
 
 # What is computed twice.
-class Kept:
-    """Context that counts the bytes that autograd keeps for the backward, parameters left out."""
+class SavedTensors:
+    """Context that counts the bytes that autograd keeps for the backward, without parameters."""
 
     def __init__(self, model):
         self.params = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -224,12 +224,12 @@ class Kept:
         return tensor
 
 
-def trained(model, precision, kept=None):
+def trained(model, precision, context=None):
     """Loss and gradients of a step with dropout."""
     model, _ = precision.convert(model)
     model.train()
     torch.manual_seed(1)
-    with kept or nullcontext():
+    with context or nullcontext():
         with precision.forward(CPU):
             output = model(TOKENS)
         loss = F.cross_entropy(output.float().flatten(0, 1), TOKENS.flatten())
@@ -275,9 +275,9 @@ def test_less_is_kept_for_the_backward():
     found = []
     for what in (False, True):
         model = shaped(gpt(layers=4), activation_checkpointing=what)
-        kept = Kept(model)
-        trained(model, PLAIN, kept.hooks)
-        found.append(kept.bytes)
+        saved = SavedTensors(model)
+        trained(model, PLAIN, saved.hooks)
+        found.append(saved.bytes)
     assert found[1] < found[0] / 4
 
 

@@ -95,13 +95,13 @@ def test_masked_classes_with_label_smoothing_equal_one_large_batch(masks, smooth
         micros.append((torch.randn(len(mask), 3, generator=generator), target))
     inputs, target = (torch.cat(part) for part in zip(*micros, strict=True))
     whole = mlp().double()
-    kept = target != IGNORED
+    counted = target != IGNORED
     wanted = F.cross_entropy(
-        whole(inputs.double())[kept], target[kept], reduction="sum", label_smoothing=smoothing
+        whole(inputs.double())[counted], target[counted], reduction="sum", label_smoothing=smoothing
     )
-    (wanted / kept.sum()).backward()
+    (wanted / counted.sum()).backward()
     loss, found = step_of(state_of(mlp(), Classification(smoothing)), micros)
-    torch.testing.assert_close(loss, (wanted / kept.sum()).detach(), **CLOSE)
+    torch.testing.assert_close(loss, (wanted / counted.sum()).detach(), **CLOSE)
     close(found, gradients(whole))
 
 
@@ -165,11 +165,11 @@ class Number(Classification):
         return int((target != IGNORED).sum())
 
 
-@pytest.mark.parametrize(("task", "told"), [(Vector, r"a tensor \[2\]"), (Number, "returned 2")])
-def test_a_count_that_is_no_scalar_tensor_is_refused(task, told):
+@pytest.mark.parametrize(("task", "found"), [(Vector, r"a tensor \[2\]"), (Number, "returned 2")])
+def test_a_count_that_is_no_scalar_tensor_is_refused(task, found):
     state = state_of(mlp(), task())
     micro = torch.randn(2, 3), torch.tensor([1, 2])
-    with pytest.raises(ConfigError, match=rf"labels\(\) .*{told}|{told}.*mask\.sum\(\)"):
+    with pytest.raises(ConfigError, match=rf"labels\(\) .*{found}|{found}.*mask\.sum\(\)"):
         train_step(state, [micro, micro])
 
 
@@ -198,7 +198,7 @@ def test_a_replay_weighs_by_labels_and_passes_over_micro_batches_without_one():
     micros = [*zip(inputs.split(2), target.split(2), strict=True)]
     found = _traced(state, micros, 1.0)
     assert found.loss == pytest.approx(F.cross_entropy(state.model(inputs), target).item())
-    assert not any(row.lost for row in found.rows)
+    assert not any(row.nonfinite_share for row in found.rows)
     empty = _traced(state, micros[:1], 1.0)
     assert math.isnan(empty.loss)
     assert empty.rows
@@ -274,6 +274,6 @@ def test_a_set_without_a_label_is_refused_before_training(trained):
     done, _ = trained("+data.share=0")
     assert done.rc == 1
     for split, count in (("train", 13), ("val", 7)):
-        told = f"data: no label of the {count} samples of the {split} set that were looked at"
-        assert told in done.stderr
+        message = f"data: no label of the {count} samples of the {split} set that were looked at"
+        assert message in done.stderr
     assert "guard.data=warn" in done.stderr

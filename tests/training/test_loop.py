@@ -47,7 +47,7 @@ def made(name="32-true", lr=0.1, optimizer=torch.optim.SGD, **changes):
     return TrainState(model, precision, Classification(), precision.scale(CPU), driven, CPU)
 
 
-def run(state=None, batches=None, stopped=lambda: False, flush_every=None, **train):
+def run(state=None, batches=None, should_stop=lambda: False, flush_every=None, **train):
     """All records of a fit, and the shape of its course: lengths of blocks, E for evaluations."""
     records = list(
         fit(
@@ -56,7 +56,7 @@ def run(state=None, batches=None, stopped=lambda: False, flush_every=None, **tra
             loader(5),
             TrainSpec(**train),
             flush_every=flush_every,
-            stopped=stopped,
+            should_stop=should_stop,
         )
     )
     course = ["E" if isinstance(r, EvalRecord) else len(r) for r in records]
@@ -142,7 +142,7 @@ def test_a_block_ends_at_the_states_step():
 
 def test_a_stop_ends_after_a_last_block():
     state = made()
-    records, course = run(state, epochs=5, log_every=100, stopped=lambda: state.step == 5)
+    records, course = run(state, epochs=5, log_every=100, should_stop=lambda: state.step == 5)
     assert course == [3, "E", 2]
     assert steps(records)[-1].step == 5
 
@@ -163,27 +163,29 @@ def test_a_stop_ends_an_evaluation_as_if_it_had_not_begun(monkeypatch):
         asked.append(torch.get_rng_state())
         return len(asked) > 4  # three steps, and the first batch of the evaluation
 
-    records = list(fit(state, loader(), batches, TrainSpec(epochs=5, log_every=2), stopped=stopped))
+    records = list(
+        fit(state, loader(), batches, TrainSpec(epochs=5, log_every=2), should_stop=stopped)
+    )
     assert [len(block) for block in records] == [2, 1]
-    assert (state.step, state.evaluated) == (3, 0)
+    assert (state.step, state.last_evaluation_step) == (3, 0)
     assert torch.equal(torch.get_rng_state(), asked[2])
 
 
-def test_a_wait_for_a_batch_that_is_cut_ends_after_a_last_block():
+def test_an_interrupted_wait_for_a_batch_ends_after_a_last_block():
     """The state is that of the step before."""
     state, batches = made(), loader()
 
-    def cut(epoch, start=0):
+    def interrupted(epoch, start=0):
         yield from islice(Loader.epoch(batches, epoch, start), 2)
         raise Stopped(signal.SIGTERM)
 
-    batches.epoch = cut
+    batches.epoch = interrupted
     _, course = run(state, batches, epochs=5, log_every=100)
     assert course == [2]
     assert (state.step, state.position) == (2, 2)
 
 
-def test_breaking_off_leaves_a_usable_state():
+def test_a_loop_that_its_caller_breaks_leaves_a_usable_state():
     state = made()
     for _ in fit(state, loader(), loader(5), TrainSpec(epochs=5, log_every=2)):
         break
@@ -203,10 +205,10 @@ def test_each_step_runs_in_the_context_of_its_number():
             seen.append(state.step)
 
     seen, state = [], made()
-    list(fit(state, loader(), loader(5), TrainSpec(max_steps=2), around=Context))
+    list(fit(state, loader(), loader(5), TrainSpec(max_steps=2), step_context=Context))
     assert seen == [(1, 0), 1, (2, 1), 2]
     seen.clear()
-    list(fit(state, loader(), loader(5), TrainSpec(max_steps=3), around=Context))
+    list(fit(state, loader(), loader(5), TrainSpec(max_steps=3), step_context=Context))
     assert seen == [(3, 2), 3]  # true numbers: a run may have been resumed
 
 
@@ -220,7 +222,7 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
         now[0] += 0.001
         return now[0]
 
-    def slow(state, validation, stopped):
+    def slow(state, validation, should_stop):
         now[0] += 100.0
         return {}
 
@@ -374,13 +376,13 @@ def test_the_share_of_elements_that_did_not_move(name, lr, low, high):
     state.optimizers = [ScheduledOptimizer(torch.optim.Adam(weights, lr=lr, eps=1e-4))]
     records, _ = run(state, epochs=2)
     for record in evaluations(records):
-        assert record.stagnant is not None
-        assert low <= record.stagnant <= high
+        assert record.stagnant_share is not None
+        assert low <= record.stagnant_share <= high
 
 
 @pytest.mark.parametrize("name", ["64-true", "32-true", "16-mixed", "bf16-mixed"])
-def test_it_is_counted_in_half_precision_only(name):
-    assert {r.stagnant for r in evaluations(run(made(name), epochs=1)[0])} == {None}
+def test_unchanged_elements_are_counted_in_half_precision_only(name):
+    assert {r.stagnant_share for r in evaluations(run(made(name), epochs=1)[0])} == {None}
 
 
 def test_only_elements_with_a_gradient_count():
@@ -392,19 +394,19 @@ def test_only_elements_with_a_gradient_count():
     # 1 - 1e-4 rounds to 1 in bfloat16; the last element has no gradient at all.
     (weight * torch.tensor([1e-4, 1e-4, 0.5, 0.0], dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
-    assert watch.share() == pytest.approx(2 / 3)
+    assert watch.stagnant_share() == pytest.approx(2 / 3)
     assert not weight._post_accumulate_grad_hooks
 
 
 def test_float32_islands_do_not_count():
     state = made("bf16-true", lr=1e-9, keep_fp32=["0", "1", "3"])
-    assert evaluations(run(state, epochs=1)[0])[0].stagnant == 0.0
+    assert evaluations(run(state, epochs=1)[0])[0].stagnant_share == 0.0
 
 
 def test_a_stop_leaves_no_hook():
     state = made("bf16-true")
-    run(state, max_steps=5, eval_every=1, stopped=lambda: True)
-    assert not any(p._post_accumulate_grad_hooks for p in state.trainable)
+    run(state, max_steps=5, eval_every=1, should_stop=lambda: True)
+    assert not any(p._post_accumulate_grad_hooks for p in state.trainable_parameters)
 
 
 def test_an_overflow_in_a_run_is_recorded(monkeypatch):
@@ -418,8 +420,8 @@ def test_an_overflow_in_a_run_is_recorded(monkeypatch):
     ]
 
 
-def test_a_block_under_way_is_yielded_when_the_next_has_set_out(monkeypatch):
-    """As on a device that computes beside the host; an evaluation and the end wait for all."""
+def test_a_block_is_yielded_once_the_next_one_is_sent(monkeypatch):
+    """As on a device that computes while the host continues; evaluations and the end wait."""
     _, wanted = run(max_steps=9, log_every=2, eval_every=5)
     exact = steps(run(max_steps=9, log_every=2, eval_every=5)[0])
     monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
@@ -435,7 +437,7 @@ def test_a_block_under_way_is_yielded_when_the_next_has_set_out(monkeypatch):
     assert [s.loss for s in steps(records)] == [s.loss for s in exact]
 
 
-def test_skipped_steps_are_counted_across_blocks_under_way(monkeypatch):
+def test_skipped_steps_are_counted_across_blocks_that_arrive_late(monkeypatch):
     monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
     state = made("16-mixed", loss_scale={"init_scale": 2.0**40})
     records, _ = run(state, max_steps=8, log_every=2)
@@ -467,11 +469,11 @@ def test_waiting_for_the_device_is_a_part_of_the_steps(monkeypatch):
 class BreaksAt(nn.Module):
     def __init__(self, call):
         super().__init__()
-        self.left = call
+        self.calls_left = call
 
     def forward(self, x):
-        self.left -= self.training
-        if self.left == 0:
+        self.calls_left -= self.training
+        if self.calls_left == 0:
             raise ValueError("broken")
         return x
 

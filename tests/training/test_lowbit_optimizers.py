@@ -103,11 +103,11 @@ def all_tensors(values):
 def test_matrices_have_few_bits_embeddings_and_small_tensors_32(compose, name):
     model, (d,) = driven(compose(f"optimizer={name}").optimizer)
     train(model, [d], range(1))
-    for parameter, kept in states(model, d.optimizer).items():
+    for parameter, stored in states(model, d.optimizer).items():
         wanted = parameter in ("body.weight", "head.weight")
-        assert [low(state) for state in kept] == [wanted] * len(kept), parameter
+        assert [low(state) for state in stored] == [wanted] * len(stored), parameter
         if not wanted:
-            assert {state.dtype for state in kept} == {torch.float32}
+            assert {state.dtype for state in stored} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit"])
@@ -183,8 +183,8 @@ def test_overrides_of_other_code_do_not_reach_a_run():
         manager.initialize()
     train(twin, [other], range(3))
     for made, part in ((model, d), (twin, other)):
-        kept = states(made, part.optimizer)
-        assert [low(kept[f"{n}.weight"][0]) for n in ("words", "body", "head")] == [
+        stored = states(made, part.optimizer)
+        assert [low(stored[f"{n}.weight"][0]) for n in ("words", "body", "head")] == [
             False,
             True,
             True,
@@ -312,8 +312,8 @@ def test_a_resumed_run_is_bit_exact(compose, name, precision):
     train(twin, [other], range(4, 8))
     for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, its)
-    kept, its = states(model, d.optimizer), states(twin, other.optimizer)
-    for key, values in kept.items():
+    stored, its = states(model, d.optimizer), states(twin, other.optimizer)
+    for key, values in stored.items():
         assert [(type(v), v.dtype, tensor_bytes(v)) for v in values] == [
             (type(v), v.dtype, tensor_bytes(v)) for v in its[key]
         ]
@@ -350,7 +350,7 @@ def test_float64_and_complex_parameters_are_refused(compose, name):
         ({"weight_decay": True, "lr": -1}, "lr=-1 is not a number, 0 and up; weight_decay=True"),
     ],
 )
-def test_bad_keywords_are_told_in_one_message(node, message):
+def test_bad_keywords_are_refused_in_one_message(node, message):
     with pytest.raises(ConfigError, match=rf"^optimizer: runner.*AdamW8bit refuses.*{message}"):
         driven({**ADAMW8, **node})
 
@@ -371,7 +371,7 @@ def test_bad_keywords_of_torchaos(key, value):
         driven({**ADAMW4, key: value})
 
 
-def test_text_and_unknown_keywords_are_told_before_anything_is_built(compose):
+def test_text_and_unknown_keywords_are_refused_before_anything_is_built(compose):
     spec = compose("optimizer=adamw8bit", "optimizer.lr=high", "+optimizer.amsgrad=true")
     problems = check_targets(spec)
     assert [p.partition(":")[0].partition(" ")[0] for p in problems] == [
@@ -383,13 +383,13 @@ def test_text_and_unknown_keywords_are_told_before_anything_is_built(compose):
 @pytest.mark.parametrize(
     ("name", "library"), [("adamw8bit", "bitsandbytes"), ("adamw4bit", "torchao")]
 )
-def test_a_machine_without_the_library_is_told_what_to_install(compose, monkeypatch, name, library):
-    lowbit_optimizers._made.cache_clear()
+def test_the_message_without_the_library_names_what_to_install(compose, monkeypatch, name, library):
+    lowbit_optimizers._make_class.cache_clear()
     monkeypatch.setitem(sys.modules, f"{library}.optim", None)
     try:
         (problem,) = check_targets(compose(f"optimizer={name}"))
     finally:
-        lowbit_optimizers._made.cache_clear()
+        lowbit_optimizers._make_class.cache_clear()
     assert re.search(
         rf"needs {library}, which does not import here: .*Type pip install {library} "
         r".* or optimizer=adamw\.$",

@@ -369,7 +369,7 @@ def test_weights_of_another_model_are_refused(tmp_path, name, to, other, what):
 
 
 def test_a_packed_layer_refuses_another_with_as_many_codes(tmp_path):
-    """[64, 32] holds as many bytes as [32, 64]; only the shape among its scales tells."""
+    """[64, 32] holds as many bytes as [32, 64]; only the shape among its scales differs."""
     _, _, saved = trained(tmp_path, "bnb-nf4", make_spec(width=32))
 
     def turn(weights):

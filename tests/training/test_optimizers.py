@@ -123,7 +123,7 @@ def test_a_model_can_be_made_elsewhere():
     assert (Net.made_on, model.body.weight.device.type) == (CPU, "meta")
 
 
-def test_what_a_target_refuses_is_told_with_its_group():
+def test_a_refusal_of_a_target_names_its_group():
     with pytest.raises(ConfigError, match=r"model: .*\.Net refuses its arguments: width=0 is"):
         build_model(spec(model=here("Net", width=0)), registry.load_precision("32-true"), CPU)
     with pytest.raises(ConfigError, match="unexpected keyword argument 'depth'"):
@@ -175,12 +175,12 @@ def test_complex_parameters_are_not_fused(compose, name):
     assert (d.params[0] != 1).all()
 
 
-def test_a_bad_keyword_of_an_optimizer_is_told():
+def test_a_bad_keyword_of_an_optimizer_is_refused():
     with pytest.raises(ConfigError, match=r"optimizer: torch\.optim\.AdamW refuses.*learning rate"):
         driven(optimizer={**ADAMW, "lr": -1.0})
 
 
-def test_nothing_trainable_is_told():
+def test_a_model_without_trainable_parameters_is_refused():
     with pytest.raises(ConfigError, match="no trainable parameter: every one is frozen"):
         driven(model=here("Frozen"))
 
@@ -296,7 +296,7 @@ def test_optimizers_choose_by_patterns_and_the_first_wins():
     }
 
 
-def test_an_optimizer_without_parameters_and_parameters_without_one_are_told():
+def test_an_optimizer_without_parameters_and_parameters_without_one_are_refused():
     with pytest.raises(
         ConfigError, match=r"optimizer\.a\.match=\['tail'\] takes no parameter.*wor"
     ):
@@ -323,7 +323,7 @@ def test_an_optimizer_of_ones_own_takes_no_fused():
     assert made.defaults["fused"] is None
 
 
-def test_a_key_beside_several_optimizers_is_told():
+def test_a_key_outside_of_several_optimizers_is_refused():
     with pytest.raises(
         ConfigError, match=r"optimizer\.eps belongs to one of matrices, rest\. Type "
     ):
@@ -431,7 +431,7 @@ def test_true_descriptions_pass(target):
 @pytest.mark.parametrize(
     ("target", "named"), [("tensors", ": sample 2 has the label 2"), ("images", "")]
 )
-def test_every_wrong_description_is_told(target, named):
+def test_every_wrong_description_is_refused(target, named):
     with pytest.raises(ConfigError) as error:
         build_splits(spec(data=here(target, meta={"input": [3, 2, 2], "classes": 2})))
     assert error.value.problems == (
@@ -452,7 +452,7 @@ def test_real_targets_have_no_classes():
         ("unsized", r"the train set is a list_iterator; it needs __len__ and __getitem__"),
     ],
 )
-def test_what_is_no_pair_of_data_sets_is_told(target, message):
+def test_a_target_that_returns_no_pair_of_data_sets_is_refused(target, message):
     with pytest.raises(ConfigError, match=message):
         build_splits(spec(data=here(target)))
 
@@ -460,12 +460,12 @@ def test_what_is_no_pair_of_data_sets_is_told(target, message):
 @pytest.mark.parametrize(
     ("kind", "message"), [("Records", "yields a dict;"), ("Triples", "a tuple of 3")]
 )
-def test_examples_that_are_no_pairs_are_told(kind, message):
+def test_examples_that_are_no_pairs_are_refused(kind, message):
     with pytest.raises(ConfigError, match=message):
         build_splits(spec(data=here("images", kind=kind)))
 
 
-def test_an_empty_set_is_told():
+def test_an_empty_data_set_is_refused():
     chosen = spec(data=here("images", kind="Empty"))
     with pytest.raises(ConfigError, match="data: the train set is empty"):
         build_loaders(chosen, build_splits(chosen), CPU)

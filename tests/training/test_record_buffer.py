@@ -48,7 +48,7 @@ def test_records_are_exact_and_in_order():
         assert r.grad_norm == torch.linalg.vector_norm(p.norms).item()
         assert (r.lr, r.epoch, r.examples, r.time_ms) == (p.lr, p.epoch, 4, p.time_ms)
         assert (r.loss_scale, r.overflow, r.skipped_steps) == (None, None, None)
-    total = (pending[-1].ended - started) * 1e3
+    total = (pending[-1].ended_at - started) * 1e3
     assert sum(r.step_ms for r in records) == pytest.approx(total)
     assert all(r.step_ms > 0 for r in records)
 

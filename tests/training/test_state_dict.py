@@ -45,7 +45,7 @@ def begun(spec, start=None):
     """The state of a run before its first step."""
     torch.manual_seed(0)
     precision = build_group("precision", spec.precision)
-    model = build_model(spec, precision, CPU, start=start, whole=start is not None).model
+    model = build_model(spec, precision, CPU, start=start, restore_exactly=start is not None).model
     driven = build_scheduled_optimizers(spec, model, precision, 20)
     return TrainState(model, precision, Classification(), precision.scale(CPU), driven, CPU)
 
@@ -62,21 +62,21 @@ def trained(state, steps=1):
 def saved(state, spec):
     course = state_dict.state_dict(state, ())
     return LoadedCheckpoint(
-        Path("x.pt"), copy.deepcopy(checkpoint_state_dict(state, spec, course=course))
+        Path("x.pt"), copy.deepcopy(checkpoint_state_dict(state, spec, resume_state=course))
     )
 
 
-def kept(value):
+def dtypes_in(value):
     """Dtypes of a state, in nested containers."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype)
     if isinstance(value, dict):
-        return {key: kept(item) for key, item in value.items()}
-    return [kept(item) for item in value] if isinstance(value, list) else None
+        return {key: dtypes_in(item) for key, item in value.items()}
+    return [dtypes_in(item) for item in value] if isinstance(value, list) else None
 
 
 def dtypes(state):
-    return [kept(d.optimizer.state_dict()["state"]) for d in state.optimizers]
+    return [dtypes_in(d.optimizer.state_dict()["state"]) for d in state.optimizers]
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
@@ -86,12 +86,12 @@ def test_another_precision_takes_the_state_as_a_fresh_optimizer_would_keep_it(na
     for before, after in permutations(PRECISIONS, 2):
         source, spec = saved(states[before], specs[before]), specs[after]
         state = begun(spec, source)
-        told = state_dict.restore(state, source, spec, ())
+        notes = state_dict.restore(state, source, spec, ())
         assert dtypes(state) == dtypes(states[after]), (before, after)
-        stored = [states[p].precision.stores for p in (before, after)]
+        stored = [states[p].precision.storage_format for p in (before, after)]
         cast = "the optimizer's state is cast from {} to {}".format(*stored)
-        assert (cast in told) == (stored[0] != stored[1]), (before, after, told)
-        assert any("loss scale" in text for text in told) == ("16-mixed" in (before, after))
+        assert (cast in notes) == (stored[0] != stored[1]), (before, after, notes)
+        assert any("loss scale" in text for text in notes) == ("16-mixed" in (before, after))
         trained(state)
         assert dtypes(state) == dtypes(states[after])
 
@@ -110,9 +110,9 @@ def test_state_that_is_wide_or_packed_on_purpose_stays_so(name, compose):
 
 
 def test_lists_of_state_are_cast_too(compose):
-    """Those of LBFGS; torch casts them, and its own tensors beside them follow."""
-    state, told = resumed(compose, ("optimizer=lbfgs",), ("precision=64-true",))
-    assert told == ["the optimizer's state is cast from float32 to float64"]
+    """Those of LBFGS; torch casts them, and its own tensors in the same state follow."""
+    state, notes = resumed(compose, ("optimizer=lbfgs",), ("precision=64-true",))
+    assert notes == ["the optimizer's state is cast from float32 to float64"]
     found = {d for d in tree_leaves(dtypes(state)) if d}
     assert found == {"torch.float64"}
     trained(state)
@@ -131,7 +131,7 @@ def test_values_survive_the_cast(compose):
 
 
 def resumed(compose, before, after, typed=()):
-    """(state, what was told) of a run of two steps that continues with other overrides."""
+    """(state, notes) of a run of two steps that continues with other overrides."""
     spec = compose(*MLP, *before)
     source = saved(trained(begun(spec), 2), spec)
     spec = compose(*MLP, *before, *after)
@@ -144,7 +144,7 @@ INIT = "precision.loss_scale.init_scale"
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "typed", "scale", "told"),
+    ("before", "after", "typed", "scale", "note"),
     [
         (SCALED, (f"{INIT}=1024",), [INIT], 1024, "begins at 1024, as typed; it was 65536"),
         (
@@ -166,26 +166,28 @@ INIT = "precision.loss_scale.init_scale"
         ),
     ],
 )
-def test_the_loss_scale_says_where_it_goes_on(before, after, typed, scale, told, compose):
+def test_a_note_says_at_which_loss_scale_a_resume_continues(
+    before, after, typed, scale, note, compose
+):
     state, lines = resumed(compose, before, after, typed)
     assert (state.scale.state_dict() or {"scale": None})["scale"] == pytest.approx(scale)
-    assert told in " ".join(lines)
-    assert bool(lines) == bool(told)
+    assert note in " ".join(lines)
+    assert bool(lines) == bool(note)
 
 
 def rates(state):
     return [group["lr"] for d in state.optimizers for group in d.optimizer.param_groups]
 
 
-def test_another_schedule_is_taken_up_at_the_step_of_the_run(compose):
+def test_another_schedule_begins_at_the_step_of_the_run(compose):
     pairs = [("constant", "cosine"), ("onecycle", "linear"), ("linear", "onecycle")]
     for before, after in pairs:
         spec = compose(*MLP, f"scheduler={after}")
         wanted = trained(begun(spec), 3)
-        state, told = resumed(compose, (f"scheduler={before}",), (f"scheduler={after}",))
+        state, notes = resumed(compose, (f"scheduler={before}",), (f"scheduler={after}",))
         trained(state)
         assert rates(state) == pytest.approx(rates(wanted)), (before, after)
-        assert len(told) == 1
+        assert len(notes) == 1
 
 
 def test_a_typed_rate_is_taken_by_schedules_and_by_each_of_several_optimizers(compose):
@@ -198,7 +200,7 @@ def test_a_typed_rate_is_taken_by_schedules_and_by_each_of_several_optimizers(co
     assert rates(state) == [pytest.approx(0.0005, rel=0.2)]
 
 
-def test_state_of_another_model_is_told_in_one_message(compose):
+def test_state_of_another_model_is_refused_in_one_message(compose):
     spec = compose(*MLP)
     source = saved(trained(begun(spec)), spec)
     other = compose(*MLP, "model.hidden=[4]")

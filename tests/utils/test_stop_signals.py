@@ -1,4 +1,4 @@
-"""What signals do to a process, and when."""
+"""Stop signals: which ones end a process, which ones a run reads between steps, and when."""
 
 import os
 import signal
@@ -15,9 +15,9 @@ from runner.utils.stop_signals import Interrupted, Stopped, StopSignals
 
 
 @pytest.fixture
-def apart(monkeypatch):
-    """Signals that come one after the other are two."""
-    monkeypatch.setattr(stop_signals, "TOGETHER", 0.0)
+def no_coalescing(monkeypatch):
+    """Count signals that are sent one after the other as two."""
+    monkeypatch.setattr(stop_signals, "COALESCE_SECONDS", 0.0)
 
 
 def send(*numbers):
@@ -30,55 +30,55 @@ def send(*numbers):
 def test_a_signal_is_a_request(number):
     handler = signal.getsignal(number)
     with StopSignals() as signals:
-        assert not signals.requested()
+        assert not signals.is_stop_requested()
         signals.check()
         send(number)
-        assert signals.requested()
+        assert signals.is_stop_requested()
         with pytest.raises(Stopped, match=f"Stopped by {number.name}") as caught:
             signals.check()
         assert caught.value.exit_status == 128 + number
     assert signal.getsignal(number) is handler
 
 
-def test_a_second_ctrl_c_interrupts_at_once(apart):
+def test_a_second_ctrl_c_interrupts_at_once(no_coalescing):
     with StopSignals():
         send(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
 
 
-def test_what_comes_together_is_one():
-    """The terminal and a launcher both tell of one Ctrl-C."""
+def test_signals_of_one_ctrl_c_count_as_one():
+    """The terminal and a launcher both pass one Ctrl-C on."""
     with StopSignals() as signals:
         send(signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT)
         assert signals.number == signal.SIGINT
 
 
-def test_a_second_sigterm_stays_a_request(apart):
+def test_a_second_sigterm_stays_a_request(no_coalescing):
     with StopSignals() as signals:
         send(signal.SIGTERM, signal.SIGTERM)
         assert signals.number == signal.SIGTERM
 
 
-def test_what_was_ignored_stays_ignored():
+def test_a_signal_that_was_ignored_stays_ignored():
     """nohup, and the background of a script's shell."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as signals:
             send(signal.SIGHUP)
-            assert not signals.requested()
+            assert not signals.is_stop_requested()
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_in_another_thread_the_handlers_stay():
+def test_another_thread_changes_no_handlers():
     """Only the main thread may set one; a run in a worker thread must still start."""
     handler, seen = signal.getsignal(signal.SIGTERM), []
 
     def work():
         with StopSignals() as signals:
-            seen.append((signal.getsignal(signal.SIGTERM), signals.requested()))
+            seen.append((signal.getsignal(signal.SIGTERM), signals.is_stop_requested()))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -86,27 +86,31 @@ def test_in_another_thread_the_handlers_stay():
     assert seen == [(handler, False)]
 
 
-def test_work_that_loses_nothing_is_cut():
+def test_a_signal_interrupts_interruptible_work_at_once():
     with StopSignals() as signals:
-        with pytest.raises(Stopped, match="SIGTERM"), signals.at_once(), signals.at_once():
+        with (
+            pytest.raises(Stopped, match="SIGTERM"),
+            signals.interruptible(),
+            signals.interruptible(),
+        ):
             send(signal.SIGTERM, signal.SIGKILL)
-        with pytest.raises(Stopped), signals.at_once():
-            pytest.fail("it has begun")
+        with pytest.raises(Stopped), signals.interruptible():
+            pytest.fail("the work must not start")
         assert signals.number == signal.SIGTERM
 
 
-def test_a_cut_that_something_swallows_is_not_lost():
+def test_an_interruption_that_the_work_catches_still_stops_it():
     with (
         StopSignals() as signals,
         pytest.raises(Stopped),
-        signals.at_once(),
+        signals.interruptible(),
         suppress(KeyboardInterrupt),
     ):
         send(signal.SIGTERM)
 
 
-def test_what_fails_after_a_cut_is_the_cut():
-    """A module that was imported in part, say."""
+def test_an_error_that_an_interruption_causes_is_reported_as_the_signal():
+    """A module that was imported in part, for example."""
 
     def fails():
         try:
@@ -114,15 +118,15 @@ def test_what_fails_after_a_cut_is_the_cut():
         finally:
             raise AttributeError
 
-    with StopSignals() as signals, pytest.raises(Stopped), signals.at_once():
+    with StopSignals() as signals, pytest.raises(Stopped), signals.interruptible():
         fails()
     with pytest.raises(Stopped), StopSignals() as signals:  # noqa: PT012
-        with suppress(Stopped), signals.at_once():
+        with suppress(Stopped), signals.interruptible():
             fails()
         raise AttributeError
 
 
-def test_a_second_ctrl_c_is_no_cut(apart):
+def test_a_first_ctrl_c_after_another_signal_interrupts(no_coalescing):
     with StopSignals() as signals:
         send(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
@@ -151,7 +155,7 @@ def test_a_second_ctrl_c_ends_a_call_that_does_not_return():
     process = python(BLOCKED)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    time.sleep(stop_signals.TOGETHER + 0.2)
+    time.sleep(stop_signals.COALESCE_SECONDS + 0.2)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 130
@@ -189,7 +193,7 @@ def test_a_command_ends_at_once(open, status, rc, out, err):
     assert process.communicate() == (out, err)
 
 
-def test_an_interrupt_passes_what_catches_exceptions():
+def test_except_exception_does_not_catch_an_interrupt():
     assert not issubclass(Interrupted, Exception)
 
 

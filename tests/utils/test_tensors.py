@@ -43,7 +43,7 @@ def test_a_weight_stands_for_its_own_elements():
 
 
 class Codes:
-    """What bitsandbytes keeps beside a 4-bit weight's codes."""
+    """Tensors of a 4-bit weight of bitsandbytes other than its codes."""
 
     def __init__(self, shape=(), **parts):
         self.shape = shape

@@ -3,17 +3,18 @@
 The run's own step (runner.training.step) and an evaluation are rehearsed on fake tensors, which
 have shapes and no memory, and runner.diagnostics.memory.memory_tracker adds up the storages that
 every operator makes and drops. Left out are a data set held in memory, a checkpoint's copy, and
-what a compiler or a GPU's libraries take.
-bench/memory_plan.py holds it against the allocator.
+what a compiler or a GPU's libraries take. bench/memory_plan.py compares the predictions with the
+allocator's peak.
 
 torch's MemTracker (torch.distributed._tools) adds up the same. It keeps alive what an
-autograd.Function keeps for its backward (bnb-int8-training: a fifth too much), sees nothing of what
-kernels take inside themselves, and knows the peak alone, not the moments that lead to it.
+autograd.Function saves for its backward (bnb-int8-training: a fifth too much), sees no workspace of
+kernels, and knows the peak alone, not the moments that lead to it.
 
 Where operators need values or addresses (4-bit weights, some optimizers), two real steps are run,
-one on FEW examples and one on twice as many. They show what an example adds to each moment of a
-step, and the peak is that of the extrapolated moments. To extrapolate the two peaks would mislead:
-with few examples another moment is the highest. A forecast says when it was made in this way.
+one on REAL_STEP_EXAMPLES examples and one on twice as many. They show what an example adds to each
+moment of a step, and the peak is that of the extrapolated moments. To extrapolate the two peaks
+would mislead: with few examples another moment is the highest. A forecast says when it was made in
+this way.
 """
 
 from collections.abc import Callable
@@ -27,9 +28,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from runner.config.schema import LARGEST_FORECAST_BATCH, RunSpec
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.config.targets import build_group
-from runner.diagnostics.memory.limits import USABLE, free_memory
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.memory.memory_tracker import (
     ACTIVATIONS,
     OPTIMIZER,
@@ -50,8 +51,9 @@ from runner.utils.errors import RunnerError
 from runner.utils.tensors import GIB, float32_bytes
 from runner.utils.tpu import is_tpu
 
-META = torch.device("meta")
-FEW = 2
+META_DEVICE = torch.device("meta")
+REAL_STEP_EXAMPLES = 2
+"""Examples of the smaller of two real steps: batch normalisation refuses a single one."""
 
 
 def predict_peak(
@@ -60,7 +62,7 @@ def predict_peak(
     """Predict the peak of a training step.
 
     Args:
-        spec: data.meta tells the shape of an example.
+        spec: data.meta gives the shape of an example.
         precision: of the spec, for this device.
         device: where the run computes.
         batch_size: examples of a micro-batch; None takes train.batch_size.
@@ -75,28 +77,42 @@ def predict_peak(
 def largest_batch(
     spec: RunSpec, precision: Precision, device: torch.device, room: float
 ) -> int | None:
-    """Return the largest batch size whose predicted peak is within `room` bytes, of
-    train.batch_size and the powers of two up to LARGEST_FORECAST_BATCH; None where a single example
-    is too much. Raises ForecastUnavailable."""
+    """Return the largest batch size whose predicted peak is within `room` bytes.
+
+    Args:
+        spec: data.meta gives the shape of an example; train.batch_size is tried, too.
+        precision: of the spec, for this device.
+        device: where the run computes.
+        room: bytes.
+
+    Returns:
+        train.batch_size or a power of two up to MAX_FORECAST_BATCH_SIZE; None where a single
+        example is too much.
+
+    Raises:
+        ForecastUnavailable: see `predict_peak`.
+    """
     return largest_fitting_batch(
         peak_forecast(spec, precision, device), spec.train.batch_size, room
     )
 
 
 def largest_fitting_batch(
-    peak: Callable[[int], MemoryBreakdown], own: int, room: float
+    peak: Callable[[int], MemoryBreakdown], configured: int, room: float
 ) -> int | None:
     """Return the largest batch size whose predicted peak is within `room` bytes.
 
     Args:
         peak: a forecast.
-        own: a size to try in addition to the powers of two.
+        configured: a size to try in addition to the powers of two.
         room: bytes.
 
     Returns:
         The size; None where a single example is too much.
     """
-    sizes = sorted({own, *(2**power for power in range(LARGEST_FORECAST_BATCH.bit_length()))})
+    powers = [2**power for power in range(MAX_FORECAST_BATCH_SIZE.bit_length())]
+    sizes = sorted({configured, *powers})
+    # By bisection: a forecast costs about as long as a step.
     fits = None
     low = 0
     high = len(sizes)
@@ -111,6 +127,7 @@ def largest_fitting_batch(
 
 
 def _fits(peak: Callable[[int], MemoryBreakdown], size: int, room: float) -> bool:
+    """Return whether a batch size is within `room` bytes; False where the model refuses it."""
     try:
         return peak(size).total <= room
     except (RuntimeError, ValueError):  # for example, batch normalisation of a single example
@@ -147,7 +164,7 @@ def peak_forecast(spec: RunSpec, precision: Precision, device: torch.device) -> 
         rehearsal.peak(spec.train.batch_size)
     except RunnerError:
         raise
-    # Whatever fails on fake tensors may work on real ones; the forecast says that it is of these.
+    # Whatever fails on fake tensors may work on real ones; the forecast says so (`fallback`).
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         fallback = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
@@ -156,7 +173,7 @@ def peak_forecast(spec: RunSpec, precision: Precision, device: torch.device) -> 
 
 
 def _refuse(spec: RunSpec, device: torch.device) -> None:
-    """Raise ForecastUnavailable where no rehearsal can tell the peak."""
+    """Raise ForecastUnavailable where a rehearsal would not show the peak."""
     if is_tpu(device):
         raise ForecastUnavailable("a TPU's compiler decides what a step holds.")
     if spec.optimizer.get("_target_") == "torch.optim.LBFGS":
@@ -166,17 +183,16 @@ def _refuse(spec: RunSpec, device: torch.device) -> None:
 
 
 def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device) -> None:
-    """Raise ForecastUnavailable where even a real step on few examples does not fit into memory.
-
-    It takes weights, gradients and two averages; where most weights are frozen, the weights alone,
-    before they are packed.
-    """
+    """Raise ForecastUnavailable where even a real step on few examples does not fit into memory."""
     size = 0
-    room = USABLE * free_memory(device)
-    with suppress(NotImplementedError, RuntimeError), META:
+    room = USABLE_MEMORY_SHARE * free_memory(device)
+    # A model that reads its own values cannot be built without memory: it is not refused.
+    with suppress(NotImplementedError, RuntimeError), META_DEVICE:
         model = build_group("model", spec.model)
-        materialize_lazy_layers(spec, model, META)
+        materialize_lazy_layers(spec, model, META_DEVICE)
         size = float32_bytes(model)
+    # Weights, gradients and two averages in float32; where most weights are frozen, the weights
+    # alone, before they are packed.
     needs = size * (1.5 if precision.freezes else 4)
     if needs > room:
         raise ForecastUnavailable(
@@ -188,31 +204,36 @@ def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device)
 def _extrapolated(
     spec: RunSpec, precision: Precision, device: torch.device
 ) -> Callable[[int], MemoryBreakdown]:
-    """Return the peak by extrapolation from two real steps."""
+    """Return the peak as a function of the batch size, by extrapolation from two real steps."""
     _refuse_too_large(spec, precision, device)
     try:
         rehearsal = _Rehearsal(spec, precision, device, fake=False)
-        less, more = rehearsal.timeline(FEW), rehearsal.timeline(2 * FEW)
+        less = rehearsal.timeline(REAL_STEP_EXAMPLES)
+        more = rehearsal.timeline(2 * REAL_STEP_EXAMPLES)
     except RunnerError:
         raise
     except Exception as error:
-        said = str(error).strip().partition("\n")[0]
-        raise ForecastUnavailable(f"its step does not run on random inputs: {said}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise ForecastUnavailable(f"its step does not run on random inputs: {reason}") from error
+    # Moments are paired by their operators; with others, none of one step belongs to the other's.
     if len(less) != len(more):
         raise ForecastUnavailable(
-            f"steps of {FEW} and of {2 * FEW} examples differ in their operators."
+            f"steps of {REAL_STEP_EXAMPLES} and of {2 * REAL_STEP_EXAMPLES} examples differ in "
+            "their operators."
         )
 
     def peak(size: int) -> MemoryBreakdown:
-        share = (size - FEW) / FEW
-        moments = zip(less, more, strict=True)
-        line = (
-            MemoryBreakdown(*(round(a + (b - a) * share) for a, b in zip(*m, strict=True)))
-            for m in moments
-        )
-        return max(line, key=sum)
+        share = (size - REAL_STEP_EXAMPLES) / REAL_STEP_EXAMPLES
+        moments = [_extrapolate(*pair, share) for pair in zip(less, more, strict=True)]
+        return max(moments, key=sum)
 
     return peak
+
+
+def _extrapolate(less: MemoryBreakdown, more: MemoryBreakdown, share: float) -> MemoryBreakdown:
+    """Return the first breakdown plus a share of the difference to the second."""
+    pairs = zip(less, more, strict=True)
+    return MemoryBreakdown(*(round(a + (b - a) * share) for a, b in pairs))
 
 
 def build_fake_model(spec: RunSpec, precision: Precision) -> BuiltModel:
@@ -221,7 +242,7 @@ def build_fake_model(spec: RunSpec, precision: Precision) -> BuiltModel:
     Where the model's code reads values, it is built on the CPU.
     """
     try:
-        return build_model(spec, precision, META, made_on=META)
+        return build_model(spec, precision, META_DEVICE, made_on=META_DEVICE)
     except RunnerError:
         raise
     except (NotImplementedError, RuntimeError):
@@ -234,33 +255,44 @@ class _Rehearsal:
     def __init__(
         self, spec: RunSpec, precision: Precision, device: torch.device, fake: bool
     ) -> None:
-        self.spec, self.device = spec, device
+        self.spec = spec
+        self.device = device
         self.peak = cache(lambda size: max(self.timeline(size), key=sum))
+        # Tensors that a module holds apart from its parameters and buffers stay real.
         self.tensors = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-        making = MemoryTracker(kind=WEIGHTS)  # in float32 before it is converted, and on the CPU
+        # In float32 before it is converted, and on the CPU: for another device it does not count.
+        making = MemoryTracker(kind=WEIGHTS)
         with making if device.type == "cpu" else nullcontext():
-            made = (
-                build_fake_model(spec, precision) if fake else build_model(spec, precision, device)
-            )
-        self.making, model = making.timeline, made.model
+            if fake:
+                built = build_fake_model(spec, precision)
+            else:
+                built = build_model(spec, precision, device)
+        self.making = making.timeline
+        model = built.model
         with self.tensors:
             if fake:
-                _replace(model, device)
+                _replace_by_fakes(model, device)
+            # A schedule needs the number of steps of a run, and changes no tensor's size.
+            without_schedule = replace(spec, scheduler={})
             task = build_group("task", spec.task)
-            setup = TrainingSetup(replace(spec, scheduler={}), precision, task, device)
+            setup = TrainingSetup(without_schedule, precision, task, device)
             self.state = build_state(setup, model, total_steps=1)
-            scale = self.state.scale
-            scale.step = lambda optimizer, found_inf: optimizer.step()  # found-inf has no value
-            prepare_model(
-                replace(spec, train=replace(spec.train, compile=False)), precision, device, model
-            )
+            # A fake found-inf has no value that could decide about the update.
+            self.state.scale.step = lambda optimizer, found_inf: optimizer.step()
+            # What a compiler holds is not predicted.
+            eager = replace(spec, train=replace(spec.train, compile=False))
+            prepare_model(eager, precision, device, model)
             model.train()
-            for p in self.state.trainable:
-                p.grad = torch.zeros_like(p)
-            for one in self.state.optimizers:
-                one.optimizer.step()
-            for p in self.state.trainable:
-                p.grad = None
+            self._make_optimizer_state()
+
+    def _make_optimizer_state(self) -> None:
+        """Step once with gradients of zero: optimizers make their state in the first step."""
+        for p in self.state.trainable_parameters:
+            p.grad = torch.zeros_like(p)
+        for scheduled in self.state.optimizers:
+            scheduled.optimizer.step()
+        for p in self.state.trainable_parameters:
+            p.grad = None
 
     def timeline(self, size: int) -> list[MemoryBreakdown]:
         """Return what is held while the model is made and after each operator of a step.
@@ -268,20 +300,23 @@ class _Rehearsal:
         Args:
             size: examples of a micro-batch.
         """
-        state, train, precision = self.state, self.spec.train, self.state.precision
+        state = self.state
+        train = self.spec.train
+        precision = state.precision
         with self.tensors, precision.session(state.model, self.device):
             batches = [example_batch(self.spec, size, self.device) for _ in range(train.accumulate)]
             tracker = MemoryTracker(accumulates=precision.kernels() == "float32_accumulate")
             tracker.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
             tracker.add(OPTIMIZER, *state.optimizer_tensors())
             tracker.add(ACTIVATIONS, *tree_leaves(batches))
-            with tracker.gradients_of(state.trainable), tracker:
+            with tracker.gradients_of(state.trainable_parameters), tracker:
                 # An evaluation's step compares half-precision weights before and after it.
                 watch = Stagnation(state) if precision.storage.itemsize == 2 else None
-                state.before_update = tracker.begin_update
+                state.set_update_hook(tracker.begin_update)
                 train_step(state, batches[:2])  # further micro-batches hold what the second does
                 if watch is not None:
                     watch.close()
+                # Its copies of the weights are freed before the evaluation.
                 del watch
                 self._evaluate(*batches[0])
         return [*self.making, *tracker.timeline]
@@ -289,33 +324,35 @@ class _Rehearsal:
     @torch.no_grad()
     def _evaluate(self, inputs: Any, target: Any) -> None:
         """Compute what an evaluation computes with a batch."""
-        state, precision = self.state, self.state.precision
+        state = self.state
+        precision = state.precision
         state.model.eval()
-        with precision.evaluating(state.plain_model), precision.forward(self.device):
+        with precision.eval_context(state.plain_model), precision.forward(self.device):
             output = state.model(precision.cast(inputs))
         dtype = precision.loss_dtype
         state.task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
         state.model.train()
 
 
-def _replace(model: nn.Module, device: torch.device) -> None:
+def _replace_by_fakes(model: nn.Module, device: torch.device) -> None:
     """Put fake tensors in the place of a model's own; tied ones stay tied.
 
     Raises:
         NotImplementedError: the model holds tensors of a library's class.
     """
-    made: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
+        # A fake of the plain class would hide what a library's class packs.
         if type(tensor) not in (Tensor, nn.Parameter):
             raise NotImplementedError(type(tensor).__name__)
-        if id(tensor) not in made:
+        if id(tensor) not in fakes:
             empty = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
             )
-            kept = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if kept else empty
-        return made[id(tensor)]
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return fakes[id(tensor)]
 
     for module in model.modules():
         held: dict[str, Any]

@@ -1,7 +1,7 @@
 """Compute the memory that CPU kernels allocate inside themselves, which operators do not show.
 
-Read from torch 2.15's and bitsandbytes' code and held against the allocator by
-bench/memory_plan.py. What GPU libraries take is not known here.
+The sizes are read from the code of torch 2.15 and bitsandbytes; bench/memory_plan.py compares them
+with the allocator's. The workspaces of GPU libraries are not known here.
 """
 
 import math
@@ -15,11 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 from runner.precision.emulation.float16 import KERNELS
 
-# Four-byte tensors that bitsandbytes' own code makes: of the state in an 8-bit update, and of the
-# product before its int8 scales are back. Bytes for a weight that it packs into four bits.
-_MOMENTS, _SCALED, _PACKING = 5, 4, 10
-_F32, _F64 = torch.float32, torch.float64
-_BLOCK = 16  # channels that oneDNN keeps together
+_UPDATE_COPIES = 5
+"""Float32 tensors of the state's size that bitsandbytes' 8-bit update makes."""
+_INT8_PRODUCT_COPIES = 4
+"""Four-byte tensors of the product's size that bitsandbytes makes before its scales are back."""
+_PACKING_BYTES = 10
+"""Bytes for each weight that bitsandbytes packs into four bits."""
+_CHANNEL_BLOCK = 16
+"""Channels that oneDNN keeps together; a layout in such blocks is a copy."""
+_ARITHMETIC = ("add", "sub", "mul", "div")
 
 
 def workspace_bytes(
@@ -40,24 +44,45 @@ def workspace_bytes(
     name = func.name().partition("::")[2].partition(".")[0]
     dtype = given[0].dtype
     if accumulates and name in KERNELS and dtype is torch.float16:
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        half = [t.numel() for t in made if t.dtype is torch.float16]
-        wide = 4 * (sum(half) + sum(t.numel() for t in given if t.dtype is torch.float16))
-        # The float32 kernel has come back before its result is rounded to float16.
-        return wide + max(0, _convolution(name, args, result, torch.float32) - 2 * sum(half))
+        return _accumulation(name, given, args, result)
     if name.startswith("convolution"):
         return _convolution(name, args, result, dtype)
-    if name == "_foreach_norm" and (dtype := [*args, *kwargs.values()][-1]) in (_F32, _F64):
-        return max(t.numel() * dtype.itemsize * (t.dtype is not dtype) for t in given)
+    if name == "_foreach_norm":
+        # The dtype that the norm is computed in is its last argument, and may be left out.
+        norm_dtype = [*args, *kwargs.values()][-1]
+        if norm_dtype not in (torch.float32, torch.float64):
+            return 0
+        # One tensor of the list is cast at a time.
+        casts = [t.numel() for t in given if t.dtype is not norm_dtype]
+        return max(casts, default=0) * norm_dtype.itemsize
     if name == "optimizer_update_8bit_blockwise":
-        return 4 * _MOMENTS * args[1].numel()
+        return 4 * _UPDATE_COPIES * args[1].numel()
     if name == "int8_scaled_mm":
-        return 4 * _SCALED * result.numel()
+        return 4 * _INT8_PRODUCT_COPIES * result.numel()
     if name == "quantize_4bit":
-        return _PACKING * args[0].numel()
-    if name.rstrip("_") in ("add", "sub", "mul", "div"):
+        return _PACKING_BYTES * args[0].numel()
+    if name.rstrip("_") in _ARITHMETIC:
+        # A trailing underscore: the operator writes to its first tensor.
         return _cast(given, into=given[0].dtype if name.endswith("_") else None)
     return 0
+
+
+def _accumulation(name: str, given: Sequence[Tensor], args: Sequence[Any], result: Any) -> int:
+    """Return the bytes of a float16 operator that a float32 kernel computes.
+
+    Args:
+        name: of the operator.
+        given: the tensors among its arguments.
+        args: of the call.
+        result: what the call returned.
+    """
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    made_halves = sum(t.numel() for t in made if t.dtype is torch.float16)
+    given_halves = sum(t.numel() for t in given if t.dtype is torch.float16)
+    casts = 4 * (made_halves + given_halves)
+    # The float32 kernel has returned, and freed its workspace, before its result is rounded to
+    # float16: the rounded result takes part of that memory.
+    return casts + max(0, _convolution(name, args, result, torch.float32) - 2 * made_halves)
 
 
 def _cast(given: Sequence[Tensor], into: torch.dtype | None) -> int:
@@ -66,32 +91,45 @@ def _cast(given: Sequence[Tensor], into: torch.dtype | None) -> int:
     Operands are cast to the widest dtype first, and the result last to that of the tensor that it
     is written to.
     """
-    wide = reduce(torch.promote_types, (t.dtype for t in given if t.ndim), given[0].dtype)
-    size = sum(t.numel() for t in given if t.dtype is not wide)
-    size += given[0].numel() if into not in (None, wide) else 0
-    return size * wide.itemsize
+    # Tensors without dimensions are scalars to torch's type promotion: they widen nothing.
+    dtypes = (t.dtype for t in given if t.ndim)
+    wide = reduce(torch.promote_types, dtypes, given[0].dtype)
+    elements = sum(t.numel() for t in given if t.dtype is not wide)
+    if into not in (None, wide):
+        elements += given[0].numel()
+    return elements * wide.itemsize
 
 
 def _convolution(name: str, args: Sequence[Any], result: Any, dtype: torch.dtype) -> int:
-    """Return the workspace of a convolution; 0 for other operators.
+    """Return the workspace of a convolution in bytes; 0 for other operators.
 
-    oneDNN reorders tensors into layouts of its own. What oneDNN does not take, torch unfolds: every
-    pixel's window, for the whole batch.
+    Args:
+        name: of the operator.
+        args: of the call.
+        result: what the call returned.
+        dtype: that the kernel computes in.
     """
-    if name == "convolution":
-        inputs, weight, output, (stride, padding) = *args[:2], result, args[3:5]
-    elif name == "convolution_backward":
-        output, inputs, weight, (stride, padding) = *args[:3], args[4:6]
+    is_backward = name == "convolution_backward"
+    if is_backward:
+        output, inputs, weight = args[:3]
+        stride, padding = args[4:6]
+    elif name == "convolution":
+        output = result
+        inputs, weight = args[:2]
+        stride, padding = args[3:5]
     else:
         return 0
-    kernel, groups = weight.shape[2:], inputs.shape[1] // weight.shape[1]
+    groups = inputs.shape[1] // weight.shape[1]
     x, w, y = (t.numel() * dtype.itemsize for t in (inputs, weight, output))
-    plain = max(kernel) == max(stride) == 1 and max(padding) == 0
+    # A convolution of single pixels is a product of matrices, which only bfloat16 reorders.
+    plain = max(weight.shape[2:]) == max(stride) == 1 and max(padding) == 0
     if groups > 1 or (plain and dtype is not torch.bfloat16):
         return 0
+    # oneDNN does not take these: torch unfolds every pixel's window, for the whole batch.
     if dtype in (torch.float64, torch.float16):
         pixels = len(inputs) * math.prod(output.shape[2:])
         return pixels * weight[0].numel() * dtype.itemsize
-    if output is not result:
+    # oneDNN reorders tensors into layouts of its own.
+    if is_backward:
         return x + y + 2 * w if dtype is torch.bfloat16 else max(x + y, w)
-    return x + w if inputs.shape[1] >= _BLOCK else y
+    return x + w if inputs.shape[1] >= _CHANNEL_BLOCK else y

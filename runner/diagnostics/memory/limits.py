@@ -18,9 +18,11 @@ from runner.training.state import TrainState
 from runner.training.step import loss_of
 from runner.utils.tensors import stored_bytes, tensor_bytes
 
-USABLE = 0.8
+USABLE_MEMORY_SHARE = 0.8
 """Share of the free memory that an estimate may use: allocators leave gaps, libraries load late."""
-_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")
+_EIGHT_BIT_STATE_SHARE = 0.27
+"""8 bits in place of 32, and the scales of the blocks that share one."""
+_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2 and of version 1
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,12 @@ class MemoryEstimate:
     example: float
     other: float
 
-    def of(self, examples: int) -> float:
+    def total(self, examples: int) -> float:
         """Return the bytes of a step with micro-batches of so many examples."""
         parts = self.weights + self.gradients + self.state + self.fixed + self.other
         return parts + self.example * examples
 
-    def narrower(self, mixed: bool) -> "MemoryEstimate":
+    def with_half_width(self, mixed: bool) -> "MemoryEstimate":
         """Return the estimate with numbers of half the width.
 
         Args:
@@ -57,19 +59,20 @@ class MemoryEstimate:
             names.append("example")
         return replace(self, **{name: getattr(self, name) / 2 for name in names})
 
-    def smaller_state(self) -> "MemoryEstimate":
+    def with_8bit_optimizer(self) -> "MemoryEstimate":
         """Return the estimate with an 8-bit optimizer."""
-        # 8 bits in place of 32, and the scales of its blocks.
-        return replace(self, state=self.state * 0.27)
+        return replace(self, state=self.state * _EIGHT_BIT_STATE_SHARE)
 
 
 def memory_limit(device: torch.device) -> tuple[float, float]:
     """Return the bytes in use, this run's tensors included, and the tightest limit, in bytes."""
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)
+        # Blocks that this process's allocator holds without a tensor in them can be used again.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return whole - free - unused, whole
     memory = psutil.Process().memory_info()
+    # `ulimit -v` limits addresses, not pages that are in memory: it is compared with those.
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         return memory.vms, soft
@@ -81,8 +84,9 @@ def memory_limit(device: torch.device) -> tuple[float, float]:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the bytes that a run may still take: of the limit, and free of other processes."""
+    """Return the bytes that a run may still take: the tighter of its limit and the machine's."""
     taken, whole = memory_limit(device)
+    # Of a GPU the driver reports what other processes take, too.
     if device.type == "cuda":
         return whole - taken
     return max(0, min(whole - taken, psutil.virtual_memory().available))
@@ -105,23 +109,27 @@ def estimate_step_memory(
     Returns:
         The estimate; None where even so few examples find no memory.
     """
+    # The frames of the failed step hold its activations alive.
     traceback.clear_frames(error.__traceback__)
-    weights, gradients = stored_bytes(state.model), tensor_bytes(*state.trainable)
-    made = tensor_bytes(*state.optimizer_tensors())
-    for parameter in state.trainable:
+    weights = stored_bytes(state.model)
+    gradients = tensor_bytes(*state.trainable_parameters)
+    optimizer_state = tensor_bytes(*state.optimizer_tensors())
+    for parameter in state.trainable_parameters:
         parameter.grad = None
     gc.collect()
     # Compiled code would be compiled again for each size, which takes minutes, and memory.
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    # Whatever fails here, the message about the first failure must still be written.
     with suppress(Exception), eager:
         batch = next(loader.epoch(0))
         few = min(2, loader.batch_size // 2)
-        small, large = (_activation_bytes(state, batch, n) for n in (few, 2 * few))
+        small = _activation_bytes(state, batch, few)
+        large = _activation_bytes(state, batch, 2 * few)
         example = (large - small) / few
         return MemoryEstimate(
             weights,
             gradients,
-            made or _expected_state_bytes(state),
+            optimizer_state or _expected_state_bytes(state),
             small - few * example,
             example,
             other,
@@ -138,8 +146,10 @@ def _activation_bytes(state: TrainState, batch: Batch, examples: int) -> int:
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
+        # Weights are counted elsewhere, and views of one storage count once.
         if tensor.data_ptr() not in own:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()
 
     few = tree_map(lambda value: value[:examples] if isinstance(value, Tensor) else value, batch)
@@ -151,10 +161,11 @@ def _activation_bytes(state: TrainState, batch: Batch, examples: int) -> int:
 
 
 def _expected_state_bytes(state: TrainState) -> float:
-    """Return what the optimizers will hold after their first step, by the averages they keep."""
+    """Return the bytes that the optimizers will hold after their first step."""
     total = 0.0
     for scheduled in state.optimizers:
         group = scheduled.optimizer.param_groups[0]
+        # Options show the averages: two in Adam's family, one in SGD with momentum.
         averages = 2 if "betas" in group else bool(group.get("momentum"))
         total += averages * tensor_bytes(*scheduled.params)
     return total

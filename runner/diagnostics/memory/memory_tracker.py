@@ -47,6 +47,8 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = range(len(MemoryBreakd
 class MemoryTracker(TorchDispatchMode):
     """Adds up the storages that are alive; `timeline` has an entry for each operator.
 
+    Storages are counted, not tensors: views of one share its memory.
+
     Args:
         kind: what tensors count as that are made outside of a backward and an update.
         accumulates: see runner.diagnostics.memory.kernel_workspace.workspace_bytes.
@@ -54,9 +56,11 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self, kind: int = ACTIVATIONS, accumulates: bool = False) -> None:
         super().__init__()
-        self.kind, self.accumulates = kind, accumulates
+        self.kind = kind
+        self.accumulates = accumulates
         self.timeline: list[MemoryBreakdown] = []
         self._now = [0] * len(MemoryBreakdown._fields)
+        # By the address of a storage: kind, bytes, and a reference that calls _drop when it dies.
         self._held: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
         self._updates = False
 
@@ -66,14 +70,18 @@ class MemoryTracker(TorchDispatchMode):
 
     def add(self, kind: int, *tensors: Tensor) -> None:
         """Count the storages of tensors as a kind, also those that were counted as another."""
-        for part in (part for tensor in tensors for part in inner_tensors(tensor)):
+        # Quantized tensors and other wrappers hold several plain ones.
+        parts = [part for tensor in tensors for part in inner_tensors(tensor)]
+        for part in parts:
             storage = part.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
+            key = storage._cdata
+            size = storage.nbytes()
             if key in self._held:
                 self._drop(key)
-            size += -size % _CUDA_BLOCK if part.is_cuda else 0
-            gone = weakref.ref(storage, lambda _, key=key: self._drop(key))
-            self._held[key] = kind, size, gone
+            if part.is_cuda:
+                size += -size % _CUDA_BLOCK
+            reference = weakref.ref(storage, lambda _, key=key: self._drop(key))
+            self._held[key] = kind, size, reference
             self._now[kind] += size
 
     def _drop(self, key: int) -> None:
@@ -95,14 +103,18 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        backward = torch._C._current_graph_task_id() != -1
-        self.add(TEMPORARIES if backward or self._updates else self.kind, *self._new(result))
+        # Only autograd's engine runs inside a graph task; it is -1 in a forward.
+        is_backward = torch._C._current_graph_task_id() != -1
+        kind = TEMPORARIES if is_backward or self._updates else self.kind
+        self.add(kind, *self._new(result))
+        # The workspace is freed when the operator returns: it counts at this moment alone.
         now = list(self._now)
         now[TEMPORARIES] += workspace_bytes(func, args, kwargs or {}, result, self.accumulates)
         self.timeline.append(MemoryBreakdown(*now))
         return result
 
     def _new(self, result: Any) -> Iterator[Tensor]:
+        """Yield the tensors of a result whose storage is not counted yet."""
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._held:
                 yield leaf

@@ -8,7 +8,7 @@ import torch
 from runner.config.schema import RunSpec
 from runner.data.loader import Loader
 from runner.diagnostics.memory.limits import (
-    USABLE,
+    USABLE_MEMORY_SHARE,
     MemoryEstimate,
     divisors,
     estimate_step_memory,
@@ -110,8 +110,8 @@ def out_of_memory_message(watch: MemoryWatch, error: BaseException) -> str:
     tensors.
     """
     # PyTorch's CPU allocator begins with the place in its own source.
-    reason = str(error).strip().partition("\n")[0].rpartition("err == 0. ")[2]
-    reason = reason or type(error).__name__
+    first_line = str(error).strip().partition("\n")[0]
+    reason = first_line.rpartition("err == 0. ")[2] or type(error).__name__
     lines = [f"Out of memory {_when(watch.state)} on {watch.accelerator.name}: {reason}"]
     lines += [f"  {name:<16}{size / MIB:>10.1f} MiB" for name, size in _table(watch)]
     fitting = fitting_settings(watch, error)
@@ -132,9 +132,10 @@ def _when(state: TrainState | None) -> str:
 
 def _table(watch: MemoryWatch) -> Iterator[tuple[str, float]]:
     """Yield name and bytes of each part of the memory that is known."""
-    state, device = watch.state, watch.accelerator.device
+    state = watch.state
+    device = watch.accelerator.device
     if state is not None:
-        gradients = [p.grad for p in state.trainable if p.grad is not None]
+        gradients = [p.grad for p in state.trainable_parameters if p.grad is not None]
         yield "weights", stored_bytes(state.model)
         yield "gradients", tensor_bytes(*gradients)
         yield "optimizer state", tensor_bytes(*state.optimizer_tensors())
@@ -154,13 +155,14 @@ def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
     compiled = bool(watch.spec.train.compile)
     estimate = estimate_step_memory(watch.state, error, watch.loader, watch.other_bytes, compiled)
     _, whole = memory_limit(device)
-    usable = watch.other_bytes + USABLE * (whole - watch.other_bytes)
-    if estimate is None or estimate.of(watch.spec.train.batch_size) <= usable:
-        return []
+    # The share is of what the run itself may take: the rest is in use whatever is typed.
+    usable = watch.other_bytes + USABLE_MEMORY_SHARE * (whole - watch.other_bytes)
+    if estimate is None or estimate.total(watch.spec.train.batch_size) <= usable:
+        return []  # a step that fits by the estimate has failed: the estimate is wrong here
     fitting = _fitting_overrides(watch, estimate, usable)
     if not fitting:
         words, least = list(_estimates_by_overrides(watch, estimate))[-1]
-        text = f"train.batch_size=1{words} takes {_share(least.of(1), whole)} by an estimate"
+        text = f"train.batch_size=1{words} takes {_share(least.total(1), whole)} by an estimate"
         return [f"No setting fits: {text}. Type model.<size>=<smaller>."]
     lines = [f" {words} ({_share(size, whole)})" for words, size in fitting]
     if _may_checkpoint_activations(watch):
@@ -179,15 +181,16 @@ def _fitting_overrides(
     size = watch.spec.train.batch_size
     by_batch_size: dict[int, tuple[str, float]] = {}
     for words, changed in _estimates_by_overrides(watch, estimate):
-        sizes = [n for n in divisors(size) if changed.of(n) <= usable]
+        # Divisors only: train.accumulate then makes up for the rest, and the step stays the same.
+        sizes = [n for n in divisors(size) if changed.total(n) <= usable]
         for n in sizes[: 1 if words else 2]:
-            by_batch_size.setdefault(n, (_batch_overrides(watch, n) + words, changed.of(n)))
+            by_batch_size.setdefault(n, (_batch_overrides(watch, n) + words, changed.total(n)))
     return list(by_batch_size.values())
 
 
 def _may_checkpoint_activations(watch: MemoryWatch) -> bool:
     """Return whether activation checkpointing is possible, and not in use already."""
-    if watch.state is None or watch.spec.mode != "train" or watch.precision.unrepeatable:
+    if watch.state is None or watch.spec.mode != "train" or watch.precision.no_recompute_reason:
         return False
     if watch.spec.train.activation_checkpointing:
         return False
@@ -203,11 +206,11 @@ def _estimates_by_overrides(
     smaller = _SMALLER_STATE.get(watch.optimizer)
     narrower = watch.precision.narrower_precision
     if smaller:
-        yield f" optimizer={smaller}", estimate.smaller_state()
+        yield f" optimizer={smaller}", estimate.with_8bit_optimizer()
     if narrower:
-        yield f" precision={narrower}", estimate.narrower(has_half_activations)
+        yield f" precision={narrower}", estimate.with_half_width(has_half_activations)
     if smaller and narrower:
-        both = estimate.narrower(has_half_activations).smaller_state()
+        both = estimate.with_half_width(has_half_activations).with_8bit_optimizer()
         yield f" precision={narrower} optimizer={smaller}", both
 
 
@@ -230,9 +233,11 @@ def memory_remedies(watch: MemoryWatch) -> Iterator[str]:
     These are fewer examples at a time for the same step, activation checkpointing, a narrower
     precision, and an optimizer with less state.
     """
-    spec, training = watch.spec, watch.spec.mode == "train"
+    spec = watch.spec
+    training = spec.mode == "train"
     size = spec.train.batch_size
     if watch.state and size > 1:
+        # The smallest change first: the least divisor, so that the step stays the same.
         part = next(n for n in range(2, size + 1) if size % n == 0)
         accumulate = f" train.accumulate={spec.train.accumulate * part}" if training else ""
         yield f"train.batch_size={size // part}{accumulate}"
@@ -240,6 +245,7 @@ def memory_remedies(watch: MemoryWatch) -> Iterator[str]:
         yield _CHECKPOINTING
     narrower = watch.precision.narrower_precision
     if narrower:
+        # Without a state the model itself did not fit while it was built, in float32.
         yield f"precision={narrower}" + ("" if watch.state else " init.low_memory=true")
     smaller = _SMALLER_STATE.get(watch.optimizer)
     if training and smaller:

@@ -1,4 +1,4 @@
-"""What a run's numbers are like, module by module, and what narrower formats would lose of them."""
+"""Measure what narrower formats would lose of a run's numbers, module by module."""
 
 from runner.diagnostics.numerics.results import Numerics, read
 

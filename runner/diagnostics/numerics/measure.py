@@ -1,5 +1,9 @@
-"""Measuring many tensors at once: samples of them side by side in blocks, on their device, and one
-transfer of what was counted."""
+"""Count what narrower formats lose of many tensors at once.
+
+Samples of the tensors are laid out in blocks of one matrix on their device, measured there, and the
+counts are copied to the host in one transfer: a transfer for each tensor would wait for the device
+each time.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from runner.diagnostics.numerics.results import NEGLIGIBLE, QuantizationLoss
+from runner.diagnostics.numerics.results import NEGLIGIBLE_EXPONENT_GAP, QuantizationLoss
 from runner.precision.emulation.formats import (
     BFLOAT16,
     E4M3,
@@ -23,13 +27,14 @@ from runner.precision.emulation.formats import (
     round_to_format,
 )
 
-SAMPLE = 2**14
+MAX_SAMPLE_ELEMENTS = 2**14
 """Elements of a tensor that are measured at most."""
-BLOCK = 2**8
-CHUNK = 2**10
-"""Blocks that are measured together: 1 MiB."""
-EXPONENTS = 255
-"""float32's, from -127."""
+BLOCK_ELEMENTS = 2**8
+"""Elements of a block; each holds values of one tensor only."""
+CHUNK_BLOCKS = 2**10
+"""Blocks that are measured together: 1 MiB in float32."""
+EXPONENT_BINS = 255
+"""float32's biased exponents of finite values: from -127 (zeros and subnormals) to 127."""
 READINGS: tuple[tuple[str, Format, bool], ...] = (
     ("float16", FLOAT16, False),
     ("bfloat16", BFLOAT16, False),
@@ -39,28 +44,36 @@ READINGS: tuple[tuple[str, Format, bool], ...] = (
     ("float8_e5m2_unscaled", E5M2, False),
 )
 """(name, format, whether values are scaled to its largest first)."""
-STORED = (FLOAT16, BFLOAT16)
+STORAGE_FORMATS = (FLOAT16, BFLOAT16)
+"""Formats that weights may be stored in: an update is asked what these would swallow of it."""
+
+# Columns of the table: those of a block itself, of each reading, and those of updates.
 _LEADING = ("zeros", "not_finite", "top", "signal")
 _PER_READING = ("underflow", "subnormal", "overflow", "noise", "underflow_noise")
 _READ = len(READINGS) * len(_PER_READING)
-_COLUMNS = len(_LEADING) + _READ + 1 + len(STORED)
+_COLUMNS = len(_LEADING) + _READ + 1 + len(STORAGE_FORMATS)
 _TOP = _LEADING.index("top")
 _ENERGIES = ("signal", "noise", "underflow_noise")
 _ENERGY_COLUMNS = [
-    i for i, what in enumerate((*_LEADING, *(_PER_READING * len(READINGS)))) if what in _ENERGIES
+    i
+    for i, column in enumerate((*_LEADING, *(_PER_READING * len(READINGS))))
+    if column in _ENERGIES
 ]
-_TINY = 2.0**-126
+_LEAST_NORMAL = (
+    2.0**-126
+)  # of float32; divisors are clamped to it, for a block may hold zeros alone
 
 
 class Sample(NamedTuple):
     """Evenly spaced elements of a tensor.
 
     Attributes:
-        values: of the tensor's own dtype, its real parts and imaginary ones, [at most SAMPLE].
+        values: [at most MAX_SAMPLE_ELEMENTS], in the tensor's own dtype; of a complex tensor its
+            real and its imaginary parts.
         largest: magnitude in the whole tensor, float32; not finite where an element is not.
-            Entries of a mask do not count, see `sample`.
-        elements: of the whole.
-        stride: from one to the next.
+            Entries of a mask do not count, see `take_sample`.
+        elements: number in the whole tensor.
+        stride: from one element of the sample to the next.
     """
 
     values: Tensor
@@ -71,17 +84,32 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class SampledTensor:
-    """A tensor to be measured. Of updates also the weights `before` them, float32, and which of
-    these had a gradient: what weight decay alone moves is no update that anybody misses."""
+    """A tensor to be measured.
+
+    Attributes:
+        sample: of the tensor.
+        weights_before: of updates only: the weights before the step, float32, [as the sample].
+        has_gradient: of updates only: which of the weights had a gradient, bool, [as the sample].
+    """
 
     sample: Sample
-    before: Tensor | None = None
-    pulled: Tensor | None = None
+    weights_before: Tensor | None = None
+    # A weight that weight decay alone moves has no update that a format could be blamed for.
+    has_gradient: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ExponentCounts:
-    """What was found of a tensor, as estimates for all of it."""
+    """The counts of a tensor, estimated for all of it from a sample.
+
+    Attributes:
+        elements: number of them, zeros included.
+        zeros, not_finite: how many.
+        largest: magnitude.
+        exponents: count of values by float32's biased exponent, [EXPONENT_BINS].
+        sums: of the table's columns, [columns]. Energies are sums of squares in the tensor's own
+            unit, so that those of several tensors add up.
+    """
 
     elements: int
     zeros: float
@@ -89,12 +117,10 @@ class ExponentCounts:
     largest: float
     exponents: NDArray[np.float64]
     sums: NDArray[np.float64]
-    """Of the columns. Energies are sums of squares in the tensor's own unit, so that those of
-    several tensors add up."""
 
 
 def is_measurable(tensor: Tensor) -> bool:
-    """Whether there is something to measure: dense floating or complex numbers of 16 bits or more,
+    """Return whether a tensor is dense, has floating or complex numbers of 16 bits or more, and is
     in no wrapper of a library's."""
     numbers = tensor.is_floating_point() or tensor.is_complex()
     dense = tensor.layout is torch.strided and not tensor.is_nested
@@ -105,11 +131,10 @@ def is_measurable(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def take_sample(tensor: Tensor, masked: bool = False) -> Sample:
-    """Copy some of a tensor's elements. The stride has no factor in common with their number, so
-    that it falls on every channel.
+    """Copy some of a tensor's elements.
 
     Args:
-        tensor: of which `takes` is true.
+        tensor: one for which `is_measurable` is true.
         masked: minus infinity and the lowest finite value of the dtype are entries of an attention
             mask, which every format can hold: they are counted as zeros.
     """
@@ -117,11 +142,15 @@ def take_sample(tensor: Tensor, masked: bool = False) -> Sample:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.reshape(-1)
-    stride = -(-flat.numel() // SAMPLE)
+    stride = -(-flat.numel() // MAX_SAMPLE_ELEMENTS)
+    # Without a common factor with the number of elements, so that it falls on every channel.
     while math.gcd(stride, flat.numel()) > 1:
         stride += 1
+    # The largest is of all elements: one value that overflows must not be missed.
     low, high = flat.aminmax()
-    largest, values = torch.maximum(-low, high).float(), flat[::stride].clone()
+    largest = torch.maximum(-low, high).float()
+    # A copy: the step may write to the tensor before it is measured.
+    values = flat[::stride].clone()
     if masked:
         lowest = torch.finfo(flat.dtype).min
         values = values.masked_fill(values <= lowest, 0.0)
@@ -132,39 +161,55 @@ def take_sample(tensor: Tensor, masked: bool = False) -> Sample:
 
 
 def to_float32(values: Tensor) -> Tensor:
-    """Of a sample, in float32."""
+    """Return the values of a sample in float32."""
     return values.to(torch.float32)
 
 
 @torch.no_grad()
 def count_exponents(rows: Sequence[SampledTensor]) -> list[ExponentCounts]:
-    """Measure tensors of one device; they come over in one transfer."""
+    """Measure tensors of one device, with one transfer to the host.
+
+    Args:
+        rows: the tensors, all on one device.
+
+    Returns:
+        The counts of each tensor, in the order given.
+    """
     if not rows:
         return []
     device = rows[0].sample.values.device
-    lengths = [-(-len(row.sample.values) // BLOCK) for row in rows]
+    lengths = [-(-len(row.sample.values) // BLOCK_ELEMENTS) for row in rows]
+    # For each block the index of its tensor.
     ids = torch.tensor(np.repeat(np.arange(len(rows)), lengths), device=device)
     x = _blocks([to_float32(row.sample.values) for row in rows])
     largest = torch.stack([row.sample.largest for row in rows])
+    # One scale for the whole tensor, as a recipe has it, not one for each block.
     scaled_to = _finite_largest(x, lengths, largest)
     parts = []
-    histogram = torch.zeros(len(rows) * EXPONENTS, dtype=torch.int64, device=device)
+    histogram = torch.zeros(len(rows) * EXPONENT_BINS, dtype=torch.int64, device=device)
     one = torch.ones((), dtype=torch.int64, device=device)
-    for i in range(0, len(x), CHUNK):
-        part, where = x[i : i + CHUNK], ids[i : i + CHUNK]
-        columns, exponents = _measure(part, scaled_to[where])
+    # In chunks: each reading makes several temporaries of the size of its input.
+    for i in range(0, len(x), CHUNK_BLOCKS):
+        part = x[i : i + CHUNK_BLOCKS]
+        tensor_ids = ids[i : i + CHUNK_BLOCKS]
+        columns, exponents = _measure(part, scaled_to[tensor_ids])
         parts.append(columns)
-        places = (exponents + (where * EXPONENTS).unsqueeze(1)).flatten()
+        first_bins = (tensor_ids * EXPONENT_BINS).unsqueeze(1)
+        places = (exponents + first_bins).flatten()
         histogram.index_add_(0, places, one.expand_as(places))  # bincount would ask the device
     swallowed = _swallowed(rows, lengths, device)
     table = torch.cat([torch.cat(parts, 1), swallowed])
-    packed = torch.cat([table.flatten(), largest, histogram.float()]).cpu().double().numpy()
-    return _unpacked(rows, lengths, packed)
+    packed = torch.cat([table.flatten(), largest, histogram.float()])
+    return _unpack(rows, lengths, packed.cpu().double().numpy())
 
 
 def _blocks(values: Sequence[Tensor]) -> Tensor:
-    """[blocks, BLOCK], each tensor's filled up with zeros, which nothing counts."""
-    return torch.cat([F.pad(v, (0, -len(v) % BLOCK)) for v in values]).view(-1, BLOCK)
+    """Return values in blocks, [blocks, BLOCK_ELEMENTS], each tensor's last one padded with zeros.
+
+    Zeros of the padding are subtracted from the counts in the end.
+    """
+    padded = [F.pad(v, (0, -len(v) % BLOCK_ELEMENTS)) for v in values]
+    return torch.cat(padded).view(-1, BLOCK_ELEMENTS)
 
 
 def _finite_largest(x: Tensor, lengths: Sequence[int], largest: Tensor) -> Tensor:
@@ -175,73 +220,97 @@ def _finite_largest(x: Tensor, lengths: Sequence[int], largest: Tensor) -> Tenso
 
 
 def _measure(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns [_COLUMNS without those of updates, blocks] and the biased exponents of x. Energies
-    are in units of the square of the block's `top`: float32 cannot hold squares of all values."""
+    """Return what is counted of blocks, and the biased exponents of their values.
+
+    Args:
+        x: float32, [blocks, BLOCK_ELEMENTS].
+        largest: magnitude in the tensor of each block, [blocks].
+
+    Returns:
+        The table without the columns of updates, [columns, blocks], and the exponents, as x.
+    """
     finite = x.isfinite()
     magnitude = torch.where(finite, x, 0.0).abs()
-    top = magnitude.amax(1, keepdim=True).clamp(min=_TINY)
+    # Energies are in units of the square of the block's top: float32 cannot hold the squares of
+    # all its values. They are multiplied by it in float64, on the host.
+    top = magnitude.amax(1, keepdim=True).clamp(min=_LEAST_NORMAL)
     zeros = (magnitude == 0).sum(1)
     signal = (magnitude / top).square().sum(1)
     columns = [zeros.float(), (~finite).sum(1).float(), top.squeeze(1), signal]
     for _, fmt, scaled in READINGS:
-        scale = fmt.largest / largest.clamp(min=_TINY).unsqueeze(1) if scaled else None
+        scale = fmt.largest / largest.clamp(min=_LEAST_NORMAL).unsqueeze(1) if scaled else None
         columns += _reading(magnitude, top, zeros, fmt, scale)
+    # The bits of a float32 without its sign, shifted past the 23 of its mantissa.
     return torch.stack(columns), magnitude.view(torch.int32) >> 23
 
 
 def _reading(
     magnitude: Tensor, top: Tensor, zeros: Tensor, fmt: Format, scale: Tensor | None
 ) -> list[Tensor]:
-    """Of each block what is lost in a format: _PER_READING."""
+    """Return what each block loses in a format: the columns of _PER_READING, [blocks] each."""
     if scale is not None:
+        # The scale of a tensor of tiny values would be infinite in float32.
         scale = scale.clamp(max=2.0**127)
-        magnitude, top = magnitude * scale, (top * scale).clamp(min=_TINY)
-    near = round_to_format(magnitude, fmt).clamp(max=fmt.largest)
-    tiny = near < fmt.normal
-    gone, small = (near == 0).sum(1), tiny.sum(1)
-    error = ((magnitude - near) / top).square()
-    over = (magnitude >= fmt.overflow).sum(1)
-    lost_below = torch.where(tiny, error, 0.0).sum(1)
-    counts = [(gone - zeros).float(), (small - gone).float(), over.float()]
-    return [*counts, error.sum(1), lost_below]
+        magnitude = magnitude * scale
+        top = (top * scale).clamp(min=_LEAST_NORMAL)
+    # Overflow counts in the noise as the largest value: a difference to infinity has no energy.
+    rounded = round_to_format(magnitude, fmt).clamp(max=fmt.largest)
+    tiny = rounded < fmt.normal
+    becomes_zero = (rounded == 0).sum(1)
+    tiny_count = tiny.sum(1)
+    error = ((magnitude - rounded) / top).square()
+    overflow = (magnitude >= fmt.overflow).sum(1)
+    error_of_tiny = torch.where(tiny, error, 0.0).sum(1)
+    # Values that are zero already lose nothing.
+    underflow = (becomes_zero - zeros).float()
+    subnormal = (tiny_count - becomes_zero).float()
+    return [underflow, subnormal, overflow.float(), error.sum(1), error_of_tiny]
 
 
 def _swallowed(
     rows: Sequence[SampledTensor], lengths: Sequence[int], device: torch.device
 ) -> Tensor:
-    """[1 + len(STORED), blocks]: weights that had a gradient, and those of them that each format
-    keeps where they were; zeros where a row is of no updates."""
-    found = torch.zeros(1 + len(STORED), sum(lengths), dtype=torch.float32, device=device)
-    asked = [i for i, row in enumerate(rows) if row.before is not None]
-    if not asked:
+    """Return the columns of updates, [1 + len(STORAGE_FORMATS), blocks].
+
+    They count the weights that had a gradient, and those of them that each format would leave where
+    they were; zeros where a row is of no updates.
+    """
+    found = torch.zeros(1 + len(STORAGE_FORMATS), sum(lengths), dtype=torch.float32, device=device)
+    updates = [i for i, row in enumerate(rows) if row.weights_before is not None]
+    if not updates:
         return found
-    before = _blocks([rows[i].before for i in asked])  # type: ignore[misc]
-    update = _blocks([to_float32(rows[i].sample.values) for i in asked])
-    pulled = _blocks([rows[i].pulled.float() for i in asked]) != 0  # type: ignore[union-attr]
-    columns = [pulled.sum(1)]
-    for fmt in STORED:
+    before = _blocks([rows[i].weights_before for i in updates])  # type: ignore[misc]
+    update = _blocks([to_float32(rows[i].sample.values) for i in updates])
+    flags = [rows[i].has_gradient.float() for i in updates]  # type: ignore[union-attr]
+    has_gradient = _blocks(flags) != 0
+    columns = [has_gradient.sum(1)]
+    for fmt in STORAGE_FORMATS:
         held = round_to_format(before, fmt)
-        columns.append(((round_to_format(held + update, fmt) == held) & pulled).sum(1))
+        unmoved = round_to_format(held + update, fmt) == held
+        columns.append((unmoved & has_gradient).sum(1))
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in asked])
-    found[:, torch.tensor(where, device=device)] = torch.stack(columns).float()
+    blocks = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in updates])
+    found[:, torch.tensor(blocks, device=device)] = torch.stack(columns).float()
     return found
 
 
-def _unpacked(
+def _unpack(
     rows: Sequence[SampledTensor], lengths: Sequence[int], packed: NDArray[np.float64]
 ) -> list[ExponentCounts]:
+    """Return the counts of each tensor from the transferred numbers, scaled up to all of it."""
     blocks = sum(lengths)
     table = packed[: _COLUMNS * blocks].reshape(_COLUMNS, blocks)
     largest = packed[_COLUMNS * blocks :][: len(rows)]
-    exponents = packed[-EXPONENTS * len(rows) :].reshape(len(rows), EXPONENTS)
+    exponents = packed[-EXPONENT_BINS * len(rows) :].reshape(len(rows), EXPONENT_BINS)
     starts = np.cumsum([0, *lengths[:-1]])
     table[_ENERGY_COLUMNS] *= table[_TOP] ** 2
     sums = np.add.reduceat(table, starts, axis=1)
     found = []
     for i, row in enumerate(rows):
-        taken, share = len(row.sample.values), row.sample.elements / len(row.sample.values)
-        padding = lengths[i] * BLOCK - taken
+        taken = len(row.sample.values)
+        share = row.sample.elements / taken
+        padding = lengths[i] * BLOCK_ELEMENTS - taken
+        # Values that are not finite were measured as zeros.
         zeros = sums[0, i] - padding - sums[1, i]
         exponents[i, 0] -= sums[0, i]
         not_finite = sums[1, i] * share
@@ -265,44 +334,55 @@ def quantization_losses(counted: Sequence[ExponentCounts]) -> dict[str, Quantiza
 
     SQNR is 10 log10(sum x**2 / sum (x - q(x))**2) dB over all of their finite values x together: a
     tensor weighs by its energy, so that one of rounding errors alone (the gradient of a bias of
-    attention keys, zero in exact arithmetic) weighs nothing beside the weight of the same module.
+    attention keys, zero in exact arithmetic) weighs nothing next to the weight of the same module.
     """
     sums = np.sum([c.sums for c in counted], axis=0)
     values = sum(c.exponents.sum() for c in counted)
-    signal, pulled = sums[_LEADING.index("signal")], sums[-1 - len(STORED)]
+    signal = sums[_LEADING.index("signal")]
+    with_gradient = sums[-1 - len(STORAGE_FORMATS)]
     below = _negligible(counted)
+
+    def share(count: float) -> float:
+        return float(count / values) if values else 0.0
+
     found = {}
     for i, (name, fmt, scaled) in enumerate(READINGS):
         start = len(_LEADING) + i * len(_PER_READING)
         underflow, subnormal, overflow, noise, small = sums[start : start + len(_PER_READING)]
-        # Negligible values and those that become zero are both the smallest of their tensor.
+        # Negligible values and those that become zero are both the smallest of their tensor, so
+        # the fewer of the two are those that are both.
         vanish = np.array([c.sums[start] for c in counted])
         negligible = float(np.minimum(vanish, below).sum())
         if not scaled:
+            # The largest value is known of the whole tensor, the count of the sample alone.
             overflow = max(overflow, _overflows(counted, fmt))
-        stays = None
-        if pulled and fmt in STORED and not scaled:
-            stays = float(sums[STORED.index(fmt) - len(STORED)] / pulled)
-        shares = [underflow, subnormal, overflow, negligible]
-        shares = [float(n / values) if values else 0.0 for n in shares]
+        swallowed = None
+        if with_gradient and fmt in STORAGE_FORMATS and not scaled:
+            unmoved = sums[STORAGE_FORMATS.index(fmt) - len(STORAGE_FORMATS)]
+            swallowed = float(unmoved / with_gradient)
         found[name] = QuantizationLoss(
-            *shares[:3],
+            share(underflow),
+            share(subnormal),
+            share(overflow),
             sqnr_db=10 * math.log10(signal / noise) if noise else None,
-            swallowed=stays,
-            negligible=shares[3],
+            swallowed=swallowed,
+            negligible=share(negligible),
             underflow_noise=float(small / signal) if signal else 0.0,
         )
     return found
 
 
 def _negligible(counted: Sequence[ExponentCounts]) -> NDArray[np.float64]:
-    """Count each tensor's values that are more than NEGLIGIBLE powers of two below the largest of
-    all of them."""
+    """Count the negligible values of each tensor, [tensors].
+
+    These are more than NEGLIGIBLE_EXPONENT_GAP powers of two below the largest of all tensors.
+    """
     used = np.flatnonzero(np.sum([c.exponents for c in counted], axis=0))
     largest = [c.largest for c in counted if np.isfinite(c.largest) and c.largest]
-    exponents = [math.frexp(value)[1] + 126 for value in largest]  # 0.5 <= mantissa < 1
+    # frexp's mantissa is from 0.5 to 1, IEEE's from 1 to 2: a bias of 126, not of 127.
+    exponents = [math.frexp(value)[1] + 126 for value in largest]
     highest = max([0, *used[-1:].tolist(), *exponents])
-    below = max(0, highest - NEGLIGIBLE)
+    below = max(0, highest - NEGLIGIBLE_EXPONENT_GAP)
     return np.array([c.exponents[:below].sum() for c in counted])
 
 

@@ -22,7 +22,11 @@ _UNMEASURED = nullcontext()
 
 
 def check_numerics(spec: RunSpec, strategy: Strategy) -> None:
-    """Raise ConfigError where the run's tensors cannot be measured."""
+    """Refuse to measure tensors that the strategy shards.
+
+    Raises:
+        ConfigError: each process has only a part of every tensor.
+    """
     if spec.numerics.every is not None and strategy.shards:
         raise ConfigError(
             f"numerics.every={spec.numerics.every} measures whole tensors, and "
@@ -33,7 +37,7 @@ def check_numerics(spec: RunSpec, strategy: Strategy) -> None:
 
 @dataclass(frozen=True)
 class NumericsOutput:
-    """Where the numbers of a run go.
+    """The files and metrics that the measurements of a run are written to.
 
     Attributes:
         folder: of the run; numerics.json, .png and .html are written there.
@@ -56,7 +60,7 @@ class NumericsCallback(Callback):
     Args:
         state: of the training.
         every: optimizer steps between two measurements.
-        output: where the numbers go.
+        output: the files and metrics to write.
     """
 
     key = "numerics"
@@ -87,6 +91,7 @@ class NumericsCallback(Callback):
     def _record(self, snapshot: NumericsSnapshot) -> None:
         """Keep a snapshot, and record the worst shares of its tensors as metrics."""
         self.snapshots.append(snapshot)
+        # The worst module of each share: a mean over a whole model would hide one bad layer.
         numerics = self.numerics
         underflow: list[float] = []
         overflow: list[float] = []
@@ -94,7 +99,7 @@ class NumericsCallback(Callback):
         for measured in snapshot.measured:
             # An update is added to a weight: it is lost by being swallowed, not by underflow.
             if measured.kind != "updates":
-                lost = numerics.lost(measured, numerics.computed_in)
+                lost = numerics.quantization_loss(measured, numerics.computed_in)
                 underflow.append(lost.vanishing)
                 overflow.append(lost.overflow)
             share = measured.formats[numerics.stored_in].swallowed
@@ -109,7 +114,8 @@ class NumericsCallback(Callback):
         self.output.tracker.log_metrics([(snapshot.step, now_ms(), values)])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """On resume, keep the earlier snapshots up to the checkpoint's step."""
+        """On resume, read the snapshots up to the checkpoint's step from the run's folder."""
+        # Later ones are measured again, of the steps that are trained again.
         with suppress(ConfigError):  # the file is missing or damaged: the report begins here
             earlier = read(self.output.folder).looks
             self.snapshots = [snap for snap in earlier if snap.step <= self.state.step]
@@ -126,7 +132,8 @@ class NumericsCallback(Callback):
             write_page,
         )
 
-        numerics, output = self.numerics, self.output
+        numerics = self.numerics
+        output = self.output
         page = output.folder / "numerics.html"
         output.save_artifact(output.folder / NUMERICS, numerics.write)
         output.save_artifact(

@@ -1,4 +1,4 @@
-"""What looks found, as a page and as heat maps of modules over steps."""
+"""Show what was measured of a run's numbers as a page and as heat maps of modules over steps."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.diagnostics.numerics.loss_scales import FIRST, OTHERS, loss_scales, suitable_range
+from runner.diagnostics.numerics.loss_scales import (
+    INITIAL_SCALE,
+    KINDS_WITHOUT_GRADIENTS,
+    loss_scales,
+    suitable_range,
+)
 from runner.diagnostics.numerics.results import (
     KINDS,
-    NEGLIGIBLE,
-    NOISE,
-    SWALLOWED,
-    VANISHED,
+    NEGLIGIBLE_EXPONENT_GAP,
+    NOISE_SHARE_LIMIT,
+    SWALLOWED_SHARE_LIMIT,
+    VANISHING_SHARE_LIMIT,
     Numerics,
     Sensitivity,
     TensorStats,
@@ -28,17 +33,20 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap, LogNorm
     from matplotlib.figure import Figure
 
-ROWS, COLUMNS = 40, 40
-"""Modules and steps that a heat map shows at most."""
-WORST, ALL = 12, 10**9
-LEAST = 1e-5
-"""Share from which on a cell is coloured."""
-LACKS: dict[Sensitivity, str] = {
+MAX_MAP_ROWS = 40
+"""Modules that a heat map shows; of more, those that lose most."""
+MAX_MAP_STEPS = 40
+"""Columns of a heat map; where there are more steps, a column has the worst of several."""
+WORST_TABLE_ROWS = 12
+ALL = 10**9
+MIN_COLOURED_SHARE = 1e-5
+"""Least share that a cell is coloured for."""
+VERDICTS: dict[Sensitivity, str] = {
     "range": "lacks range",
     "precision": "lacks precision",
     "none": "would do",
 }
-TONES: dict[Sensitivity, Tone] = {"range": "bad", "precision": "bad", "none": "good"}
+VERDICT_TONES: dict[Sensitivity, Tone] = {"range": "bad", "precision": "bad", "none": "good"}
 
 
 def numerics_summary(numerics: Numerics) -> str:
@@ -47,46 +55,58 @@ def numerics_summary(numerics: Numerics) -> str:
 
 
 def format_verdict(numerics: Numerics, fmt: str) -> str:
-    """Say in words what a format lacks. Gradients that a loss scale saves lack no range; updates
-    that are swallowed matter to who stores weights in the format alone."""
+    """Return in words what a format lacks.
+
+    Gradients that a loss scale saves lack no range; updates that are swallowed matter only where
+    weights are stored in the format alone.
+    """
     scaled = fmt == "float16" and suitable_range(numerics) is not None
-    does = "would do with a loss scale" if scaled else "would do"
-    kinds = OTHERS if scaled else KINDS
-    found, reasons = numerics.sensitivity(fmt, kinds), numerics.reasons(fmt, kinds)
-    if found == "precision" and all(what != "noise" for *_, what, _ in reasons):
-        return f"{does}, but not to store weights in"
-    return does if found == "none" else LACKS[found]
+    good = "would do with a loss scale" if scaled else "would do"
+    kinds = KINDS_WITHOUT_GRADIENTS if scaled else KINDS
+    lacks = numerics.sensitivity(fmt, kinds)
+    reasons = numerics.reasons(fmt, kinds)
+    if lacks == "precision" and all(what != "noise" for *_, what, _ in reasons):
+        return f"{good}, but not to store weights in"
+    return good if lacks == "none" else VERDICTS[lacks]
 
 
 def write_page(numerics: Numerics, label: str, path: Path) -> Path:
-    """Write the report as a page, the run's own format first. Raises OSError: it cannot be
-    written."""
+    """Write the report as a page, the run's own format first.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     own = numerics.computed_in
     order = [own, *(fmt for fmt in FORMATS if fmt != own)]
     blocks: list[Block] = [*_top(numerics, order)]
     for fmt in order:
-        blocks += [
-            Heading(fmt),
-            Charts([svg_element(heat_maps(numerics, fmt))]),
-            _worst(numerics, fmt),
-        ]
-    path.write_text(to_html(f"Numerics of {label}", [*blocks, *_reading(numerics)]))
+        blocks.append(Heading(fmt))
+        blocks.append(Charts([svg_element(heat_maps(numerics, fmt))]))
+        blocks.append(_worst_table(numerics, fmt))
+    blocks += _explanations(numerics)
+    path.write_text(to_html(f"Numerics of {label}", blocks))
     return path
 
 
 def draw_heat_maps(numerics: Numerics, path: Path) -> Path:
-    """Draw the heat maps of the run's own compute format. Raises OSError: it cannot be written."""
+    """Draw the heat maps of the run's own compute format into a file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     heat_maps(numerics, numerics.computed_in).savefig(path, dpi=110)
     return path
 
 
 def format_share(value: float) -> str:
-    """In percent."""
+    """Return a share in percent, with two digits below 99.5 %."""
+    # Two digits would make 1e+02 of a whole.
     return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:.0f} %"
 
 
 def _top(numerics: Numerics, order: Sequence[str]) -> Iterator[Block]:
-    steps = [look.step for look in numerics.looks]
+    """Yield the summary, and a table with a verdict for each format."""
+    steps = [snapshot.step for snapshot in numerics.looks]
     yield Text(
         f"precision={numerics.precision}, stores {numerics.storage}, computes {numerics.compute} · "
         f"{len(steps)} looks, steps {steps[0]} to {steps[-1]}",
@@ -94,74 +114,80 @@ def _top(numerics: Numerics, order: Sequence[str]) -> Iterator[Block]:
     )
     yield Text(f"{numerics_summary(numerics)}.", "answer")
     yield Text(loss_scale_sentence(numerics), "small")
-    rows = []
-    for fmt in order:
-        worst = [Cell("nothing is lost", "quiet")]
-        for module, kind, what, value in (numerics.reasons(fmt) or numerics.worst(fmt, ALL))[:1]:
-            worst = [Cell(module, note=kind), Cell(what), Cell(format_share(value))]
-        worst += [Cell("")] * (3 - len(worst))
-        text = format_verdict(numerics, fmt)
-        good = text == "would do with a loss scale"
-        tone = "good" if good else TONES[numerics.sensitivity(fmt)]
-        rows.append([Cell(fmt), Cell(text, tone), *worst])
     head = ["format", "verdict", "worst module", "what", "share"]
+    rows = [_verdict_row(numerics, fmt) for fmt in order]
     yield Table(head, rows, frozenset({0, 1, 2, 3}))
 
 
+def _verdict_row(numerics: Numerics, fmt: str) -> list[Cell]:
+    """Return a format, its verdict, and the module that is the worst reason for it."""
+    verdict = format_verdict(numerics, fmt)
+    # The sensitivity is that at the run's own loss scale: it knows nothing of a better one.
+    good = verdict == "would do with a loss scale"
+    tone = "good" if good else VERDICT_TONES[numerics.sensitivity(fmt)]
+    worst = [Cell("nothing is lost", "quiet"), Cell(""), Cell("")]
+    # A format that would do has no reason, but may lose something all the same.
+    complaints = numerics.reasons(fmt) or numerics.worst(fmt, ALL)
+    if complaints:
+        module, kind, what, value = complaints[0]
+        worst = [Cell(module, note=kind), Cell(what), Cell(format_share(value))]
+    return [Cell(fmt), Cell(verdict, tone), *worst]
+
+
 def loss_scale_sentence(numerics: Numerics) -> str:
-    """Say what a loss scale does to float16's gradients: the one in force, and any other."""
-    force = _in_force(numerics) or "none"
+    """Return what a loss scale does to float16's gradients: the one in force, and any other."""
+    in_force = _scales_in_force(numerics) or "none"
     lacks = numerics.sensitivity("float16", ["gradients"])
-    fate = "do not fit" if lacks == "range" else "fit"
-    begun = f"Gradients in float16: with the loss scale in force ({force}) they {fate}."
+    fit = "do not fit" if lacks == "range" else "fit"
+    begun = f"Gradients in float16: with the loss scale in force ({in_force}) they {fit}."
     found = loss_scales(numerics)
     if found is None:
         return f"{begun} No loss scale makes all of them fit."
-    least, greatest = found
-    text = f"{begun} Loss scales from {least:g} to {greatest:g} make them fit"
-    if greatest < FIRST:
-        skipped = round(math.log2(FIRST / greatest))
-        return (
-            f"{text}; 16-mixed begins with {FIRST:g} and skips up to {skipped} steps to get there."
-        )
-    if least > FIRST:
-        typed = f"type precision.loss_scale.init_scale={least:g}"
-        return f"{text}; 16-mixed begins with {FIRST:g}: {typed}."
-    return f"{text}; 16-mixed begins with {FIRST:g}, which does."
+    text = f"{begun} Loss scales from {found.lowest:g} to {found.highest:g} make them fit"
+    initial = f"16-mixed begins with {INITIAL_SCALE:g}"
+    if found.highest < INITIAL_SCALE:
+        # A dynamic scale is halved after a skipped step.
+        skipped = round(math.log2(INITIAL_SCALE / found.highest))
+        return f"{text}; {initial} and skips up to {skipped} steps to get there."
+    if found.lowest > INITIAL_SCALE:
+        # A dynamic scale grows, too, but by default doubles only after 2000 steps.
+        return f"{text}; {initial}: type precision.loss_scale.init_scale={found.lowest:g}."
+    return f"{text}; {initial}, which does."
 
 
-def _in_force(numerics: Numerics) -> str:
-    """Return the loss scales of the looks in words, empty where there was none."""
+def _scales_in_force(numerics: Numerics) -> str:
+    """Return the loss scales of the snapshots in words, empty where there was none."""
     scales = [look.loss_scale for look in numerics.looks if look.loss_scale is not None]
     if not scales:
         return ""
-    low, high = min(scales), max(scales)
+    low = min(scales)
+    high = max(scales)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-def _worst(numerics: Numerics, fmt: str) -> Block:
-    found = numerics.worst(fmt, WORST)
-    if not found:
+def _worst_table(numerics: Numerics, fmt: str) -> Block:
+    """Return a table of the modules that lose most in a format."""
+    complaints = numerics.worst(fmt, WORST_TABLE_ROWS)
+    if not complaints:
         return Text("Nothing is lost.", "small")
     rows = [
         [Cell(module), Cell(kind), Cell(what), Cell(format_share(value), bar=value)]
-        for module, kind, what, value in found
+        for module, kind, what, value in complaints
     ]
     return Table(["worst module", "kind", "what", "share"], rows, frozenset({0, 1, 2}))
 
 
-def _reading(numerics: Numerics) -> Iterator[Block]:
-    scaled = _in_force(numerics) or "1, for the run has none"
-    vanished, noise, swallowed = (
-        format_share(VANISHED),
-        format_share(NOISE),
-        format_share(SWALLOWED),
-    )
+def _explanations(numerics: Numerics) -> Iterator[Block]:
+    """Yield a list of the page's terms, with the limits of the verdicts."""
+    scaled = _scales_in_force(numerics) or "1, for the run has none"
+    vanished = format_share(VANISHING_SHARE_LIMIT)
+    noise = format_share(NOISE_SHARE_LIMIT)
+    swallowed = format_share(SWALLOWED_SHARE_LIMIT)
     yield Heading("How to read this")
-    said = {
+    terms = {
         "overflow, underflow": "shares of the values other than zero that are past the largest of "
-        f"the format, that become zero and are at least 2^-{NEGLIGIBLE} of the largest of their "
-        "module and kind (what is smaller is float32's own rounding error)",
+        f"the format, that become zero and are at least 2^-{NEGLIGIBLE_EXPONENT_GAP} of the "
+        "largest of their module and kind (what is smaller is float32's own rounding error)",
         "swallowed": "share of the weights with a gradient that stay where they are, were they "
         "stored in the format",
         "noise": "energy of the rounding error over the energy of the values, of all tensors of "
@@ -175,26 +201,32 @@ def _reading(numerics: Numerics) -> Iterator[Block]:
         "gradients": f"before clipping, multiplied by the loss scale ({scaled})",
         "FP8": "after a scale per tensor to the largest value of the format",
         "heat maps": "underflow and overflow together, for updates what is swallowed; white is "
-        f"less than {LEAST:g}. Tables hold means over the looks",
+        f"less than {MIN_COLOURED_SHARE:g}. Tables hold means over the looks",
     }
-    yield Items(list(said.items()), small=True)
+    yield Items(list(terms.items()), small=True)
 
 
-def table_cells(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDArray[np.float64]]:
-    """Modules in the model's order, and the share that each loses at each look, [modules, looks];
-    NaN where it was not measured."""
-    names = list(dict.fromkeys(m.module for look in numerics.looks for m in look.measured))
-    found = np.full((len(names), len(numerics.looks)), np.nan)
-    for column, look in enumerate(numerics.looks):
-        for m in look.measured:
-            if m.kind == kind:
-                found[names.index(m.module), column] = _cell(numerics, fmt, m)
-    return names, found
+def lost_shares(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDArray[np.float64]]:
+    """Return the share that each module loses at each snapshot.
+
+    Returns:
+        The modules in the model's order, and the shares, [modules, snapshots]; NaN where a module
+        was not measured.
+    """
+    measured = [stats for snapshot in numerics.looks for stats in snapshot.measured]
+    # A dict keeps the order and, unlike a set, drops repetitions with it.
+    names = list(dict.fromkeys(stats.module for stats in measured))
+    shares = np.full((len(names), len(numerics.looks)), np.nan)
+    for column, snapshot in enumerate(numerics.looks):
+        for stats in snapshot.measured:
+            if stats.kind == kind:
+                shares[names.index(stats.module), column] = _lost_share(numerics, fmt, stats)
+    return names, shares
 
 
-def _cell(numerics: Numerics, fmt: str, m: TensorStats) -> float:
-    lost = numerics.lost(m, fmt)
-    if m.kind == "updates":
+def _lost_share(numerics: Numerics, fmt: str, stats: TensorStats) -> float:
+    lost = numerics.quantization_loss(stats, fmt)
+    if stats.kind == "updates":
         return np.nan if lost.swallowed is None else lost.swallowed
     return min(1.0, lost.vanishing + lost.overflow)
 
@@ -204,68 +236,77 @@ def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    every = {kind: table_cells(numerics, fmt, kind) for kind in KINDS}
-    names = every[KINDS[0]][0]
-    shown = {kind: found for kind, (_, found) in every.items() if not np.isnan(found).all()}
-    rows = _rows(list(shown.values()))
-    groups = np.array_split(np.arange(len(numerics.looks)), min(COLUMNS, len(numerics.looks)))
+    tables = {kind: lost_shares(numerics, fmt, kind) for kind in KINDS}
+    names, _ = tables[KINDS[0]]  # the modules are the same for every kind
+    shown = {kind: shares for kind, (_, shares) in tables.items() if not np.isnan(shares).all()}
+    rows = _most_lossy_rows(list(shown.values()))
+    columns = min(MAX_MAP_STEPS, len(numerics.looks))
+    groups = np.array_split(np.arange(len(numerics.looks)), columns)
     steps = [numerics.looks[group[-1]].step for group in groups]
+    # Set here, for a user's matplotlibrc may choose other fonts or LaTeX.
     with rc_context({"font.size": 8, "font.family": FONT, "text.usetex": False}):
-        figure = Figure(
-            figsize=(2.6 + 2.4 * len(shown), 1.3 + 0.19 * len(rows)), layout="constrained"
-        )
-        for i, (kind, found) in enumerate(shown.items(), 1):
+        size = (2.6 + 2.4 * len(shown), 1.3 + 0.19 * len(rows))
+        figure = Figure(figsize=size, layout="constrained")
+        for i, (kind, shares) in enumerate(shown.items(), 1):
             axes = figure.add_subplot(1, len(shown), i)
-            _panel(axes, np.stack([np.fmax.reduce(found[rows][:, g], axis=1) for g in groups], 1))
+            # The worst of a group: one bad step among hundreds must stay visible.
+            worst = [np.fmax.reduce(shares[rows][:, group], axis=1) for group in groups]
+            _draw_panel(axes, np.stack(worst, 1))
             axes.set_title(kind, fontsize=9)
-            ticks = sorted({*range(0, len(steps), -(-len(steps) // 5))})
+            ticks = list(range(0, len(steps), -(-len(steps) // 5)))
             axes.set_xticks(ticks, [str(steps[t]) for t in ticks])
             axes.set_xlabel("optimizer step")
-            labels = [_label(names[r]) if i == 1 else "" for r in rows]
+            labels = [_module_label(names[r]) if i == 1 else "" for r in rows]
+            # A module's name may hold a $, which is no mathematics.
             axes.set_yticks(range(len(rows)), labels, parse_math=False)
-        _colours(figure, fmt, len(rows), len(names))
+        _draw_colour_bar(figure, fmt, len(rows), len(names))
     return figure
 
 
-def _label(name: str, most: int = 34) -> str:
-    """Return the end of a dotted name, which tells modules of one kind apart."""
+def _module_label(name: str, most: int = 34) -> str:
+    """Return at most so many characters of a dotted name.
+
+    The end is shown: it distinguishes modules of one kind.
+    """
     return plain_label(name if len(name) <= most else f"…{name[1 - most :]}", most)
 
 
-def _rows(found: Sequence[NDArray[np.float64]]) -> list[int]:
-    """Modules that have room, those that lose most, in the model's order."""
-    most = np.sum([np.nan_to_num(f).max(axis=1) for f in found], axis=0)
-    return sorted(np.argsort(-most, kind="stable")[:ROWS].tolist())
+def _most_lossy_rows(shares: Sequence[NDArray[np.float64]]) -> list[int]:
+    """Return the MAX_MAP_ROWS modules that lose most, in the model's order."""
+    most = np.sum([np.nan_to_num(kind).max(axis=1) for kind in shares], axis=0)
+    return sorted(np.argsort(-most, kind="stable")[:MAX_MAP_ROWS].tolist())
 
 
-def _panel(axes: "Axes", found: NDArray[np.float64]) -> None:
-    """Coloured squares; nothing is drawn where nothing is lost."""
+def _draw_panel(axes: "Axes", shares: NDArray[np.float64]) -> None:
+    """Draw coloured squares, and nothing where nothing is lost."""
     from matplotlib.collections import PolyCollection
 
-    rows, columns = np.nonzero(found >= LEAST)
+    rows, columns = np.nonzero(shares >= MIN_COLOURED_SHARE)
     corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)])
     squares = np.stack([columns, rows], 1)[:, None, :] + corners
-    values = found[rows, columns]
-    cmap, norm = _look()
+    values = shares[rows, columns]
+    cmap, norm = _colour_scale()
     axes.add_collection(PolyCollection(list(squares), array=values, cmap=cmap, norm=norm))
-    axes.set_xlim(-0.5, found.shape[1] - 0.5)
-    axes.set_ylim(found.shape[0] - 0.5, -0.5)
+    axes.set_xlim(-0.5, shares.shape[1] - 0.5)
+    axes.set_ylim(shares.shape[0] - 0.5, -0.5)
     axes.tick_params(length=0)
 
 
-def _look() -> tuple["Colormap", "LogNorm"]:
-    """Of so few colours that matplotlib puts no bitmap into an SVG, which the page would refuse."""
+def _colour_scale() -> tuple["Colormap", "LogNorm"]:
+    """Return the colours of shares, on a logarithmic scale."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
 
-    return colormaps["viridis_r"].resampled(20), LogNorm(LEAST, 1.0)
+    # With more colours matplotlib puts a bitmap into the SVG, which the page would refuse.
+    return colormaps["viridis_r"].resampled(20), LogNorm(MIN_COLOURED_SHARE, 1.0)
 
 
-def _colours(figure: "Figure", fmt: str, rows: int, names: int) -> None:
+def _draw_colour_bar(figure: "Figure", fmt: str, rows: int, names: int) -> None:
+    """Add the title and the colour bar."""
     from matplotlib.cm import ScalarMappable
 
     some = f", the {rows} of {names} modules that lose most" if rows < names else ""
     figure.suptitle(f"share of values that {fmt} loses{some}", fontsize=9)
-    cmap, norm = _look()
-    drawn = ScalarMappable(norm, cmap)
-    figure.colorbar(drawn, ax=figure.axes, fraction=0.03, label="share", aspect=max(5, rows))
+    cmap, norm = _colour_scale()
+    mappable = ScalarMappable(norm, cmap)
+    figure.colorbar(mappable, ax=figure.axes, fraction=0.03, label="share", aspect=max(5, rows))

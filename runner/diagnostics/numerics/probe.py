@@ -1,7 +1,7 @@
-"""Looking at the numbers of one optimizer step: samples taken by hooks, measured at its end."""
+"""Measure the tensors of one optimizer step: hooks take samples, which are measured at its end."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,178 +24,234 @@ from runner.diagnostics.numerics.measure import (
 from runner.diagnostics.numerics.results import KINDS, NumericsSnapshot, TensorStats
 from runner.training.state import TrainState
 
-CALLS = 4
-"""Of a module that a forward calls several times, so many outputs are measured."""
-INSIDE = 16
-"""So many results of operations in a module's own forward."""
+MAX_CALLS_PER_MODULE = 4
+"""Calls of one module in a forward whose outputs are measured; later calls are not."""
+MAX_INNER_OPERATIONS = 16
+"""Operations in a module's own forward whose results are measured; later ones are not."""
 
 
 def modules_holding_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Sequence[Tensor]]]:
-    """Modules that hold parameters of their own, by dotted name, each once; a parameter that
-    several hold belongs to the first."""
+    """Yield the modules that hold parameters of their own: dotted name, module, its parameters.
+
+    Each module comes once; a parameter that several modules share belongs to the first of them.
+    """
     seen: set[int] = set()
     for name, module in model.named_modules():
         held = list(module.parameters(recurse=False))
-        mine = [p for p in held if id(p) not in seen]
+        unseen = [p for p in held if id(p) not in seen]
         seen.update(map(id, held))
         if held:
-            yield name or "(model)", module, mine
+            yield name or "(model)", module, unseen
 
 
 class OperationWatcher(TorchFunctionMode):
-    """Shows the results of operations inside modules' own code, where numbers may leave a format
-    that inputs and outputs fit in. torch's own modules have nothing inside that counts."""
+    """Reports the results of operations inside the forward of modules that are not torch's own.
 
-    def __init__(self, seen: Callable[[str, Any], None]) -> None:
+    Numbers may leave a format's range there although inputs and outputs fit. torch's own modules
+    are single operations: their output is measured by another hook.
+
+    Args:
+        record: called with the dotted name of the running module and an operation's result.
+    """
+
+    def __init__(self, record: Callable[[str, Any], None]) -> None:
         super().__init__()
-        self.seen = seen
-        self._within: list[str] = []
+        self.record = record
+        # The modules whose forward is running, the innermost last; "" for one of torch's.
+        self._running: list[str] = []
 
     def watch(self, name: str, module: nn.Module) -> Iterator[Any]:
-        """Hooks that tell when a module's forward runs."""
-        inside = name if is_user_code(module) else ""
-        yield module.register_forward_pre_hook(lambda *_: self._within.append(inside))
-        yield module.register_forward_hook(
-            lambda *_: return_nothing(self._within.pop()), always_call=True
-        )
+        """Register hooks that note when a module's forward runs, and yield their handles."""
+        recorded_name = name if is_user_code(module) else ""
+        yield module.register_forward_pre_hook(lambda *_: self._running.append(recorded_name))
+        # always_call: after a forward that raises, the stack would otherwise name a wrong module.
+        yield module.register_forward_hook(self._end_forward, always_call=True)
+
+    def _end_forward(self, *_: object) -> None:
+        # Returns None in any case: torch takes another value as the module's new output.
+        self._running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._within and self._within[-1]:
-            self.seen(self._within[-1], result)
+        if self._running and self._running[-1]:
+            self.record(self._running[-1], result)
         return result
 
 
 def is_user_code(module: nn.Module) -> bool:
-    """Whether a module is not one of torch's own."""
+    """Return whether a module is not one of torch's own."""
     return not type(module).__module__.startswith("torch.")
 
 
-def return_nothing(_: object) -> None:
-    """Return None, by which a hook changes nothing."""
-
-
 class Probe:
-    """Context around an optimizer step. Nothing that the step computes is altered, and nothing is
-    read from the device before its end.
+    """Context around an optimizer step that measures its tensors.
+
+    The step computes the same bits as without the probe, and nothing is read from the device before
+    the step ends.
 
     Args:
         state: of the run.
-        seen: called with what was found, where the step ended well.
+        record: called with the measurements of a step that ended without an exception.
     """
 
-    def __init__(self, state: TrainState, seen: Callable[[NumericsSnapshot], None]) -> None:
-        self.state, self.seen = state, seen
+    def __init__(self, state: TrainState, record: Callable[[NumericsSnapshot], None]) -> None:
+        self.state = state
+        self.record = record
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
+        # The scale is read now: the step itself may change it.
         self._scale = self.state.scale.value
         self._activations: dict[str, list[Sample]] = defaultdict(list)
-        self._inside: dict[str, list[Sample]] = defaultdict(list)
-        self._counted: dict[str, list[Tensor]] = defaultdict(list)
+        self._inner: dict[str, list[Sample]] = defaultdict(list)
+        self._inner_tensors: dict[str, list[Tensor]] = defaultdict(list)
         self._gradients: dict[int, Sample] = {}
         self._weights: list[tuple[str, Tensor, Sample]] = []
-        model, trainable = self.state.plain_model, {id(p) for p in self.state.trainable}
-        self._hooks.callback(model.register_forward_pre_hook(self._begin).remove)
-        operations = OperationWatcher(self._operation)
+        model = self.state.plain_model
+        # A forward hook on the whole model: it runs once for each micro-batch.
+        self._hooks.callback(model.register_forward_pre_hook(self._begin_forward).remove)
+        self._watch_operations(model)
+        self._watch_tensors(model)
+
+    def _watch_operations(self, model: nn.Module) -> None:
+        """Record the results of operations inside the user's modules."""
+        operations = OperationWatcher(self._record_operation)
         for name, module in model.named_modules():
             for hook in operations.watch(name or "(model)", module):
                 self._hooks.callback(hook.remove)
         self._hooks.enter_context(operations)
+
+    def _watch_tensors(self, model: nn.Module) -> None:
+        """Sample the weights, and record outputs and gradients when the step makes them."""
+        trainable = {id(p) for p in self.state.trainable_parameters}
         for name, module, params in modules_holding_tensors(model):
-            after = self._output(name, is_user_code(module))
-            self._hooks.callback(module.register_forward_hook(after).remove)
+            record_output = self._output_hook(name, is_user_code(module))
+            self._hooks.callback(module.register_forward_hook(record_output).remove)
             for p in filter(is_measurable, params):
+                # Before the step: the update is the difference to a second sample after it, so no
+                # optimizer has to cooperate.
                 self._weights.append((name, p, take_sample(p)))
                 if id(p) in trainable:
-                    hook = p.register_post_accumulate_grad_hook(self._gradient)
+                    hook = p.register_post_accumulate_grad_hook(self._record_gradient)
                     self._hooks.callback(hook.remove)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._hooks.close()
-        look = None if error else self._look()
-        del self._activations, self._inside, self._counted, self._gradients, self._weights
-        if look:
-            self.seen(look)
+        snapshot = None if error else self._measure()
+        # Samples are freed now: a probe lives as long as its run.
+        del self._activations, self._inner, self._inner_tensors, self._gradients, self._weights
+        if snapshot:
+            self.record(snapshot)
 
-    def _begin(self, *_: object) -> None:
-        """Of several micro-batches the last one counts."""
+    def _begin_forward(self, *_: object) -> None:
+        """Drop the activations of the micro-batch before: the last one of a step is measured."""
         self._activations.clear()
-        self._inside.clear()
+        self._inner.clear()
 
-    def _operation(self, name: str, result: Any) -> None:
-        held = self._inside[name]
-        if isinstance(result, Tensor) and is_measurable(result) and len(held) < INSIDE:
-            held.append(take_sample(result, masked=True))
-            self._counted[name].append(result)
+    def _record_operation(self, name: str, result: Any) -> None:
+        samples = self._inner[name]
+        if len(samples) >= MAX_INNER_OPERATIONS:
+            return
+        if isinstance(result, Tensor) and is_measurable(result):
+            samples.append(take_sample(result, masked=True))
+            # The tensor itself is held until the module returns: a freed one's id may be reused.
+            self._inner_tensors[name].append(result)
 
-    def _output(self, name: str, masked: bool) -> Callable[[nn.Module, Any, Any], None]:
-        def after(_: nn.Module, args: Any, output: Any) -> None:
-            if len(held := self._activations[name]) < CALLS:
-                counted = {id(t) for t in self._counted[name]}
-                found = (
-                    t for t in tree_leaves(output) if isinstance(t, Tensor) and is_measurable(t)
-                )
-                held.extend(take_sample(t, masked) for t in found if id(t) not in counted)
-            self._counted[name].clear()
+    def _output_hook(self, name: str, masked: bool) -> Callable[[nn.Module, Any, Any], None]:
+        """Return a forward hook that samples a module's outputs."""
 
-        return after
+        def record_output(_: nn.Module, args: Any, output: Any) -> None:
+            samples = self._activations[name]
+            if len(samples) < MAX_CALLS_PER_MODULE:
+                # An output that is also the result of a measured operation counts once.
+                counted = {id(t) for t in self._inner_tensors[name]}
+                for leaf in tree_leaves(output):
+                    measurable = isinstance(leaf, Tensor) and is_measurable(leaf)
+                    if measurable and id(leaf) not in counted:
+                        samples.append(take_sample(leaf, masked))
+            self._inner_tensors[name].clear()
 
-    def _gradient(self, param: Tensor) -> None:
-        """As the backward left it: multiplied by the loss scale, not clipped, the micro-batches
-        so far added up. A sparse one is measured as the dense one that it stands for."""
+        return record_output
+
+    def _record_gradient(self, param: Tensor) -> None:
+        """Sample a gradient as the backward leaves it.
+
+        It is multiplied by the loss scale, not clipped, and holds the sum over the micro-batches so
+        far. A sparse one is measured as the dense one that it stands for.
+        """
         grad = param.grad
         if grad is not None and grad.layout is torch.sparse_coo:
             grad = grad.detach().to_dense()
         if grad is not None and is_measurable(grad):
+            # Of several micro-batches the last call overwrites the others, with the whole sum.
             self._gradients[id(param)] = take_sample(grad)
 
     @torch.no_grad()
-    def _look(self) -> NumericsSnapshot:
-        named = [
-            (name, "activations", SampledTensor(s))
-            for found in (self._activations, self._inside)
-            for name, all_ in found.items()
-            for s in all_
-        ]
-        named += [(name, "weights", SampledTensor(s)) for name, _, s in self._weights]
-        for name, p, before in self._weights:
+    def _measure(self) -> NumericsSnapshot:
+        """Measure all samples, in the order of the model's modules and of KINDS."""
+        named = self._named_samples()
+        counted = count_exponents([tensor for _, _, tensor in named])
+        counts: dict[tuple[str, str], list[ExponentCounts]] = defaultdict(list)
+        for (name, kind, _), found in zip(named, counted, strict=True):
+            counts[name, kind].append(found)
+        if not _has_update(counts):
+            # The optimizer skipped the step: updates of zero would read as swallowed ones.
+            counts = {key: found for key, found in counts.items() if key[1] != "updates"}
+        names = [name or "(model)" for name, _ in self.state.plain_model.named_modules()]
+        order = [(n, k) for n in names for k in KINDS if (n, k) in counts]
+        scale = None if self._scale is None else self._scale.item()
+        stats = tuple(_tensor_stats(*key, counts[key]) for key in order)
+        return NumericsSnapshot(self.state.step, scale, stats)
+
+    def _named_samples(self) -> list[tuple[str, str, SampledTensor]]:
+        """Return the module, the kind and the sample of each tensor of the step."""
+        named: list[tuple[str, str, SampledTensor]] = []
+        for samples_by_module in (self._activations, self._inner):
+            for name, samples in samples_by_module.items():
+                named += [(name, "activations", SampledTensor(sample)) for sample in samples]
+        named += [(name, "weights", SampledTensor(sample)) for name, _, sample in self._weights]
+        for name, p, weights_before in self._weights:
             if id(p) in self._gradients:
                 gradient = self._gradients[id(p)]
-                named += [
-                    (name, "gradients", SampledTensor(gradient)),
-                    (name, "updates", _update(p, before, gradient)),
-                ]
-        counted = count_exponents([row for _, _, row in named])
-        parts: dict[tuple[str, str], list[ExponentCounts]] = defaultdict(list)
-        for (name, kind, _), found in zip(named, counted, strict=True):
-            parts[name, kind].append(found)
-        if not any(c.largest for (_, kind), cs in parts.items() if kind == "updates" for c in cs):
-            parts = {key: cs for key, cs in parts.items() if key[1] != "updates"}  # it was skipped
-        names = [name or "(model)" for name, _ in self.state.plain_model.named_modules()]
-        order = [(n, k) for n in names for k in KINDS if (n, k) in parts]
-        scale = None if self._scale is None else self._scale.item()
-        return NumericsSnapshot(
-            self.state.step, scale, tuple(_measured(*key, parts[key]) for key in order)
-        )
+                named.append((name, "gradients", SampledTensor(gradient)))
+                named.append((name, "updates", _update(p, weights_before, gradient)))
+        return named
+
+
+def _has_update(counts: Mapping[tuple[str, str], Sequence[ExponentCounts]]) -> bool:
+    """Return whether any weight has changed."""
+    return any(
+        found.largest for (_, kind), all_ in counts.items() if kind == "updates" for found in all_
+    )
 
 
 def _update(param: Tensor, before: Sample, gradient: Sample) -> SampledTensor:
-    """Return the change that the step made to a parameter."""
+    """Return the change that the step made to a parameter.
+
+    Args:
+        param: after the step.
+        before: sample of the parameter from before the step.
+        gradient: sample of its gradient, of the same elements.
+    """
     after = take_sample(param)
+    # float64 weights differ by less than float32 resolves: subtract before narrowing.
     wide = torch.float64 if before.values.dtype is torch.float64 else torch.float32
     update = (after.values.to(wide) - before.values.to(wide)).float()
-    made = Sample(update, update.abs().amax(), before.elements, before.stride)
-    pulled = gradient.values != 0
+    sample = Sample(update, update.abs().amax(), before.elements, before.stride)
+    has_gradient = gradient.values != 0
     if before.values.itemsize >= 4:
-        pulled &= update != 0  # float32 lost it already, or its learning rate is zero
-    return SampledTensor(made, to_float32(before.values), pulled)
+        # float32 has swallowed an update of zero itself, or the learning rate is zero: that says
+        # nothing about a narrower format. Half-precision weights are asked about such updates, too.
+        has_gradient &= update != 0
+    return SampledTensor(sample, to_float32(before.values), has_gradient)
 
 
-def _measured(module: str, kind: str, counted: Sequence[ExponentCounts]) -> TensorStats:
+def _tensor_stats(module: str, kind: str, counted: Sequence[ExponentCounts]) -> TensorStats:
+    """Return the statistics of a module's tensors of one kind, taken together."""
     elements = sum(c.elements for c in counted)
     largest = np.max([c.largest for c in counted])
     histogram = np.sum([c.exponents for c in counted], axis=0)
+    # Indices are float32's biased exponents.
     bins = {int(i) - 127: round(histogram[i]) for i in np.flatnonzero(histogram)}
     return TensorStats(
         module,

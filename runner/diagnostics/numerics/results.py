@@ -1,4 +1,7 @@
-"""What looks at a run's numbers found: kept as numerics.json, and judged format by format."""
+"""Hold what was measured of a run's numbers, write it as numerics.json, and judge formats by it.
+
+A snapshot holds the measurements of one optimizer step; the file calls the snapshots `looks`.
+"""
 
 import json
 import math
@@ -15,23 +18,25 @@ from runner.utils.layout import NUMERICS
 
 KINDS = ("activations", "weights", "gradients", "updates")
 Sensitivity = Literal["range", "precision", "none"]
-Worst = tuple[str, str, str, float]
+Complaint = tuple[str, str, str, float]
 """(module, kind, what, share): what is overflow, underflow, swallowed or noise."""
 
-VANISHED = 0.05
-"""Share of a module's values that may become zero before a format lacks range."""
-NOISE = 0.01
-"""Share of a module's energy that rounding may be: 20 dB, an error of a tenth."""
-SWALLOWED = 0.5
-"""Share of a module's updates that storage may swallow."""
-NEGLIGIBLE = 20
-"""Powers of two below the largest value of a module and kind. What is smaller is taken for
+VANISHING_SHARE_LIMIT = 0.05
+"""Least share of a module's values that become zero at which a format lacks range."""
+NOISE_SHARE_LIMIT = 0.01
+"""Least energy of a module's rounding error, over that of its values, at which a format lacks range
+or precision: 20 dB, an error of a tenth."""
+SWALLOWED_SHARE_LIMIT = 0.5
+"""Least share of a module's updates that are swallowed at which a format lacks precision."""
+NEGLIGIBLE_EXPONENT_GAP = 20
+"""Powers of two. Values further than this below the largest of a module and kind are taken for
 float32's rounding error: 2**-24 in one operation, 4 bits more in a sum of some hundred terms."""
 
 
 class QuantizationLoss(NamedTuple):
-    """What one format does to a tensor's values that are not zero. Shares are 0 to 1. In the file a
-    list in this order.
+    """The loss of a tensor's values that are not zero, rounded to one format.
+
+    Shares are from 0 to 1. numerics.json holds a list in the order of the fields.
 
     Attributes:
         underflow: become zero.
@@ -66,17 +71,19 @@ class QuantizationLoss(NamedTuple):
         return max(0.0, self.underflow - self.negligible)
 
     @property
-    def lacks(self) -> Sensitivity:
-        """What activations, weights or gradients that lose this are short of. A noise that comes
-        from values under the least normal one is a matter of range: more bits do not help it."""
-        if self.overflow or self.vanishing >= VANISHED or self.underflow_noise >= NOISE:
+    def sensitivity(self) -> Sensitivity:
+        """Return what the format lacks for activations, weights or gradients with this loss."""
+        if self.overflow or self.vanishing >= VANISHING_SHARE_LIMIT:
             return "range"
-        return "precision" if self.noise >= NOISE else "none"
+        # Noise of values under the least normal one is a matter of range: more bits do not help.
+        if self.underflow_noise >= NOISE_SHARE_LIMIT:
+            return "range"
+        return "precision" if self.noise >= NOISE_SHARE_LIMIT else "none"
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """One kind of a module's numbers at one step.
+    """The statistics of one kind of a module's numbers at one step.
 
     Attributes:
         module: dotted name; "(model)" is the model itself.
@@ -112,7 +119,14 @@ class NumericsSnapshot:
 
 @dataclass(frozen=True)
 class Numerics:
-    """The looks of a run, in order, and what it stores and computes in (names of torch's)."""
+    """The measurements of a run, as numerics.json has them.
+
+    Attributes:
+        every: optimizer steps between two snapshots.
+        precision: name of the run's precision.
+        storage, compute: torch's names of the dtypes that it stores and computes in.
+        looks: the snapshots, in the order of their steps.
+    """
 
     every: int
     precision: str
@@ -122,19 +136,19 @@ class Numerics:
 
     @property
     def computed_in(self) -> str:
-        """The run's compute format; float16 for a wider one, which is asked what it would lose."""
+        """Return the run's compute format; float16 in place of one that is not in FORMATS."""
         return self.compute if self.compute in FORMATS else "float16"
 
     @property
     def stored_in(self) -> str:
-        """The run's storage format; bfloat16 for a wider one."""
+        """Return the run's storage format; bfloat16 in place of one that is not in FORMATS."""
         return self.storage if self.storage in FORMATS else "bfloat16"
 
-    def worst(self, fmt: str, most: int, kinds: Sequence[str] = KINDS) -> list[Worst]:
+    def worst(self, fmt: str, most: int, kinds: Sequence[str] = KINDS) -> list[Complaint]:
         """Return what the format loses per module, as means over the snapshots.
 
         What overflows comes first, then the largest share. Modules without a loss are left out;
-        `noise` is listed from NOISE on.
+        `noise` is listed from NOISE_SHARE_LIMIT on.
 
         Args:
             fmt: of those measured.
@@ -144,65 +158,73 @@ class Numerics:
         Raises:
             ValueError: no such format was measured.
         """
-        found = [
-            (module, kind, what, share)
-            for (module, kind), lost in self._means(fmt).items()
-            if kind in kinds
-            for what, share in _complaints(kind, lost)
-        ]
-        return sorted(found, key=lambda w: (w[2] != "overflow", -w[3]))[:most]
+        complaints: list[Complaint] = []
+        for (module, kind), lost in self._mean_losses(fmt).items():
+            if kind in kinds:
+                complaints += [(module, kind, *complaint) for complaint in _complaints(kind, lost)]
+        return sorted(complaints, key=lambda row: (row[2] != "overflow", -row[3]))[:most]
 
-    def reasons(self, fmt: str, kinds: Sequence[str] = KINDS) -> list[Worst]:
+    def reasons(self, fmt: str, kinds: Sequence[str] = KINDS) -> list[Complaint]:
         """Return those of `worst` that make the verdict of `sensitivity`, worst first.
 
         Raises:
             ValueError: no such format was measured.
         """
-        lacks = self.sensitivity(fmt, kinds)
-        means = self._means(fmt)
-        found = self.worst(fmt, 4 * len(means), kinds)
-        return [w for w in found if lacks != "none" and _lacks(w[1], means[w[0], w[1]]) == lacks]
+        verdict = self.sensitivity(fmt, kinds)
+        if verdict == "none":
+            return []
+        means = self._mean_losses(fmt)
+        everything = self.worst(fmt, 4 * len(means), kinds)  # a module and kind has three at most
+        return [row for row in everything if _lacks(row[1], means[row[0], row[1]]) == verdict]
 
     def sensitivity(self, fmt: str, kinds: Sequence[str] = KINDS) -> Sensitivity:
-        """Return what the format lacks for this model, at the loss scale in force: "range" if
-        activations, weights or gradients of a module overflow, vanish (VANISHED) or lose NOISE by
-        becoming zero or subnormal; else "precision" if NOISE is passed or its updates are
-        SWALLOWED, which matters where weights are stored in the format; else "none".
+        """Return what the format lacks for this model, at the loss scale in force.
+
+        "range": activations, weights or gradients of a module overflow, the share that vanishes
+        reaches VANISHING_SHARE_LIMIT, or the noise of values that become zero or subnormal reaches
+        NOISE_SHARE_LIMIT. Else "precision": the noise reaches NOISE_SHARE_LIMIT, or the share of a
+        module's updates that is swallowed reaches SWALLOWED_SHARE_LIMIT, which matters where
+        weights are stored in the format. Else "none".
 
         Raises:
             ValueError: no such format was measured.
         """
         verdict: Sensitivity = "none"
-        for (_, kind), lost in self._means(fmt).items():
+        for (_, kind), lost in self._mean_losses(fmt).items():
             if kind not in kinds:
                 continue
             lacks = _lacks(kind, lost)
+            # One module that lacks range decides, whatever the others lack.
             if lacks == "range":
                 return "range"
-            verdict = lacks if lacks != "none" else verdict
+            if lacks != "none":
+                verdict = lacks
         return verdict
 
-    def _means(self, fmt: str) -> dict[tuple[str, str], QuantizationLoss]:
-        """Of each module and kind over the looks; noise as a share, too."""
+    def _mean_losses(self, fmt: str) -> dict[tuple[str, str], QuantizationLoss]:
+        """Return the mean loss of each module and kind over the snapshots."""
         rows: dict[tuple[str, str], list[QuantizationLoss]] = defaultdict(list)
-        for look in self.looks:
-            for m in look.measured:
-                if fmt not in m.formats:
-                    raise ValueError(f"{fmt} was not measured. Known: {', '.join(m.formats)}.")
-                rows[m.module, m.kind].append(self.lost(m, fmt))
-        return {key: _mean(found) for key, found in rows.items()}
+        for snapshot in self.looks:
+            for stats in snapshot.measured:
+                if fmt not in stats.formats:
+                    known = ", ".join(stats.formats)
+                    raise ValueError(f"{fmt} was not measured. Known: {known}.")
+                rows[stats.module, stats.kind].append(self.quantization_loss(stats, fmt))
+        return {key: _mean(losses) for key, losses in rows.items()}
 
-    def lost(self, m: TensorStats, fmt: str) -> QuantizationLoss:
+    def quantization_loss(self, stats: TensorStats, fmt: str) -> QuantizationLoss:
         """Return what a format loses of a measured tensor.
 
         A value that is not finite has left the range of the run's own compute format, and with it
         that of every narrower one.
         """
-        lost, kind = m.formats[fmt], FORMATS[fmt.removesuffix("_unscaled")]
-        own = FORMATS[self.compute].largest if self.compute in FORMATS else math.inf
-        if not m.not_finite or kind.largest > own:
+        lost = stats.formats[fmt]
+        largest = FORMATS[fmt.removesuffix("_unscaled")].largest
+        # A run in float32 has left float32's range, and so that of every format here.
+        own_largest = FORMATS[self.compute].largest if self.compute in FORMATS else math.inf
+        if not stats.not_finite or largest > own_largest:
             return lost
-        return lost._replace(overflow=min(1.0, lost.overflow + m.not_finite))
+        return lost._replace(overflow=min(1.0, lost.overflow + stats.not_finite))
 
     def write(self, path: Path) -> Path:
         """Write the file and return its path. Raises OSError: it cannot be written."""
@@ -210,7 +232,7 @@ class Numerics:
 
 
 def read(folder: Path) -> Numerics:
-    """Read the numerics that a run left in its folder.
+    """Read the numerics.json in a run's folder.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -220,7 +242,9 @@ def read(folder: Path) -> Numerics:
         raise ConfigError(f"{path} is no file. Train with numerics.every=<steps> to have it.")
     try:
         content = json.loads(path.read_text())
-        return Numerics(**{**content, "looks": [_look(look) for look in content["looks"]]})
+        snapshots = [_read_snapshot(look) for look in content["looks"]]
+        return Numerics(**{**content, "looks": snapshots})
+    # A file of another version has other fields: TypeError or KeyError, no traceback for the user.
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{path} is damaged: {type(error).__name__}: {error}. Train with numerics.every=<steps>"
@@ -228,45 +252,55 @@ def read(folder: Path) -> Numerics:
         ) from error
 
 
-def _look(content: Mapping[str, Any]) -> NumericsSnapshot:
-    return NumericsSnapshot(**{**content, "measured": [_measured(m) for m in content["measured"]]})
+def _read_snapshot(content: Mapping[str, Any]) -> NumericsSnapshot:
+    measured = [_read_stats(stats) for stats in content["measured"]]
+    return NumericsSnapshot(**{**content, "measured": measured})
 
 
-def _measured(content: Mapping[str, Any]) -> TensorStats:
+def _read_stats(content: Mapping[str, Any]) -> TensorStats:
+    # JSON has strings as keys only.
     exponents = {int(e): count for e, count in content["exponents"].items()}
+    # Files of earlier versions have lists without the last two fields, which then are their
+    # defaults.
     formats = {name: QuantizationLoss(*lost) for name, lost in content["formats"].items()}
     return TensorStats(**{**content, "exponents": exponents, "formats": formats})
 
 
 def _lacks(kind: str, lost: QuantizationLoss) -> Sensitivity:
-    """Return what one kind of a module's numbers is short of."""
+    """Return what a format lacks for one kind of a module's numbers."""
+    # An update is added to a weight: that it underflows by itself does not matter.
     if kind != "updates":
-        return lost.lacks
-    return "precision" if (lost.swallowed or 0.0) >= SWALLOWED else "none"
+        return lost.sensitivity
+    return "precision" if (lost.swallowed or 0.0) >= SWALLOWED_SHARE_LIMIT else "none"
 
 
 def _complaints(kind: str, lost: QuantizationLoss) -> Iterator[tuple[str, float]]:
+    """Yield what is lost, and the share of it, where it is more than nothing."""
     if kind == "updates":
-        found = {"swallowed": lost.swallowed or 0.0}
+        shares = {"swallowed": lost.swallowed or 0.0}
     else:
-        found = {"overflow": lost.overflow, "underflow": lost.vanishing}
-        if lost.noise >= NOISE:
-            found["noise"] = min(lost.noise, 1.0)
-    yield from ((what, share) for what, share in found.items() if share > 0)
+        shares = {"overflow": lost.overflow, "underflow": lost.vanishing}
+        if lost.noise >= NOISE_SHARE_LIMIT:
+            shares["noise"] = min(lost.noise, 1.0)
+    for what, share in shares.items():
+        if share > 0:
+            yield what, share
 
 
-def _mean(found: Sequence[QuantizationLoss]) -> QuantizationLoss:
+def _mean(losses: Sequence[QuantizationLoss]) -> QuantizationLoss:
+    """Return the mean of each field; of the SQNR that of the noise, in dB."""
+
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
-    noise = mean([lost.noise for lost in found])
-    swallowed = [lost.swallowed for lost in found if lost.swallowed is not None]
+    noise = mean([lost.noise for lost in losses])
+    swallowed = [lost.swallowed for lost in losses if lost.swallowed is not None]
     return QuantizationLoss(
-        mean([lost.underflow for lost in found]),
-        mean([lost.subnormal for lost in found]),
-        mean([lost.overflow for lost in found]),
+        mean([lost.underflow for lost in losses]),
+        mean([lost.subnormal for lost in losses]),
+        mean([lost.overflow for lost in losses]),
         -10 * math.log10(noise) if noise else None,
         mean(swallowed) if swallowed else None,
-        mean([lost.negligible for lost in found]),
-        mean([lost.underflow_noise for lost in found]),
+        mean([lost.negligible for lost in losses]),
+        mean([lost.underflow_noise for lost in losses]),
     )

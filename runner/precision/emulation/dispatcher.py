@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-Boxed = Callable[..., Any]
+BoxedKernel = Callable[..., Any]
 """A kernel, called as f(dispatch keys, *args, **kwargs)."""
-Kernels = Mapping[tuple[str, str], Boxed]
+Kernels = Mapping[tuple[str, str], BoxedKernel]
 """Kernels by (operator, dispatch key)."""
 
 WRITING_VARIANTS = {
@@ -57,14 +57,16 @@ def replace_kernels(key: Hashable, make_kernels: Callable[[], Kernels]) -> Itera
         _exit(key)
 
 
-def original_kernel(name: str, key: str = "CPU") -> Boxed:
+def original_kernel(name: str, key: str = "CPU") -> BoxedKernel:
     """Return the kernel that the dispatcher has now for an ATen operator and a dispatch key."""
     return torch.library.get_kernel(f"aten::{name}", key).call_boxed
 
 
 def _enter(key: Hashable, make_kernels: Callable[[], Kernels]) -> None:
     with _lock:
-        depth, library = _active.get(key) or (0, _install(make_kernels()))
+        if key not in _active:
+            _active[key] = 0, _install(make_kernels())
+        depth, library = _active[key]
         _active[key] = depth + 1, library
 
 
@@ -82,7 +84,8 @@ def _install(kernels: Kernels) -> torch.library.Library:
     """Register kernels and return the library that holds them: active until it is destroyed."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        with warnings.catch_warnings():  # torch before 2.12 warns of each override
+        with warnings.catch_warnings():
+            # torch before 2.12 warns of each override.
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for (name, key), kernel in kernels.items():
                 library.impl(name, kernel, key, with_keyset=True)

@@ -25,21 +25,26 @@ from torch import nn
 
 from runner.precision.emulation.dispatcher import (
     WRITING_VARIANTS,
-    Boxed,
+    BoxedKernel,
     Kernels,
     original_kernel,
     replace_kernels,
 )
 from runner.utils.errors import ConfigError
 
-Choice = Literal["auto", "native", "float32_accumulate"]
-Resolved = Literal["native", "float32_accumulate"]
+KernelChoice = Literal["auto", "native", "float32_accumulate"]
+ResolvedKernels = Literal["native", "float32_accumulate"]
 
 # Elements of a weight from which accumulating in float32 is faster, at batches of 8 to 128 and
 # images of 8x8 to 28x28 (bench/results/cpu_float16.md). A convolution reuses its weight at every
 # pixel.
 LARGE_MATRIX = 4096
 LARGE_CONVOLUTION = 128
+# How many times longer than float32's a native float16 convolution may take; a loop takes 60 times.
+MAX_NATIVE_SLOWDOWN = 4
+
+
+ALL_RESULTS = 99  # more than any operator returns
 
 
 class Kernel(NamedTuple):
@@ -52,7 +57,7 @@ class Kernel(NamedTuple):
     """
 
     half_arguments: int
-    half_results: int = 99  # all
+    half_results: int = ALL_RESULTS
 
 
 KERNELS: dict[str, Kernel] = {
@@ -91,13 +96,14 @@ def has_native_float16() -> bool:
 def native_is_fast() -> bool:
     """Return whether PyTorch's float16 kernels are fast enough on this CPU.
 
-    The CPU's units do not decide it: with AVX512-FP16 a convolution's backward still is a loop, 60
-    times slower than float32's (torch 2.15). So a convolution of a tenth of a millisecond is timed,
-    once in a process.
+    A convolution of a tenth of a millisecond is timed for it, once in a process.
     """
     if not has_native_float16():
         return False
-    return _convolution_seconds(torch.float16) < 4 * _convolution_seconds(torch.float32)
+    # The CPU's units do not decide it: with AVX512-FP16 a convolution's backward still is a loop,
+    # 60 times slower than float32's (torch 2.15).
+    float16_seconds = _convolution_seconds(torch.float16)
+    return float16_seconds < MAX_NATIVE_SLOWDOWN * _convolution_seconds(torch.float32)
 
 
 def _convolution_seconds(dtype: torch.dtype) -> float:
@@ -106,7 +112,8 @@ def _convolution_seconds(dtype: torch.dtype) -> float:
     weight = torch.ones((32, 32, 3, 3), dtype=dtype, requires_grad=True)
     seconds = []
     with torch.enable_grad():
-        for _ in range(4):  # the first warms up
+        # The first of four warms up.
+        for _ in range(4):
             start = perf_counter()
             torch.conv2d(inputs, weight, padding=1).sum().backward()
             seconds.append(perf_counter() - start)
@@ -116,10 +123,9 @@ def _convolution_seconds(dtype: torch.dtype) -> float:
 def is_float32_accumulation_faster(model: nn.Module) -> bool:
     """Return whether float32 accumulation is faster than slow native kernels for this model.
 
-    It is with a weight of LARGE_CONVOLUTION or LARGE_MATRIX elements, and with an LSTM, whose
-    native kernel raises under autocast. Below that 5 to 10 µs of Python per operator, twice
-    that for a convolution, outweigh the gain.
+    It is with a weight of LARGE_CONVOLUTION or LARGE_MATRIX elements, and with an LSTM.
     """
+    # Below that 5 to 10 µs of Python per operator, twice that for a convolution, outweigh the gain.
     return any(_has_large_weight(module) for module in model.modules())
 
 
@@ -128,18 +134,22 @@ def _has_large_weight(module: nn.Module) -> bool:
     # An embedding's weight is looked up, not multiplied.
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return False
+    # Its native kernel raises under autocast.
     if isinstance(module, nn.LSTM):
         return True
-    convolution = isinstance(module, nn.modules.conv._ConvNd)
-    limit = LARGE_CONVOLUTION if convolution else LARGE_MATRIX
-    own_parameters = module.parameters(recurse=False)
-    # A lazy layer has no shape yet, and is assumed to be large.
-    return any(
-        nn.parameter.is_lazy(p) or (p.ndim > 1 and p.numel() >= limit) for p in own_parameters
-    )
+    is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+    limit = LARGE_CONVOLUTION if is_convolution else LARGE_MATRIX
+    for parameter in module.parameters(recurse=False):
+        # A lazy layer has no shape yet, and is assumed to be large.
+        if nn.parameter.is_lazy(parameter):
+            return True
+        # A bias is added, not multiplied.
+        if parameter.ndim > 1 and parameter.numel() >= limit:
+            return True
+    return False
 
 
-def choose_kernels(choice: Choice, model: nn.Module) -> Resolved:
+def choose_kernels(choice: KernelChoice, model: nn.Module) -> ResolvedKernels:
     """Return which kernels float16 uses on this CPU.
 
     Args:
@@ -206,7 +216,7 @@ def _make_kernels(half: torch.dtype) -> Kernels:
     return replacements
 
 
-def _accumulating_kernel(name: str, kernel: Kernel, half: torch.dtype) -> Boxed:
+def _accumulating_kernel(name: str, kernel: Kernel, half: torch.dtype) -> BoxedKernel:
     """Return an operator's kernel that computes a half dtype in float32 and rounds the result."""
     native = original_kernel(name)
     half_arguments, half_results = kernel
@@ -224,22 +234,21 @@ def _accumulating_kernel(name: str, kernel: Kernel, half: torch.dtype) -> Boxed:
         result = native(keys, *wide, *args[half_arguments:], **kwargs)
         if isinstance(result, torch.Tensor):
             return result.to(half)
-        return tuple(
-            t if t is None or i >= half_results else t.to(half) for i, t in enumerate(result)
-        )
+        half_part = [None if t is None else t.to(half) for t in result[:half_results]]
+        return (*half_part, *result[half_results:])
 
     return run
 
 
-def _writing_kernel(name: str, compute: Boxed, half: torch.dtype) -> Boxed:
+def _writing_kernel(name: str, compute: BoxedKernel, half: torch.dtype) -> BoxedKernel:
     """Return the kernel of an operator that writes the result of another into a given tensor."""
     native = original_kernel(name)
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         target = kwargs.get("out", args[0])
         if target.dtype is half and args[0].dtype is half:
-            rest = {key: value for key, value in kwargs.items() if key != "out"}
-            result = compute(keys, *args, **rest)
+            without_out = {key: value for key, value in kwargs.items() if key != "out"}
+            result = compute(keys, *args, **without_out)
             if target.shape == result.shape:
                 return target.copy_(result)
         # Wrong dtypes and resizing keep the native errors and warnings.
@@ -248,7 +257,7 @@ def _writing_kernel(name: str, compute: Boxed, half: torch.dtype) -> Boxed:
     return run
 
 
-def _lstm_kernel(key: str, half: torch.dtype) -> Boxed:
+def _lstm_kernel(key: str, half: torch.dtype) -> BoxedKernel:
     """Return an LSTM in float32, where oneDNN has one fused kernel, with half precision in and out.
 
     Above autograd (AutogradCPU), because it is a composite: autograd records the casts.
@@ -257,7 +266,9 @@ def _lstm_kernel(key: str, half: torch.dtype) -> Boxed:
 
     def run(keys: Any, x: torch.Tensor, hx: Any, params: Any, *args: Any) -> Any:
         all_half = all(t.dtype is half for t in (*hx, *params))
-        if x.dtype is not half or not (all_half or torch.is_autocast_enabled("cpu")):
+        # Under autocast the states and weights may still be in float32.
+        takes_half = all_half or torch.is_autocast_enabled("cpu")
+        if x.dtype is not half or not takes_half:
             return native(keys, x, hx, params, *args)
         wide = [[_widen(t, half) for t in tensors] for tensors in (hx, params)]
         results = torch.ops.aten.lstm.input(x.float(), *wide, *args)

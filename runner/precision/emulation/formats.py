@@ -39,7 +39,7 @@ class Format:
 
     @property
     def normal(self) -> float:
-        """The least normal value; below it the spacing of values stays the same."""
+        """Return the least normal value; below it the spacing of values stays the same."""
         return 2.0**self.exponent
 
 
@@ -69,7 +69,8 @@ def round_to_format(x: Tensor, fmt: Format) -> Tensor:
     assert x.dtype is torch.float32, x.dtype
     magnitude = x.abs()
     bits = magnitude.view(torch.int32)
-    shift = 23 - fmt.mantissa  # bits of float32's significand that the format lacks
+    # Bits of float32's 23 of significand that the format lacks.
+    shift = 23 - fmt.mantissa
     # Integer addition of half a unit in the last place, less one bit where the last kept bit
     # is 0, then truncation: rounds to nearest, ties to even, and carries into the exponent.
     last_bit = (bits >> shift) & 1
@@ -79,6 +80,7 @@ def round_to_format(x: Tensor, fmt: Format) -> Tensor:
     nearest = torch.where(magnitude < fmt.normal, (magnitude + coarse) - coarse, normal)
     overflowed = fmt.largest if fmt.saturates else torch.inf
     nearest = torch.where(magnitude >= fmt.overflow, overflowed, nearest)
+    # Above infinity's bits are those of NaN, which keeps its own.
     return torch.where(bits > _INFINITY_BITS, x, nearest.copysign(x))
 
 
@@ -117,7 +119,7 @@ def power_of_two(x: Tensor, fmt: Format) -> Tensor:
     return (x.view(torch.int32) & _INFINITY_BITS).view(torch.float32).clamp_(min=fmt.normal)
 
 
-def as_tf32(x: Tensor) -> Tensor:
+def round_to_tf32(x: Tensor) -> Tensor:
     """Return the nearest values with 10 bits of mantissa (TF32), ties away from zero.
 
     Source: the conversion `cvt.rna.tf32.f32` of CUDA's PTX instruction set.
@@ -129,5 +131,6 @@ def as_tf32(x: Tensor) -> Tensor:
         float32 of x's shape; infinities and NaN are kept.
     """
     bits = x.view(torch.int32)
+    # TF32 lacks 13 of float32's 23 bits: half a unit in its last place is 1 << 12.
     nearest = ((bits + (1 << 12)) & -(1 << 13)).view(torch.float32)
     return torch.where(x.isfinite(), nearest, x)

@@ -26,7 +26,8 @@ Quantizer = Callable[[Tensor], Tensor]
 """Returns the values, float32, that a product sees of an operand [rows, contracted], float32."""
 
 _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
-_SIXTH: Final = torch.tensor(6.0).reciprocal().item()
+# The library multiplies by it, which rounds otherwise than a division by E2M1's largest value.
+_ONE_SIXTH: Final = torch.tensor(6.0).reciprocal().item()
 
 
 def amax_scale(amax: Tensor, fmt: Format) -> Tensor:
@@ -123,10 +124,12 @@ class Nvfp4Quantizer:
         blocks = to_tiles(x, self.shape)
         amax = x.abs().amax()
         # The scale of the whole operand brings the blocks' scales into E4M3's range.
-        whole = torch.full_like(amax, E2M1.largest * E4M3.largest) / amax
-        whole = torch.where(whole.isfinite() & (whole > 0), whole, 1.0)
-        stored = round_within_range(_block_amax(blocks) * (whole * _SIXTH), E4M3)
-        scale = stored * whole.reciprocal()
+        operand_scale = torch.full_like(amax, E2M1.largest * E4M3.largest) / amax
+        is_usable = operand_scale.isfinite() & (operand_scale > 0)
+        operand_scale = torch.where(is_usable, operand_scale, 1.0)
+        stored = round_within_range(_block_amax(blocks) * (operand_scale * _ONE_SIXTH), E4M3)
+        scale = stored * operand_scale.reciprocal()
+        # A block of zeros has a scale of 0, whose inverse would be infinite and give NaN.
         inverse = scale.reciprocal().clamp(max=_FLOAT32_MAX)
         values = blocks * inverse
         if self.stochastic:
@@ -152,7 +155,7 @@ def to_tiles(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def from_tiles(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """Return the matrix of this shape that to_tiles cut into tiles, without the padding."""
+    """Return the matrix of this shape that to_tiles has split, without the padding."""
     return blocks.flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]]
 
 

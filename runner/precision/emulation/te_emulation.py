@@ -69,7 +69,7 @@ class Operands:
     backward: str | None = None
 
 
-def operands(recipe: Mapping[str, Any]) -> Operands:
+def quantizers_of_recipe(recipe: Mapping[str, Any]) -> Operands:
     """Return the quantizers of a recipe whose scales depend on the current tensors alone.
 
     Args:
@@ -151,17 +151,18 @@ def _nvfp4_operands(keys: Mapping[str, Any]) -> Operands:
 class Autocast:
     """Context in which the layers quantize. It can be entered again, and nested."""
 
-    entered: ClassVar[list["Autocast"]] = []  # the innermost last
+    # The open contexts, the innermost last.
+    active: ClassVar[list["Autocast"]] = []
 
     def __init__(self, recipe: Mapping[str, Any]) -> None:
         self.recipe = recipe
-        self.operands = None if recipe["kind"] == "delayed" else operands(recipe)
+        self.operands = None if recipe["kind"] == "delayed" else quantizers_of_recipe(recipe)
 
     def __enter__(self) -> None:
-        self.entered.append(self)
+        self.active.append(self)
 
     def __exit__(self, *error: object) -> None:
-        self.entered.pop()
+        self.active.pop()
 
 
 def autocast(enabled: bool, recipe: Mapping[str, Any]) -> AbstractContextManager[Any]:
@@ -248,20 +249,20 @@ class Linear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         weight = getattr(self, self.weight_names[0])
-        if not Autocast.entered:
+        if not Autocast.active:
             return F.linear(input, weight, self.bias)
-        context = Autocast.entered[-1]
+        context = Autocast.active[-1]
         quantizers = context.operands or self._delayed_operands(context.recipe)
         rows = input.reshape(-1, self.in_features)
         output: Tensor = _LinearProducts.apply(rows, weight, self.bias, quantizers)  # type: ignore[assignment]
-        # An evaluation leaves the scales as they are.
+        # An evaluation does not change the scales.
         if context.operands is None and torch.is_grad_enabled():
             self.fp8_meta["scaling_fwd"].advance(E4M3, context.recipe)
         return output.reshape(*input.shape[:-1], self.out_features)
 
     @property
     def fp8_meta_tensors_initialized(self) -> bool:
-        """Whether there are scales and histories; the name is the library's."""
+        """Return whether there are scales and histories; the name is the library's."""
         return bool(self.fp8_meta)
 
     def init_fp8_meta_tensors(self, recipe: Mapping[str, Any]) -> None:

@@ -15,14 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runner.precision.emulation.dispatcher import (
     WRITING_VARIANTS,
-    Boxed,
+    BoxedKernel,
     Kernels,
     original_kernel,
     replace_kernels,
 )
-from runner.precision.emulation.formats import as_tf32
+from runner.precision.emulation.formats import round_to_tf32
 
-PRODUCTS = {
+PRODUCT_OPERANDS = {
     "mm": (0, 1),
     "bmm": (0, 1),
     "addmm": (1, 2),
@@ -37,7 +37,7 @@ PRODUCTS = {
 
 @contextmanager
 def tf32_products(model: nn.Module) -> Iterator[None]:
-    """Round the operands of the operators in PRODUCTS while the context is open.
+    """Round the operands of the operators in PRODUCT_OPERANDS while the context is open.
 
     It is process-wide: see dispatcher.replace_kernels. Attention and LSTMs are computed from those
     operators, not by kernels of their own, which could not be rounded inside.
@@ -67,16 +67,16 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _kernels() -> Kernels:
-    operands = dict(PRODUCTS)
+    operands = dict(PRODUCT_OPERANDS)
     for variant, name in WRITING_VARIANTS.items():
-        operands[variant] = PRODUCTS[name]
+        operands[variant] = PRODUCT_OPERANDS[name]
     return {
         (name, "CPU"): _with_rounded_operands(original_kernel(name), positions)
         for name, positions in operands.items()
     }
 
 
-def _with_rounded_operands(native: Boxed, positions: tuple[int, ...]) -> Boxed:
+def _with_rounded_operands(native: BoxedKernel, positions: tuple[int, ...]) -> BoxedKernel:
     """Return a kernel that rounds the arguments at these positions before the native kernel."""
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,9 @@ def _with_rounded_operands(native: Boxed, positions: tuple[int, ...]) -> Boxed:
 def _round_operand(x: Tensor) -> Tensor:
     """Return a tensor rounded to TF32: float32, the parts of complex64; other dtypes unchanged."""
     if x.dtype is torch.float32:
-        return as_tf32(x)
+        return round_to_tf32(x)
     if x.dtype is torch.complex64:
-        return torch.view_as_complex(as_tf32(torch.view_as_real(x.resolve_conj().resolve_neg())))
+        return torch.view_as_complex(
+            round_to_tf32(torch.view_as_real(x.resolve_conj().resolve_neg()))
+        )
     return x

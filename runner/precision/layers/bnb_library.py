@@ -5,9 +5,9 @@ The other modules take the library from here, so that it is imported and silence
 
 import logging
 
-from runner.utils.quiet_import import quiet_imports
+from runner.utils.import_warnings import suppress_import_warnings
 
-with quiet_imports():
+with suppress_import_warnings():
     import bitsandbytes as bnb
     from bitsandbytes.cextension import lib
     from bitsandbytes.functional import QuantState, dequantize_4bit

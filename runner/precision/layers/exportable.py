@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from runner.precision.layers.conv1d import weight_matrix
 
-CPU = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 _INT8_PRODUCT_STEP = 6.200124e-05  # 1 / 127², as bitsandbytes rounds it
 
 
@@ -33,7 +33,9 @@ def exportable_copy(model: nn.Module) -> nn.Module:
             kind = type(module).__name__
             raise NotImplementedError(f"{name} ({kind}) computes with TransformerEngine only")
     tensors = [*model.parameters(), *model.buffers()]
-    if all(t.device == CPU for t in tensors) and not any(map(_plain_class, model.modules())):
+    is_on_cpu = all(tensor.device == CPU_DEVICE for tensor in tensors)
+    has_converted_layer = any(_plain_class(module) for module in model.modules())
+    if is_on_cpu and not has_converted_layer:
         return model
     # Tensors are copied straight to the CPU: a second model may not fit on the device. Tensors of
     # a library's own classes are copied by their own __deepcopy__.
@@ -42,15 +44,16 @@ def exportable_copy(model: nn.Module) -> nn.Module:
     for module in list(copied.modules()):
         plain_class = _plain_class(module)
         if plain_class:
-            plain_class.swap(module)
-    return copied.to(CPU)
+            plain_class.convert_in_place(module)
+    return copied.to(CPU_DEVICE)
 
 
+# A subclass may hold more than its numbers, such as the scales of a packed weight.
 _TORCH_TENSORS = (Tensor, nn.Parameter)
 
 
 def _cpu_copy(tensor: Tensor) -> Tensor:
-    copied = tensor.detach().to(CPU)
+    copied = tensor.detach().to(CPU_DEVICE)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copied, requires_grad=tensor.requires_grad)
     return copied
@@ -82,7 +85,7 @@ def _become(module: Any, kind: type[nn.Module], **buffers: Tensor) -> None:
         module._buffers.pop(name, None)
     module.__class__ = kind
     for name, tensor in buffers.items():
-        module.register_buffer(name, tensor.detach().to(CPU))
+        module.register_buffer(name, tensor.detach().to(CPU_DEVICE))
 
 
 class Plain4bit(nn.Module):
@@ -101,13 +104,15 @@ class Plain4bit(nn.Module):
     block: int
 
     @classmethod
-    def swap(cls, module: Any) -> None:
+    def convert_in_place(cls, module: Any) -> None:
         """Turn a Linear4bit into a Plain4bit, in place."""
+        # Imported here, because a model without such a layer is exported without the library.
         from bitsandbytes.functional import dequantize_blockwise
 
         state = module.weight.quant_state
         scales = state.absmax
-        if state.nested:  # double quantisation: the scales are quantised too
+        # Double quantisation: the scales are quantised too, around their mean, the offset.
+        if state.nested:
             scales = dequantize_blockwise(scales, state.state2) + state.offset
         codes = module.weight.data.reshape(-1)
         _become(module, cls, codes=codes, scales=scales.float(), table=state.code.float())
@@ -136,17 +141,18 @@ class Plain8bit(nn.Module):
     bias: Tensor | None
     compute_dtype: torch.dtype
     threshold: float
-    coarse = 2**-5  # relative step of a quarter of a row's largest value
+    relative_step = 2**-5  # between codes, at a quarter of a row's largest value
 
     @classmethod
-    def swap(cls, module: Any) -> None:
+    def convert_in_place(cls, module: Any) -> None:
         """Turn a Linear8bit or Linear8bitTrained into a Plain8bit, in place."""
         from runner.precision.layers.linear_8bit import pack_int8
 
         if module.weight.is_floating_point():
             codes, largest = pack_int8(weight_matrix(module))
         else:
-            codes, largest = module.weight.data, module.SCB
+            codes = module.weight.data
+            largest = module.SCB
         _become(module, cls, codes=codes, largest=largest)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -166,6 +172,7 @@ class Plain8bit(nn.Module):
         multiplied in the rows' dtype.
         """
         factor = torch.ones((), device=rows.device)
+        # A threshold is in the units of the rows.
         if not self.threshold:
             exponent = torch.frexp(rows.abs().amax().float()).exponent
             factor = torch.ldexp(factor, -exponent)
@@ -174,6 +181,7 @@ class Plain8bit(nn.Module):
         outlier = half.abs() >= (self.threshold or torch.inf)
         inner = half.masked_fill(outlier, 0)
         largest = inner.abs().amax(1, keepdim=True).float()
+        # A row of zeros would divide by zero.
         codes = torch.round(inner * (127.0 / largest.where(largest > 0, 1.0)))
         outlier_columns = outlier.any(0)
         codes = codes.masked_fill(outlier_columns, 0)
@@ -198,10 +206,10 @@ class PlainFloat8(nn.Module):
     scale: Tensor
     bias: Tensor | None
     config: Any
-    coarse = torch.finfo(torch.float8_e4m3fn).eps
+    relative_step = torch.finfo(torch.float8_e4m3fn).eps
 
     @classmethod
-    def swap(cls, module: Any) -> None:
+    def convert_in_place(cls, module: Any) -> None:
         """Turn a Float8Linear into a PlainFloat8, in place.
 
         Raises:
@@ -238,9 +246,11 @@ def _to_float8(values: Tensor, cast: Any, config: Any) -> tuple[Tensor, Tensor]:
     magnitudes = values.abs()
     largest = magnitudes.amax(-1, keepdim=True) if by_row else magnitudes.amax()
     limit = torch.finfo(cast.target_dtype).max
+    # As torchao computes it: in float64, with its least amax.
     scale = (limit / largest.double().clamp(min=1e-12)).float()
     if config.round_scales_to_power_of_2:
-        mantissa, exponent = torch.frexp(scale)  # in [0.5, 1): one power too many
+        # The mantissa is in [0.5, 1), so that the exponent is one too large.
+        mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(mantissa), exponent - 1)
     codes = (values.float() * scale).clamp(-limit, limit).to(cast.target_dtype)
     return codes, scale

@@ -26,9 +26,9 @@ from runner.precision.layers.bnb_library import (
 from runner.precision.layers.conv1d import is_transposed, layer_widths, weight_matrix
 from runner.precision.layers.linear_8bit import unpack_int8
 
-Parts = dict[str, Tensor]
+PackedEntries = dict[str, Tensor]
 """The entries of a state dict that belong to a packed weight, by their key after `weight.`."""
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels pack
+PACKABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels pack
 _STATE_KEY = "quant_state.bitsandbytes__"  # the library's start of the key of a packing's facts
 
 
@@ -50,7 +50,8 @@ def pack_4bit(weight: Tensor, quant_type: str, nested: bool) -> Any:
         raise NotImplementedError("4-bit weights cannot be packed on the meta device")
     kind: Any = bnb.nn.Params4bit
     unpacked = kind(_packable(weight), quant_type=quant_type, compress_statistics=nested)
-    return unpacked.to(weight.device)  # the library quantises when it moves
+    # The library quantises when it moves the weight to a device, also to the same one.
+    return unpacked.to(weight.device)
 
 
 def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor:
@@ -67,6 +68,7 @@ def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor
         count = shape.numel()
         row = QuantState(
             state.absmax,
+            # A byte holds two codes, so that a weight of odd size has one code too many.
             torch.Size((1, count + count % 2)),
             state.code,
             state.blocksize,
@@ -82,7 +84,7 @@ def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor
 def _packable(weight: Tensor) -> Tensor:
     """Return a weight without its graph, contiguous, in a dtype that the kernels pack."""
     weight = weight.detach().contiguous()
-    return weight if weight.dtype in FLOATS else weight.float()
+    return weight if weight.dtype in PACKABLE_DTYPES else weight.float()
 
 
 class _Product4bit(torch.autograd.Function):
@@ -102,8 +104,12 @@ class _Product4bit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         wants_x, _, _, wants_bias = ctx.needs_input_grad
-        x_grad = grad @ unpack_4bit(ctx.packed, ctx.state, grad.dtype) if wants_x else None
-        bias_grad = grad.reshape(-1, grad.shape[-1]).sum(0) if wants_bias else None
+        x_grad = None
+        bias_grad = None
+        if wants_x:
+            x_grad = grad @ unpack_4bit(ctx.packed, ctx.state, grad.dtype)
+        if wants_bias:
+            bias_grad = grad.reshape(-1, grad.shape[-1]).sum(0)
         return x_grad, None, None, bias_grad
 
 
@@ -118,7 +124,9 @@ class Linear4bit(bnb.nn.Linear4bit):
     packing: tuple[str, bool]  # quant_type, nested
 
     @classmethod
-    def swap(cls, module: Any, quant_type: str, nested: bool, compute: torch.dtype) -> None:
+    def convert_in_place(
+        cls, module: Any, quant_type: str, nested: bool, compute: torch.dtype
+    ) -> None:
         """Turn a linear layer into a Linear4bit, in place.
 
         Args:
@@ -171,11 +179,13 @@ class Linear4bit(bnb.nn.Linear4bit):
             try:
                 self.weight = self._weight_from_state(weight, parts)
             except ValueError as error:
-                args[-1].append(f"{key}: {error}")  # error_msgs
+                # nn.Module's last argument, error_msgs: load_state_dict raises all of them at once.
+                args[-1].append(f"{key}: {error}")
+            # nn.Module copies this into the weight, which has it already.
             state_dict[key] = self.weight.data
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _weight_from_state(self, weight: Tensor, parts: Parts) -> Any:
+    def _weight_from_state(self, weight: Tensor, parts: PackedEntries) -> Any:
         """Return the packed weight of a state dict's plain or packed one.
 
         Raises:
@@ -202,7 +212,7 @@ class Linear4bit(bnb.nn.Linear4bit):
         return packed
 
 
-def packed_mode(weight: Tensor, parts: Parts) -> tuple[str, bool]:
+def packed_mode(weight: Tensor, parts: PackedEntries) -> tuple[str, bool]:
     """Return the quant_type and whether scales are nested, of a packed weight in a state dict.
 
     Args:
@@ -219,6 +229,7 @@ def packed_mode(weight: Tensor, parts: Parts) -> tuple[str, bool]:
     nested = "nested_blocksize" in facts
     elements = math.prod(facts["shape"])
     blocks = -(-elements // facts["blocksize"])
+    # A 4-bit code has 16 values; double quantisation stores scales in 8 bits, which have 256.
     counts = {"absmax": blocks, "quant_map": 16}
     if nested:
         counts["nested_absmax"] = -(-blocks // facts["nested_blocksize"])
@@ -238,7 +249,7 @@ def packing_label(quant_type: str, nested: bool) -> str:
     return f"{quant_type}-dq" if nested else quant_type
 
 
-def plain_weights(
+def unpack_state_dict(
     state_dict: Mapping[str, Tensor], transposed: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """Return a state dict with every packed weight as the float32 weight that it stands for.

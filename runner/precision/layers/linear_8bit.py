@@ -33,6 +33,7 @@ def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = weight.detach().float()
     largest = wide.abs().amax(1)
+    # A row of zeros would divide by zero.
     divisor = largest.where(largest > 0, 1.0)
     return (wide * (127 / divisor)[:, None]).round().to(torch.int8), largest
 
@@ -55,7 +56,7 @@ class Linear8bit(nn.Linear):
     threshold: float
 
     @classmethod
-    def swap(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
+    def convert_in_place(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
         """Turn a linear layer into a Linear8bit, in place.
 
         Args:
@@ -86,12 +87,17 @@ class Linear8bit(nn.Linear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
         """Load an int8 weight with its scales unchanged; pack a plain weight."""
-        weight = state_dict.get(f"{prefix}weight")
-        if weight is not None and weight.is_floating_point() and is_transposed(self):
-            state_dict[f"{prefix}weight"] = weight = weight.t()
-        if weight is not None and weight.is_floating_point() and weight.shape == self.weight.shape:
-            codes, largest = pack_int8(weight.to(self.weight.device))
-            state_dict |= {f"{prefix}weight": codes, f"{prefix}SCB": largest}
+        key = f"{prefix}weight"
+        weight = state_dict.get(key)
+        if weight is not None and weight.is_floating_point():
+            if is_transposed(self):
+                weight = weight.t()
+                state_dict[key] = weight
+            # nn.Module below reports a weight of another shape.
+            if weight.shape == self.weight.shape:
+                codes, largest = pack_int8(weight.to(self.weight.device))
+                state_dict[key] = codes
+                state_dict[f"{prefix}SCB"] = largest
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -105,7 +111,7 @@ class Linear8bitTrained(nn.Linear):
     threshold: float
 
     @classmethod
-    def swap(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
+    def convert_in_place(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
         """Turn a linear layer into a Linear8bitTrained, in place; its parameters stay.
 
         Args:
@@ -186,7 +192,8 @@ def _normalizing_factor(tensor: Tensor) -> Tensor:
     one = torch.ones((), device=tensor.device)
     if tensor.numel() == 0:
         return one
-    return torch.ldexp(one, -torch.frexp(tensor.detach().abs().amax().float()).exponent)
+    largest = tensor.detach().abs().amax().float()
+    return torch.ldexp(one, -torch.frexp(largest).exponent)
 
 
 class _NormalizeGrad(torch.autograd.Function):

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from runner.precision.conversion import (
-    ROOT,
+    ROOT_NAME,
     ConversionRules,
-    Swap,
+    LayerConverter,
     classify_modules,
     convert_modules,
     replace_in_place,
@@ -32,7 +32,7 @@ from runner.precision.layers.padding import pad_rows
 from runner.precision.precision import ConversionReport
 
 
-class PlainState:
+class NoExtraState:
     """Mixin before a layer of the library that removes `_extra_state` from its state dict.
 
     The library's is a pickle that it refuses to load; runner.precision.transformer_engine saves its
@@ -43,7 +43,7 @@ class PlainState:
     set_extra_state = nn.Module.set_extra_state
 
 
-class Norm(PlainState):
+class Norm(NoExtraState):
     """Mixin before te.LayerNorm that refuses to differentiate its gradient again."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -51,22 +51,23 @@ class Norm(PlainState):
         return forbid_second_derivative(super().forward(input))  # type: ignore[misc]
 
 
-class PaddedRows(PlainState):
+class PaddedRows(NoExtraState):
     """Mixin before te.Linear that takes any number of rows, by padding them."""
 
-    _multiple: int  # that the number of rows must have
+    _multiple: int  # which the number of rows is padded to
 
     @property
     def transposed_weight(self) -> Tensor:
-        """The weight of a Conv1D, stored as [in, out], as the library takes it: [out, in]."""
+        """Return the weight of a Conv1D, which is [in, out], as the library takes it: [out, in]."""
         return self.weight.t().contiguous()  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs: float [..., in] to the same dtype [..., out]."""
-        return forbid_second_derivative(pad_rows(super().forward, input, self._multiple))  # type: ignore[misc]
+        output = pad_rows(super().forward, input, self._multiple)  # type: ignore[misc]
+        return forbid_second_derivative(output)
 
 
-class NormFirst(PaddedRows):
+class FusedNormLinear(PaddedRows):
     """Mixin before te.LayerNormLinear that takes the norm's parameters from the norm's module.
 
     Raises:
@@ -86,7 +87,7 @@ class NormFirst(PaddedRows):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the linear layer's outputs on the normalised input: [..., in] to [..., out]."""
-        self._norm[0].check_passed(input)
+        self._norm[0].check_input(input)
         # A row of padding comes out of the norm as its bias, which may enter an amax.
         return super().forward(input)
 
@@ -107,13 +108,14 @@ class DeferredNorm(nn.Module):
         self._passed_input = input
         return input
 
-    def check_passed(self, input: Tensor) -> None:
+    def check_input(self, input: Tensor) -> None:
         """Check that the linear layer's input is what the norm has passed, and forget it.
 
         Raises:
             RuntimeError: it is another tensor.
         """
         passed_input = self._passed_input
+        # Before the check, so that an error leaves no input behind for the next step.
         self._passed_input = None
         if passed_input is not input:
             raise RuntimeError(f"the layer was called without its norm. {_REMEDY}")
@@ -144,7 +146,7 @@ def convert_layers(
         model: changed in place.
         te: transformer_engine.pytorch.
         multiple: that widths and numbers of rows must have.
-        rules: which modules may be converted; `te_obstacle` is their judge.
+        rules: which modules may be converted; `te_obstacle` is their find_obstacle.
         fuse: whether a norm and the linear layer that alone takes its output become one layer.
 
     Returns:
@@ -154,12 +156,12 @@ def convert_layers(
         ConfigError: no linear layer would be converted, or a pattern matches nothing.
     """
     linear = linear_classes()
-    to_linear: Swap = partial(_to_linear, te=te, multiple=multiple)
-    swaps = dict.fromkeys(linear, to_linear)
+    to_linear: LayerConverter = partial(_to_linear, te=te, multiple=multiple)
+    converters = dict.fromkeys(linear, to_linear)
     # A model with converted norms alone would compute nothing in FP8: then none is converted.
     if any(row.done for row, _ in classify_modules(model, linear, rules)):
-        swaps[nn.LayerNorm] = partial(_to_norm, te=te)
-    report = convert_modules(model, swaps, rules)
+        converters[nn.LayerNorm] = partial(_to_norm, te=te)
+    report = convert_modules(model, converters, rules)
     if fuse:
         report = _fuse(model, report, te, multiple)
     return report
@@ -167,7 +169,7 @@ def convert_layers(
 
 def module_at(model: nn.Module, path: str) -> nn.Module:
     """Return the module that a report's row names."""
-    return model.get_submodule("" if path == ROOT else path)
+    return model.get_submodule("" if path == ROOT_NAME else path)
 
 
 def te_obstacle(module: nn.Module, multiple: int) -> str:
@@ -182,8 +184,10 @@ def te_obstacle(module: nn.Module, multiple: int) -> str:
     assert isinstance(module, nn.LayerNorm)
     if len(module.normalized_shape) > 1:
         return f"normalises over {len(module.normalized_shape)} dimensions"
-    if module.weight is None or module.bias is None:
-        return "has no weight" if module.weight is None else "has no bias"
+    if module.weight is None:
+        return "has no weight"
+    if module.bias is None:
+        return "has no bias"
     return ""
 
 
@@ -211,7 +215,8 @@ def _to_linear(module: nn.Module, te: Any, multiple: int) -> None:
     )
     made._multiple = multiple
     if is_transposed(module):
-        made.weight_names = ["transposed_weight"]  # where the library looks for its weight
+        # The attribute where the library looks for its weight.
+        made.weight_names = ["transposed_weight"]
     _become(module, made, layer_class("TELinear", PaddedRows, te.Linear, type(module)))
 
 
@@ -227,7 +232,8 @@ def _to_norm(module: nn.Module, te: Any) -> None:
 def _become(module: nn.Module, made: nn.Module, kind: type[nn.Module]) -> None:
     """Turn a module into a layer made on the meta device; its parameters and buffers stay."""
     made.__class__ = kind
-    vars(made).pop("bias", None)  # the library's empty tensor of a layer without bias
+    # The library's empty tensor of a layer without bias would hide the parameter, None.
+    vars(made).pop("bias", None)
     for registry in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
         vars(made)[registry] = vars(module)[registry]
     replace_in_place(module, made)
@@ -241,11 +247,12 @@ def _fuse(model: nn.Module, report: ConversionReport, te: Any, multiple: int) ->
     converted = {row.module: module_at(model, row.module) for row in report.modules if row.done}
     norms = [path for path, module in converted.items() if isinstance(module, te.LayerNorm)]
     linears = {path for path, module in converted.items() if isinstance(module, te.Linear)}
-    pairs, notes = find_pairs(model, norms, linears)
+    pairs, remarks = find_pairs(model, norms, linears)
     for norm, linear in pairs.items():
         _to_fused(converted[norm], converted[linear], te, multiple)
-        notes |= {norm: f"computed in {linear}", linear: f"computes {norm} too"}
-    rows = (replace(row, why=notes.get(row.module, row.why)) for row in report.modules)
+        remarks[norm] = f"computed in {linear}"
+        remarks[linear] = f"computes {norm} too"
+    rows = (replace(row, why=remarks.get(row.module, row.why)) for row in report.modules)
     return ConversionReport(tuple(rows))
 
 
@@ -265,11 +272,9 @@ def _to_fused(norm: nn.Module, linear: nn.Module, te: Any, multiple: int) -> Non
     made._norm = (norm,)
     if is_transposed(linear):
         made.weight_names = ["transposed_weight"]
-    _become(
-        linear,
-        made,
-        layer_class("TELayerNormLinear", NormFirst, te.LayerNormLinear, _original_class(linear)),
-    )
+    original = _original_class(linear)
+    fused_class = layer_class("TELayerNormLinear", FusedNormLinear, te.LayerNormLinear, original)
+    _become(linear, made, fused_class)
     norm.__class__ = layer_class("PostponedLayerNorm", DeferredNorm, _original_class(norm))  # type: ignore[assignment]
     norm._passed_input = None  # type: ignore[assignment]
 
@@ -295,9 +300,8 @@ def find_pairs(
         The linear layer of each norm that has one, and why each other norm has none.
     """
     name_counts = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
-    unobserved = {
-        name for name in (*norms, *linears) if not _is_observed(module_at(model, name), name_counts)
-    }
+    modules = {name: module_at(model, name) for name in (*norms, *linears)}
+    observed = {name for name, module in modules.items() if _is_observed(module, name_counts)}
     graphs: dict[str, fx.Graph | str] = {}
     pairs: dict[str, str] = {}
     reasons: dict[str, str] = {}
@@ -309,10 +313,10 @@ def find_pairs(
         linear, reason = _partner(graphs[caller], prefix, norm, linears)
         if not linear:
             reasons[norm] = f"not fused: {reason}"
-        elif {norm, linear} <= unobserved:
-            pairs[norm] = linear
-        else:
+        elif observed & {norm, linear}:
             reasons[norm] = "not fused: it or its linear layer has hooks or two names"
+        else:
+            pairs[norm] = linear
     return pairs, reasons
 
 
@@ -323,13 +327,9 @@ def _is_observed(module: nn.Module, name_counts: Counter[int]) -> bool:
         module: looked through for hooks of the user's.
         name_counts: how many names each module has in the model, by id.
     """
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    user_hooks = [hook for kind in hooks for hook in kind.values() if hook is not no_op_hook]
+    forward_hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    backward_hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    user_hooks = [hook for hook in forward_hooks + backward_hooks if hook is not no_op_hook]
     return bool(user_hooks) or name_counts[id(module)] > 1
 
 
@@ -356,6 +356,7 @@ def _trace(module: nn.Module) -> fx.Graph | str:
     """Return the graph of a module's forward, or why it cannot be traced."""
     attributes = dict(vars(module))
     try:
+        # A forward may draw random numbers, which would change the run's.
         with torch.random.fork_rng(devices=[]):
             return _ShallowTracer().trace(module)
     except Exception as error:
@@ -388,7 +389,8 @@ def _partner(
         return "", f"it is called {call_counts[norm]} times"
     (node,) = (node for node in calls if f"{prefix}{node.target}" == norm)
     users = list(node.users)
-    linear = f"{prefix}{users[0].target}" if len(users) == 1 and users[0] in calls else ""
+    is_one_call = len(users) == 1 and users[0] in calls
+    linear = f"{prefix}{users[0].target}" if is_one_call else ""
     if linear not in linears or call_counts[linear] != 1:
         return "", "its output is not for one converted linear layer alone"
     if users[0].args != (node,) or users[0].kwargs:

@@ -3,7 +3,8 @@
 from runner.diagnostics.numerics import Numerics
 from runner.precision.precision import Precision
 
-MAX_SUSPECTS = 16
+MAX_SUSPECTS_PER_FORMAT = 16
+"""Number of modules that each format of a precision adds to the suspects at most."""
 _REASON_TEXTS = {
     "overflow": "overflow",
     "underflow": "become zero",
@@ -24,6 +25,7 @@ def describe_shortage(numbers: Numerics, precision: Precision) -> str:
         if shortage == "none":
             continue
         text = f"short of {fmt}'s {shortage}"
+        # One reason: the sentence is a cell of the report's table.
         for module, kind, reason, share in numbers.reasons(fmt, kinds)[:1]:
             text += f": in {module} {share:.0%} of {kind} {_REASON_TEXTS[reason]}"
         return text
@@ -37,9 +39,10 @@ def suspect_modules(numbers: Numerics, precision: Precision) -> list[str]:
         numbers: measured in a run with float32.
         precision: narrower than float32.
     """
+    # A dict is a set that keeps the order: several formats may name one module.
     modules: dict[str, None] = {}
     for fmt, kinds in precision.formats:
-        for module, *_ in numbers.worst(fmt, MAX_SUSPECTS, kinds):
+        for module, *_ in numbers.worst(fmt, MAX_SUSPECTS_PER_FORMAT, kinds):
             # A name in parentheses is the model as a whole.
             if not module.startswith("("):
                 modules[module] = None

@@ -1,7 +1,6 @@
 """Search for the modules to keep out of a precision that fails, by trials.
 
-One seed chooses the set of modules; other seeds then verify it, for a set that was chosen by a
-seed's loss is biased towards that seed.
+One seed chooses the set of modules, other seeds verify it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +13,17 @@ from torch import nn
 from runner.config.targets import build_group
 from runner.modes.result import RunResult
 from runner.precision.precision import Precision
-from runner.sweep.advisor.minimal_set import Modules, smallest_set
+from runner.sweep.advisor.minimal_set import Modules, find_minimal_set
 from runner.sweep.advisor.request import AdviseRequest
 from runner.sweep.advisor.trials import Trials
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
 
 _IGNORE_KEY = "precision.ignore_modules"
 ACCEPTED_GAP_SHARE = 0.25
-"""A set of modules is accepted if at most this share of the gap to float32's loss is left."""
+"""A set of modules is accepted if at most this share of the gap to float32's loss remains."""
 
 
 class Float32ModuleSearch:
@@ -49,7 +48,7 @@ class Float32ModuleSearch:
         self.length_overrides = length_overrides
         self.advice = advice
         self.console = plain_console()
-        self.longest_trial = 0.0  # seconds
+        self._longest_trial_seconds = 0.0
 
     def run(self, suspects: Mapping[str, Sequence[str]]) -> None:
         """Search for each precision that fails, the fastest one first, while there is time.
@@ -59,15 +58,17 @@ class Float32ModuleSearch:
         """
         advice = self.advice()
         tree = _module_tree(self.request)
-        if isnan(advice.spread):
+        # Without a spread of float32's loss between seeds there is no gap to accept a set by.
+        if isnan(advice.baseline_spread):
             self.console.print("no time to search for modules to keep out of what fails")
             return
-        for line in sorted(self._failing(advice), key=_expected_gain, reverse=True):
-            self._search(line, advice, tree, suspects.get(line.group.precision, ()))
+        # The budget may end during any of the searches: the one that gains most comes first.
+        for verdict in sorted(self._failing(advice), key=_expected_gain, reverse=True):
+            self._search(verdict, advice, tree, suspects.get(verdict.group.precision, ()))
 
     def _search(
         self,
-        line: PrecisionVerdict,
+        verdict: PrecisionVerdict,
         advice: Advice,
         tree: Mapping[str, Sequence[str]],
         suspects: Sequence[str],
@@ -75,31 +76,33 @@ class Float32ModuleSearch:
         """Search for the smallest set of modules for one precision, and verify it.
 
         Args:
-            line: the verdict on the precision.
+            verdict: the verdict on the precision.
             advice: what the trials so far say.
             tree: children of each module by dotted name.
             suspects: modules by dotted name, the most suspicious first.
         """
-        name = line.group.precision
+        name = verdict.group.precision
         key = _exclusion_key(self.request.load_precision(name))
         seed = self.request.seed
-        max_gap = self._max_gap(line, advice)
+        max_gap = self._max_gap(verdict, advice)
         base_loss = self._base_losses()[seed]
         # A precision that converts no module at all is float32: that set needs no trial.
         every_module = frozenset(tree[""]) if key == _IGNORE_KEY else None
         tried: dict[frozenset[str] | None, bool] = {every_module: True}
 
         def is_enough(modules: Modules) -> bool:
-            if frozenset(modules) not in tried:
-                result = self._try(name, key, modules, seed)
+            chosen = frozenset(modules)
+            if chosen not in tried:
+                result = self._run_trial(name, key, modules, seed)
                 gap = _gap(result, base_loss) if result else inf
-                tried[frozenset(modules)] = gap <= max_gap
-            return tried[frozenset(modules)]
+                tried[chosen] = gap <= max_gap
+            return tried[chosen]
 
         self.console.print(f"{name} fails: searching for modules to keep out of it")
-        modules = smallest_set(tree, suspects, is_enough)
+        modules = find_minimal_set(tree, suspects, is_enough)
         if modules is None or frozenset(modules) == every_module:
-            limit = " in the time that was left" if self.trials.left < self.longest_trial else ""
+            has_time = self.trials.remaining_seconds >= self._longest_trial_seconds
+            limit = "" if has_time else " in the time that was left"
             self.console.print(f"{name}: no set of modules that was tried helps{limit}")
             return
         self._verify(name, key, modules)
@@ -108,15 +111,21 @@ class Float32ModuleSearch:
         """Run trials of a set of modules with other seeds than the one that chose it."""
         override = _override(key, modules)
         self.console.print(f"{name}: {override} helps; verifying it with other seeds")
-        first = self.request.seed
-        for seed in range(first + 1, first + self.request.spec.advise.seeds + 1):
-            if seed not in self._base_losses() and self.trials.left > self.longest_trial:
-                trial = self.request.trial(BASE, seed, *self.length_overrides(BASE))
+        # A set that was chosen by a seed's loss is biased towards that seed.
+        first = self.request.seed + 1
+        for seed in range(first, first + self.request.spec.advise.seeds):
+            has_time = self.trials.remaining_seconds > self._longest_trial_seconds
+            # float32 has no loss for the last seed, which is one after those of the rounds.
+            if seed not in self._base_losses() and has_time:
+                trial = self.request.trial_overrides(
+                    BASELINE, seed, *self.length_overrides(BASELINE)
+                )
                 self.trials.launch([trial])
-            if self._try(name, key, modules, seed) is None:
+            if self._run_trial(name, key, modules, seed) is None:
                 break
         verified = f"{name} {override}"
-        if any(one.name == verified and one.is_failing for one in self.advice().verdicts):
+        failing = {verdict.name for verdict in self.advice().verdicts if verdict.is_failing}
+        if verified in failing:
             self.console.print(f"{verified}: with other seeds it does not help")
 
     def _failing(self, advice: Advice) -> Iterator[PrecisionVerdict]:
@@ -124,40 +133,45 @@ class Float32ModuleSearch:
 
         Precisions for which the user has named modules are not searched.
         """
-        for line in advice.verdicts:
-            name = line.group.precision
-            if line.group.settings or not line.is_failing:
+        for verdict in advice.verdicts:
+            name = verdict.group.precision
+            if verdict.group.settings or not verdict.is_failing:
                 continue
             key = _exclusion_key(self.request.load_precision(name))
-            own = self.request.precision_overrides.get(name, ())
-            if key and not any(word.startswith(key) for word in own):
-                yield line
+            overrides = self.request.precision_overrides.get(name, ())
+            if key and not any(word.startswith(key) for word in overrides):
+                yield verdict
 
-    def _try(self, name: str, key: str, modules: Modules, seed: int) -> RunResult | None:
+    def _run_trial(self, name: str, key: str, modules: Modules, seed: int) -> RunResult | None:
         """Return the result of one trial with the set, None if the budget has no time for it."""
-        if self.trials.left < self.longest_trial:
+        # The longest trial so far, not the mean: a trial that starts is not stopped by the budget.
+        if self.trials.remaining_seconds < self._longest_trial_seconds:
             return None
         began = perf_counter()
         words = [*self.length_overrides(name), _override(key, modules)]
-        result = self.trials.launch([self.request.trial(name, seed, *words)])[0]
-        self.longest_trial = max(self.longest_trial, perf_counter() - began)
+        result = self.trials.launch([self.request.trial_overrides(name, seed, *words)])[0]
+        self._longest_trial_seconds = max(self._longest_trial_seconds, perf_counter() - began)
         return result
 
     def _base_losses(self) -> dict[int | None, float]:
         """Return float32's final losses by seed."""
-        results = (r for r in self.trials.results() if r.group == BASE and r.outcome == "finished")
-        return {r.seed: r.metrics[VAL_LOSS] for r in results}
+        losses: dict[int | None, float] = {}
+        for result in self.trials.results():
+            if result.group == BASELINE and result.outcome == "finished":
+                losses[result.seed] = result.metrics[VAL_LOSS]
+        return losses
 
-    def _max_gap(self, line: PrecisionVerdict, advice: Advice) -> float:
+    def _max_gap(self, verdict: PrecisionVerdict, advice: Advice) -> float:
         """Return the largest gap to float32's loss with which a set of modules is accepted.
 
         It is two standard deviations of float32's loss between seeds, or a share of the gap that
         the whole precision has, if that is larger.
         """
-        margin = 2 * advice.spread
-        if line.test is None or line.rating != "worse":
+        # One trial decides: seeds alone put one loss in twenty further away than two deviations.
+        margin = 2 * advice.baseline_spread
+        if verdict.test is None or verdict.rating != "worse":
             return margin
-        return max(margin, ACCEPTED_GAP_SHARE * line.test.mean_difference)
+        return max(margin, ACCEPTED_GAP_SHARE * verdict.test.mean_difference)
 
 
 def _gap(result: RunResult, base_loss: float) -> float:
@@ -168,11 +182,11 @@ def _gap(result: RunResult, base_loss: float) -> float:
     return loss - base_loss
 
 
-def _expected_gain(line: PrecisionVerdict) -> float:
+def _expected_gain(verdict: PrecisionVerdict) -> float:
     """Return a precision's speed over float32's, 0 if it is unknown."""
-    if line.comparison is None or line.comparison.speed_ratio is None:
+    if verdict.comparison is None or verdict.comparison.speed_ratio is None:
         return 0.0
-    return line.comparison.speed_ratio.value
+    return verdict.comparison.speed_ratio.value
 
 
 def _exclusion_key(precision: Precision) -> str:
@@ -182,25 +196,32 @@ def _exclusion_key(precision: Precision) -> str:
         return ""
     if precision.converts_layers:
         return _IGNORE_KEY
+    # What computes in 4 bytes has nothing to gain from float32.
     return "precision.keep_fp32" if precision.compute.itemsize < 4 else ""
 
 
 def _override(key: str, modules: Modules) -> str:
     """Return the override that leaves modules out."""
-    # YAML or Hydra would read names such as `0` as numbers.
-    names = (name if name.replace(".", "_").isidentifier() else f"'{name}'" for name in modules)
+    names = []
+    for name in modules:
+        # YAML or Hydra would read names such as `0` as numbers.
+        is_plain = name.replace(".", "_").isidentifier()
+        names.append(name if is_plain else f"'{name}'")
     return f"{key}=[{','.join(names)}]"
 
 
 def _module_tree(request: AdviseRequest) -> dict[str, list[str]]:
     """Return the children of every module by dotted name; the model's own name is empty."""
     node = request.spec.model
+    # Only names are needed: on the meta device weights take no memory and no time.
     try:
         with torch.device("meta"):
             model: nn.Module = build_group("model", node)
-    except (NotImplementedError, RuntimeError):  # its constructor reads values of tensors
+    except (NotImplementedError, RuntimeError):
+        # Its constructor reads values of tensors, which the meta device does not have.
         model = build_group("model", node)
     tree: dict[str, list[str]] = {}
     for name, module in model.named_modules():
+        # A child of the model itself has no dot before its name.
         tree[name] = [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
     return tree

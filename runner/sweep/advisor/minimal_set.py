@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 
 Modules = tuple[str, ...]
+"""Dotted names of modules, which are left out of a precision with all modules inside them."""
 
 
-def smallest_set(
+def find_minimal_set(
     tree: Mapping[str, Sequence[str]],
     suspects: Sequence[str],
     is_enough: Callable[[Modules], bool],
@@ -13,9 +14,8 @@ def smallest_set(
     """Return a set of modules that is enough, and of which none can be left out or narrowed.
 
     First the most suspicious modules are tried alone, then all modules together. From the first
-    set that is enough, one module after another is left out, the least suspicious first (Zeller and
-    Hildebrandt's ddmin, "Simplifying and Isolating Failure-Inducing Input", 2002, one at a time);
-    then modules are replaced by their parts. Another set of the same size may be enough as well.
+    set that is enough, one module after another is left out, the least suspicious first; then
+    modules are replaced by their parts. Another set of the same size may be enough as well.
 
     Args:
         tree: the children of each module by dotted name; the model's own name is empty.
@@ -32,13 +32,19 @@ def smallest_set(
     if modules is None:
         return None
     modules = _leave_out(modules, rank, is_enough)
-    while (narrower := _narrow_once(modules, tree, rank, is_enough)) is not None:
+    # One level of the tree at a time: large modules that can be left out are never taken apart, and
+    # trials are spent below the others only.
+    while True:
+        narrower = _narrow_once(modules, tree, rank, is_enough)
+        if narrower is None:
+            return modules
         modules = narrower
-    return modules
 
 
 def _starting_sets(suspects: Sequence[str], top: Sequence[str]) -> list[Modules]:
     """Return the sets to begin with: one, two and four suspects, then everything."""
+    # Each set is a trial: a right suspicion is confirmed by the first, and a wrong one costs three
+    # before the search starts from all modules.
     sets: list[Modules] = [tuple(suspects[:n]) for n in (1, 2, 4) if n <= len(suspects)]
     return [*sets, tuple(top)]
 
@@ -53,8 +59,11 @@ def _leave_out(
     modules: Modules, rank: Mapping[str, int], is_enough: Callable[[Modules], bool]
 ) -> Modules:
     """Return the set without the modules that can be left out one after another."""
+    # Zeller and Hildebrandt's ddmin ("Simplifying and Isolating Failure-Inducing Input", 2002),
+    # one module at a time. The least suspicious first, which can most probably be left out.
     for name in sorted(modules, key=lambda name: -_suspicion_rank(name, rank)):
         fewer = tuple(other for other in modules if other != name)
+        # The empty set is the precision itself, which fails.
         if fewer and is_enough(fewer):
             modules = fewer
     return modules
@@ -75,9 +84,11 @@ def _narrow_once(
         others = tuple(other for other in modules if other != name)
         parts = sorted(tree.get(name, ()), key=lambda part: _suspicion_rank(part, rank))
         # The two most suspicious parts are tried alone; a single part is tried as all parts.
-        for part in parts[:2] if len(parts) > 1 else []:
+        parts_alone = parts[:2] if len(parts) > 1 else []
+        for part in parts_alone:
             if is_enough((*others, part)):
                 return (*others, part)
+        # Not even all parts are enough where the module's own arithmetic needs float32.
         if parts and is_enough((*others, *parts)):
             return _leave_out((*others, *parts), rank, is_enough)
     return None

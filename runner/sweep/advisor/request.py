@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.overrides import PRECISION_ALIASES
-from runner.config.resolve import resolve
+from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import check_targets
 from runner.precision.precision import Precision
@@ -25,7 +25,7 @@ from runner.precision.registry import (
     precision_config,
     supported_precisions,
 )
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.utils.accelerator import choose_accelerator
 from runner.utils.errors import ConfigError
 
@@ -52,7 +52,7 @@ _EMULATE = "precision.emulate"
 
 @dataclass(frozen=True)
 class AdviseRequest:
-    """A command with mode=advise, taken apart.
+    """The parts of a command with mode=advise.
 
     Attributes:
         spec: resolved, with the baseline's precision or the one that was typed.
@@ -61,8 +61,8 @@ class AdviseRequest:
         command: words of a command that come before its overrides.
         precisions: to try, the baseline first.
         precision_overrides: further overrides of each precision.
-        emulated: precisions that this machine emulates.
-        absent: precisions that this machine lacks, as `tf32: why`.
+        emulated_precisions: precisions that this machine emulates.
+        missing_precisions: precisions that this machine lacks, as `tf32: <reason>`.
         seed: the first one.
         config_dir: the user's configs, among them further precisions; None without --config-dir.
     """
@@ -73,8 +73,8 @@ class AdviseRequest:
     command: Sequence[str]
     precisions: Sequence[str]
     precision_overrides: Mapping[str, Sequence[str]]
-    emulated: Sequence[str]
-    absent: Sequence[str]
+    emulated_precisions: Sequence[str]
+    missing_precisions: Sequence[str]
     seed: int
     config_dir: Path | None = None
 
@@ -110,8 +110,8 @@ class AdviseRequest:
             command=_command_words(config),
             precisions=precisions,
             precision_overrides=fitting,
-            emulated=[name for name in precisions if name in emulatable],
-            absent=[] if typed else [*_absent(supported, chosen)],
+            emulated_precisions=[name for name in precisions if name in emulatable],
+            missing_precisions=[] if typed else [*_describe_missing(supported, chosen)],
             seed=spec.seed,
             config_dir=config_dir,
         )
@@ -120,7 +120,7 @@ class AdviseRequest:
         """Return one of the precisions, built-in or the user's, as its yaml says."""
         return load_precision(name, self.config_dir)
 
-    def trial(self, precision: str, seed: int, *more: str) -> list[str]:
+    def trial_overrides(self, precision: str, seed: int, *more: str) -> list[str]:
         """Return the overrides of one trial, which the sweep's store records.
 
         Args:
@@ -128,12 +128,12 @@ class AdviseRequest:
             seed: the trial's.
             more: further overrides.
         """
+        user = self._user_overrides(_TRIAL_KEYS)
         # No model is stored of a trial.
         tracking = ["tracking.log_model=false"] if "log_model" in self.spec.tracking else []
-        own = self._own_overrides(precision, seed)
-        return [*self._user_overrides(_TRIAL_KEYS), *own, *tracking, *more]
+        return [*user, *self._advisor_overrides(precision, seed), *tracking, *more]
 
-    def untracked_trial(self, precision: str, seed: int, *more: str) -> list[str]:
+    def untracked_trial_overrides(self, precision: str, seed: int, *more: str) -> list[str]:
         """Return the overrides of one trial that no store records.
 
         Args:
@@ -142,12 +142,15 @@ class AdviseRequest:
             more: further overrides.
         """
         user = self._user_overrides((*_TRIAL_KEYS, "tracking"))
-        return [*user, *self._own_overrides(precision, seed), "tracking=none", *more]
+        # After the user's overrides: of two overrides of a key, Hydra takes the last one.
+        return [*user, *self._advisor_overrides(precision, seed), "tracking=none", *more]
 
     def _user_overrides(self, without: tuple[str, ...]) -> list[str]:
+        """Return the user's overrides without those of some keys and groups."""
         return [word for word in self.overrides if not word.lstrip("+~").startswith(without)]
 
-    def _own_overrides(self, precision: str, seed: int) -> list[str]:
+    def _advisor_overrides(self, precision: str, seed: int) -> list[str]:
+        """Return the overrides that the advisor adds to every trial."""
         extra = self.precision_overrides.get(precision, ())
         return ["mode=train", f"precision={precision}", *extra, f"seed={seed}", *_NO_CHECKPOINTS]
 
@@ -156,12 +159,14 @@ def _check_launcher(config: DictConfig) -> None:
     """Refuse launchers that run jobs elsewhere or at once: trials are timed against each other."""
     hydra = config.hydra
     launcher = str(hydra.launcher.get("_target_"))
+    # The isolated launcher has a path in hydra_plugins, too.
     is_plugin = "hydra_plugins." in launcher.replace(ISOLATED, "")
     if launcher == REMOTE or is_plugin or hydra.launcher.get("n_jobs", 1) != 1:
         raise ConfigError(
             "mode=advise times its trials on this machine, one after another. Leave launcher= and "
             "hydra.launcher.n_jobs= out; on a cluster, start the command in a job of its own."
         )
+    # Trials are found again by the numbers of their folders.
     if str(OmegaConf.to_container(hydra.sweep)["subdir"]) != "${hydra.job.num}":  # type: ignore[index]
         raise ConfigError(
             "mode=advise names its jobs' folders itself. Leave hydra.sweep.subdir= out."
@@ -173,11 +178,12 @@ def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
 
     They may belong to another precision than the baseline.
     """
-    own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    spec = resolve(own)
+    run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    spec = resolve_spec(run_config)
     precision = {k: v for k, v in spec.precision.items() if f"precision.{k}" not in extras}
     spec = replace(spec, precision=precision)
-    if problems := [*spec.problems(), *check_targets(spec)]:
+    problems = [*spec.problems(), *check_targets(spec)]
+    if problems:
         raise ConfigError(*problems)
     return spec
 
@@ -235,9 +241,12 @@ def _typed_precisions(overrides: Sequence[Override], known: Sequence[str]) -> li
         if override.value_type not in lists:
             raise ConfigError(f"{override.input_line}: name the precisions, one after another.")
         values = [*override.sweep_string_iterator()]
-    names = (str(value).strip("'\"") for value in values)
-    names = list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in names))
-    if unknown := [name for name in names if name not in known]:
+    # The strings of a sweep keep the quotes that were typed.
+    plain = [str(value).strip("'\"") for value in values]
+    # Each precision once: an alias and its name may both have been typed.
+    names = list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in plain))
+    unknown = [name for name in names if name not in known]
+    if unknown:
         raise ConfigError(
             f"precision={unknown[0]}: mode=advise does not know it. Allowed: {', '.join(known)}."
         )
@@ -250,10 +259,10 @@ def _with_baseline(names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: there is none to compare with the baseline.
     """
-    precisions = [BASE, *(name for name in names if name != BASE)]
+    precisions = [BASELINE, *(name for name in names if name != BASELINE)]
     if len(precisions) == 1:
         raise ConfigError(
-            f"mode=advise compares precisions with {BASE}, and was given no other. Leave "
+            f"mode=advise compares precisions with {BASELINE}, and was given no other. Leave "
             "precision= out to try all that this machine has, or name some: "
             "precision=bf16-mixed,16-mixed."
         )
@@ -274,12 +283,14 @@ def _check_sweeps(overrides: Sequence[Override]) -> None:
 def _check_extras(extras: Mapping[str, Override], fitting: Mapping[str, Sequence[str]]) -> None:
     """Refuse keys under precision that no precision takes."""
     used = {word.partition("=")[0] for words in fitting.values() for word in words}
+    # Checked before other keys: precisions have it, and it is unused as long as none is emulated.
     if _EMULATE in {*extras} - used:
         raise ConfigError(
             "precision.emulate=true: this machine lacks none of "
             f"{', '.join(fitting)} that could be emulated. Leave it out."
         )
-    if unused := [key for key in extras if key not in used]:
+    unused = [key for key in extras if key not in used]
+    if unused:
         raise ConfigError(
             f"{unused[0]}: none of {', '.join(fitting)} has such a key. Leave it out, or name the "
             "precisions that it is for."
@@ -295,8 +306,8 @@ def _emulatable(
 
     Args:
         supported: what this machine has and lacks.
-        extras: overrides of keys under precision; precision.emulate=false is removed, which no
-            precision needs to be told.
+        extras: overrides of keys under precision; precision.emulate=false, which is every
+            precision's default, is removed.
 
     Raises:
         ConfigError: precision.emulate is neither true nor false.
@@ -309,10 +320,14 @@ def _emulatable(
     if not value:
         del extras[_EMULATE]
         return []
-    return [row.name for row in supported if row.why and _takes(row.name, "emulate", config_dir)]
+    # A reason (`why`) stands only in the rows of precisions that this machine lacks.
+    lacking = [row.name for row in supported if row.why]
+    return [name for name in lacking if _has_key(name, "emulate", config_dir)]
 
 
-def _absent(supported: Sequence[PrecisionSupport], chosen: Collection[str]) -> Iterator[str]:
+def _describe_missing(
+    supported: Sequence[PrecisionSupport], chosen: Collection[str]
+) -> Iterator[str]:
     """Yield the precisions that this machine lacks, each with the reason."""
     for row in supported:
         if row.why and row.name not in chosen:
@@ -331,16 +346,16 @@ def _trainable_here(
         if not row.runs and row.name not in emulated:
             continue
         precision = load_precision(row.name, config_dir)
-        # Frozen 4-bit and 8-bit weights train nothing without an adapter; float64 costs time and
-        # memory, and can only win on quality.
+        # Frozen 4-bit and 8-bit weights train nothing without an adapter.
         trains_nothing = precision.freezes and not has_adapter
+        # float64 costs time and memory, and can only win on quality.
         is_float64 = precision.storage is torch.float64
-        is_useless = trains_nothing or (is_float64 and spec.advise.objective != "quality")
-        if not is_useless:
+        cannot_win = is_float64 and spec.advise.objective != "quality"
+        if not (trains_nothing or cannot_win):
             yield row.name
 
 
-def _takes(name: str, key: str, config_dir: Path | None) -> bool:
+def _has_key(name: str, key: str, config_dir: Path | None) -> bool:
     """Return whether a precision's config has a key."""
     return key in precision_config(name, config_dir)
 
@@ -350,6 +365,8 @@ def _fitting_extras(
 ) -> Iterator[str]:
     """Yield the overrides of keys that a precision has; what runs here is not emulated."""
     for key, override in extras.items():
-        if _takes(name, key.split(".")[1], config_dir) and (is_emulated or key != _EMULATE):
+        is_wanted = is_emulated or key != _EMULATE
+        if is_wanted and _has_key(name, key.split(".")[1], config_dir):
             assert override.input_line is not None
+            # Once precision=<name> is chosen, the key exists: Hydra refuses `+` for it.
             yield override.input_line.lstrip("+")

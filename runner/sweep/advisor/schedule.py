@@ -6,11 +6,11 @@ and search for modules to keep out of them; at last forecast the memory of the o
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
-from runner.diagnostics.memory.limits import USABLE, free_memory
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.numerics import read
 from runner.modes.result import RunResult
 from runner.sweep.advisor.diagnosis import describe_shortage, suspect_modules
@@ -19,7 +19,7 @@ from runner.sweep.advisor.request import AdviseRequest
 from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.advisor.system_load import other_programs_load
 from runner.sweep.advisor.trials import Trials
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.paired_test import MIN_SEEDS
 from runner.sweep.report.ranking import Advice, rank_precisions
 from runner.tracking.metric_names import VAL_LOSS
@@ -28,28 +28,40 @@ from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.tensors import MIB
 
-BASELINE_SHARE = 0.05
-"""Share of the budget in which float32's step time is measured."""
-TRIALS_SHARE = 0.6
+BASELINE_BUDGET_SHARE = 0.05
+"""Share of the budget in which float32's step time is measured, for a second at least."""
+TRIALS_BUDGET_SHARE = 0.6
 """Share of the budget that the trials are planned for: precisions differ in speed, and those that
 fail take further trials."""
-EXPECTED_RATIO = 1.5
+EXPECTED_STEP_TIME_RATIO = 1.5
 """Expected step time of a precision over float32's, before it is measured."""
-EMULATED_RATIO = 5.0
+EMULATED_STEP_TIME_RATIO = 5.0
 """Expected step time of an emulated precision over float32's."""
-MIN_STEPS = 20
-SNAPSHOTS = 4
-"""Snapshots of float32's numbers, in a trial of their own."""
-MIN_SECONDS = 0.6
-"""Shortest time of float32's steps in a trial that measures speed."""
-START_SECONDS = 0.7
-"""Time of a job before and after its run: its process, its imports, the end of its record."""
-TIMEOUT_RATIO = 4.0
-"""A trial is cut after this many times the time that float32 takes."""
-TIMEOUT_SLACK_SECONDS = 30.0
-TIMEOUT_SLACK_SHARE = 0.1
-"""Share of the budget that the slack is at most: a machine may be held up for a while."""
-_NEVER = 10**9
+MIN_TRIAL_STEPS = 20
+"""Fewest optimizer steps of a trial, unless the whole run has fewer."""
+DIAGNOSIS_SNAPSHOTS = 4
+"""Number of snapshots of float32's numbers in the trial that explains why a precision fails."""
+MIN_TIMED_SECONDS = 0.6
+"""Shortest time of float32's steps in a trial, for its speed to be measured."""
+JOB_OVERHEAD_SECONDS = 0.7
+"""Time of a job before and after its run: process, imports, the end of its record."""
+TIMEOUT_TIME_RATIO = 4.0
+"""Time limit of a trial over the time that float32 takes."""
+MAX_TIMEOUT_SLACK_SECONDS = 30.0
+"""Longest time that is added to a trial's limit: a busy machine may stall for a while."""
+TIMEOUT_SLACK_BUDGET_SHARE = 0.1
+"""Share of the budget that the added time is at most."""
+_UNREACHED_STEP = 10**9
+"""Step of an evaluation that never comes."""
+
+
+@dataclass(frozen=True)
+class BaselineTiming:
+    """Measured times of float32: of a step, and of a job besides its steps."""
+
+    step_seconds: float
+    overhead_seconds: float
+    planned_steps: int
 
 
 class TrialScheduler:
@@ -77,8 +89,9 @@ class TrialScheduler:
             ConfigError: float32 does not train, or measures no loss.
             SystemExit: a signal has stopped the sweep.
         """
+        # A resumed command keeps the length of its finished trials, to compare further ones.
         if self._written is None:
-            self._set_budget(*self._measure_baseline())
+            self._set_budget(self._measure_baseline())
         self._run_rounds()
         self._diagnose_and_search()
         self._forecast_memory()
@@ -97,8 +110,9 @@ class TrialScheduler:
     def _diagnose_and_search(self) -> None:
         """Find what is wrong with the precisions that fail, and which modules to keep out."""
         advice = self._advice()
-        failing = [line.group.precision for line in advice.verdicts if line.is_failing]
-        if not failing or advice.recommended is None:
+        failing = [verdict.group.precision for verdict in advice.verdicts if verdict.is_failing]
+        # Nothing is recommended if not even float32 trains: then it explains no other precision.
+        if not failing or advice.recommendation is None:
             return
         suspects = self._diagnose(failing)
         if self.options.islands:
@@ -110,9 +124,12 @@ class TrialScheduler:
     def _forecast_memory(self) -> None:
         """Write the forecast memory of the precisions that train as well as float32."""
         texts = []
-        for line in self._advice().verdicts:
-            if line.is_acceptable and not (line.group.settings or line.is_emulated):
-                texts.append(self._memory_text(line.group.precision))
+        for verdict in self._advice().verdicts:
+            # The forecast knows no excluded modules; an emulated precision takes other memory here
+            # than on its hardware.
+            is_forecastable = not (verdict.group.settings or verdict.is_emulated)
+            if verdict.is_acceptable and is_forecastable:
+                texts.append(self._memory_text(verdict.group.precision))
         self._write(replace(self.settings, memory=[text for text in texts if text]))
 
     def _memory_text(self, name: str) -> str:
@@ -124,8 +141,11 @@ class TrialScheduler:
         try:
             forecast = peak_forecast(spec, precision, device)
             peak = forecast(batch_size).total / MIB
-            largest = largest_fitting_batch(forecast, batch_size, free_memory(device) * USABLE)
+            largest = largest_fitting_batch(
+                forecast, batch_size, free_memory(device) * USABLE_MEMORY_SHARE
+            )
         except RunnerError:
+            # Precisions are judged without a forecast, too.
             return ""
         return f"{name}: {peak:.4g} {largest or 0}"
 
@@ -138,11 +158,13 @@ class TrialScheduler:
         Returns:
             The modules that each precision harms most; nothing if the trial was not possible.
         """
-        every = max(1, self.settings.steps // SNAPSHOTS)
+        every = max(1, self.settings.steps // DIAGNOSIS_SNAPSHOTS)
+        # Numbers are read by hooks, which need eager modules: a config with train.compile is
+        # refused together with numerics.every.
         words = [*self._length_overrides(), f"numerics.every={every}", "train.compile=false"]
-        if self.trials.left <= 0:
+        if self.trials.remaining_seconds <= 0:
             return {}
-        trial = self.request.trial(BASE, self.request.seed, *words)
+        trial = self.request.trial_overrides(BASELINE, self.request.seed, *words)
         result = self.trials.launch([trial])[0]
         if result.status != "finished":
             return {}
@@ -150,70 +172,71 @@ class TrialScheduler:
             numbers = read(self.trials.folder / Path(result.folder).name)
         except RunnerError:
             return {}
-        nothing = f"in every module {BASE}'s numbers fit its formats"
-        precisions = {name: self.request.load_precision(name) for name in failing}
-        shortages = {name: describe_shortage(numbers, p) for name, p in precisions.items()}
-        found = [f"{name}: {text or nothing}" for name, text in shortages.items()]
-        self._write(replace(self.settings, found=found))
-        return {name: suspect_modules(numbers, p) for name, p in precisions.items()}
+        nothing = f"in every module {BASELINE}'s numbers fit its formats"
+        findings: list[str] = []
+        suspects: dict[str, list[str]] = {}
+        for name in failing:
+            precision = self.request.load_precision(name)
+            findings.append(f"{name}: {describe_shortage(numbers, precision) or nothing}")
+            suspects[name] = suspect_modules(numbers, precision)
+        self._write(replace(self.settings, found=findings))
+        return suspects
 
-    def _measure_baseline(self) -> tuple[float, float, int]:
-        """Train float32 for a short while, in a job that is then discarded.
-
-        Returns:
-            Seconds of a step, seconds of a job besides its steps, and the steps of the whole run.
+    def _measure_baseline(self) -> BaselineTiming:
+        """Measure float32's times in a short job that is then deleted.
 
         Raises:
             ConfigError: float32 does not train, or measures no loss.
         """
-        seconds = max(1.0, BASELINE_SHARE * self.trials.budget)
-        words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_NEVER}"]
+        seconds = max(1.0, BASELINE_BUDGET_SHARE * self.trials.budget)
+        words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_UNREACHED_STEP}"]
+        # No longer than a trial, or the whole run, takes.
         limits = [n for n in (self.request.spec.train.max_steps, self.options.steps) if n]
         if limits:
             words.append(f"train.max_steps={min(limits)}")
-        self.console.print(f"{BASE} for {seconds:.0f} s at most, to measure its step time")
-        trial = self.request.untracked_trial(BASE, self.request.seed, *words)
-        self._share_overrides(trial)
+        self.console.print(f"{BASELINE} for {seconds:.0f} s at most, to measure its step time")
+        # The job is deleted below, and a store would keep its run.
+        trial = self.request.untracked_trial_overrides(BASELINE, self.request.seed, *words)
+        self._record_shared_overrides(trial)
         result = self.trials.launch([trial])[0]
-        self.trials.discard()
+        self.trials.delete_jobs()
         if result.status != "finished" or not result.step_ms:
-            raise ConfigError(result.error or f"{BASE} took no step: there is nothing to compare.")
+            raise ConfigError(
+                result.error or f"{BASELINE} took no step: there is nothing to compare."
+            )
         if VAL_LOSS not in result.metrics:
             raise ConfigError(f"mode=advise judges by {VAL_LOSS}, which task= does not measure.")
-        step = result.step_ms / 1e3
+        step_seconds = result.step_ms / 1e3
         # Besides its steps a run may compile, which the trials do as well.
-        start = max(0.0, result.seconds - result.steps * step) + START_SECONDS
-        return step, start, result.planned_steps
+        other_seconds = max(0.0, result.seconds - result.steps * step_seconds)
+        overhead = other_seconds + JOB_OVERHEAD_SECONDS
+        return BaselineTiming(step_seconds, overhead, result.planned_steps)
 
-    def _choose_steps(self, step: float, start: float, most: int) -> int:
-        """Return the steps of a trial, a round number so that a machine gives the same one again.
-
-        Args:
-            step: seconds of float32's step.
-            start: seconds of a job besides its steps.
-            most: steps of the whole run.
-        """
-        emulated = len(self.request.emulated)
+    def _choose_steps(self, timing: BaselineTiming) -> int:
+        """Return the number of optimizer steps of a trial that the budget allows."""
+        emulated = len(self.request.emulated_precisions)
         others = len(self.request.precisions) - 1 - emulated
-        count = self.options.seeds * (1 + EXPECTED_RATIO * others + EMULATED_RATIO * emulated)
-        seconds = TRIALS_SHARE * self.trials.budget / count - start
-        least = max(MIN_STEPS, _round_down(2 * MIN_SECONDS / step))
-        return min(most, max(least, _round_down(seconds / step)))
+        # A round of all precisions takes as long as this many trials of float32.
+        round_cost = 1 + EXPECTED_STEP_TIME_RATIO * others + EMULATED_STEP_TIME_RATIO * emulated
+        count = self.options.seeds * round_cost
+        seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - timing.overhead_seconds
+        # Twice the time: rounding down may halve it.
+        least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / timing.step_seconds))
+        # A round number, so that the same machine gives the same one again although measured step
+        # times differ a little.
+        affordable = _round_down(seconds / timing.step_seconds)
+        return min(timing.planned_steps, max(least, affordable))
 
-    def _set_budget(self, step: float, start: float, most: int) -> None:
-        """Set the length of the trials, and write the settings.
-
-        Args:
-            step: seconds of float32's step.
-            start: seconds of a job besides its steps.
-            most: steps of the whole run.
-        """
+    def _set_budget(self, timing: BaselineTiming) -> None:
+        """Set the length of the trials, and write the settings."""
         request = self.request
         options = self.options
-        steps = min(most, options.steps or self._choose_steps(step, start, most))
-        slack = min(TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_SHARE * self.trials.budget)
+        steps = min(timing.planned_steps, options.steps or self._choose_steps(timing))
+        float32_seconds = steps * timing.step_seconds
+        slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
         accelerator = request.spec.accelerator
-        own = [
+        device = choose_accelerator(accelerator.name, accelerator.index).device
+        precision_overrides = [
             f"{name} {word}"
             for name, words in request.precision_overrides.items()
             for word in words
@@ -222,48 +245,55 @@ class TrialScheduler:
             objective=options.objective,
             tolerance=options.tolerance,
             steps=steps,
-            seconds=math.ceil(TIMEOUT_RATIO * steps * step + slack),
+            seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * timing.step_seconds + slack),
             seeds=options.seeds,
             budget=options.budget,
             command=[*request.command, *request.overrides, *request.seed_override],
-            emulated=request.emulated,
-            own=own,
-            absent=request.absent,
-            busy=other_programs_load(
-                choose_accelerator(accelerator.name, accelerator.index).device
-            ),
+            emulated=request.emulated_precisions,
+            own=precision_overrides,
+            absent=request.missing_precisions,
+            # No job runs now, so that what is measured are other programs.
+            busy=other_programs_load(device),
         )
+        # Typed keys under precision follow from a trial's precision: no job is named after them.
         shared = {word for words in request.precision_overrides.values() for word in words}
-        trial = request.trial(BASE, request.seed, *self._length_overrides())
-        self._share_overrides([*trial, *sorted(shared)])
+        trial = request.trial_overrides(BASELINE, request.seed, *self._length_overrides())
+        self._record_shared_overrides([*trial, *sorted(shared)])
         self._write(self._written)
-        self._warn_of_small_budget(steps * step + start)
+        self._warn_of_small_budget(float32_seconds + timing.overhead_seconds)
         text = f"{steps} steps, {options.seeds} seeds, {len(request.precisions)} precisions"
         self.console.print(f"{text}: {', '.join(request.precisions)}")
 
-    def _share_overrides(self, words: Sequence[str]) -> None:
-        """Name trials by what differs: their precision, their seed, and modules kept out."""
+    def _record_shared_overrides(self, words: Sequence[str]) -> None:
+        """Record what trials share, so that they are named by precision, seed and excluded modules.
+
+        Args:
+            words: overrides of a trial.
+        """
         shared = [word for word in words if not word.startswith(("precision=", "seed="))]
-        self.trials.share_overrides(shared)
+        self.trials.record_shared_overrides(shared)
 
     def _warn_of_small_budget(self, trial_seconds: float) -> None:
         """Print a warning if the budget is too small for verdicts, by float32's step time."""
         seconds = MIN_SEEDS * trial_seconds * len(self.request.precisions)
-        if seconds > self.trials.left:
+        if seconds > self.trials.remaining_seconds:
             time = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
             text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
             self.console.print(f"{text}, and advise.budget={self.options.budget}.")
 
-    def _length_overrides(self, precision: str = BASE) -> list[str]:
+    def _length_overrides(self, precision: str = BASELINE) -> list[str]:
         """Return the overrides that set the length of a precision's trial."""
         steps = self.settings.steps
         seconds = self.settings.seconds
-        if precision in self.request.emulated:
-            seconds = math.ceil(EMULATED_RATIO * seconds)
+        if precision in self.request.emulated_precisions:
+            # Emulation is slow by itself, which is no reason to call the precision too slow.
+            seconds = math.ceil(EMULATED_STEP_TIME_RATIO * seconds)
         return [
             f"train.max_steps={steps}",
+            # One evaluation, at the end: precisions are judged by its loss.
             f"train.eval_every={steps}",
             f"train.max_seconds={seconds}",
+            # Losses after unequal numbers of steps could not be compared.
             "train.early_stop=null",
         ]
 
@@ -277,19 +307,20 @@ class TrialScheduler:
         seconds: dict[str, float] = {}
         has_diverged = False
         for number in range(self.options.seeds):
-            if number and self.trials.left < sum(seconds[name] for name in running):
+            if number and self.trials.remaining_seconds < sum(seconds[name] for name in running):
                 self.console.print(f"the budget ends after {number} seeds")
                 return
             # Each round begins with another precision, so that none always runs first.
             turn = number % len(running)
             results = self._run_round(running[turn:] + running[:turn], self.request.seed + number)
-            seconds = {r.precision: r.seconds + START_SECONDS for r in results}
+            seconds = {r.precision: r.seconds + JOB_OVERHEAD_SECONDS for r in results}
+            # What failed or was too slow with one seed is not tried with another.
             finished = self._finished(results)
             running = [name for name in running if name in finished]
             has_diverged |= any(r.outcome == "diverged" for r in results)
             # Float32 alone needs further seeds only to judge a diverged precision once modules
             # are kept out of it.
-            if BASE not in running or (len(running) == 1 and not has_diverged):
+            if BASELINE not in running or (len(running) == 1 and not has_diverged):
                 return
             running = self._affordable(running, results, seconds, MIN_SEEDS - number - 1)
 
@@ -297,10 +328,10 @@ class TrialScheduler:
         """Run a trial of each precision while the budget lasts, and return the results."""
         results: list[RunResult] = []
         for number, name in enumerate(order):
-            if number and self.trials.left <= 0:
+            if number and self.trials.remaining_seconds <= 0:
                 self.console.print(f"the budget ends before {', '.join(order[number:])}")
                 break
-            trial = self.request.trial(name, seed, *self._length_overrides(name))
+            trial = self.request.trial_overrides(name, seed, *self._length_overrides(name))
             results += self.trials.launch([trial])
         return results
 
@@ -313,7 +344,7 @@ class TrialScheduler:
     ) -> list[str]:
         """Return the precisions that the budget has time for until there is a verdict on them.
 
-        The least promising ones are left out first; one stays besides the baseline in any case.
+        The least promising ones are left out first.
 
         Args:
             names: precisions that finished their last trial.
@@ -321,15 +352,17 @@ class TrialScheduler:
             seconds: time of a trial by precision.
             rounds: rounds that a verdict still takes.
         """
-        baseline = next(r for r in results if r.precision == BASE)
+        baseline = next(r for r in results if r.precision == BASELINE)
         merits = {r.precision: self._merit(r, baseline) for r in results if r.precision in names}
-        others = [name for name in names if name != BASE]
+        others = [name for name in names if name != BASELINE]
         others.sort(key=lambda name: merits[name], reverse=True)
-        left = self.trials.left - rounds * seconds[BASE]
-        chosen = {BASE}
+        remaining = self.trials.remaining_seconds - rounds * seconds[BASELINE]
+        chosen = {BASELINE}
         for name in others:
-            left -= rounds * seconds[name]
-            if rounds <= 0 or left >= 0 or chosen == {BASE}:
+            # Also for one that is dropped: a less promising precision does not take its place.
+            remaining -= rounds * seconds[name]
+            # One besides the baseline stays in any case, or there would be nothing to compare.
+            if rounds <= 0 or remaining >= 0 or chosen == {BASELINE}:
                 chosen.add(name)
         dropped = [name for name in others if name not in chosen]
         if dropped:
@@ -337,12 +370,10 @@ class TrialScheduler:
         return [name for name in names if name in chosen]
 
     def _merit(self, result: RunResult, baseline: RunResult) -> float:
-        """Return how good one trial is by the objective; larger is better.
-
-        An emulated precision has no step time of its own, and takes the baseline's.
-        """
+        """Return how good one trial is by the objective; larger is better."""
         match self.options.objective:
             case "time":
+                # An emulated precision has no step time of its own.
                 return -(result.step_ms or baseline.step_ms or math.inf)
             case "memory":
                 return -((result.weights_mib or 0.0) + (result.optimizer_mib or 0.0))

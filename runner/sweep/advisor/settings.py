@@ -20,6 +20,8 @@ from runner.utils.secrets import redact_values
 class AdviseSettings:
     """Settings of a command with mode=advise, and what it measured besides its trials.
 
+    The names of its fields are the keys of advise.json, which older reports hold as well.
+
     Attributes:
         objective: time, memory or quality.
         tolerance: accepted loss above 32-true's, in standard deviations of that one between seeds.
@@ -30,10 +32,10 @@ class AdviseSettings:
         command: words of the command, without precision and mode, that trains the config.
         emulated: precisions that this machine emulates, whose speed is unknown.
         own: further overrides of a precision, as `float8-rowwise precision.emulate=true`.
-        absent: precisions that this machine lacks, as `tf32: why`.
+        absent: precisions that this machine lacks, as `tf32: <reason>`.
         found: what float32's numbers say of a precision that fails, as `16-mixed: text`.
         memory: forecast for a precision, as `16-mixed: <MiB at the peak> <largest batch>`.
-        busy: share of the processors that other programs kept busy when it began.
+        busy: share of the processors that other programs kept busy when the command began, 0 to 1.
     """
 
     objective: str
@@ -50,40 +52,43 @@ class AdviseSettings:
     memory: Sequence[str] = ()
     busy: float = 0.0
 
-    def told(self, precision: str) -> str:
+    def float32_finding(self, precision: str) -> str:
         """Return what float32's numbers say of a precision, empty if it was not diagnosed."""
         return _text_after(precision, self.found)
 
-    def predicted(self, precision: str) -> tuple[float, int] | None:
+    def memory_forecast(self, precision: str) -> tuple[float, int] | None:
         """Return a precision's forecast memory, None without a forecast.
 
         Returns:
             MiB at the peak, and the largest batch size that fits (0: unknown).
         """
+        # A precision without a forecast has an empty text, which splits into no two words.
         with suppress(ValueError):
             peak, batch = _text_after(precision, self.memory).split()
             return float(peak), int(batch)
         return None
 
     @classmethod
-    def of(cls, values: object) -> "AdviseSettings | None":
-        """Return the settings from parsed JSON, None if it does not hold settings.
+    def from_json(cls, values: object) -> "AdviseSettings | None":
+        """Return the settings that parsed JSON holds, None if it does not hold settings.
 
         Args:
             values: content of advise.json.
         """
         try:
             fields: dict[str, Any] = dataclass_fields_from_json(cls, values)
-            lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
-            return cls(**{**fields, **lists})
         except ValueError:
             return None
+        # JSON has lists only; tuples keep settings equal to those that were written.
+        tuples = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+        return cls(**{**fields, **tuples})
 
     @classmethod
     def read(cls, folder: Path) -> "AdviseSettings | None":
         """Return the settings in a sweep's folder, None for a sweep of another mode."""
+        # A report of a sweep is made even where its advise.json is damaged.
         with suppress(OSError, ValueError):
-            return cls.of(json.loads((folder / ADVICE).read_text()))
+            return cls.from_json(json.loads((folder / ADVICE).read_text()))
         return None
 
     def write(self, folder: Path) -> None:
@@ -92,10 +97,15 @@ class AdviseSettings:
         Raises:
             OSError: the file cannot be written.
         """
-        write_text(folder / ADVICE, json.dumps(redact_values(asdict(self)), indent=2) + "\n")
+        # The words of the command may hold a password, as a tracking URI does.
+        content = redact_values(asdict(self))
+        write_text(folder / ADVICE, json.dumps(content, indent=2) + "\n")
 
 
 def _text_after(precision: str, texts: Sequence[str]) -> str:
     """Return what follows `<precision>: ` in the first text that begins so, else an empty text."""
     start = f"{precision}: "
-    return next((text[len(start) :] for text in texts if text.startswith(start)), "")
+    for text in texts:
+        if text.startswith(start):
+            return text.removeprefix(start)
+    return ""

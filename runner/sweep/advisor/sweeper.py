@@ -31,6 +31,7 @@ def prepare_sweeper(config: DictConfig) -> None:
         Unavailable: the device is not there.
     """
     register(AdviseSweeper)
+    # Here as well as in the sweep: an error now comes before a sweep's folder and its parent run.
     AdviseRequest.from_config(config)
 
 
@@ -49,15 +50,17 @@ class AdviseSweeper(Sweeper):
         )
 
     def sweep(self, arguments: Sequence[str]) -> Any:
-        """Run all trials; the sweep's report is made of their results.
+        """Run all trials. The sweep's report is made from the files that they leave.
 
         Args:
             arguments: overrides of the command, which are read from the config instead.
         """
+        # Set by setup, which Hydra calls first.
         assert self.config is not None
         assert self.launcher is not None
         folder = Path(self.config.hydra.sweep.dir).absolute()
         folder.mkdir(parents=True, exist_ok=True)
+        # As Hydra's own sweepers do, whose sweeps have this file.
         OmegaConf.save(self.config, folder / "multirun.yaml")
         request = AdviseRequest.from_config(self.config)
         resumes = bool(self.config.hydra.callbacks.sweep.resume)

@@ -14,19 +14,22 @@ MEASURED_SECONDS = 0.5
 def other_programs_load(device: torch.device) -> float:
     """Return the share of this process's processors that other programs keep busy, from 0 to 1.
 
-    This process and those below it do not count. It is 0 for a device that is no CPU.
+    This process and its descendants do not count. The share is 0 for a device that is no CPU.
 
     Args:
         device: that trials run on.
     """
+    # The processors' load changes a CPU's step times only.
     if device.type != "cpu":
         return 0.0
     own_before = _own_cpu_seconds()
     began = perf_counter()
     percents = psutil.cpu_percent(MEASURED_SECONDS, percpu=True)
     seconds = perf_counter() - began
-    own_seconds = _own_cpu_seconds() - own_before  # the tracking writer may be at work
-    if hasattr(os, "sched_getaffinity"):  # Linux
+    # This command's tracking writer may be at work meanwhile.
+    own_seconds = _own_cpu_seconds() - own_before
+    # Linux only: elsewhere a process may use every processor.
+    if hasattr(os, "sched_getaffinity"):
         usable = os.sched_getaffinity(0)
         percents = [percent for n, percent in enumerate(percents) if n in usable]
     busy = sum(percents) / 100 - own_seconds / seconds
@@ -34,11 +37,12 @@ def other_programs_load(device: torch.device) -> float:
 
 
 def _own_cpu_seconds() -> float:
-    """Return the CPU seconds so far of this process and those below it."""
+    """Return the CPU seconds so far of this process and its descendants."""
     process = psutil.Process()
     total = 0.0
-    for one in (process, *process.children(recursive=True)):
-        with suppress(psutil.Error):  # ended meanwhile
-            times = one.cpu_times()
+    for member in (process, *process.children(recursive=True)):
+        # A child may end between the listing and the reading.
+        with suppress(psutil.Error):
+            times = member.cpu_times()
             total += times.user + times.system
     return total

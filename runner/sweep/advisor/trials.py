@@ -12,7 +12,7 @@ from rich.console import Console
 
 from runner.modes.result import RunResult, read_results
 from runner.sweep.sweep import Sweep
-from runner.sweep.sweep_resume import finished_result, same_settings
+from runner.sweep.sweep_resume import final_result, have_same_settings
 from runner.utils.console import plain_console
 from runner.utils.formatting import format_number
 
@@ -31,17 +31,20 @@ class Trials:
         self.launcher = launcher
         self.folder = folder
         self.budget = budget
+        # A resumed command has the whole budget again; jobs that finished before take none of it.
         self._began = perf_counter()
-        self._earlier = {int(Path(r.folder).name): r for r in self.results() if resumes}
-        self._next_number = max(self._earlier, default=-1) + 1
+        self._earlier_results: dict[int, RunResult] = {}
+        if resumes:
+            self._earlier_results = self._results_by_number()
+        self._next_number = max(self._earlier_results, default=-1) + 1
 
     @property
-    def left(self) -> float:
-        """Return the seconds that are left of the budget."""
+    def remaining_seconds(self) -> float:
+        """Seconds that remain of the budget; negative once it is used up."""
         return self.budget - (perf_counter() - self._began)
 
     def launch(self, jobs: Sequence[Sequence[str]]) -> list[RunResult]:
-        """Run jobs, and return their results in order.
+        """Run jobs, and return their results in order; jobs that wrote no result are left out.
 
         A job that finished in an earlier command is not run again.
 
@@ -53,23 +56,28 @@ class Trials:
         """
         numbers = [self._number(words) for words in jobs]
         for number, words in zip(numbers, jobs, strict=True):
-            if number in self._earlier and finished_result(self.folder / str(number), words):
+            is_earlier = number in self._earlier_results
+            if is_earlier and final_result(self.folder / str(number), words):
                 continue
+            # One job per launch: jobs that run at once would disturb each other's timing.
             self.launcher.launch([[*words]], initial_job_idx=number)
-        results = {int(Path(r.folder).name): r for r in self.results()}
+        results = self._results_by_number()
         return [results[number] for number in numbers if number in results]
 
     def _number(self, words: Sequence[str]) -> int:
         """Return the number that a job had in an earlier command, else the next one."""
-        for number, result in self._earlier.items():
-            if same_settings(result.overrides, words):
+        # By its overrides, not by its place: how many trials come before it depends on the budget.
+        for number, result in self._earlier_results.items():
+            if have_same_settings(result.overrides, words):
                 return number
+        number = self._next_number
         self._next_number += 1
-        return self._next_number - 1
+        return number
 
-    def share_overrides(self, words: Sequence[str]) -> None:
+    def record_shared_overrides(self, words: Sequence[str]) -> None:
         """Write the overrides that all jobs share to the manifest: no job is named after them."""
-        if sweep := Sweep.current:
+        sweep = Sweep.current
+        if sweep is not None:
             sweep.manifest = replace(sweep.manifest, overrides=[*words])
             sweep.manifest.write(self.folder)
 
@@ -77,11 +85,15 @@ class Trials:
         """Return the results of all jobs so far."""
         return read_results(self.folder)
 
-    def discard(self) -> None:
+    def _results_by_number(self) -> dict[int, RunResult]:
+        # A job's folder is named by its number.
+        return {int(Path(result.folder).name): result for result in self.results()}
+
+    def delete_jobs(self) -> None:
         """Delete the jobs so far; their numbers are used again."""
         for number in range(self._next_number):
             shutil.rmtree(self.folder / str(number), ignore_errors=True)
-        self._earlier = {}
+        self._earlier_results = {}
         self._next_number = 0
 
 

@@ -14,6 +14,7 @@ is imported once for all jobs.
 Reading order: `isolated` (the launcher), `job_process` (one job, seen from the sweep),
 `fork_server` (the process that forks), `job_main` (the job's own process), then
 `runner/tracking/job_journal.py` (the sweep finds the job's journal), `writer_process.py` and
-`writer/uploader.py` (journal to MLflow). Not on that path: `job_request` (what is sent), `job_output` (output and exit
-reasons), `stop_requests` (signals), and `remote`, `remote_job`, `submitit` (Slurm, Ray, joblib).
+`writer/uploader.py` (journal to MLflow). Not on that path: `job_request` (what is sent),
+`job_output` (output and exit reasons), `stop_requests` (signals), and `remote`, `remote_job`,
+`submitit` (Slurm, Ray, joblib).
 """

@@ -5,7 +5,7 @@ fork of it is a clean start. It runs as a process of its own, and ends with the 
 
 multiprocessing's fork server is not used: it passes the end of the pipe that it waits on to its
 children, so that they outlive a killed sweep; a terminal's Ctrl-C reaches it; and it does not know
-which processes a job has left running.
+which processes a job has started and not ended.
 """
 
 import gc
@@ -22,13 +22,13 @@ from typing import Any
 from runner.sweep.launcher.job_request import STATUS_STRUCT
 from runner.utils.stop_signals import SIGNALS, ignore_signals
 
-REQUEST_FDS = 4
+REQUEST_FD_COUNT = 4
 """Number of file descriptors in a request: the pipe that the JobRequest comes through, the status
-pipe, stdout and stderr."""
+pipe, stdout and stderr, in this order."""
 
 # A module that is renamed, and not here, gives no error: every job would import it again, and start
 # seconds later. tests/arch/test_module_names.py fails for a name of ours that leads nowhere.
-PRELOAD = (
+PRELOADED_MODULES = (
     (
         "runner.modes.run",
         "runner.sweep.hydra_callback",
@@ -44,7 +44,7 @@ PRELOAD = (
 """Modules that most jobs need, imported before the first fork."""
 
 
-def main(fd: int) -> None:
+def run_fork_server(fd: int) -> None:
     """Serve requests until the sweep's process closes its end of the socket, or is gone.
 
     Args:
@@ -55,7 +55,7 @@ def main(fd: int) -> None:
     ignore_signals()
     # Without NVML, asking for CUDA initialises it, and an initialised CUDA fails in forked jobs.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    for name in PRELOAD:
+    for name in PRELOADED_MODULES:
         with suppress(ImportError):  # a job that needs the module reports the error
             import_module(name)
     # A garbage collection in a job would write to every page that it shares with this process.
@@ -77,8 +77,10 @@ class ForkServer:
     def __init__(self, requests: socket.socket, job_handlers: Mapping[int, Any]) -> None:
         self._requests = requests
         self._job_handlers = job_handlers
-        self._status_pipes: dict[int, int] = {}  # by process id
+        self._status_pipes: dict[int, int] = {}
+        """File descriptor of each running job's status pipe, by process id."""
         self._wakeup_read, self._wakeup_write = os.pipe()
+        # Python refuses a wake-up pipe on which a signal handler could block.
         os.set_blocking(self._wakeup_write, False)
 
     def run(self) -> None:
@@ -89,10 +91,12 @@ class ForkServer:
         while True:
             ready = select.select([self._requests, self._wakeup_read], [], [])[0]
             if self._wakeup_read in ready:
+                # One byte for each signal; several ended jobs may share one.
                 os.read(self._wakeup_read, 4096)
                 self._report_ended_jobs()
             if self._requests in ready:
-                data, fds, *_ = socket.recv_fds(self._requests, 1, REQUEST_FDS)
+                data, fds, *_ = socket.recv_fds(self._requests, 1, REQUEST_FD_COUNT)
+                # No data: the sweep's process has closed the socket, or is gone.
                 if not data:
                     break
                 self._fork(fds)
@@ -100,13 +104,20 @@ class ForkServer:
             _kill_group(pid)
 
     def _fork(self, fds: list[int]) -> None:
+        """Fork a process that runs the job of a request.
+
+        Args:
+            fds: as REQUEST_FD_COUNT lists them.
+        """
         request, status, out, err = fds
         pid = os.fork()
         if pid == 0:
             self._release_server_state()
+            # Imported before the fork where PRELOADED_MODULES names it.
             from runner.sweep.launcher.job_main import run_job_process
 
             run_job_process(request, status, out, err)
+        # The status pipe stays open here: this process writes the exit status to it.
         self._status_pipes[pid] = status
         for fd in (request, out, err):
             os.close(fd)
@@ -125,16 +136,20 @@ class ForkServer:
         """Write the exit status of each ended job to its status pipe, and end its children."""
         while self._status_pipes:
             pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            # Every other job still runs.
             if not pid:
                 return
+            # Before the status is reported: then nothing that the job started writes any more.
             _kill_group(pid)
             pipe = self._status_pipes.pop(pid)
+            # Nobody reads the pipe of a sweep that was killed.
             with suppress(BrokenPipeError):
                 os.write(pipe, STATUS_STRUCT.pack(wait_status))
             os.close(pipe)
 
 
 def _kill_group(pid: int) -> None:
-    """Kill what a job has left running: each job leads a process group."""
+    """Kill the processes that a job started: each job leads a process group."""
+    # No process is in the group if the job started none.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

@@ -35,8 +35,8 @@ from runner.utils.terminal import print_error, sanitize
 
 GRACE_SECONDS = 10.0
 """Time that jobs have to end after the second signal, before they are killed."""
-_STORE_SECONDS = 60.0
-"""Longest wait without progress for the records of jobs that died."""
+_MAX_UPLOAD_WAIT_SECONDS = 60.0
+"""Longest wait for the journals of jobs that died while their upload makes no progress."""
 
 _POLL_SECONDS = 0.25
 """Longest time until a new journal of a job, or the death of the writer, is noticed."""
@@ -45,19 +45,18 @@ _fork_server: ForkServerClient | None = None
 
 
 def prepare_launcher() -> None:
-    """Register the launcher with Hydra, and start the fork server.
-
-    It imports what jobs need while this process imports what the sweep needs.
-    """
+    """Register the launcher with Hydra, and start the fork server."""
     register(IsolatedLauncher)
-    fork_server()
+    # Now, not for the first job: the fork server imports what jobs need while this process imports
+    # what the sweep needs.
+    shared_fork_server()
 
 
-def fork_server() -> ForkServerClient:
+def shared_fork_server() -> ForkServerClient:
     """Return this process's fork server, one for all its sweeps; a new one if it was killed."""
     global _fork_server
     if _fork_server is None:
-        atexit.register(lambda: _fork_server and _fork_server.close())
+        atexit.register(_close_fork_server)
         _fork_server = ForkServerClient()
     if not _fork_server.is_alive:
         _fork_server.close()
@@ -73,13 +72,18 @@ class _RunningJob(NamedTuple):
     config: DictConfig
 
 
+def _close_fork_server() -> None:
+    if _fork_server is not None:
+        _fork_server.close()
+
+
 @final
 class IsolatedLauncher(Launcher):
     """A launcher of Hydra whose jobs are processes: one that dies is a failed job, nothing more.
 
     Args:
         n_jobs: how many run at once, 1 or more.
-        stop_file: requests a stop, see StopRequests.
+        stop_file: a file that requests a stop, see StopRequests.
         sweep_request: a pickled JobRequest of the sweep, for jobs of another process's sweep, see
             RemoteJobRequest.
     """
@@ -125,24 +129,26 @@ class IsolatedLauncher(Launcher):
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
-        announce_job(self._config, initial_job_idx + len(job_overrides))
+        update_job_count(self._config, initial_job_idx + len(job_overrides))
         waiting = deque(enumerate(job_overrides, initial_job_idx))
         with (
             DefaultSelector() as selector,
             StopRequests(self._stop_file) as stop,
             self._kill_at_exit(),
         ):
-            done = self._run_all(waiting, selector, stop)
+            returns = self._run_all(waiting, selector, stop)
+        # After the jobs, not while they run: a store that does not answer delays no job.
         for journal in self._unsaved_journals:
             journal.wait(
-                _STORE_SECONDS,
-                lambda: bool(stop.received),
+                _MAX_UPLOAD_WAIT_SECONDS,
+                lambda: bool(stop.received_signals),
                 "the store",
                 shared_writer().keep_alive,
             )
-        if stop.received:
-            raise SystemExit(128 + stop.received[0])
-        return [done[number] for number in sorted(done)]
+        if stop.received_signals:
+            # The exit status of a shell's command that a signal ended.
+            raise SystemExit(128 + stop.received_signals[0])
+        return [returns[number] for number in sorted(returns)]
 
     def _run_all(
         self,
@@ -151,27 +157,30 @@ class IsolatedLauncher(Launcher):
         stop: StopRequests,
     ) -> dict[int, JobReturn]:
         """Run jobs, at most n_jobs at once; after a stop request start no further one."""
-        done: dict[int, JobReturn] = {}
-        selector.register(stop, EVENT_READ, lambda: self._forward(stop.read_new()))
-        while self._running or (waiting and not stop.received):
-            self._forward(stop.read_new())
-            while waiting and len(self._running) < self._n_jobs and not stop.received:
+        returns: dict[int, JobReturn] = {}
+        selector.register(stop, EVENT_READ, lambda: self._forward(stop.read_new_signals()))
+        while self._running or (waiting and not stop.received_signals):
+            self._forward(stop.read_new_signals())
+            while waiting and len(self._running) < self._n_jobs and not stop.received_signals:
                 self._start(*waiting.popleft(), selector)
+            # A second at most, to look for the stop file and at the time since the second signal.
             for key, _ in selector.select(timeout=_POLL_SECONDS):
                 key.data()
             for running in self._running.values():
                 running.journal.find()
             shared_writer().keep_alive()
-            if stop.seconds_since_second() > GRACE_SECONDS:
+            if stop.seconds_since_second_signal() > GRACE_SECONDS:
                 self._forward([signal.SIGKILL])
-            for number in [n for n, job in self._running.items() if job.process.ended]:
-                done[number] = self._finish(number, stop)
-        stop.read_new()
-        return done
+            # A list of its own: _finish removes the job from those that run.
+            for number in [n for n, job in self._running.items() if job.process.has_ended]:
+                returns[number] = self._finish(number, stop)
+        # A signal may have come after the last look, and ends the sweep all the same.
+        stop.read_new_signals()
+        return returns
 
     @contextmanager
     def _kill_at_exit(self) -> Iterator[None]:
-        """Kill the jobs that run when the context is left: no job outlives the launch."""
+        """Kill the jobs that run when the context ends: no job outlives the launch."""
         try:
             yield
         finally:
@@ -187,6 +196,13 @@ class IsolatedLauncher(Launcher):
                 job.process.send_signal(number)
 
     def _start(self, number: int, overrides: Sequence[str], selector: BaseSelector) -> None:
+        """Start a job's process.
+
+        Args:
+            number: the job's.
+            overrides: the job's.
+            selector: watches the pipes of the process.
+        """
         config = compose_job_config(self._context, self._config, number, overrides)
         resumes = bool(config.hydra.callbacks.sweep.resume)
         if not resumes:
@@ -202,20 +218,21 @@ class IsolatedLauncher(Launcher):
         folder = job_folder(config)
         environment = ProcessEnvironment.current(folder, self._n_jobs)
         journal = JobJournal(folder)
-        process = JobProcess(fork_server(), selector, environment, request, prefix)
+        process = JobProcess(shared_fork_server(), selector, environment, request, prefix)
         self._running[number] = _RunningJob(process, journal, config)
 
     def _finish(self, number: int, stop: StopRequests) -> JobReturn:
-        """Take an ended job's answer; record the job's death if it wrote no result."""
+        """Return what Hydra expects of an ended job, and record its death if it has no result."""
         job = self._running.pop(number)
         job.process.close()
         job.journal.find()
         answer, config = job.process.answer, job.config
         if isinstance(answer, JobReturn):
             return answer
+        # A resumed job's folder may hold the result of an earlier command.
         has_result = answer is not None and (job_folder(config) / RESULT).exists()
         if not has_result:
-            self._record_dead_job(number, job, stop.received)
+            self._record_dead_job(number, job, stop.received_signals)
         overrides = OmegaConf.to_container(config.hydra.overrides.task)
         assert isinstance(overrides, list)
         # Any other status would make Hydra's sweeper raise, and end the sweep; result.json has the
@@ -246,21 +263,24 @@ class IsolatedLauncher(Launcher):
             self._unsaved_journals.append(journal)
 
 
-def announce_job(config: DictConfig, jobs: int) -> None:
+def update_job_count(config: DictConfig, launched: int) -> None:
     """Set how many jobs this process's sweep has, if it runs one.
 
     Args:
-        config: the sweep's; a search may have more trials than are launched so far.
-        jobs: known so far.
+        config: the sweep's.
+        launched: number of jobs that are launched so far.
     """
     from runner.sweep.sweep import Sweep
 
-    if Sweep.current:
-        Sweep.current.set_job_count(max(jobs, config.hydra.sweeper.get("n_trials", 0)))
+    if Sweep.current is not None:
+        # A search launches its trials one after another, and says in n_trials how many there are.
+        planned = config.hydra.sweeper.get("n_trials", 0)
+        Sweep.current.set_job_count(max(launched, planned))
 
 
 def job_folder(config: DictConfig) -> Path:
     """Return a job's folder as an absolute path."""
+    # Not resolve(): a link in the path stays as it was typed.
     return Path(os.path.abspath(config.hydra.sweep.dir), config.hydra.sweep.subdir)  # noqa: PTH100
 
 

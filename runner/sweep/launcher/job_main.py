@@ -17,6 +17,7 @@ from runner.tracking.writer_process import SweepWriter, use_writer
 from runner.utils.stop_signals import CommandSignals, Interrupted
 
 _PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl(2): the signal that this process gets when its parent ends."""
 
 
 def run_job_process(request: int, status_pipe: int, out: int, err: int) -> NoReturn:
@@ -33,9 +34,11 @@ def run_job_process(request: int, status_pipe: int, out: int, err: int) -> NoRet
     """
     status = 1
     try:
+        # Signals are handled from here on: only then may the sweep know the process id.
         with CommandSignals(lambda: True):
             _set_up_process(status_pipe, out, err)
             status = _run_request(Connection(request))
+            # os._exit below does not call them.
             atexit._run_exitfuncs()
     except Interrupted as error:
         status = error.exit_status
@@ -44,6 +47,7 @@ def run_job_process(request: int, status_pipe: int, out: int, err: int) -> NoRet
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        # Python's own exit would take the imported modules down, which takes long.
         os._exit(status)
 
 
@@ -53,16 +57,19 @@ def _set_up_process(status_pipe: int, out: int, err: int) -> None:
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the fork server died before prctl took effect
+    # The fork server may have died before prctl took effect.
+    if os.getppid() != parent:
         os._exit(1)
     for source, target in ((out, 1), (err, 2)):
         os.dup2(source, target)
         os.close(source)
-    # The fork server's stdout may have been buffered for a file. Line buffering here, so that a
+    # The fork server's stdout may have been buffered as for a file. Line buffering here, so that a
     # job that is killed loses no line.
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb"), line_buffering=True)  # noqa: SIM115
+    # A crash in a library prints where it happened, which exit_reason reports.
     faulthandler.enable(all_threads=False)
-    atexit._clear()  # exit functions of the fork server's imports
+    # The exit functions of the fork server's imports are not this job's.
+    atexit._clear()
     os.write(status_pipe, STATUS_STRUCT.pack(os.getpid()))
     os.close(status_pipe)
 
@@ -70,6 +77,7 @@ def _set_up_process(status_pipe: int, out: int, err: int) -> None:
 def _run_request(connection: Connection) -> int:
     """Receive and run a job request; return the exit status."""
     environment: ProcessEnvironment = connection.recv()
+    # Before the request is unpickled: it may name modules that only this sys.path finds.
     environment.apply()
     use_writer(SweepWriter(environment.job_folder))
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 _TAIL_CHARACTERS = 8000
+"""Characters of a job's output in which the reason of its death is looked for."""
 _REASON_LINES = 3
 _PYTHON_CRASH = "Fatal Python error"
 
@@ -27,6 +28,7 @@ class OutputStream:
         self.tail = ""
         self._target = target
         self._prefix = prefix
+        # Incremental: a read may end within a character of several bytes.
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._unfinished_line = ""
 
@@ -39,7 +41,7 @@ class OutputStream:
         text = self._unfinished_line + self._decoder.decode(data, final=not data)
         end = len(text)
         if self._prefix and data:
-            # Jobs at once must not write into each other's lines.
+            # Jobs that run at once must not write into each other's lines.
             end = text.rfind("\n") + 1
         shown = text[:end]
         self._unfinished_line = text[end:]
@@ -62,6 +64,7 @@ def exit_reason(
         kills: processes that the kernel killed for lack of memory while the job ran.
         stop_signals: signals that the sweep sent to stop the job.
     """
+    # First: what a job prints or how it exits after a requested stop is no reason of its own.
     if status is not None and _signal_number(status) in stop_signals:
         name = signal.Signals(_signal_number(status)).name
         return f"Stopped by {name} before it wrote a result."
@@ -70,6 +73,7 @@ def exit_reason(
     elif os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         reason = f"Its process was ended by {name}"
+        # The kernel counts such kills for the whole machine, not by process.
         if name == "SIGKILL" and kills:
             reason += " (out of memory: the kernel killed a process for it meanwhile)"
         reason += "."
@@ -82,17 +86,22 @@ def exit_reason(
 
 def _signal_number(status: int) -> int:
     """Return the signal that ended a process, directly or as an exit status of 128 + number."""
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) - 128
+    if os.WIFSIGNALED(status):
+        return os.WTERMSIG(status)
+    return os.WEXITSTATUS(status) - 128
 
 
 def last_lines(text: str) -> list[str]:
     """Return the last lines of an output that are not blank, without surrounding spaces.
 
-    Of Python's report of a crash it is the first lines, which say where the crash happened.
+    If the output holds Python's report of a crash, they are the first lines of that report.
     """
+    # The report's first lines say where the crash happened; a long stack follows.
     _, crash, report = text.rpartition(_PYTHON_CRASH)
     lines = [line.strip() for line in (crash + report).splitlines() if line.strip()]
-    return lines[: _REASON_LINES + 1] if crash else lines[-_REASON_LINES:]
+    if crash:
+        return lines[: _REASON_LINES + 1]
+    return lines[-_REASON_LINES:]
 
 
 def oom_kills() -> int:

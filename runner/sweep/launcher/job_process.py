@@ -1,7 +1,7 @@
 """The launcher's handles on its child processes: JobProcess and ForkServerClient.
 
-Nothing here blocks: every pipe is registered with the
-launcher's selector, which calls back when there is something to read.
+Nothing here blocks: every pipe is registered with the launcher's selector, which calls back when
+there is something to read.
 """
 
 import io
@@ -23,19 +23,19 @@ from runner.sweep.launcher.job_output import OutputStream, exit_reason, oom_kill
 from runner.sweep.launcher.job_request import STATUS_STRUCT, ProcessEnvironment
 from runner.utils.stop_signals import signals_blocked
 
-Source = Connection | io.FileIO
+PipeEnd = Connection | io.FileIO
+"""This process's end of a pipe or socket to a job."""
 
 _READ_BYTES = 65536
+"""Bytes of a job's output that are read at once: the size of a pipe's buffer on Linux."""
 _COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); "
-_COMMAND += "from runner.sweep.launcher.fork_server import main; "
-_COMMAND += "main(int(sys.argv[2]))"
+_COMMAND += "from runner.sweep.launcher.fork_server import run_fork_server; "
+_COMMAND += "run_fork_server(int(sys.argv[2]))"
+"""Program of the fork server: its arguments are the folder of this package's top, and a socket."""
 
 
 class ForkServerClient:
-    """The fork server's process, started at construction.
-
-    It imports what jobs need while the sweep's process imports what the sweep needs.
-    """
+    """The fork server's process, which is started at construction."""
 
     def __init__(self) -> None:
         self._requests, server_end = socket.socketpair()
@@ -59,7 +59,7 @@ class ForkServerClient:
         """Ask for a job's process that gets these file descriptors.
 
         Args:
-            fds: as fork_server.REQUEST_FDS lists them.
+            fds: as fork_server.REQUEST_FD_COUNT lists them.
 
         Raises:
             OSError: the fork server is gone.
@@ -85,7 +85,7 @@ class JobProcess:
         prefix: begins each line of the job's output; empty for a job that runs alone.
 
     Attributes:
-        ended: the process is gone, with all that it had started.
+        has_ended: the process is gone, with all that it had started.
         answer: a JobReturn, the exit status with which the job was stopped, or None for a job that
             died.
     """
@@ -98,12 +98,13 @@ class JobProcess:
         request: bytes,
         prefix: str,
     ) -> None:
-        self.ended = False
+        self.has_ended = False
         self.answer: JobReturn | int | None = None
         self._selector = selector
         self._status_data = b""
+        # The kernel counts kills since the machine started: those of before are subtracted.
         self._oom_kills_before = oom_kills()
-        self._readers: dict[Source, Callable[[], bool]] = {}
+        self._readers: dict[PipeEnd, Callable[[], bool]] = {}
         self._unsent_signals: list[int] = []
         self._out = OutputStream(sys.stdout, prefix)
         self._err = OutputStream(sys.stderr, prefix)
@@ -119,21 +120,23 @@ class JobProcess:
             fork_server.fork([job_connection.fileno(), *pipes])
             self._connection.send(environment)
             self._connection.send_bytes(request)
+        # A copy that stays open here would hide the job's end of the pipe from the selector.
         for fd in pipes:
             os.close(fd)
 
     @property
     def pid(self) -> int | None:
-        """Return the process id, or None until the process handles signals."""
+        """Process id of the job, None until the process handles signals."""
         if len(self._status_data) < STATUS_STRUCT.size:
             return None
         return STATUS_STRUCT.unpack_from(self._status_data)[0]
 
     def send_signal(self, number: int) -> None:
-        """Send a signal at once, or as soon as the process handles signals."""
+        """Send a signal now, or as soon as the process handles signals."""
+        # Before that, a signal would end the process without a result.
         if self.pid is None:
             self._unsent_signals.append(number)
-        elif not self.ended:
+        elif not self.has_ended:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -150,10 +153,9 @@ class JobProcess:
         return exit_reason(status, tail, oom_kills() - self._oom_kills_before, stop_signals)
 
     def close(self) -> None:
-        """Read what is left in the pipes, and close them.
-
-        A process that left the job's process group may hold a pipe open: nothing is waited for.
-        """
+        """Read what is still in the pipes, and close them."""
+        # Without waiting: a process that is no longer in the job's process group may hold a pipe
+        # open.
         while self._readers:
             ready = select([*self._readers], [], [], 0)[0]
             if not ready:
@@ -164,26 +166,28 @@ class JobProcess:
             self._drop(source)
 
     def _open_pipe(self, feed: Callable[[bytes], bool]) -> int:
-        """Return the end to write to of a pipe whose data goes to `feed`."""
+        """Return the file descriptor to write to, of a pipe whose data goes to `feed`."""
         read_end, write_end = os.pipe()
         file = open(read_end, "rb", buffering=0)  # noqa: PTH123, SIM115
         self._watch(file, lambda: feed(file.read(_READ_BYTES)))
         return write_end
 
-    def _watch(self, source: Source, read: Callable[[], bool]) -> None:
+    def _watch(self, source: PipeEnd, read: Callable[[], bool]) -> None:
+        """Have the selector call `read` for new data, until `read` returns False."""
         self._readers[source] = read
         self._selector.register(source, EVENT_READ, lambda: self._read(source))
 
-    def _read(self, source: Source) -> None:
+    def _read(self, source: PipeEnd) -> None:
         if not self._readers[source]():
             self._drop(source)
 
-    def _drop(self, source: Source) -> None:
+    def _drop(self, source: PipeEnd) -> None:
         self._selector.unregister(source)
         del self._readers[source]
         source.close()
 
     def _read_answer(self) -> bool:
+        """Read the job's answer; return False once the job has closed the pipe."""
         try:
             self.answer = self._connection.recv()
         except (EOFError, OSError):
@@ -193,8 +197,8 @@ class JobProcess:
     def _read_status(self, data: bytes) -> bool:
         """Read the process id, then the exit status; the pipe closes when the process is gone."""
         self._status_data += data
-        if self.pid is not None and not self.ended:
+        if self.pid is not None and not self.has_ended:
             while self._unsent_signals:
                 self.send_signal(self._unsent_signals.pop(0))
-        self.ended = not data
+        self.has_ended = not data
         return bool(data)

@@ -20,24 +20,24 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config.hydra_plugins import REMOTE, register
-from runner.sweep.launcher.isolated import announce_job, job_folder, job_hydra_config
+from runner.sweep.launcher.isolated import job_folder, job_hydra_config, update_job_count
 from runner.sweep.launcher.job_output import last_lines
 from runner.sweep.launcher.job_request import JobRequest, compose_job_config
-from runner.sweep.launcher.remote_job import STOP, RemoteJob
+from runner.sweep.launcher.remote_job import STOP_FILE_NAME, RemoteJob
 from runner.sweep.launcher.stop_requests import StopFile
 from runner.utils.errors import ConfigError
 from runner.utils.layout import RESULT
 from runner.utils.stop_signals import Interrupted
 from runner.utils.terminal import print_error
 
-_VISIBLE_SECONDS = 15.0
+_MAX_VISIBILITY_SECONDS = 15.0
 """Longest time that a shared file system takes to show here what another machine wrote."""
 _POLL_SECONDS = 0.2
 _RAY_STORE_BYTES = 2**27
 """Size of Ray's object store, which a sweep hardly uses; Ray's default is a third of the memory."""
 
-Outcome = JobReturn | str
-"""What Hydra expects of a job, or why there is none."""
+ReturnOrReason = JobReturn | str
+"""What Hydra expects of a job, or the reason why there is none."""
 
 
 def prepare_remote(config: DictConfig) -> None:
@@ -103,19 +103,20 @@ class RemoteLauncher(Launcher):
         """
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
-        announce_job(self._config, initial_job_idx + len(job_overrides))
+        update_job_count(self._config, initial_job_idx + len(job_overrides))
         jobs = {
             number: compose_job_config(self._context, self._config, number, overrides)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         }
-        existing = {number for number, config in jobs.items() if job_folder(config).exists()}
-        stop_file = Path(self._config.hydra.sweep.dir, STOP)
+        existing_jobs = {number for number, config in jobs.items() if job_folder(config).exists()}
+        stop_file = Path(self._config.hydra.sweep.dir, STOP_FILE_NAME)
+        # An earlier sweep in the same folder may have been stopped.
         stop_file.unlink(missing_ok=True)
         if not self._config.hydra.callbacks.sweep.resume:
-            for number in existing:
+            for number in existing_jobs:
                 # A result of another sweep in the same folder would be taken for this job's.
                 (job_folder(jobs[number]) / RESULT).unlink(missing_ok=True)
-        remote_job = self._remote_job(frozenset(existing), len(jobs))
+        remote_job = self._remote_job(frozenset(existing_jobs), len(jobs))
         if self._node.get("ray"):
             # Before the signal handlers here: ray.init installs its own for SIGTERM.
             self._start_ray()
@@ -125,18 +126,26 @@ class RemoteLauncher(Launcher):
             except Interrupted:
                 outcomes = ["Stopped at once by a second signal."] * len(jobs)
             except Exception as error:
-                started = any(job_folder(jobs[n]).exists() for n in {*jobs} - existing)
-                if not stop.received and not started:
+                # Plugins raise for a failed job as well as for jobs that they do not accept. Where
+                # nothing started, the command is at fault, and is refused as a whole.
+                started = any(job_folder(jobs[n]).exists() for n in {*jobs} - existing_jobs)
+                if not stop.received_signal and not started:
                     raise self._launcher_error(error) from error
                 outcomes = [explain_launcher_error(error)] * len(jobs)
         by_job = dict(zip(jobs, outcomes, strict=True))
-        _record_missing_results(jobs, by_job, bool(stop.received))
+        _record_missing_results(jobs, by_job, bool(stop.received_signal))
         stop_file.unlink(missing_ok=True)
-        if stop.received:
-            raise SystemExit(128 + stop.received)
+        if stop.received_signal:
+            raise SystemExit(128 + stop.received_signal)
         return [_job_return(config, by_job[number]) for number, config in jobs.items()]
 
-    def _remote_job(self, existing: frozenset[int], jobs: int) -> RemoteJob:
+    def _remote_job(self, existing_jobs: frozenset[int], jobs: int) -> RemoteJob:
+        """Return Hydra's task function for the jobs of a launch.
+
+        Args:
+            existing_jobs: numbers of the jobs whose folders exist already.
+            jobs: number of jobs in the launch.
+        """
         # Ray's processes may have been started before the command, so that MLflow's variables are
         # missing there. Other launchers' processes get the command's environment.
         prefix = "MLFLOW_" if self._node.get("ray") else "HYDRA_"
@@ -145,14 +154,14 @@ class RemoteLauncher(Launcher):
             folder=os.getcwd(),  # noqa: PTH109
             path=[*sys.path],
             environ={key: value for key, value in os.environ.items() if key.startswith(prefix)},
-            existing=existing,
+            existing_jobs=existing_jobs,
             jobs_at_once=_jobs_at_once(self._node, jobs),
             is_child=_launcher_name(self._node) == "JoblibLauncher",
         )
 
     def _run(
         self, job: RemoteJob, overrides: Sequence[Sequence[str]], first: int, stop: StopFile
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[ReturnOrReason]:
         """Run jobs through the other launcher; return the outcome of each, in order.
 
         Args:
@@ -161,12 +170,14 @@ class RemoteLauncher(Launcher):
             first: number of the first job.
             stop: the context that signals go to.
         """
+        # A copy: the sweep's own config names this launcher.
         config = copy.deepcopy(self._config)
         with read_write(config), open_dict(config):
             config.hydra.launcher = self._node
         launcher = Plugins.instance().instantiate_launcher(
             hydra_context=self._context, task_function=job, config=config
         )
+        # Submitit's launchers have it; their own launch gives up at the first job that fails.
         if hasattr(launcher, "_EXECUTOR"):
             from runner.sweep.launcher.submitit import run_jobs
 
@@ -179,6 +190,7 @@ class RemoteLauncher(Launcher):
 
         settings = OmegaConf.to_container(self._node.ray.init, resolve=True)
         assert isinstance(settings, dict)
+        # Ray refuses the size of a store for a cluster that runs already.
         if not (settings.get("address") or os.environ.get("RAY_ADDRESS")):
             settings.setdefault("object_store_memory", _RAY_STORE_BYTES)
         if not ray.is_initialized():
@@ -208,6 +220,7 @@ def _jobs_at_once(node: DictConfig, jobs: int) -> int:
             # joblib's rule: -1 is all processors, -2 all but one.
             limit = max(1, (os.cpu_count() or 1) + 1 + limit)
         return min(jobs, limit)
+    # submitit's local executor starts all jobs at once; other launchers give each its processors.
     return jobs if _launcher_name(node) == "LocalLauncher" else 1
 
 
@@ -216,9 +229,9 @@ def _launcher_name(node: DictConfig) -> str:
 
 
 def _record_missing_results(
-    jobs: Mapping[int, DictConfig], outcomes: Mapping[int, Outcome], stopped: bool
+    jobs: Mapping[int, DictConfig], outcomes: Mapping[int, ReturnOrReason], stopped: bool
 ) -> None:
-    """Wait for the jobs' results to show here; print and record why some have none.
+    """Wait until the jobs' results are visible here; print and record why some have none.
 
     Args:
         jobs: config of each job by number.
@@ -227,7 +240,7 @@ def _record_missing_results(
     """
     from runner.sweep.job_result import record_result
 
-    deadline = time.monotonic() + _VISIBLE_SECONDS
+    deadline = time.monotonic() + _MAX_VISIBILITY_SECONDS
     reasons: dict[str, list[str]] = {}
     for number, config in jobs.items():
         outcome = outcomes[number]
@@ -235,7 +248,9 @@ def _record_missing_results(
         completed = isinstance(outcome, JobReturn) and outcome.status == JobStatus.COMPLETED
         while completed and not (folder / RESULT).exists() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        if (folder / RESULT).exists() or (stopped and not folder.exists()):
+        # A job that a stop kept from starting has no result, so that sweep.resume starts it.
+        has_not_begun = stopped and not folder.exists()
+        if (folder / RESULT).exists() or has_not_begun:
             continue
         reason = _missing_result_reason(outcome, folder.parent)
         reasons.setdefault(reason, []).append(str(number))
@@ -245,7 +260,7 @@ def _record_missing_results(
         print_error(f"job {', '.join(numbers)}: {reason}")
 
 
-def _missing_result_reason(outcome: Outcome, sweep_folder: Path) -> str:
+def _missing_result_reason(outcome: ReturnOrReason, sweep_folder: Path) -> str:
     if isinstance(outcome, str):
         return outcome
     if outcome.status == JobStatus.FAILED:
@@ -256,8 +271,8 @@ def _missing_result_reason(outcome: Outcome, sweep_folder: Path) -> str:
     )
 
 
-def _job_return(config: DictConfig, outcome: Outcome) -> JobReturn:
-    """Return what Hydra expects of a job; without a number for one that has no result."""
+def _job_return(config: DictConfig, outcome: ReturnOrReason) -> JobReturn:
+    """Return what Hydra expects of a job; for one without a result, a return without a value."""
     if isinstance(outcome, JobReturn) and outcome.status == JobStatus.COMPLETED:
         return outcome
     overrides = OmegaConf.to_container(config.hydra.overrides.task)

@@ -19,11 +19,11 @@ from runner.sweep.launcher.job_request import JobRequest, with_resume
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
 
-STOP = "stop"
+STOP_FILE_NAME = "stop"
 """Name of the file in a sweep's folder that requests a stop of its jobs; it holds the number of a
 signal."""
 
-_POLL_SECONDS = 1.0
+_PARENT_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class RemoteJob:
         folder: the working directory of the command.
         path: sys.path of the command.
         environ: variables that the plugin's processes may lack.
-        existing: numbers of the jobs whose folders existed before the sweep began. Any other job
-            that finds files in its folder was started before by this sweep, and resumes.
+        existing_jobs: numbers of the jobs whose folders existed before the sweep began. Any other
+            job that finds files in its folder was started before by this sweep, and resumes.
         jobs_at_once: jobs that share the machine's processors.
         is_child: the plugin's process is a child of the sweep's, and has to stop when that is gone.
     """
@@ -48,7 +48,7 @@ class RemoteJob:
     folder: str
     path: Sequence[str]
     environ: Mapping[str, str]
-    existing: frozenset[int]
+    existing_jobs: frozenset[int]
     jobs_at_once: int
     is_child: bool
 
@@ -68,7 +68,8 @@ class RemoteJob:
         self._enter_environment()
         hydra = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir)
-        stop_file = Path(hydra.sweep.dir, STOP)
+        # The sweep's process may be on another machine, and cannot send signals here.
+        stop_file = Path(hydra.sweep.dir, STOP_FILE_NAME)
         overrides = OmegaConf.to_container(hydra.overrides.task)
         assert isinstance(overrides, list)
         launcher = self._launcher(stop_file)
@@ -83,6 +84,7 @@ class RemoteJob:
 
             name = signal.Signals(status - 128).name
             record_result(config, folder, "stopped", f"Stopped by {name} before it began.")
+        # Without a stop file it was not the sweep that stopped the job.
         if not stop_file.exists():
             _return_to_batch_system(status)
         return None
@@ -90,9 +92,10 @@ class RemoteJob:
     def _launcher(self, stop_file: Path) -> IsolatedLauncher:
         """Return a launcher that runs this job in a process of its own, resumed if it began."""
         hydra = HydraConfig.get()
+        # Hydra has written its config there before it calls this function.
         files = {path.name for path in Path(hydra.runtime.output_dir).iterdir()}
         has_begun = bool(files - {str(hydra.output_subdir)})
-        resumes = has_begun and int(hydra.job.num) not in self.existing
+        resumes = has_begun and int(hydra.job.num) not in self.existing_jobs
         request: JobRequest = pickle.loads(self.sweep_request)
         launcher = IsolatedLauncher(self.jobs_at_once, stop_file, self.sweep_request)
         launcher.setup(
@@ -114,11 +117,14 @@ class RemoteJob:
         for key, value in self.environ.items():
             os.environ.setdefault(key, value)
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-        if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
+        # A node has more processors than Slurm gives the job.
+        cpus = os.environ.get("SLURM_CPUS_PER_TASK")
+        if cpus:
             os.environ.setdefault("OMP_NUM_THREADS", cpus)
 
 
 def _not_shared(folder: Path) -> ConfigError:
+    """Return the error for a folder of the command's that this machine does not see."""
     return ConfigError(
         f"{socket.gethostname()} does not see {folder}. The machines of a launcher must "
         "share the folder that the command is typed in and hydra.sweep.dir=<folder>."
@@ -127,12 +133,12 @@ def _not_shared(folder: Path) -> ConfigError:
 
 @contextmanager
 def _stop_with_parent() -> Iterator[None]:
-    """Context of a job that is stopped when this process's parent is gone; then exit."""
+    """Context that stops the job once this process's parent has ended, and then exits."""
     parent = os.getppid()
     ended = threading.Event()
 
     def watch_parent() -> None:
-        while not ended.wait(_POLL_SECONDS):
+        while not ended.wait(_PARENT_POLL_SECONDS):
             if os.getppid() != parent:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return

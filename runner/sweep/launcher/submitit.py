@@ -49,7 +49,7 @@ def run_jobs(
     asks_slurm = False
     try:
         while not all(job.done(force_check=asks_slurm) for job in jobs):
-            if stop.received and not asks_slurm:
+            if stop.received_signal and not asks_slurm:
                 asks_slurm = True
                 _cancel_pending(jobs)
             time.sleep(_SLURM_POLL_SECONDS if asks_slurm else _POLL_SECONDS)
@@ -58,7 +58,8 @@ def run_jobs(
         _cancel(jobs)
         raise
     finally:
-        for job in jobs:  # these files hold the config, which may hold secrets
+        # These files hold the config, which may hold secrets.
+        for job in jobs:
             job.paths.submitted_pickle.unlink(missing_ok=True)
             job.paths.result_pickle.unlink(missing_ok=True)
 
@@ -74,13 +75,14 @@ def _submit(launcher: Any, overrides: Sequence[Sequence[str]], first: int) -> Se
     folder = params.pop("submitit_folder")
     private = JobPaths.get_first_id_independent_folder(folder)
     private.mkdir(parents=True, exist_ok=True)
+    # The pickled jobs hold the config, which may hold secrets.
     private.chmod(0o700)
     limits = {f"{kind}_{key}": params.pop(key) for key in ("max_num_timeout",) if key in params}
     executor = AutoExecutor(folder, kind, **limits)
+    # submitit wants the name of the executor before the parameters that only this executor has.
     common = BaseQueueConf.__dataclass_fields__
-    executor.update_parameters(
-        **{key if key in common else f"{kind}_{key}": value for key, value in params.items()}
-    )
+    parameters = {key if key in common else f"{kind}_{key}": value for key, value in params.items()}
+    executor.update_parameters(**parameters)
     numbers = range(first, first + len(overrides))
     state = Singleton.get_state()
     # The arguments of the plugin's launcher, one column each: overrides, key of the sweep's
@@ -107,6 +109,7 @@ def _outcome(job: Any) -> JobReturn | str:
 
 def _cancel_pending(jobs: Sequence[Any]) -> None:
     """Remove jobs that have not begun from Slurm's queue; the others stop by themselves."""
+    # All jobs are one array, whose number is the part of a job's id before the underscore.
     if jobs[0]._cancel_command == "scancel":
         array = jobs[0].job_id.partition("_")[0]
         with suppress(OSError):
@@ -114,11 +117,13 @@ def _cancel_pending(jobs: Sequence[Any]) -> None:
 
 
 def _cancel(jobs: Sequence[Any]) -> None:
-    """Cancel all jobs, and wait until they have ended, or for 20 s."""
+    """Cancel all jobs, and wait until they have ended, for _CANCEL_SECONDS at most."""
     for job in jobs:
         if not job.done():
             with suppress(OSError):
-                if process := getattr(job, "_process", None):
+                # Only jobs of the local executor have a process.
+                process = getattr(job, "_process", None)
+                if process:
                     process.terminate()
                 else:
                     job.cancel(check=False)

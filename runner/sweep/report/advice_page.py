@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from runner.sweep.report.columns import advice_table, advice_terminal_table
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.number_text import format_interval, format_ratio
 from runner.sweep.report.paired_test import ERROR_RATE
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
@@ -17,21 +17,23 @@ from runner.utils.terminal import quote_command
 
 BUSY_SHARE = 0.25
 """Share of the processors used by other programs above which speeds are doubtful."""
+# What the recommended precision would have to be, by advise.objective.
 GAIN_WORDS = {"time": "faster", "memory": "smaller", "quality": "better"}
 
 
 def advice_sentence(advice: Advice) -> str:
     """Return which precision to use, and why, in one sentence."""
-    pick = advice.recommended
+    pick = advice.recommendation
     if pick is None:
         return (
-            f"No advice: {BASE} itself did not train in every trial, and others are judged by it."
+            f"No advice: {BASELINE} itself did not train in every trial, and others are judged "
+            "by it."
         )
     unclear = [line for line in advice.verdicts if line.rating == "unclear"]
     judged = [line for line in advice.verdicts if line.test and line.rating != "unclear"]
     if unclear and not judged:
-        return f"Stay with {BASE} for now: nothing could be judged."
-    if pick.group.name == BASE:
+        return f"Stay with {BASELINE} for now: nothing could be judged."
+    if pick.group.name == BASELINE:
         return _stay_sentence(advice)
     return f"Use {pick.name}: {_gain_words(pick)}."
 
@@ -39,24 +41,26 @@ def advice_sentence(advice: Advice) -> str:
 def _stay_sentence(advice: Advice) -> str:
     """Return why to stay with float32."""
     objective = advice.settings.objective
-    rivals = [line for line in advice.verdicts if line.name != BASE and not line.is_emulated]
+    rivals = [line for line in advice.verdicts if line.name != BASELINE and not line.is_emulated]
     if not rivals:
-        return f"Stay with {BASE} on this machine: whatever else was tried is emulated."
+        return f"Stay with {BASELINE} on this machine: whatever else was tried is emulated."
     is_timed = any(line.comparison and line.comparison.speed_ratio for line in rivals)
     if objective == "time" and not is_timed:
         return (
-            f"Stay with {BASE} for now: too few trials were long enough to measure a speed. "
+            f"Stay with {BASELINE} for now: too few trials were long enough to measure a speed. "
             "Train for longer (train.epochs, advise.steps, advise.budget), or type "
             "advise.objective=memory."
         )
     aim = GAIN_WORDS[objective]
-    return f"Stay with {BASE}: nothing that trains as well was measured to be {aim}."
+    return f"Stay with {BASELINE}: nothing that trains as well was measured to be {aim}."
 
 
 def _gain_words(verdict: PrecisionVerdict) -> str:
     """Return speed, memory and loss of the recommended precision, compared with 32-true."""
     gains = " and ".join(filter(None, [_speed_gain(verdict), _memory_gain(verdict)]))
-    return f"{gains or 'no costlier'}, and its loss is {_loss_words(verdict)}"
+    if not gains:
+        gains = "no costlier"
+    return f"{gains}, and its loss is {_loss_words(verdict)}"
 
 
 def _loss_words(verdict: PrecisionVerdict) -> str:
@@ -65,7 +69,7 @@ def _loss_words(verdict: PrecisionVerdict) -> str:
         return "the baseline"
     if test.decision == "better":
         return f"lower by {format_interval(-test.mean_difference, test.ci_half_width)}"
-    return f"indistinguishable from {BASE}'s"
+    return f"indistinguishable from {BASELINE}'s"
 
 
 def _speed_gain(verdict: PrecisionVerdict) -> str:
@@ -74,7 +78,7 @@ def _speed_gain(verdict: PrecisionVerdict) -> str:
         return ""
     if comparison.speed_verdict not in ("faster", "slower"):
         return ""
-    return f"{format_ratio(comparison.speed_ratio)} × as fast as {BASE}"
+    return f"{format_ratio(comparison.speed_ratio)} × as fast as {BASELINE}"
 
 
 def _memory_gain(verdict: PrecisionVerdict) -> str:
@@ -84,8 +88,8 @@ def _memory_gain(verdict: PrecisionVerdict) -> str:
     ratio = f"{comparison.memory_ratio:.2f}"
     if ratio == "1.00":
         return ""
-    what = "weights and optimizer state" if verdict.group.is_on_cpu else "peak memory"
-    return f"{ratio} × its {what}"
+    memory = "weights and optimizer state" if verdict.group.is_on_cpu else "peak memory"
+    return f"{ratio} × its {memory}"
 
 
 def other_sentences(advice: Advice) -> str:
@@ -97,7 +101,10 @@ def other_sentences(advice: Advice) -> str:
     emulated = [line for line in advice.verdicts if line.is_emulated and line.rating == "fit"]
     if emulated:
         names = ", ".join(line.name for line in emulated)
-        sentences.append(f"Emulated, {names} trained as well; only the hardware tells how fast.")
+        sentences.append(
+            f"Emulated, {names} trained as well; the hardware itself is needed to measure the "
+            "speed."
+        )
     if advice.settings.busy > BUSY_SHARE:
         sentences.append(
             f"Other programs kept {advice.settings.busy:.0%} of the processors busy when this "
@@ -113,13 +120,13 @@ def _unclear_sentence(advice: Advice, unclear: list[PrecisionVerdict]) -> str:
     # Fewer trials than seeds asked for: the budget was the limit, not advise.seeds.
     fewest = min(len(line.group.jobs) for line in unclear)
     more = "a larger advise.budget" if fewest < advice.settings.seeds else "more advise.seeds"
-    return f"Not enough evidence in this budget about {names}; {more} may tell."
+    return f"Not enough evidence in this budget about {names}; {more} may decide."
 
 
 def advice_blocks(advice: Advice) -> Iterator[Block]:
     """Yield the report's parts: answer, next command, table, alternatives, method."""
     yield from _answer(advice)
-    if advice.recommended is not None:
+    if advice.recommendation is not None:
         yield Text("Next:")
         yield Commands(next_commands(advice))
     yield advice_table(advice)
@@ -136,23 +143,30 @@ def advice_markdown(advice: Advice) -> tuple[list[Block], Table]:
 
 def _answer(advice: Advice) -> Iterator[Text]:
     yield Text(advice_sentence(advice), "answer")
-    if reservations := other_sentences(advice):
+    reservations = other_sentences(advice)
+    if reservations:
         yield Text(reservations)
 
 
 def _alternatives(advice: Advice) -> Iterator[Block]:
     """Yield the commands of the other precisions that train as well."""
-    others = [line for line in advice.verdicts if line.rating in ("fit", "baseline")]
-    here = [quote_command(line.command) for line in others if not line.is_emulated]
-    if here:
+    native = []
+    emulated = []
+    for line in advice.verdicts:
+        if line.rating not in ("fit", "baseline"):
+            continue
+        if line.is_emulated:
+            # On its own hardware the precision runs without emulation.
+            words = [word for word in line.command if word != "precision.emulate=true"]
+            emulated.append(quote_command(words))
+        else:
+            native.append(quote_command(line.command))
+    if native:
         yield Heading("What else trains as well")
-        yield Commands(here)
-    elsewhere = [line.command for line in others if line.is_emulated]
-    if elsewhere:
+        yield Commands(native)
+    if emulated:
         yield Heading("What trains as well by its numbers, where its hardware is")
-        # On its own hardware the precision runs without emulation.
-        native = [[w for w in words if w != "precision.emulate=true"] for words in elsewhere]
-        yield Commands([quote_command(words) for words in native])
+        yield Commands(emulated)
 
 
 def _unavailable(advice: Advice) -> Iterator[Block]:
@@ -175,14 +189,14 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
     yield (
         "Trials",
         f"{settings.steps} optimizer steps each; every precision from the same weights on the same "
-        f"batches as {BASE}, for each seed. Jobs ran in turn, seed by seed.",
+        f"batches as {BASELINE}, for each seed. Jobs ran in turn, seed by seed.",
     )
-    if not math.isnan(advice.spread):
+    if not math.isnan(advice.baseline_spread):
         yield (
             "Baseline",
-            f"{BASE} ends at {VAL_LOSS} {format_number(advice.loss)}; its seeds differ by a "
-            f"standard deviation of {format_number(advice.spread)}. Tolerated are "
-            f"{settings.tolerance:g} of them (advise.tolerance).",
+            f"{BASELINE} ends at {VAL_LOSS} {format_number(advice.baseline_loss)}; its seeds "
+            f"differ by a standard deviation of {format_number(advice.baseline_spread)}. "
+            f"Tolerated are {settings.tolerance:g} of them (advise.tolerance).",
         )
     yield (
         "Worse",
@@ -194,7 +208,7 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
     yield (
         "Indistinguishable",
         f"the same test, at {ERROR_RATE:.0%} for each, finds the difference below the tolerance "
-        f"(non-inferiority) if {BASE}'s spread is exact; it is measured by as many seeds, see "
+        f"(non-inferiority) if {BASELINE}'s spread is exact; it is measured by as many seeds, see "
         "docs/advise.md. Neither: not enough evidence.",
     )
     if any(line.forecast for line in advice.verdicts):
@@ -211,7 +225,9 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
 
 def next_commands(advice: Advice) -> list[str]:
     """Return the command to run next; empty without a recommended precision."""
-    return [quote_command(advice.recommended.command)] if advice.recommended else []
+    if advice.recommendation is None:
+        return []
+    return [quote_command(advice.recommendation.command)]
 
 
 def print_advice(console: Console, advice: Advice) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from runner.config.schema import LARGEST_FORECAST_BATCH
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.modes.result import RunResult
-from runner.modes.tables import relative_change
+from runner.modes.tables import change_since_training
 from runner.sweep.report.compare import Comparison
 from runner.sweep.report.number_text import (
     difference_words,
@@ -25,7 +25,7 @@ from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number, format_percent
 from runner.utils.markup import Cell, Tone
 
-MAX_REASON = 80
+MAX_REASON_CHARACTERS = 80
 """Characters of an error in the cell of a group's status."""
 DIFFERENCE_TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "unjudged": "quiet"}
 RATING_TONES: dict[str, Tone] = {
@@ -61,22 +61,24 @@ class TableFacts:
     @cached_property
     def has_several_seeds(self) -> bool:
         """Return whether some group has a quality of several seeds."""
-        return any(c.group.quality and c.group.quality.n > 1 for c in self.groups)
+        qualities = [c.group.quality for c in self.groups if c.group.quality]
+        return any(quality.n > 1 for quality in qualities)
 
     @cached_property
     def has_speed_ratios(self) -> bool:
         """Return whether every group that finished has a ratio, so that examples/s say no more."""
         if not self.groups:
             return False
-        return all(c.speed_ratio for c in self.groups if c.group.finished_count)
+        finished = [c for c in self.groups if c.group.finished_count]
+        return all(c.speed_ratio for c in finished)
 
     @cached_property
-    def fastest(self) -> float:
+    def greatest_speed_ratio(self) -> float:
         """Return the greatest speed ratio; the bars are drawn relative to it."""
         return max((c.speed_ratio.value for c in self.groups if c.speed_ratio), default=1.0)
 
     @cached_property
-    def largest(self) -> float:
+    def greatest_memory_ratio(self) -> float:
         """Return the greatest memory ratio; the bars are drawn relative to it."""
         return max((c.memory_ratio for c in self.groups if c.memory_ratio), default=1.0)
 
@@ -95,9 +97,11 @@ def group_status(c: Comparison, _: TableFacts) -> Cell:
     else:
         text = ", ".join(f"{count}/{jobs} {outcome}" for outcome, count in counts.items())
     reason = " ".join(" ".join(c.group.reasons).split())
-    if len(reason) > MAX_REASON:
-        reason = f"{reason[:MAX_REASON].rstrip()}…"
-    return Cell(text, "quiet" if set(counts) == {"finished"} else "bad", reason)
+    # The whole reason is in the list of failures below the table.
+    if len(reason) > MAX_REASON_CHARACTERS:
+        reason = f"{reason[:MAX_REASON_CHARACTERS].rstrip()}…"
+    tone: Tone = "quiet" if set(counts) == {"finished"} else "bad"
+    return Cell(text, tone, reason)
 
 
 def verdict_rating(verdict: PrecisionVerdict) -> Cell:
@@ -116,8 +120,11 @@ def group_quality(c: Comparison, facts: TableFacts) -> Cell:
     quality = c.group.quality
     if quality is None:
         return Cell("diverged" if c.group.counts.get("diverged") else "", "bad")
-    seeds = f"{quality.n} seeds" if quality.n > 1 else "one seed"
-    return Cell(format_mean_sd(quality), note=seeds if facts.has_several_seeds else "")
+    # With one seed everywhere the number is in the footnotes only.
+    note = ""
+    if facts.has_several_seeds:
+        note = f"{quality.n} seeds" if quality.n > 1 else "one seed"
+    return Cell(format_mean_sd(quality), note=note)
 
 
 def group_best(c: Comparison, _: TableFacts) -> Cell:
@@ -127,7 +134,7 @@ def group_best(c: Comparison, _: TableFacts) -> Cell:
 
 def job_change(metric: str, job: RunResult, facts: TableFacts) -> str:
     """Return how a metric changed from the checkpoint's own precision."""
-    change = relative_change(metric, job, facts.jobs)
+    change = change_since_training(metric, job, facts.jobs)
     return "" if change is None else f"{change:+.4g}"
 
 
@@ -148,7 +155,7 @@ def group_difference(c: Comparison, _: TableFacts) -> Cell:
 
 def group_speed_ratio(c: Comparison, facts: TableFacts) -> Cell:
     """Return the ratio of speeds with its range over seeds and a bar."""
-    bar = c.speed_ratio.value / facts.fastest if c.speed_ratio else None
+    bar = c.speed_ratio.value / facts.greatest_speed_ratio if c.speed_ratio else None
     return Cell(format_ratio(c.speed_ratio), note=format_range(c.speed_ratio), bar=bar)
 
 
@@ -164,7 +171,7 @@ def group_memory_ratio(c: Comparison, facts: TableFacts) -> Cell:
     """Return the ratio of memory with the MiB and a bar."""
     if c.memory_ratio is None:
         return Cell("")
-    bar = c.memory_ratio and c.memory_ratio / facts.largest
+    bar = c.memory_ratio / facts.greatest_memory_ratio
     return Cell(f"{c.memory_ratio:.2f}", note=format_mib(c.group.memory_mib), bar=bar)
 
 
@@ -189,8 +196,11 @@ def verdict_forecast(verdict: PrecisionVerdict) -> Cell:
     if verdict.forecast is None:
         return Cell("")
     peak, batch = verdict.forecast
-    more = " or more" if batch == LARGEST_FORECAST_BATCH else ""
-    return Cell(format_mib(peak), note=f"largest batch {batch}{more}" if batch else "")
+    if not batch:
+        return Cell(format_mib(peak))
+    # The forecast tries no larger batch.
+    more = " or more" if batch == MAX_FORECAST_BATCH_SIZE else ""
+    return Cell(format_mib(peak), note=f"largest batch {batch}{more}")
 
 
 def job_loss(job: RunResult, _: TableFacts) -> str:

@@ -13,10 +13,10 @@ from typing import TypeVar
 from rich.table import Table as TerminalTable
 
 from runner.modes.result import RunResult
-from runner.modes.tables import memory_saved
+from runner.modes.tables import memory_saving
 from runner.sweep.report import cells
 from runner.sweep.report.cells import TableFacts
-from runner.sweep.report.compare import BASE, Comparison
+from runner.sweep.report.compare import BASELINE, Comparison
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
 from runner.sweep.report.verdict import health_words
 from runner.tracking.metric_names import VAL_LOSS
@@ -86,8 +86,8 @@ COLUMNS = (
         job=lambda job, facts: cells.job_change(VAL_LOSS, job, facts),
         is_shown=lambda facts: facts.quality != VAL_LOSS,
     ),
-    Column(f"against {BASE}", group=cells.group_difference, is_text=True),
-    Column(f"speed × {BASE}", group=cells.group_speed_ratio, verdict=cells.verdict_speed_ratio),
+    Column(f"against {BASELINE}", group=cells.group_difference, is_text=True),
+    Column(f"speed × {BASELINE}", group=cells.group_speed_ratio, verdict=cells.verdict_speed_ratio),
     Column(
         "examples/s",
         job=lambda job, _: format_number(job.examples_per_second),
@@ -95,12 +95,14 @@ COLUMNS = (
         is_shown=lambda facts: not facts.has_speed_ratios,
     ),
     Column("step ms", job=lambda job, _: format_number(job.step_ms)),
-    Column(f"memory × {BASE}", group=cells.group_memory_ratio, verdict=cells.verdict_memory_ratio),
+    Column(
+        f"memory × {BASELINE}", group=cells.group_memory_ratio, verdict=cells.verdict_memory_ratio
+    ),
     Column("MiB", group=cells.group_memory),
     Column("predicted peak", verdict=cells.verdict_forecast),
     Column("weights MiB", job=lambda job, _: format_number(job.weights_mib)),
     Column(
-        "saved", job=lambda job, _: memory_saved(job), is_shown=lambda facts: facts.is_evaluation
+        "saved", job=lambda job, _: memory_saving(job), is_shown=lambda facts: facts.is_evaluation
     ),
     Column(
         "state MiB",
@@ -147,10 +149,10 @@ GROUP_COLUMNS = (
     "quality",
     "best",
     "change",
-    f"against {BASE}",
-    f"speed × {BASE}",
+    f"against {BASELINE}",
+    f"speed × {BASELINE}",
     "examples/s",
-    f"memory × {BASE}",
+    f"memory × {BASELINE}",
     "MiB",
     "final scale",
     "skipped",
@@ -159,8 +161,8 @@ GROUP_COLUMNS = (
 ADVICE_COLUMNS = (
     "precision",
     "verdict",
-    f"speed × {BASE}",
-    f"memory × {BASE}",
+    f"speed × {BASELINE}",
+    f"memory × {BASELINE}",
     "predicted peak",
     "health",
 )
@@ -181,13 +183,17 @@ def jobs_table(results: Sequence[RunResult], names: Sequence[str] = REPORT_JOB_C
 
 def groups_table(compared: Sequence[Comparison], recommended: Comparison | None) -> Table:
     """Return the table with one row per group of seeds; the recommended group's row is marked."""
-    facts = TableFacts([job for c in compared for job in c.group.jobs], compared)
+    jobs = [job for comparison in compared for job in comparison.group.jobs]
+    facts = TableFacts(jobs, compared)
 
     def cell(column: Column, c: Comparison) -> Cell:
         assert column.group is not None
         return column.group(c, facts)
 
-    marked = next((i for i, c in enumerate(compared) if c is recommended), None)
+    marked = None
+    for index, comparison in enumerate(compared):
+        if comparison is recommended:
+            marked = index
     return _table(GROUP_COLUMNS, compared, cell, facts, marked)
 
 
@@ -199,7 +205,7 @@ def advice_table(advice: Advice) -> Table:
         assert column.verdict is not None
         return column.verdict(verdict)
 
-    marked = 0 if advice.recommended is not None else None
+    marked = 0 if advice.recommendation is not None else None
     return _table(ADVICE_COLUMNS, advice.verdicts, cell, facts, marked)
 
 

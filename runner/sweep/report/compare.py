@@ -11,16 +11,20 @@ from statistics import median
 from typing import Literal
 
 from runner.modes.result import RunResult
-from runner.modes.tables import relative_change, shared_settings
+from runner.modes.tables import change_since_training, shared_settings
 from runner.sweep.report.statistics import Difference, Ratio, Spread, quality_difference
 from runner.tracking.metric_names import VAL_LOSS
 
-BASE = "32-true"
+BASELINE = "32-true"
 """The precision that every other one is compared with."""
-MIN_GAIN_SEEDS, MIN_GAIN_ONE_SEED = 0.05, 0.10
-"""Speed ratios nearer to 1 are called even: on a shared machine speeds vary as much."""
-MAX_SPREAD = 1.5
-"""If the greatest ratio is this many times the least, with 1 between, nothing was measured."""
+MIN_GAIN_SEEDS = 0.05
+"""Median speed ratios of several seeds that are nearer to 1 are called even: on a shared machine
+speeds vary as much."""
+MIN_GAIN_ONE_SEED = 0.10
+"""The same for one seed: no range over seeds shows how much the speed varies."""
+MAX_EVEN_RANGE = 1.5
+"""If the greatest ratio of a range around 1 is this many times the least, nothing was measured: the
+verdict is "unclear", not "even"."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,15 @@ class Group:
     def memory_mib(self) -> float | None:
         """Return the memory that is comparable between jobs, in MiB.
 
-        On an accelerator the device's peak; on a CPU weights plus optimizer state, because a
-        process's resident set includes what earlier jobs left.
+        On an accelerator the device's peak; on a CPU weights plus optimizer state.
         """
+        # The resident set of a process includes what earlier jobs in it allocated.
         if not self.is_on_cpu:
             return self.peak_mib.mean if self.peak_mib else None
         if self.weights_mib is None:
             return None
-        return self.weights_mib.mean + (self.optimizer_mib.mean if self.optimizer_mib else 0)
+        optimizer_mib = self.optimizer_mib.mean if self.optimizer_mib else 0
+        return self.weights_mib.mean + optimizer_mib
 
 
 def group_jobs(results: Sequence[RunResult]) -> list[Group]:
@@ -128,7 +133,7 @@ def _group(
     complete = [job for job in ended if job.outcome == "finished"]
 
     def spread(value: Callable[[RunResult], float | None]) -> Spread | None:
-        return Spread.of(map(value, ended))
+        return Spread.of_values(map(value, ended))
 
     return Group(
         name,
@@ -136,10 +141,12 @@ def _group(
         device,
         tuple(jobs),
         Counter(job.outcome for job in jobs),
-        quality=Spread.of(job.metrics.get(job.quality) for job in complete),
-        best=Spread.of(job.best for job in complete),
-        loss=Spread.of(job.metrics.get(VAL_LOSS) for job in complete),
-        change=Spread.of(relative_change(job.quality, job, sweep_results) for job in complete),
+        quality=Spread.of_values(job.metrics.get(job.quality) for job in complete),
+        best=Spread.of_values(job.best for job in complete),
+        loss=Spread.of_values(job.metrics.get(VAL_LOSS) for job in complete),
+        change=Spread.of_values(
+            change_since_training(job.quality, job, sweep_results) for job in complete
+        ),
         speed=spread(lambda job: job.examples_per_second),
         step_ms=spread(lambda job: job.step_ms),
         peak_mib=spread(lambda job: job.peak_memory_mib),
@@ -158,7 +165,8 @@ class Comparison:
 
     Attributes:
         baseline: None if 32-true was not swept; the group itself if it is others' baseline.
-        speed_ratio: examples/s over the baseline's, per seed if the seeds match, else of medians.
+        speed_ratio: examples/s over the baseline's, per seed if the seeds match, else of medians;
+            above 1 if the group is faster.
         memory_ratio: Group.memory_mib over the baseline's.
         difference: quality minus the baseline's.
     """
@@ -181,55 +189,76 @@ class Comparison:
         if ratio is None or self.is_baseline:
             return ""
         min_gain = MIN_GAIN_ONE_SEED if ratio.n == 1 else MIN_GAIN_SEEDS
+        # Both: a range that excludes 1 by a hair is no gain, and a large median whose range
+        # includes 1 may be chance.
         if ratio.low > 1 and ratio.value > 1 + min_gain:
             return "faster"
         if ratio.high < 1 and ratio.value < 1 - min_gain:
             return "slower"
-        return "even" if ratio.high < MAX_SPREAD * ratio.low else "unclear"
+        return "even" if ratio.high < MAX_EVEN_RANGE * ratio.low else "unclear"
 
 
-def compare(results: Sequence[RunResult]) -> list[Comparison]:
+def compare_with_baselines(results: Sequence[RunResult]) -> list[Comparison]:
     """Compare every group of a sweep with its baseline, in the order of group_jobs()."""
     groups = group_jobs(results)
-    candidates = {(g.settings, g.device): g for g in groups if g.precision == BASE}
+    candidates = {}
+    for group in groups:
+        if group.precision == BASELINE:
+            candidates[group.settings, group.device] = group
     baselines = [_baseline_of(group, candidates) for group in groups]
     pairs = list(zip(groups, baselines, strict=True))
-    used = {id(base) for group, base in pairs if base is not None and base is not group}
+    used = {id(baseline) for group, baseline in pairs if baseline is not group}
     compared = []
-    for group, base in pairs:
+    for group, baseline in pairs:
         # A 32-true group that no other group is compared with is an ordinary row.
-        is_unused = base is group and id(base) not in used
-        compared.append(compare_jobs(group, None if is_unused else base))
+        if baseline is group and id(group) not in used:
+            compared.append(compare_two_groups(group, None))
+        else:
+            compared.append(compare_two_groups(group, baseline))
     return compared
 
 
 def _baseline_of(group: Group, candidates: Mapping[tuple[str, str], Group]) -> Group | None:
+    """Return the 32-true group with the same settings on the same device, None without one.
+
+    Args:
+        group: any group of the sweep.
+        candidates: the 32-true groups by (settings, device).
+    """
     exact = candidates.get((group.settings, group.device))
-    return exact or candidates.get((shared_settings(group.settings), group.device))
+    if exact is not None:
+        return exact
+    # Settings that belong to a precision, such as its keep_fp32, have no 32-true with the same.
+    return candidates.get((shared_settings(group.settings), group.device))
 
 
-def compare_jobs(group: Group, baseline: Group | None) -> Comparison:
+def compare_two_groups(group: Group, baseline: Group | None) -> Comparison:
     """Compare a group with a baseline; without ratios if either has no finished job."""
     if baseline is None or not baseline.finished_count or not group.finished_count:
         return Comparison(group, baseline)
     memory_ratio = None
     if group.memory_mib is not None and baseline.memory_mib:
         memory_ratio = group.memory_mib / baseline.memory_mib
-    return Comparison(
-        group, baseline, _speed_ratio(group, baseline), memory_ratio, _difference(group, baseline)
-    )
+    speed_ratio = _speed_ratio(group, baseline)
+    difference = _difference(group, baseline)
+    return Comparison(group, baseline, speed_ratio, memory_ratio, difference)
 
 
 def _difference(group: Group, baseline: Group) -> Difference | None:
+    """Return the difference in quality, None for the baseline itself and without a quality."""
     # An evaluated checkpoint is compared with its own precision (Group.change), not with 32-true.
-    if group is baseline or group.is_evaluation or not (group.quality and baseline.quality):
+    if group is baseline or group.is_evaluation:
+        return None
+    if group.quality is None or baseline.quality is None:
         return None
     direction = baseline.jobs[0].direction
-    return quality_difference(_qualities(group), _qualities(baseline), direction)
+    return quality_difference(_qualities_by_seed(group), _qualities_by_seed(baseline), direction)
 
 
-def _qualities(group: Group) -> list[tuple[int | None, float]]:
-    return [(job.seed, job.metrics[job.quality]) for job in group.jobs if job.outcome == "finished"]
+def _qualities_by_seed(group: Group) -> list[tuple[int | None, float]]:
+    """Return (seed, quality) of each complete job."""
+    complete = [job for job in group.jobs if job.outcome == "finished"]
+    return [(job.seed, job.metrics[job.quality]) for job in complete]
 
 
 def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
@@ -237,29 +266,38 @@ def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
 
     A job that was too short has no speed; the remaining seeds are still compared pairwise.
     """
-    rates = _rates(group)
-    base_rates = _rates(baseline)
-    if _share_seeds(group, baseline) or not rates or not base_rates:
-        by_seed = dict(base_rates)
-        return Ratio.of(rate / by_seed[seed] for seed, rate in rates if seed in by_seed)
-    speeds = sorted(rate for _, rate in rates)
-    base_speeds = sorted(rate for _, rate in base_rates)
-    value = median(speeds) / median(base_speeds)
-    count = min(len(speeds), len(base_speeds))
+    speeds = _speeds_by_seed(group)
+    base_speeds = _speeds_by_seed(baseline)
+    if not speeds or not base_speeds:
+        return None
+    if _share_seeds(group, baseline):
+        base_by_seed = dict(base_speeds)
+        paired = [(seed, speed) for seed, speed in speeds if seed in base_by_seed]
+        return Ratio.of_values(speed / base_by_seed[seed] for seed, speed in paired)
+    ordered = sorted(speed for _, speed in speeds)
+    base_ordered = sorted(speed for _, speed in base_speeds)
+    value = median(ordered) / median(base_ordered)
+    count = min(len(ordered), len(base_ordered))
     # Without pairs any two seeds may meet: the widest range is the honest one.
-    return Ratio(value, count, speeds[0] / base_speeds[-1], speeds[-1] / base_speeds[0])
+    low = ordered[0] / base_ordered[-1]
+    high = ordered[-1] / base_ordered[0]
+    return Ratio(value, count, low, high)
 
 
 def _share_seeds(group: Group, baseline: Group) -> bool:
     """Return whether some seeds are in both groups, each at most once per group."""
     seeds = [job.seed for job in group.jobs]
     base_seeds = [job.seed for job in baseline.jobs]
-    are_unique = len({*seeds}) == len(seeds) and len({*base_seeds}) == len(base_seeds)
-    return are_unique and bool({*seeds} & {*base_seeds} - {None})
+    # A seed that a group has twice has no single partner.
+    if len(set(seeds)) < len(seeds) or len(set(base_seeds)) < len(base_seeds):
+        return False
+    shared = set(seeds) & set(base_seeds)
+    return bool(shared - {None})
 
 
-def _rates(group: Group) -> list[tuple[int | None, float]]:
-    finished = (job for job in group.jobs if job.status == "finished")
+def _speeds_by_seed(group: Group) -> list[tuple[int | None, float]]:
+    """Return (seed, examples/s) of each finished job that was long enough to have a speed."""
+    finished = [job for job in group.jobs if job.status == "finished"]
     return [(job.seed, job.examples_per_second) for job in finished if job.examples_per_second]
 
 
@@ -269,14 +307,21 @@ def pareto_front(comparisons: Sequence[Comparison]) -> list[Comparison]:
     A group dominates another if its means of speed, memory and quality are at least as good and
     one is better.
     """
-    complete = [c for c in comparisons if c.group.is_complete and c.group.speed]
-    return [c for c in complete if not any(_dominates(o.group, c.group) for o in complete)]
+    timed = [comparison for comparison in comparisons if comparison.group.speed]
+    complete = [comparison for comparison in timed if comparison.group.is_complete]
+    front = []
+    for candidate in complete:
+        if not any(_dominates(other.group, candidate.group) for other in complete):
+            front.append(candidate)
+    return front
 
 
 def _dominates(first: Group, second: Group) -> bool:
+    """Return whether the first group is nowhere worse than the second, and somewhere better."""
     if first.device != second.device:
         return False
-    gains = [x - y for x, y in zip(_merits(first), _merits(second), strict=True)]
+    merits = zip(_merits(first), _merits(second), strict=True)
+    gains = [merit - other_merit for merit, other_merit in merits]
     return min(gains) >= 0 and max(gains) > 0
 
 
@@ -284,5 +329,6 @@ def _merits(group: Group) -> tuple[float, float, float]:
     """Return speed, memory and quality, each signed so that greater is better."""
     assert group.speed is not None
     assert group.quality is not None
-    sign = 1 if group.jobs[0].direction == "max" else -1
-    return group.speed.mean, -(group.memory_mib or 0.0), sign * group.quality.mean
+    quality_sign = 1 if group.jobs[0].direction == "max" else -1
+    memory_mib = group.memory_mib or 0.0
+    return group.speed.mean, -memory_mib, quality_sign * group.quality.mean

@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 
 from runner.modes.tables import shared_settings
-from runner.sweep.report.compare import BASE, Comparison, Group
+from runner.sweep.report.compare import BASELINE, Comparison, Group
 from runner.sweep.report.number_text import (
-    MAX_NAMES,
+    MAX_LISTED_NAMES,
     difference_words,
     format_mean_sd,
     format_range,
@@ -19,9 +19,9 @@ from runner.sweep.report.number_text import (
 )
 from runner.utils.formatting import format_number
 
-NO_BASE = f"no {BASE} job to compare with; add precision={BASE}"
-WORTHWHILE_MEMORY = 0.95
-"""Another group's memory is mentioned if it is below this share of the fastest group's."""
+NO_BASELINE_REASON = f"no {BASELINE} job to compare with; add precision={BASELINE}"
+MAX_WORTHWHILE_MEMORY_SHARE = 0.95
+"""Another group's memory is mentioned if it is at most this share of the named group's."""
 FAILURE_WORDS = {
     "diverged": "diverged",
     "failed": "failed",
@@ -33,67 +33,90 @@ FAILURE_WORDS = {
 def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | None:
     """Return the fastest group that is measurably faster than 32-true and not worse in quality.
 
-    32-true itself if there is none such. None if the sweep cannot tell: no baseline, one seed,
-    other settings swept, or several devices.
+    Returns:
+        32-true itself if no other group is such. None if the sweep cannot answer: it has no
+        baseline, one seed, other settings swept, or several devices.
     """
-    if len({(c.group.settings, c.group.device) for c in comparisons if c.group.finished_count}) > 1:
+    finished = [comparison.group for comparison in comparisons if comparison.group.finished_count]
+    # Each combination of settings and device has an answer of its own: no row is marked as the one.
+    if len({(group.settings, group.device) for group in finished}) > 1:
         return None
-    candidates = [
-        c
-        for c in comparisons
-        if c.is_baseline or (c.speed_verdict == "faster" and _is_not_worse(c))
-    ]
-    fit = [
-        c for c in candidates if c.group.is_complete and c.speed_ratio and not c.group.is_evaluation
-    ]
-    if not _is_judged(comparisons) or not any(c.is_baseline for c in fit):
+    if not _is_judged(comparisons):
         return None
-    return _fastest(fit)
+    candidates = [comparison for comparison in comparisons if _is_recommendable(comparison)]
+    if not any(candidate.is_baseline for candidate in candidates):
+        return None
+    return _fastest(candidates)
 
 
-def conclusion(comparisons: Sequence[Comparison], shortfall: str = "") -> str:
+def _is_recommendable(comparison: Comparison) -> bool:
+    """Return whether the group is 32-true or faster and not worse, and ended in full."""
+    group = comparison.group
+    if not group.is_complete or group.is_evaluation:
+        return False
+    if comparison.speed_ratio is None:
+        return False
+    if comparison.is_baseline:
+        return True
+    return comparison.speed_verdict == "faster" and _is_not_worse(comparison)
+
+
+def conclusion_text(comparisons: Sequence[Comparison], missing_jobs: str = "") -> str:
     """Return the result of a sweep and, in a sentence of its own, what did not end well.
 
     Args:
-        comparisons: as compare() returns them.
-        shortfall: which of the sweep's jobs did not begin; see SweepData.shortfall.
+        comparisons: as compare_with_baselines() returns them.
+        missing_jobs: which of the sweep's jobs did not begin; see SweepData.missing_jobs_clause.
     """
-    sentences = [conclusion_sentence(comparisons), failure_sentence(comparisons, shortfall)]
+    sentences = [conclusion_sentence(comparisons), failure_sentence(comparisons, missing_jobs)]
     return " ".join(filter(None, sentences))
 
 
 def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
     """Return what the numbers show, one sentence per device."""
-    ended = [c for c in comparisons if c.group.quality]
-    devices = list(dict.fromkeys(c.group.device for c in ended))
-    if not devices:
+    by_device: dict[str, list[Comparison]] = {}
+    for comparison in comparisons:
+        if comparison.group.quality:
+            by_device.setdefault(comparison.group.device, []).append(comparison)
+    if not by_device:
         return _no_result_sentence(comparisons)
-    sentences = [
-        _device_sentence([c for c in ended if c.group.device == device]) for device in devices
-    ]
-    if len(devices) == 1:
-        return sentences[0]
-    names = [device or "an unknown device" for device in devices]
-    return " ".join(f"On {name}: {text}" for name, text in zip(names, sentences, strict=True))
+    sentences = {device: _device_sentence(ended) for device, ended in by_device.items()}
+    if len(sentences) == 1:
+        return next(iter(sentences.values()))
+    parts = []
+    for device, sentence in sentences.items():
+        name = device or "an unknown device"
+        parts.append(f"On {name}: {sentence}")
+    return " ".join(parts)
 
 
 def _no_result_sentence(comparisons: Sequence[Comparison]) -> str:
     if not comparisons:
-        return "No job left a result."
-    if any(c.group.counts.get("finished") for c in comparisons):
+        return "No job wrote a result."
+    # Modes like plan and inspect finish without a quality: that is no failure.
+    if any(comparison.group.counts.get("finished") for comparison in comparisons):
         return "Nothing was trained or evaluated."
     return "No job finished with a finite result."
 
 
-def failure_sentence(comparisons: Sequence[Comparison], shortfall: str = "") -> str:
+def failure_sentence(comparisons: Sequence[Comparison], missing_jobs: str = "") -> str:
     """Return which groups diverged, failed, stopped or cannot run here; empty if none."""
-    parts = [shortfall] if shortfall else []
-    for outcome, word in FAILURE_WORDS.items():
-        groups = [c.group for c in comparisons if c.group.counts.get(outcome)]
-        if groups:
-            parts.append(f"{word}: {join_names(_failed_share(g, outcome) for g in groups)}")
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}." if text else ""
+    parts = []
+    if missing_jobs:
+        parts.append(missing_jobs)
+    groups = [comparison.group for comparison in comparisons]
+    for outcome, words in FAILURE_WORDS.items():
+        names = [_failed_share(group, outcome) for group in groups if group.counts.get(outcome)]
+        if names:
+            parts.append(f"{words}: {join_names(names)}")
+    if not parts:
+        return ""
+    return f"{_capitalise('; '.join(parts))}."
+
+
+def _capitalise(text: str) -> str:
+    """Return the text with a capital first letter; str.capitalize() would lower all others."""
+    return f"{text[0].upper()}{text[1:]}"
 
 
 def _failed_share(group: Group, outcome: str) -> str:
@@ -106,17 +129,19 @@ def _failed_share(group: Group, outcome: str) -> str:
 
 def _device_sentence(ended: Sequence[Comparison]) -> str:
     """Return the sentence on the groups of one device that ended with a quality."""
-    groups = [c.group for c in ended]
+    # From the situation that says least to the one that says most: each test may assume that the
+    # situations before it are excluded.
+    groups = [comparison.group for comparison in ended]
     if any(group.is_evaluation for group in groups):
         return _evaluation_sentence(groups)
     if len(ended) == 1 and (ended[0].is_baseline or ended[0].baseline is None):
         return _single_group_sentence(ended[0])
     if len({group.settings for group in groups}) > 1:
         return _settings_sentence(groups)
-    if not any(c.is_baseline for c in ended):
+    others = [comparison for comparison in ended if not comparison.is_baseline]
+    if len(others) == len(ended):
         return _no_baseline_sentence(ended)
-    others = [c for c in ended if not c.is_baseline]
-    if not any(c.speed_ratio for c in others):
+    if not any(comparison.speed_ratio for comparison in others):
         return _untimed_sentence(others)
     if _is_judged(ended):
         return _judged_sentence(ended)
@@ -125,36 +150,49 @@ def _device_sentence(ended: Sequence[Comparison]) -> str:
 
 def _single_group_sentence(only: Comparison) -> str:
     group = only.group
+    facts = _group_facts(group)
     if only.is_baseline:
-        return f"Only {group.name} ended: {_facts(group)}."
-    add = f"add precision={BASE}" if group.precision != BASE else "add another precision"
-    return f"Only {group.name} ended: {_facts(group)}; to compare, {add}."
+        return f"Only {group.name} ended: {facts}."
+    addition = "add another precision"
+    if group.precision != BASELINE:
+        addition = f"add precision={BASELINE}"
+    return f"Only {group.name} ended: {facts}; to compare, {addition}."
 
 
 def _untimed_sentence(others: Sequence[Comparison]) -> str:
     """Compare quality alone: some jobs were too short for their speed to mean much."""
-    compared = [_quality_facts(c) for c in others if c.difference]
-    quality = others[0].group.jobs[0].quality if others else ""
-    against = f" {quality} against {BASE}: {join_names(compared)}." if compared else ""
-    if all(job.kernels == "emulated" for c in others for job in c.group.jobs):
-        return f"Emulated: only the hardware tells speed.{against}"
+    against = ""
+    compared = [_quality_facts(other) for other in others if other.difference]
+    if compared:
+        quality = others[0].group.jobs[0].quality
+        against = f" {quality} against {BASELINE}: {join_names(compared)}."
+    jobs = [job for other in others for job in other.group.jobs]
+    if all(job.kernels == "emulated" for job in jobs):
+        return f"Emulated: the hardware itself is needed to measure the speed.{against}"
     return f"Too short for a comparison of speed; train for more steps.{against}"
 
 
-def _quality_facts(c: Comparison) -> str:
-    assert c.difference is not None
-    verdict = " ".join(filter(None, difference_words(c.difference)))
-    return f"{c.group.name} {format_mean_sd(c.group.quality)} ({verdict})"
+def _quality_facts(comparison: Comparison) -> str:
+    """Return a group's name, mean quality, and the verdict on its difference to 32-true's."""
+    assert comparison.difference is not None
+    group = comparison.group
+    verdict = " ".join(filter(None, difference_words(comparison.difference)))
+    return f"{group.name} {format_mean_sd(group.quality)} ({verdict})"
 
 
-def _facts(group: Group) -> str:
+def _group_facts(group: Group) -> str:
+    """Return a group's mean quality, its number of seeds and its speed."""
     assert group.quality is not None
-    seeds = f" ({group.quality.n} seeds)" if group.quality.n > 1 else ""
-    speed = f", {format_number(group.speed.mean)} examples/s" if group.speed else ""
-    return f"{group.jobs[0].quality} {format_mean_sd(group.quality)}{seeds}{speed}"
+    facts = f"{group.jobs[0].quality} {format_mean_sd(group.quality)}"
+    if group.quality.n > 1:
+        facts += f" ({group.quality.n} seeds)"
+    if group.speed:
+        facts += f", {format_number(group.speed.mean)} examples/s"
+    return facts
 
 
-def _best(groups: Sequence[Group]) -> Group:
+def _best_group(groups: Sequence[Group]) -> Group:
+    """Return the group with the best mean quality; every group must have one."""
     pick = max if groups[0].jobs[0].direction == "max" else min
     return pick(groups, key=lambda group: group.quality.mean if group.quality else math.nan)
 
@@ -165,26 +203,36 @@ def _evaluation_sentence(groups: Sequence[Group]) -> str:
     for group in groups:
         if group.change:
             by_checkpoint.setdefault(shared_settings(group.settings), []).append(group)
-    if not 1 <= len(by_checkpoint) <= MAX_NAMES:
-        best = _best(groups)
-        return f"Evaluated, nothing trained: best {best.name} with {_facts(best)}."
+    if not 1 <= len(by_checkpoint) <= MAX_LISTED_NAMES:
+        best = _best_group(groups)
+        return f"Evaluated, nothing trained: best {best.name} with {_group_facts(best)}."
     return " ".join(map(_checkpoint_sentence, by_checkpoint.values()))
 
 
 def _checkpoint_sentence(groups: Sequence[Group]) -> str:
     """Return how evaluating one checkpoint in other precisions changes its quality."""
     first = groups[0]
-    trained_in = next((job.trained_in for g in groups for job in g.jobs if job.trained_in), BASE)
-    others = [g for g in groups if g.precision != trained_in] or groups
-    lightest = min(others, key=lambda g: g.weights_mib.mean if g.weights_mib else math.inf)
-    nearest = min(others, key=lambda g: abs(g.change.mean) if g.change else math.inf)
+    jobs = [job for group in groups for job in group.jobs]
+    trained_in = next((job.trained_in for job in jobs if job.trained_in), BASELINE)
+    # Evaluated in its own precision, a checkpoint weighs the same and changes by nothing.
+    others = [group for group in groups if group.precision != trained_in] or groups
+    lightest = min(others, key=_weights_mib)
+    nearest = min(others, key=_change_size)
     # One group can be both: it is named once.
     changes = dict.fromkeys([_change_words(lightest), _change_words(nearest)])
-    before = ""
+    trained_quality = ""
     if first.quality and first.change:
-        before = format_number(first.quality.mean - first.change.mean)
+        trained_quality = format_number(first.quality.mean - first.change.mean)
     quality = first.jobs[0].quality
-    return f"{quality} was {before} as trained in {trained_in}: {'; '.join(changes)}."
+    return f"{quality} was {trained_quality} as trained in {trained_in}: {'; '.join(changes)}."
+
+
+def _weights_mib(group: Group) -> float:
+    return group.weights_mib.mean if group.weights_mib else math.inf
+
+
+def _change_size(group: Group) -> float:
+    return abs(group.change.mean) if group.change else math.inf
 
 
 def _change_words(group: Group) -> str:
@@ -197,42 +245,52 @@ def _change_words(group: Group) -> str:
 
 def _settings_sentence(groups: Sequence[Group]) -> str:
     """Return the best group of each precision; for a sweep over other settings, too."""
-    best = _best(groups)
-    quality = best.jobs[0].quality
-    precisions = dict.fromkeys(g.precision for g in groups if g.precision != best.precision)
-    rest = [_best([g for g in groups if g.precision == precision]) for precision in precisions]
-    texts = [f"{group.name} with {format_mean_sd(group.quality)}" for group in rest]
-    also = f"; best of the other precisions: {join_names(texts)}" if texts else ""
-    seeds = "; one seed each: no verdict" if all(len(g.jobs) == 1 for g in groups) else ""
-    return f"Best {quality}: {best.name} with {format_mean_sd(best.quality)}{also}{seeds}."
+    best = _best_group(groups)
+    sentence = f"Best {best.jobs[0].quality}: {best.name} with {format_mean_sd(best.quality)}"
+    by_precision: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.precision != best.precision:
+            by_precision.setdefault(group.precision, []).append(group)
+    others = [_best_group(of_precision) for of_precision in by_precision.values()]
+    if others:
+        names = join_names(f"{group.name} with {format_mean_sd(group.quality)}" for group in others)
+        sentence += f"; best of the other precisions: {names}"
+    if all(len(group.jobs) == 1 for group in groups):
+        sentence += "; one seed each: no verdict"
+    return f"{sentence}."
 
 
 def _no_baseline_sentence(ended: Sequence[Comparison]) -> str:
-    has_baseline = any(c.baseline for c in ended)
-    reason = f"{BASE} reached no finite result to compare with" if has_baseline else NO_BASE
-    reason = f"{reason[0].upper()}{reason[1:]}"
-    timed = [c.group for c in ended if c.group.speed]
+    reason = NO_BASELINE_REASON
+    if any(comparison.baseline for comparison in ended):
+        reason = f"{BASELINE} reached no finite result to compare with"
+    sentence = f"{_capitalise(reason)}."
+    timed = [comparison.group for comparison in ended if comparison.group.speed]
     if not timed:
-        return f"{reason}."
+        return sentence
     fastest = max(timed, key=lambda group: group.speed.mean if group.speed else 0)
-    return f"{reason}. Fastest: {fastest.name}: {_facts(fastest)}."
+    return f"{sentence} Fastest: {fastest.name}: {_group_facts(fastest)}."
 
 
 def _unjudged_sentence(ended: Sequence[Comparison]) -> str:
     """Compare speed and memory, which one seed measures; quality needs more."""
-    others = [c for c in ended if not c.is_baseline and c.group.is_complete and c.speed_ratio]
-    if not others:
-        return f"Only {BASE} ended well; nothing compares with it."
-    fastest = _fastest(others)
+    others = _complete_others(ended)
+    timed = [other for other in others if other.speed_ratio]
+    if not timed:
+        return f"Only {BASELINE} ended well; nothing compares with it."
+    fastest = _fastest(timed)
     costs = _cost_words(fastest, "Nothing trained faster")
-    quality = fastest.group.jobs[0].quality
-    gap = f" ({fastest.difference.value:+.2g} {quality})" if fastest.difference else ""
-    least = _least_memory_words(others, fastest)
+    gap = ""
+    if fastest.difference:
+        quality = fastest.group.jobs[0].quality
+        gap = f" ({fastest.difference.value:+.2g} {quality})"
+    least = _least_memory_words(timed, fastest)
     return f"{costs}{least}; quality not judged{gap}: {_unjudged_reason(ended)}."
 
 
 def _unjudged_reason(ended: Sequence[Comparison]) -> str:
-    single = [c.group.name for c in ended if c.group.quality and c.group.quality.n == 1]
+    groups = [comparison.group for comparison in ended]
+    single = [group.name for group in groups if group.quality and group.quality.n == 1]
     if not single:
         return "no spread over the seeds"
     if len(single) == len(ended):
@@ -243,56 +301,75 @@ def _unjudged_reason(ended: Sequence[Comparison]) -> str:
 def _judged_sentence(ended: Sequence[Comparison]) -> str:
     """Name the fastest group that is not worse; several seeds on both sides judge quality."""
     quality = ended[0].group.jobs[0].quality
-    others = [c for c in ended if not c.is_baseline and c.group.is_complete]
-    fit = [c for c in others if c.speed_ratio and _is_not_worse(c)]
+    others = _complete_others(ended)
+    fit = [other for other in others if other.speed_ratio and _is_not_worse(other)]
     if not fit:
         reason = "no other precision ended in full and was found not to be worse"
-        return f"Stay with {BASE}: {reason} in {quality}."
+        return f"Stay with {BASELINE}: {reason} in {quality}."
     pick = _fastest(fit)
     assert pick.difference is not None
     verdict, numbers = difference_words(pick.difference)
-    seeds = f"{pick.group.quality.n if pick.group.quality else 0} seeds"
-    evidence = ", ".join(filter(None, [numbers, seeds]))
+    seed_count = pick.group.quality.n if pick.group.quality else 0
+    evidence = f"{seed_count} seeds"
+    if numbers:
+        evidence = f"{numbers}, {evidence}"
     costs = _cost_words(pick, "Nothing as good trained faster")
-    return f"{costs}, and {verdict} in {quality} ({evidence}){_least_memory_words(fit, pick)}."
+    least = _least_memory_words(fit, pick)
+    return f"{costs}, and {verdict} in {quality} ({evidence}){least}."
 
 
-def _cost_words(c: Comparison, nothing_faster: str) -> str:
+def _complete_others(ended: Sequence[Comparison]) -> list[Comparison]:
+    """Return the complete groups other than the baseline."""
+    others = [comparison for comparison in ended if not comparison.is_baseline]
+    return [other for other in others if other.group.is_complete]
+
+
+def _cost_words(comparison: Comparison, nothing_faster: str) -> str:
     """Return the fastest group's speed and memory; nothing_faster introduces one that is not."""
-    if c.speed_verdict == "faster":
-        text = f"{c.group.name} trains {_speed_words(c)}"
-    elif c.speed_verdict == "unclear":
-        text = f"{c.group.name} is {_speed_words(c)}"
+    name = comparison.group.name
+    speed = _speed_words(comparison)
+    if comparison.speed_verdict == "faster":
+        text = f"{name} trains {speed}"
+    elif comparison.speed_verdict == "unclear":
+        text = f"{name} is {speed}"
     else:
-        text = f"{nothing_faster} than {BASE}: {c.group.name} is {_speed_words(c)}"
-    return ", ".join(filter(None, [text, _memory_words(c)]))
+        text = f"{nothing_faster} than {BASELINE}: {name} is {speed}"
+    return ", ".join(filter(None, [text, _memory_words(comparison)]))
 
 
-def _speed_words(c: Comparison) -> str:
+def _speed_words(comparison: Comparison) -> str:
     """Return for example `1.42 × as fast as 32-true`, or that it is about as fast."""
-    if c.speed_verdict == "unclear":
-        between = format_range(c.speed_ratio)
-        return f"neither measurably faster nor slower than {BASE} ({between} ×)"
-    if c.speed_verdict in ("faster", "slower"):
-        return f"{format_ratio(c.speed_ratio)} × as fast as {BASE}"
-    return f"about as fast as {BASE}" if c.speed_ratio else "not timed"
+    if comparison.speed_verdict == "unclear":
+        between = format_range(comparison.speed_ratio)
+        return f"neither measurably faster nor slower than {BASELINE} ({between} ×)"
+    if comparison.speed_verdict in ("faster", "slower"):
+        return f"{format_ratio(comparison.speed_ratio)} × as fast as {BASELINE}"
+    if comparison.speed_ratio is None:
+        return "not timed"
+    return f"about as fast as {BASELINE}"
 
 
-def _memory_words(c: Comparison) -> str:
-    if c.memory_ratio is None:
+def _memory_words(comparison: Comparison) -> str:
+    ratio = comparison.memory_ratio
+    if ratio is None:
         return ""
-    what = "weights and optimizer state" if c.group.is_on_cpu else "peak memory"
-    if f"{c.memory_ratio:.2f}" == "1.00":
-        return f"with the same {what}"
-    return f"with {c.memory_ratio:.2f} × its {what}"
+    memory = "weights and optimizer state" if comparison.group.is_on_cpu else "peak memory"
+    # Compared as printed: "1.00 × its memory" would read as a difference.
+    if f"{ratio:.2f}" == "1.00":
+        return f"with the same {memory}"
+    return f"with {ratio:.2f} × its {memory}"
 
 
 def _least_memory_words(others: Sequence[Comparison], named: Comparison) -> str:
     """Return the group with the least memory, empty if it is the named one or hardly less."""
-    known = [c for c in others if c.memory_ratio is not None]
-    least = min(known, key=lambda c: c.memory_ratio or 0.0, default=named)
+    known = [other for other in others if other.memory_ratio is not None]
+    least = min(known, key=lambda other: other.memory_ratio or 0.0, default=named)
+    if least is named:
+        return ""
     named_ratio = 1.0 if named.memory_ratio is None else named.memory_ratio
-    if least is named or (least.memory_ratio or 0.0) > WORTHWHILE_MEMORY * min(named_ratio, 1.0):
+    # Neither the named group nor 32-true may need about as little.
+    limit = MAX_WORTHWHILE_MEMORY_SHARE * min(named_ratio, 1.0)
+    if (least.memory_ratio or 0.0) > limit:
         return ""
     return f"; least memory: {least.group.name} {_memory_words(least)}"
 
@@ -302,11 +379,14 @@ def _fastest(comparisons: Sequence[Comparison]) -> Comparison:
 
 
 def _is_judged(comparisons: Sequence[Comparison]) -> bool:
-    return any(c.difference and c.difference.verdict != "unjudged" for c in comparisons)
+    """Return whether some group's quality could be compared with the baseline's."""
+    differences = [comparison.difference for comparison in comparisons if comparison.difference]
+    return any(difference.verdict != "unjudged" for difference in differences)
 
 
-def _is_not_worse(c: Comparison) -> bool:
+def _is_not_worse(comparison: Comparison) -> bool:
     """Return whether quality was judged and not found worse."""
-    if c.is_baseline:
+    if comparison.is_baseline:
         return True
-    return c.difference is not None and c.difference.verdict in ("same", "better")
+    difference = comparison.difference
+    return difference is not None and difference.verdict in ("same", "better")

@@ -31,7 +31,7 @@ class SweepData:
         is_stopped: whether a signal ended it before its last job.
         job_count: how many jobs it has, those that never began included; 0 if unknown.
         advise_settings: of mode=advise; None for a sweep that the user laid out.
-        unread: artifacts of the store that could not be fetched, and why.
+        fetch_failures: artifacts of the store that could not be fetched, and why.
     """
 
     jobs: Sequence[Job]
@@ -40,7 +40,7 @@ class SweepData:
     is_stopped: bool = False
     job_count: int = 0
     advise_settings: AdviseSettings | None = None
-    unread: Sequence[str] = ()
+    fetch_failures: Sequence[str] = ()
 
     @property
     def is_unfinished(self) -> bool:
@@ -48,13 +48,14 @@ class SweepData:
 
         That is one that did not begin, was stopped, or failed for another reason than its numbers.
         """
+        # A trial of mode=advise that fails is an answer about its precision.
         if self.advise_settings:
             return self.is_stopped
-        has_failed_jobs = any(
-            job.result.status in ("failed", "stopped") and not job.result.diverged
-            for job in self.jobs
-        )
-        return self.is_stopped or bool(self.shortfall) or has_failed_jobs
+        if self.is_stopped or self.missing_jobs_clause:
+            return True
+        # A job that diverged would diverge again.
+        repeatable = [job.result for job in self.jobs if not job.result.diverged]
+        return any(result.status in ("failed", "stopped") for result in repeatable)
 
     @property
     def advice(self) -> Advice | None:
@@ -64,7 +65,7 @@ class SweepData:
         return rank_precisions([job.result for job in self.jobs], self.advise_settings)
 
     @property
-    def shortfall(self) -> str:
+    def missing_jobs_clause(self) -> str:
         """Return a clause on the jobs that did not begin; empty if every job began."""
         if self.job_count > len(self.jobs):
             return f"only {len(self.jobs)} of the sweep's {self.job_count} jobs began"

@@ -26,9 +26,9 @@ from runner.utils.terminal import quote_command
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
 
-JOBS = "jobs"
+JOB_RESULTS_FOLDER = "jobs"
 """Folder of the parent run's artifacts that holds the lists of results."""
-_CURVES = (
+_CURVE_METRICS = (
     "train/loss",
     "val/loss",
     "val/accuracy",
@@ -36,7 +36,7 @@ _CURVES = (
     "loss_scale/changes",
     "loss_scale/overflow",
 )
-_STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
+_STATUS_BY_RUN_STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
     "FINISHED": "finished",
     "FAILED": "failed",
     "KILLED": "stopped",
@@ -62,10 +62,12 @@ class _StoredFacts:
         """Add the content of one process's list; entries that cannot be read are skipped."""
         for values in content.get("results", ()):
             with suppress(ValueError):
-                self.results.append(RunResult.of(values))
+                self.results.append(RunResult.from_json(values))
         self.commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
         self.is_stopped |= bool(content.get("stopped"))
-        self.advise_settings = AdviseSettings.of(content.get("question")) or self.advise_settings
+        self.advise_settings = (
+            AdviseSettings.from_json(content.get("question")) or self.advise_settings
+        )
         job_count = content.get("asked")
         if isinstance(job_count, int):
             self.job_count += job_count
@@ -106,13 +108,21 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     facts = _stored_facts(reader, parent)
     runs = {run.run_id: run for run in reader.jobs(parent)}
     run_ids = {run.tags.get("output_dir"): run.run_id for run in runs.values()}
-    listed = [replace(r, run_id=r.run_id or run_ids.get(r.folder)) for r in facts.results]
-    listed_ids = {result.run_id for result in listed}
-    unlisted = [_result(reader, run) for run in runs.values() if run.run_id not in listed_ids]
-    results = [*listed, *unlisted]
+    results = []
+    for result in facts.results:
+        # A result without a run id belongs to the run that names its folder.
+        run_id = result.run_id or run_ids.get(result.folder)
+        results.append(replace(result, run_id=run_id))
+    # A process that was killed stored no list: its jobs are known by their runs alone.
+    listed_ids = {result.run_id for result in results}
+    unlisted = [run for run in runs.values() if run.run_id not in listed_ids]
+    results += [_result_of_run(reader, run) for run in unlisted]
     if not facts.advise_settings:
         results = with_unique_names(results)
-    jobs = [Job(result, _curves(reader, runs.get(result.run_id or ""))) for result in results]
+    jobs = []
+    for result in results:
+        run = runs.get(result.run_id or "")
+        jobs.append(Job(result, _curves(reader, run)))
     return SweepData(
         jobs,
         facts.commands or [parent.tags.get("command", "")],
@@ -130,35 +140,40 @@ def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:
     A sweep names its jobs by what it varied itself. In a sweep that others joined, one name may
     then stand for different settings, and different names for the same ones.
     """
-    overrides = {
-        id(r): frozenset(text for text in r.overrides if not _IGNORED_OVERRIDE.match(text))
-        for r in results
-    }
+    # A result that was made from tags has no overrides and is not renamed.
     known = [result for result in results if result.overrides]
-    named_settings = {(result.settings, overrides[id(result)]) for result in known}
+    named_settings = {(result.settings, _compared_overrides(result)) for result in known}
     names = {name for name, _ in named_settings}
-    settings = {words for _, words in named_settings}
+    settings = {overrides for _, overrides in named_settings}
+    # One name for each set of overrides and the other way round: the names are not ambiguous.
     if len(names) == len(settings) == len(named_settings):
         return [*results]
 
-    common = frozenset.intersection(*(overrides[id(result)] for result in known))
+    common = frozenset.intersection(*settings)
     has_seeds = len({result.seed for result in known}) > 1
-
-    def renamed(result: RunResult) -> RunResult:
-        own = sorted(map(shorten_override, overrides[id(result)] - common))
-        group = " ".join([result.precision, *own])
+    renamed = []
+    for result in results:
+        if not result.overrides:
+            renamed.append(result)
+            continue
+        distinct = _compared_overrides(result) - common
+        group = " ".join([result.precision, *sorted(map(shorten_override, distinct))])
         label = group
         if has_seeds and result.seed is not None:
             label = f"{group} seed={result.seed}"
-        return replace(result, group=group, label=label)
+        renamed.append(replace(result, group=group, label=label))
+    return renamed
 
-    return [renamed(result) if result.overrides else result for result in results]
+
+def _compared_overrides(result: RunResult) -> frozenset[str]:
+    """Return the overrides that two jobs must share to be seeds of one group."""
+    return frozenset(text for text in result.overrides if not _IGNORED_OVERRIDE.match(text))
 
 
 def _stored_facts(reader: "Reader", parent: "StoredRun") -> _StoredFacts:
     """Return what the processes that ran the jobs stored with the parent run when they ended."""
     facts = _StoredFacts(is_stopped=parent.status == "KILLED")
-    for path in sorted(reader.artifacts(parent.run_id, JOBS)):
+    for path in sorted(reader.artifacts(parent.run_id, JOB_RESULTS_FOLDER)):
         content = None
         # A damaged list leaves the jobs to their own runs.
         with suppress(ValueError):
@@ -168,7 +183,7 @@ def _stored_facts(reader: "Reader", parent: "StoredRun") -> _StoredFacts:
     return facts
 
 
-def _result(reader: "Reader", run: "StoredRun") -> RunResult:
+def _result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
     """Return the result of a run that no list names: its own file, else its tags and metrics."""
     location: dict[str, Any] = {
         "run_id": run.run_id,
@@ -177,15 +192,16 @@ def _result(reader: "Reader", run: "StoredRun") -> RunResult:
     }
     # A damaged result is as good as none.
     with suppress(ValueError):
-        if data := reader.artifact_or_notice(run.run_id, RESULT):
-            return replace(RunResult.of(json.loads(data)), **location)
+        data = reader.artifact_or_notice(run.run_id, RESULT)
+        if data:
+            return replace(RunResult.from_json(json.loads(data)), **location)
     seed = run.params.get("seed", "")
     return RunResult(
         run.tags.get("precision", ""),
         run.name,
         run.tags.get("output_dir", ""),
-        _STATUS.get(run.status, "stopped"),
-        run.tags.get("error", "") if run.status in _STATUS else _UNKNOWN_STATUS,
+        _STATUS_BY_RUN_STATUS.get(run.status, "stopped"),
+        run.tags.get("error", "") if run.status in _STATUS_BY_RUN_STATUS else _UNKNOWN_STATUS,
         group=re.sub(r" seed=\d+(?= |$)", "", run.name),
         seed=int(seed) if seed.isdecimal() else None,
         model=run.tags.get("model", ""),
@@ -227,6 +243,7 @@ def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
         return {}
     # A damaged history is as good as none.
     with suppress(ValueError):
-        if data := reader.artifact_or_notice(run.run_id, HISTORY):
+        data = reader.artifact_or_notice(run.run_id, HISTORY)
+        if data:
             return history.read_history(data)
-    return {name: reader.curve(run.run_id, name) for name in _CURVES if name in run.metrics}
+    return {name: reader.curve(run.run_id, name) for name in _CURVE_METRICS if name in run.metrics}

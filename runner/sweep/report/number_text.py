@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from runner.sweep.report.statistics import Difference, Ratio, Spread
 from runner.utils.formatting import format_number
 
-MAX_NAMES = 3
-MAX_PLACES = 8
+MAX_LISTED_NAMES = 3
+"""Names in a sentence; the rest are counted."""
+MAX_DECIMALS = 8
+"""Smaller errors are written with an exponent."""
 LARGEST_ERROR = 1e300
 """Keeps the logarithm of an infinite error finite."""
 
@@ -17,7 +19,8 @@ def format_mean_sd(spread: Spread | None) -> str:
     if spread is None:
         return ""
     if not spread.sd:
-        return format_number(spread.mean) + (" ± 0" if spread.n > 1 else "")
+        mean = format_number(spread.mean)
+        return f"{mean} ± 0" if spread.n > 1 else mean
     return format_interval(spread.mean, spread.sd)
 
 
@@ -32,7 +35,7 @@ def format_interval(value: float, error: float, sign: str = "") -> str:
     places = 4
     if error > 0:
         places = 1 - math.floor(math.log10(min(error, LARGEST_ERROR)))
-    if not -3 < places <= MAX_PLACES:
+    if not -3 < places <= MAX_DECIMALS:
         return f"{value:{sign}.3g} ± {error:.2g}"
     places = max(0, places)
     return f"{value:{sign}.{places}f} ± {error:.{places}f}"
@@ -65,8 +68,10 @@ def difference_words(difference: Difference) -> tuple[str, str]:
     return f"{difference.verdict} by {format_interval(abs(value), half_width)}", ""
 
 
-def join_names(names: Iterable[str], limit: int = MAX_NAMES) -> str:
+def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
     """Return the first names, and how many more there are."""
     every = list(names)
-    more = f" and {len(every) - limit} more" if len(every) > limit else ""
-    return ", ".join(every[:limit]) + more
+    listed = ", ".join(every[:limit])
+    if len(every) > limit:
+        return f"{listed} and {len(every) - limit} more"
+    return listed

@@ -5,23 +5,23 @@ sentences from conclusion.py or, for mode=advise, from advice_page.py.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from runner.modes.result import RunResult
 from runner.sweep.report import advice_page
-from runner.sweep.report.charts import legend, overview, panels
+from runner.sweep.report.charts import chart_figures, legend_entries, overview_figure
 from runner.sweep.report.columns import groups_table, jobs_table
-from runner.sweep.report.compare import BASE, Comparison, compare
+from runner.sweep.report.compare import BASELINE, Comparison, Group, compare_with_baselines
 from runner.sweep.report.conclusion import (
-    NO_BASE,
-    conclusion,
+    NO_BASELINE_REASON,
     conclusion_sentence,
+    conclusion_text,
     failure_sentence,
     recommended_precision,
 )
 from runner.sweep.report.downsample import curve_points
-from runner.sweep.report.footnotes import footnotes
+from runner.sweep.report.footnotes import report_footnotes
 from runner.sweep.report.jobs import Job, SweepData
 from runner.sweep.report.number_text import join_names
 from runner.utils.formatting import format_number
@@ -40,8 +40,10 @@ from runner.utils.markup import (
 from runner.utils.plots import svg_element
 
 MAX_TITLE_KEYS = 4
-MAX_FAILED_NAMES = 6
-NOTE_LIMIT = 7000
+"""Swept keys in the title of the page."""
+MAX_FAILED_JOB_NAMES = 6
+"""Names of the jobs that failed for one reason."""
+MAX_NOTE_CHARACTERS = 7000
 """Characters of the note; MLflow stores a tag's value up to 8000."""
 
 
@@ -54,34 +56,42 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     Raises:
         OSError: the folder cannot be written to.
     """
-    compared = compare([job.result for job in data.jobs])
-    title = _title(data)
-    top = advice_page.advice_blocks(data.advice) if data.advice else _top_blocks(data, compared)
-    before = [*top, *_unread_artifacts(data)]
-    after = list(_detail_blocks(data, compared))
-    paths = [folder / "report.md", folder / "report.html"]
-    paths[0].write_text(to_markdown(title, [*before, *after]))
-    paths[1].write_text(to_html(title, [*before, *_chart_blocks(data), *after]))
-    figure = overview(data)
+    compared = compare_with_baselines([job.result for job in data.jobs])
+    title = _page_title(data)
+    if data.advice:
+        answer = list(advice_page.advice_blocks(data.advice))
+    else:
+        answer = list(_answer_blocks(data, compared))
+    answer += _fetch_failure_blocks(data)
+    details = list(_detail_blocks(data, compared))
+
+    # Markdown cannot hold the charts: they are in report.png.
+    markdown_path = folder / "report.md"
+    markdown_path.write_text(to_markdown(title, [*answer, *details]))
+    html_path = folder / "report.html"
+    html_path.write_text(to_html(title, [*answer, *_chart_blocks(data), *details]))
+    paths = [markdown_path, html_path]
+    figure = overview_figure(data)
     if figure is not None:
-        paths.append(folder / "report.png")
-        figure.savefig(paths[-1], dpi=110)
+        picture_path = folder / "report.png"
+        figure.savefig(picture_path, dpi=110)
+        paths.append(picture_path)
     return paths
 
 
-def _unread_artifacts(data: SweepData) -> Iterator[Block]:
-    """Name the artifacts that could not be fetched: without them the report is weaker."""
-    if data.unread:
+def _fetch_failure_blocks(data: SweepData) -> Iterator[Block]:
+    """Yield the artifacts that could not be fetched: without them the report is weaker."""
+    if data.fetch_failures:
         yield Heading("Not fetched from the store")
         yield Text(
             "Without these artifacts the report uses the tags, last metrics and points of the "
             "store. Make it again when they can be fetched."
         )
-        for message in data.unread:
+        for message in data.fetch_failures:
             yield Text(message)
 
 
-def summary_markdown(data: SweepData, limit: int = NOTE_LIMIT) -> str:
+def summary_markdown(data: SweepData, limit: int = MAX_NOTE_CHARACTERS) -> str:
     """Return conclusion, table of groups and commands for the note of the parent run.
 
     Args:
@@ -102,6 +112,7 @@ def summary_markdown(data: SweepData, limit: int = NOTE_LIMIT) -> str:
         text = with_rows(count)
         if len(text) <= limit:
             return text
+    # Even without rows the commands are too long: the conclusion is what a reader needs.
     short = f"{head}\n\n{hint}\n"
     return short if len(short) <= limit else head[:limit]
 
@@ -112,34 +123,48 @@ def _summary_parts(data: SweepData) -> tuple[str, Table | None, str]:
     if data.advice:
         blocks, table = advice_page.advice_markdown(data.advice)
         return "\n\n".join(map(markdown, blocks)), table, tail
-    compared = compare([job.result for job in data.jobs])
-    head = markdown(Text(conclusion(compared, data.shortfall), "answer"))
-    return head, _groups_table(compared) if compared else None, tail
+    compared = compare_with_baselines([job.result for job in data.jobs])
+    head = markdown(Text(conclusion_text(compared, data.missing_jobs_clause), "answer"))
+    table = _groups_table(compared) if compared else None
+    return head, table, tail
 
 
 def _groups_table(compared: Sequence[Comparison]) -> Table:
     return groups_table(compared, recommended_precision(compared))
 
 
-def _title(data: SweepData) -> str:
+def _page_title(data: SweepData) -> str:
+    """Return the question of mode=advise, or the keys that the sweep varies, and what it trains."""
     results = [job.result for job in data.jobs]
-    models = ", ".join(dict.fromkeys(result.model for result in results if result.model))
-    data_sets = ", ".join(dict.fromkeys(result.data for result in results if result.data))
+    models = _distinct(result.model for result in results)
+    data_sets = _distinct(result.data for result in results)
     trained = " on ".join(filter(None, [models, data_sets]))
     if data.advise_settings:
         return f"Which precision for {trained or 'this model'}?"
-    keys = " × ".join(_swept_keys(results)[:MAX_TITLE_KEYS]) or "one job"
-    return f"Sweep over {keys}: {trained}" if trained else f"Sweep over {keys}"
+    keys = _swept_keys(results)[:MAX_TITLE_KEYS]
+    title = f"Sweep over {' × '.join(keys) or 'one job'}"
+    return f"{title}: {trained}" if trained else title
+
+
+def _distinct(names: Iterable[str]) -> str:
+    """Return the names that are not empty, each once, in their order."""
+    return ", ".join(dict.fromkeys(filter(None, names)))
 
 
 def _swept_keys(results: Sequence[RunResult]) -> list[str]:
     """Return the keys whose values differ between jobs, in the order of the command."""
     values_by_job = [_override_values(result) for result in results]
     keys = dict.fromkeys(key for values in values_by_job for key in values)
-    swept = [key for key in keys if len({values.get(key) for values in values_by_job}) > 1]
+    swept = []
+    for key in keys:
+        values_of_key = {values.get(key) for values in values_by_job}
+        if len(values_of_key) > 1:
+            swept.append(key)
     if swept:
         return swept
-    return ["precision"] if len({result.precision for result in results}) > 1 else []
+    # A result made from the tags of a run has a precision and no overrides.
+    precisions = {result.precision for result in results}
+    return ["precision"] if len(precisions) > 1 else []
 
 
 def _override_values(result: RunResult) -> dict[str, str]:
@@ -153,43 +178,50 @@ def _override_values(result: RunResult) -> dict[str, str]:
     return values
 
 
-def _top_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
+def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     """Yield what a reader in a hurry reads: the conclusion, the failures, the table of groups."""
-    devices = ", ".join(dict.fromkeys(c.group.device for c in compared if c.group.device))
-    finished = sum(c.group.finished_count for c in compared)
+    groups = [comparison.group for comparison in compared]
+    finished = sum(group.finished_count for group in groups)
+    # The number of jobs is not known of every sweep; then those that began are counted.
+    job_count = max(data.job_count, len(data.jobs))
+    count = f"{finished} of {job_count} jobs finished"
+    devices = _distinct(group.device for group in groups)
     sweep = f"sweep {data.sweep_id}" if data.sweep_id else ""
-    count = f"{finished} of {max(data.job_count, len(data.jobs))} jobs finished"
     yield Text(" · ".join(filter(None, [count, devices, sweep])), "small")
     yield Text(conclusion_sentence(compared), "answer")
-    if failures := failure_sentence(compared, data.shortfall):
+    failures = failure_sentence(compared, data.missing_jobs_clause)
+    if failures:
         yield Text(failures)
-    if compared:
-        yield _groups_table(compared)
-    uncompared = [
-        c.group.name
-        for c in compared
-        if c.baseline is None and c.group.finished_count and c.group.precision != BASE
-    ]
-    if uncompared and any(c.baseline for c in compared):
+    if not compared:
+        return
+    yield _groups_table(compared)
+    uncompared = _uncompared_names(compared)
+    # Without any baseline the conclusion says so already.
+    if uncompared and any(comparison.baseline for comparison in compared):
         names = join_names(uncompared)
-        yield Text(f"Not compared: {names}: {NO_BASE} with the same settings.", "small")
+        yield Text(f"Not compared: {names}: {NO_BASELINE_REASON} with the same settings.", "small")
+
+
+def _uncompared_names(compared: Sequence[Comparison]) -> list[str]:
+    """Return the names of the groups that ended and have no 32-true group to compare with."""
+    groups = [comparison.group for comparison in compared if comparison.baseline is None]
+    ended = [group for group in groups if group.finished_count]
+    return [group.name for group in ended if group.precision != BASELINE]
 
 
 def _chart_blocks(data: SweepData) -> list[Block]:
-    pictures = [svg_element(figure) for figure in panels(data)]
+    """Return the charts with their legend; empty if nothing was trained."""
+    pictures = [svg_element(figure) for figure in chart_figures(data)]
     if not pictures:
         return []
-    lines = [(entry.name, entry.colour, entry.dashes) for entry in legend(data)]
+    lines = [(entry.name, entry.colour, entry.dashes) for entry in legend_entries(data)]
     return [Heading("Curves"), Charts(pictures, lines)]
 
 
 def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     """Yield what stands under the charts: failures, every job, the commands, the method."""
-    groups = [c.group for c in compared]
-    unavailable = [group for group in groups if group.counts.get("unavailable")]
-    if unavailable:
-        yield Heading("Unavailable here")
-        yield Items([(group.name, " ".join(group.reasons)) for group in unavailable])
+    groups = [comparison.group for comparison in compared]
+    yield from _unavailable_blocks(groups)
     failed = [job for job in data.jobs if job.result.outcome in ("failed", "stopped", "diverged")]
     if failed:
         yield Heading("Failed")
@@ -200,9 +232,20 @@ def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     if data.commands:
         yield Heading("Commands")
         yield Commands(data.commands)
-    if any(group.finished_count for group in groups) and not data.advise_settings:
+    # mode=advise judges by a test of its own, which advice_page explains.
+    if data.advise_settings:
+        return
+    if any(group.finished_count for group in groups):
         yield Heading("How this was compared")
-        yield Items(list(footnotes(compared)), small=True)
+        yield Items(list(report_footnotes(compared)), small=True)
+
+
+def _unavailable_blocks(groups: Sequence[Group]) -> Iterator[Block]:
+    """Yield the groups that this machine cannot run, with the reasons."""
+    unavailable = [group for group in groups if group.counts.get("unavailable")]
+    if unavailable:
+        yield Heading("Unavailable here")
+        yield Items([(group.name, " ".join(group.reasons)) for group in unavailable])
 
 
 def _failure_items(failed: Sequence[Job]) -> list[tuple[str, str]]:
@@ -211,7 +254,7 @@ def _failure_items(failed: Sequence[Job]) -> list[tuple[str, str]]:
     for job in failed:
         labels_by_reason.setdefault(_failure_reason(job), []).append(job.result.label)
     return [
-        (join_names(labels, MAX_FAILED_NAMES), reason)
+        (join_names(labels, MAX_FAILED_JOB_NAMES), reason)
         for reason, labels in labels_by_reason.items()
     ]
 
@@ -225,8 +268,9 @@ def _failure_reason(job: Job) -> str:
         return f"diverged: {result.error}"
     metrics = ", ".join(f"{name} {format_number(value)}" for name, value in result.metrics.items())
     step = _first_nonfinite_step(job)
-    since = "" if step is None else f"; training loss first not finite at step {step}"
-    return f"diverged: {metrics}{since}"
+    if step is None:
+        return f"diverged: {metrics}"
+    return f"diverged: {metrics}; training loss first not finite at step {step}"
 
 
 def _first_nonfinite_step(job: Job) -> int | None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from runner.modes.result import RunResult
 from runner.sweep.advisor.settings import AdviseSettings
-from runner.sweep.report.compare import BASE, Comparison, Group, compare_jobs, group_jobs
+from runner.sweep.report.compare import BASELINE, Comparison, Group, compare_two_groups, group_jobs
 from runner.sweep.report.paired_test import (
     MIN_SEEDS,
     PairedTest,
@@ -33,7 +33,7 @@ Rating = Literal[
     "failed",
     "unavailable",
 ]
-_ORDER: Mapping[Rating, int] = {
+_RATING_ORDER: Mapping[Rating, int] = {
     "recommended": 0,
     "fit": 1,
     "baseline": 1,
@@ -77,6 +77,7 @@ class PrecisionVerdict:
 
     @property
     def name(self) -> str:
+        """Return the precision, with the overrides of a module set."""
         return self.group.name
 
     @property
@@ -96,17 +97,17 @@ class Advice:
 
     Attributes:
         verdicts: best first.
-        spread: standard deviation of 32-true's final loss over seeds; NaN below two.
-        loss: mean of 32-true's final loss.
+        baseline_spread: standard deviation of 32-true's final loss over seeds; NaN below two.
+        baseline_loss: mean of 32-true's final loss; NaN without one.
     """
 
     settings: AdviseSettings
     verdicts: Sequence[PrecisionVerdict]
-    spread: float
-    loss: float
+    baseline_spread: float
+    baseline_loss: float
 
     @property
-    def recommended(self) -> PrecisionVerdict | None:
+    def recommendation(self) -> PrecisionVerdict | None:
         """Return the recommended precision, None if 32-true itself did not train."""
         return next((line for line in self.verdicts if line.rating == "recommended"), None)
 
@@ -120,13 +121,16 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
     """
     groups = group_jobs(results)
     trials = [group for group in groups if not _is_search_trial(group)]
-    base = next((group for group in trials if group.name == BASE), None)
-    base_losses = _losses(base, settings) if base else {}
+    base = next((group for group in trials if group.name == BASELINE), None)
+    base_losses = _final_losses(base, settings) if base else {}
     spread = baseline_spread([*base_losses.values()])
-    mean = sum(base_losses.values()) / len(base_losses) if base_losses else math.nan
+    mean = math.nan
+    if base_losses:
+        mean = sum(base_losses.values()) / len(base_losses)
 
     others = [group for group in trials if group is not base]
-    differences = [_differences(group, base_losses, settings) for group in others]
+    differences = [_loss_differences(group, base_losses, settings) for group in others]
+    # Too few seeds get no verdict, so they cannot get a false one.
     family_size = sum(len(of_group) >= MIN_SEEDS for of_group in differences)
     verdicts = []
     for group, of_group in zip(others, differences, strict=True):
@@ -142,8 +146,8 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
         for group in groups
         if _is_search_trial(group)
     ]
-    with_attempts = [_with_attempts(verdict, verdicts, attempts) for verdict in verdicts]
-    return Advice(settings, _ranked(with_attempts, settings.objective), spread, mean)
+    with_attempts = [_add_attempted_sets(verdict, verdicts, attempts) for verdict in verdicts]
+    return Advice(settings, _rank_verdicts(with_attempts, settings.objective), spread, mean)
 
 
 def _is_search_trial(group: Group) -> bool:
@@ -153,53 +157,57 @@ def _is_search_trial(group: Group) -> bool:
     return is_dropped_set or "numerics." in group.settings
 
 
-def _losses(group: Group, settings: AdviseSettings) -> dict[int | None, float]:
+def _final_losses(group: Group, settings: AdviseSettings) -> dict[int | None, float]:
     """Return the final losses by seed of the trials that reached their last step."""
-    return {
-        job.seed: job.metrics[VAL_LOSS]
-        for job in group.jobs
-        if job.outcome == "finished" and job.steps >= settings.steps and VAL_LOSS in job.metrics
-    }
+    losses = {}
+    for job in group.jobs:
+        # A trial that hit its time limit finishes early: its loss is not one of the last step.
+        is_whole = job.outcome == "finished" and job.steps >= settings.steps
+        if is_whole and VAL_LOSS in job.metrics:
+            losses[job.seed] = job.metrics[VAL_LOSS]
+    return losses
 
 
-def _differences(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> list[float]:
+def _loss_differences(
+    group: Group, base_losses: LossBySeed, settings: AdviseSettings
+) -> list[float]:
     """Return the differences to 32-true's loss, seed by seed."""
-    losses = _losses(group, settings)
+    losses = _final_losses(group, settings)
+    seeds = [seed for seed in losses if seed is not None]
     # The seed that chose the modules to exclude would favour them: it does not judge them.
-    chosen_by = None
-    if group.settings:
-        chosen_by = min((seed for seed in losses if seed is not None), default=None)
-    return [
-        loss - base_losses[seed]
-        for seed, loss in losses.items()
-        if seed in base_losses and (chosen_by is None or seed != chosen_by)
-    ]
+    if group.settings and seeds:
+        del losses[min(seeds)]
+    paired = [seed for seed in losses if seed in base_losses]
+    return [losses[seed] - base_losses[seed] for seed in paired]
 
 
 def _first_difference(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> float:
     """Return the first seed's difference to 32-true's loss, NaN if its trial did not finish."""
-    for seed, loss in _losses(group, settings).items():
+    for seed, loss in _final_losses(group, settings).items():
         if seed in base_losses:
             return loss - base_losses[seed]
     return math.nan
 
 
-def _with_attempts(
+def _add_attempted_sets(
     verdict: PrecisionVerdict,
     verdicts: Sequence[PrecisionVerdict],
     attempts: Sequence[tuple[Group, float]],
 ) -> PrecisionVerdict:
     """Return the verdict with the attempted module sets, unless one of them is acceptable."""
-    precision = verdict.group.precision
-    sets = [v for v in verdicts if v.group.settings and v.group.precision == precision]
-    is_healed = any(v.is_acceptable for v in sets)
-    if not verdict.is_failing or verdict.group.settings or is_healed:
+    if not verdict.is_failing or verdict.group.settings:
         return verdict
-    own = [(group.settings, gap) for group, gap in attempts if group.precision == precision]
-    return replace(verdict, attempted_module_sets=own)
+    precision = verdict.group.precision
+    of_precision = [other for other in verdicts if other.group.precision == precision]
+    # A set that heals the precision has a row of its own, which says more.
+    if any(other.is_acceptable for other in of_precision if other.group.settings):
+        return verdict
+    sets = [(group.settings, gap) for group, gap in attempts if group.precision == precision]
+    return replace(verdict, attempted_module_sets=sets)
 
 
 def _baseline_verdict(base: Group, settings: AdviseSettings) -> PrecisionVerdict:
+    """Return the verdict on 32-true, which is not compared: it is the baseline if it trains."""
     verdict = _verdict(base, base, None, settings)
     if base.finished_count and not verdict.is_failing:
         return replace(verdict, rating="baseline")
@@ -223,14 +231,14 @@ def _verdict(
         diverged_step,
         group.precision in settings.emulated,
         _command(group, settings),
-        settings.told(group.precision) if is_plain else "",
-        settings.predicted(group.precision) if is_plain else None,
+        settings.float32_finding(group.precision) if is_plain else "",
+        settings.memory_forecast(group.precision) if is_plain else None,
     )
 
 
 def _comparison(group: Group, base: Group | None) -> Comparison:
     """Compare with the baseline; drop the speed ratio if too few seeds measured it."""
-    comparison = compare_jobs(group, base)
+    comparison = compare_two_groups(group, base)
     ratio = comparison.speed_ratio
     if ratio is not None and ratio.n >= MIN_SEEDS:
         return comparison
@@ -238,6 +246,8 @@ def _comparison(group: Group, base: Group | None) -> Comparison:
 
 
 def _rating(group: Group, test: PairedTest | None, settings: AdviseSettings) -> Rating:
+    """Return the rating of a group, before one is recommended."""
+    # A trial that diverged outweighs the test, which sees only the seeds that finished.
     if group.counts.get("unavailable"):
         return "unavailable"
     if group.counts.get("diverged"):
@@ -258,29 +268,38 @@ def _last_step(job: RunResult) -> int:
 
 
 def _command(group: Group, settings: AdviseSettings) -> Sequence[str]:
-    start = f"{group.precision} "
-    own = [words.removeprefix(start) for words in settings.own if words.startswith(start)]
-    return [*settings.command, f"precision={group.precision}", *own, *group.settings.split()]
+    """Return the words of the command that trains in a group's precision and settings."""
+    # settings.own holds "<precision> <override>" for the keys that only some precisions take.
+    prefix = f"{group.precision} "
+    of_precision = [words for words in settings.own if words.startswith(prefix)]
+    overrides = [words.removeprefix(prefix) for words in of_precision]
+    return [*settings.command, f"precision={group.precision}", *overrides, *group.settings.split()]
 
 
-def _ranked(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
+def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
     """Sort the verdicts: recommended, acceptable by the objective, then by their rating."""
     speeds = _ranking_speeds(verdicts)
-    merits = [_merit(v, objective, speeds[id(v)]) for v in verdicts]
-    best = _best(verdicts, merits)
+    merits = [_merit_key(verdict, objective, speeds[id(verdict)]) for verdict in verdicts]
+    best = _best_index(verdicts, merits)
+    rated = list(verdicts)
+    if best is not None:
+        rated[best] = replace(rated[best], rating="recommended")
 
     def place(index: int) -> tuple[float, ...]:
-        verdict = verdicts[index]
-        rating = "recommended" if index == best else verdict.rating
-        harm = verdict.test.mean_difference if verdict.test and rating == "worse" else 0.0
+        verdict = rated[index]
+        # Among worse precisions the least harmful is first, whatever it gains.
+        harm = 0.0
+        if verdict.rating == "worse" and verdict.test:
+            harm = verdict.test.mean_difference
         negated = (-merit for merit in merits[index])
-        return _ORDER[rating], verdict.is_emulated, harm, *negated
+        return _RATING_ORDER[verdict.rating], verdict.is_emulated, harm, *negated
 
-    order = sorted(range(len(verdicts)), key=place)
-    return [replace(verdicts[i], rating="recommended") if i == best else verdicts[i] for i in order]
+    return [rated[index] for index in sorted(range(len(rated)), key=place)]
 
 
-def _best(verdicts: Sequence[PrecisionVerdict], merits: Sequence[tuple[float, ...]]) -> int | None:
+def _best_index(
+    verdicts: Sequence[PrecisionVerdict], merits: Sequence[tuple[float, ...]]
+) -> int | None:
     """Return the index of the verdict to recommend, None without a baseline to judge by."""
     # An emulated precision has no speed here, so it is never recommended.
     fit = [
@@ -288,6 +307,7 @@ def _best(verdicts: Sequence[PrecisionVerdict], merits: Sequence[tuple[float, ..
         for index, verdict in enumerate(verdicts)
         if verdict.rating in ("fit", "baseline") and not verdict.is_emulated
     ]
+    # If 32-true itself did not train, nothing was measured against it.
     if not any(verdicts[index].rating == "baseline" for index in fit):
         return None
     return max(fit, key=lambda index: merits[index])
@@ -316,11 +336,13 @@ def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
 
 
 def _is_slower(ratio: Ratio, leader: Ratio) -> bool:
+    """Return whether a speed is measurably below the leader's."""
+    # A precision slower than 32-true must not get the speed of one that is faster.
     is_across_baseline = (ratio.value > 1) != (leader.value > 1)
     return ratio.high < leader.low or is_across_baseline
 
 
-def _merit(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple[float, ...]:
+def _merit_key(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple[float, ...]:
     """Return the sort key of a verdict, greater is better.
 
     What was not measured to be a gain counts as none.
@@ -330,7 +352,10 @@ def _merit(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple[flo
     memory = comparison.memory_ratio if comparison else None
     if memory is None or abs(memory - 1) <= MIN_MEMORY_GAIN:
         memory = 1.0
-    quality = -test.mean_difference if test and test.decision == "better" else 0.0
+    quality = 0.0
+    if test and test.decision == "better":
+        quality = -test.mean_difference
+    # Emulation distorts both: they would be the emulation's merits.
     if verdict.is_emulated:
         speed = 1.0
         memory = 1.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from runner.checkpoint.locate import newest_sweeps
 from runner.sweep.report.jobs import SweepData
-from runner.sweep.report.load import JOBS, load_from_folder, load_from_store
+from runner.sweep.report.load import JOB_RESULTS_FOLDER, load_from_folder, load_from_store
 from runner.sweep.report.pages import summary_markdown, write_report
 from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.pending import upload_in_background
@@ -34,7 +34,7 @@ def rebuild_report(argv: Sequence[str]) -> int:
         The exit status.
     """
     try:
-        arguments = _parsed(argv)
+        arguments = _parse_arguments(argv)
         upload_in_background(Path("outputs"))
         folder = _sweep_folder(arguments.sweep) if argv else next(iter(newest_sweeps()), None)
         if folder is not None:
@@ -71,9 +71,9 @@ def store_report(
     from runner.tracking.reader import Reader
 
     reader = Reader(uri)
-    parent = _parent(reader, sweep_id)
+    parent = _find_parent_run(reader, sweep_id)
     if jobs is not None:
-        reader.log_artifact(parent.run_id, jobs, JOBS)
+        reader.log_artifact(parent.run_id, jobs, JOB_RESULTS_FOLDER)
     data = load_from_store(reader, parent)
     folder.mkdir(parents=True, exist_ok=True)
     paths = write_report(data, folder)
@@ -91,7 +91,7 @@ def is_joined_by_others(uri: str, run_id: str, own: str) -> bool:
     """
     from runner.tracking.reader import Reader
 
-    return any(Path(path).name != own for path in Reader(uri).artifacts(run_id, JOBS))
+    return any(Path(path).name != own for path in Reader(uri).artifacts(run_id, JOB_RESULTS_FOLDER))
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,14 @@ def _newest_sweep(uri: str, experiment: str | None) -> str:
 
 
 def _new_folder(sweep: str) -> Path:
+    """Return the folder of a report made from MLflow; the sweep's name may hold any character."""
     name = "".join(char if char.isalnum() or char in "-_" else "_" for char in sweep)
     return Path("outputs/reports") / name
 
 
-def _parent(reader: "Reader", name: str) -> "StoredRun":
+def _find_parent_run(reader: "Reader", name: str) -> "StoredRun":
     """Return the parent run of a sweep, named by its own id, a job's run id or the sweep's id."""
+    # Run ids are letters and digits; another name cannot be looked up as one.
     run = reader.run(name) if name.isalnum() else None
     if run is not None and run.tags.get("role") == "sweep":
         return run
@@ -159,12 +161,13 @@ def _parent(reader: "Reader", name: str) -> "StoredRun":
 
 
 def _sweep_folder(sweep: str | None) -> Path | None:
+    """Return the folder that was typed, None if the word names no folder here."""
     if sweep is None or not Path(sweep).exists():
         return None
     return Path(sweep)
 
 
-def _parsed(argv: Sequence[str]) -> _Arguments:
+def _parse_arguments(argv: Sequence[str]) -> _Arguments:
     """Parse the words after `report`. Raise ConfigError for words that it does not take."""
     given: dict[str, str] = {}
     for text in argv:

@@ -11,9 +11,9 @@ from statistics import fmean, median, stdev
 from typing import Literal
 
 DifferenceVerdict = Literal["same", "better", "worse", "unjudged"]
-ValuesBySeed = Sequence[tuple[int | None, float]]
+SeedValues = Sequence[tuple[int | None, float]]
 """(seed, value) of each job."""
-ROUNDING = 1e-9
+RELATIVE_ROUNDING_ERROR = 1e-9
 """Half-widths below this share of the largest value are rounding errors, not a spread."""
 
 
@@ -28,7 +28,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Iterable[float | None]) -> "Spread | None":
+    def of_values(cls, values: Iterable[float | None]) -> "Spread | None":
         """Return the spread of the finite values, None without any."""
         finite = [value for value in values if value is not None and math.isfinite(value)]
         if not finite:
@@ -50,7 +50,7 @@ class Ratio:
     high: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> "Ratio | None":
+    def of_values(cls, values: Iterable[float]) -> "Ratio | None":
         """Return the ratio over seeds, None without any value."""
         ratios = list(values)
         if not ratios:
@@ -75,7 +75,7 @@ class Difference:
 
 
 def quality_difference(
-    group: ValuesBySeed, baseline: ValuesBySeed, direction: Literal["max", "min"]
+    group: SeedValues, baseline: SeedValues, direction: Literal["max", "min"]
 ) -> Difference:
     """Return the difference of two groups' mean qualities, with its interval and verdict.
 
@@ -97,7 +97,8 @@ def quality_difference(
     else:
         test = "Welch"
         half_width = _welch_half_width(values, others)
-    smallest_spread = ROUNDING * max(map(abs, [*values, *others]))
+    largest_value = max(map(abs, [*values, *others]))
+    smallest_spread = RELATIVE_ROUNDING_ERROR * largest_value
     verdict: DifferenceVerdict
     if half_width <= smallest_spread:
         # The same difference in every seed: a constant has no spread to be judged by.
@@ -110,18 +111,20 @@ def quality_difference(
     return Difference(difference, half_width, test, verdict)
 
 
-def pair_by_seed(group: ValuesBySeed, baseline: ValuesBySeed) -> list[tuple[float, float]]:
+def pair_by_seed(group: SeedValues, baseline: SeedValues) -> list[tuple[float, float]]:
     """Return the two values of each seed; empty unless each seed occurs once in both groups."""
     first = dict(group)
     second = dict(baseline)
     if None in first or first.keys() != second.keys():
         return []
+    # A seed that occurs twice has no single partner.
     if len(first) < len(group) or len(second) < len(baseline):
         return []
     return [(value, second[seed]) for seed, value in first.items()]
 
 
 def _paired_half_width(differences: Sequence[float]) -> float:
+    """Return the half-width of the 95 % interval of paired differences."""
     from scipy.stats import t
 
     count = len(differences)

@@ -2,7 +2,7 @@
 
 import math
 
-from runner.sweep.report.compare import BASE
+from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.number_text import format_interval
 from runner.sweep.report.paired_test import MIN_SEEDS
 from runner.sweep.report.ranking import PrecisionVerdict
@@ -18,6 +18,7 @@ RATING_WORDS = {
     "unavailable": "not on this machine",
 }
 MIN_STAGNANT_SHARE = 0.01
+"""Share of the weights that did not move, from which the table mentions it."""
 
 
 def rating_words(verdict: PrecisionVerdict) -> str:
@@ -51,9 +52,9 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
         return group.reasons[0].split("\n")[0]
     if verdict.rating == "slow":
         step = min(job.steps for job in group.jobs)
-        return f"a trial reached step {step} in more than four times {BASE}'s time"
+        return f"a trial reached step {step} in more than four times {BASELINE}'s time"
     if test is None:
-        return _baseline_loss_words(verdict) if verdict.name == BASE else ""
+        return _baseline_loss_words(verdict) if verdict.name == BASELINE else ""
     if test.n < MIN_SEEDS:
         gap = f"{test.mean_difference:+.2g}"
         return f"loss {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
@@ -74,7 +75,10 @@ def _loss_scale_remedy(verdict: PrecisionVerdict) -> str:
     """Return the remedy if the loss scale began too high, else an empty text."""
     scale = verdict.group.loss_scale
     skipped = verdict.group.skipped
-    if verdict.rating != "worse" or scale is None or skipped is None or not skipped.high:
+    if verdict.rating != "worse" or scale is None:
+        return ""
+    # Without a skipped step the scale did not begin too high.
+    if skipped is None or not skipped.high:
         return ""
     return (
         "steps were skipped until the loss scale had fallen; try "
@@ -83,11 +87,16 @@ def _loss_scale_remedy(verdict: PrecisionVerdict) -> str:
 
 
 def _attempts_words(verdict: PrecisionVerdict) -> str:
-    attempts = [
-        f"{words} did not finish" if math.isnan(gap) else f"{words} loss {gap:+.2g}"
-        for words, gap in verdict.attempted_module_sets
-    ]
-    return f"tried on one seed: {', '.join(attempts)}" if attempts else ""
+    """Return the module sets that were tried, each with its loss minus 32-true's."""
+    attempts = []
+    for overrides, gap in verdict.attempted_module_sets:
+        if math.isnan(gap):
+            attempts.append(f"{overrides} did not finish")
+        else:
+            attempts.append(f"{overrides} loss {gap:+.2g}")
+    if not attempts:
+        return ""
+    return f"tried on one seed: {', '.join(attempts)}"
 
 
 def health_words(verdict: PrecisionVerdict) -> str:

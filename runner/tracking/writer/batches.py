@@ -1,4 +1,4 @@
-"""Cut a journal into batches, one call to the store each. Imports mlflow for the largest call."""
+"""Split a journal into batches, one call to the store each. Imports mlflow for the largest call."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,25 +17,26 @@ class Batch:
     Attributes:
         kind: of the records.
         record: the first of them.
-        end: the offset after them in the journal.
+        end: the offset in bytes after them in the journal.
         points: of metric records.
-        complete: no later record would be added to it.
+        is_complete: no later record would be added to it.
     """
 
     kind: str
     record: dict[str, Any]
     end: int
     points: list[Point] = field(default_factory=list)
-    complete: bool = True
+    is_complete: bool = True
 
 
-def next_batch(path: Path, offset: int, known: Mapping[str, int] = {}) -> Batch | None:
+def next_batch(path: Path, offset: int, earlier_steps: Mapping[str, int] = {}) -> Batch | None:
     """Return the batch at an offset: one record, or as many metric records as fit into one call.
 
     Args:
         path: of the journal.
         offset: in bytes.
-        known: last step of each metric in the run's earlier journals; points up to it are left out.
+        earlier_steps: last step of each metric in the run's earlier journals; points up to it are
+            left out.
 
     Returns:
         None at the end of the journal.
@@ -45,14 +46,16 @@ def next_batch(path: Path, offset: int, known: Mapping[str, int] = {}) -> Batch 
         kind = record["kind"]
         if batch is None:
             batch = Batch(kind, record, end)
+            # Points alone are so many that calls must be saved.
             if kind != "metrics":
                 return batch
-            batch.complete = False
+            batch.is_complete = False
         elif kind != "metrics" or len(batch.points) + len(record["values"]) > MAX_POINTS:
-            batch.complete = True
+            batch.is_complete = True
             return batch
-        step, time_ms = record["step"], record["time"]
-        values = journals.new_values(record, known)
+        step = record["step"]
+        time_ms = record["time"]
+        values = journals.new_values(record, earlier_steps)
         batch.points += [(name, value, time_ms, step) for name, value in values.items()]
         batch.end = end
     return batch
@@ -61,13 +64,13 @@ def next_batch(path: Path, offset: int, known: Mapping[str, int] = {}) -> Batch 
 def artifact_file(journal: Path, name: str) -> Path:
     """Return the path of a file or folder that a journal names.
 
-    A journal may come from anybody, and must not name other files of the user's for the upload.
-
     Raises:
         RefusedError: the file is not in the run's folder, or is a link that leads out of it.
     """
     path = Path(name)
     run_folder = journal.parent.resolve()
+    # A journal may come from anybody, and must not have other files of the user's uploaded. Each
+    # file of a folder is checked, because any of them may be a link.
     for part in (path, *path.rglob("*")):
         if not part.resolve().is_relative_to(run_folder):
             raise RefusedError(f"{path} is not in the run's folder, {run_folder}")

@@ -22,12 +22,14 @@ def log_inputs(client: "MlflowClient", run_id: str, datasets: Sequence[Mapping[s
     from mlflow.utils import validation
     from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
-    # With debug.overfit the same data set is used for both. MLflow keeps one input and one tag.
+    # With debug.overfit the same data set is used for both, and MLflow stores one input with one
+    # tag for it.
     contexts: dict[tuple[str, str], list[str]] = {}
     for found in datasets:
         contexts.setdefault((found["name"], found["digest"]), []).append(found["context"])
     inputs = {
         (found["name"], found["digest"]): Dataset(
+            # MLflow refuses longer texts.
             found["name"][: validation.MAX_DATASET_NAME_SIZE],
             found["digest"][: validation.MAX_DATASET_DIGEST_SIZE],
             found["source_type"],

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlflow.models.model import Model
     from mlflow.tracking import MlflowClient
 
-LINKED = "val/"
+LINKED_METRICS_PREFIX = "val/"
 """Prefix of the run's metrics that are linked to the model if they were logged at its step."""
 
 
@@ -51,9 +51,11 @@ def log_model(
     model = _existing_model(client, run, name) or client.create_logged_model(
         run.info.experiment_id, name, run_id, params=run.data.params
     )
+    # A status of READY is set last, so that it shows a complete upload.
     if str(model.status) != "READY":
+        description = _model_description(model, run_id, facts)
         with tempfile.TemporaryDirectory() as made:
-            _write_folder(Path(made), folder, facts, _model_description(model, run_id, facts))
+            _write_folder(Path(made), folder, facts, description)
             client.log_model_artifacts(model.model_id, made)
         client.finalize_logged_model(model.model_id, "READY")
     _link_to_run(client, run, model.model_id, facts.get("step", 0))
@@ -84,8 +86,9 @@ def _model_description(model: Any, run_id: str, facts: Mapping[str, Any]) -> "Mo
         model_uuid=model.model_id,
         model_id=model.model_id,
     )
-    inputs, outputs = _schema(facts["inputs"]), _schema(facts["outputs"])
-    description.signature = ModelSignature(inputs=inputs, outputs=outputs)
+    description.signature = ModelSignature(
+        inputs=_schema(facts["inputs"]), outputs=_schema(facts["outputs"])
+    )
     return description
 
 
@@ -93,13 +96,13 @@ def _schema(specs: list[dict[str, Any]]) -> Any:
     import numpy as np
     from mlflow.types.schema import Schema, TensorSpec
 
-    several = len(specs) > 1
-    return Schema(
-        [
-            TensorSpec(np.dtype(s["dtype"]), tuple(s["shape"]), s["name"] if several else None)
-            for s in specs
-        ]
-    )
+    # MLflow asks for a dict of tensors where they have names; a model with one takes the tensor.
+    has_names = len(specs) > 1
+    columns = []
+    for spec in specs:
+        name = spec["name"] if has_names else None
+        columns.append(TensorSpec(np.dtype(spec["dtype"]), tuple(spec["shape"]), name))
+    return Schema(columns)
 
 
 def _write_folder(made: Path, folder: Path, facts: Mapping[str, Any], model: "Model") -> None:
@@ -124,7 +127,8 @@ def _write_folder(made: Path, folder: Path, facts: Mapping[str, Any], model: "Mo
         )
     model.model_size_bytes = sum(f.stat().st_size for f in made.rglob("*") if f.is_file())
     model.save(str(made / "MLmodel"))
-    torch = f"torch=={facts['torch'].partition('+')[0]}"  # a local version is on no index
+    # The part after a plus, as in 2.5.1+cpu, is a local version, which is on no package index.
+    torch = f"torch=={facts['torch'].partition('+')[0]}"
     (made / "requirements.txt").write_text(f"mlflow=={VERSION}\n{torch}\n")
     conda = _mlflow_conda_env(additional_pip_deps=[torch])
     (made / "conda.yaml").write_text(yaml.safe_dump(conda, default_flow_style=False))
@@ -139,13 +143,16 @@ def _link_to_run(client: "MlflowClient", run: Any, model_id: str, step: int) -> 
     outputs = run.outputs.model_outputs if run.outputs else []
     if all(output.model_id != model_id for output in outputs):
         client.log_outputs(run_id, [LoggedModelOutput(model_id, step=step)])
-    points = [
-        Metric(p.key, p.value, p.timestamp, p.step, model_id=model_id, run_id=run_id)
-        for key in run.data.metrics
-        if key.startswith(LINKED)
-        for p in client.get_metric_history(run_id, key)
-        if p.step == step
-    ]
+    points = []
+    for key in run.data.metrics:
+        if not key.startswith(LINKED_METRICS_PREFIX):
+            continue
+        for p in client.get_metric_history(run_id, key):
+            # The model's weights are of this step.
+            if p.step == step:
+                points.append(
+                    Metric(p.key, p.value, p.timestamp, p.step, model_id=model_id, run_id=run_id)
+                )
     if points:
         client.log_batch(run_id, metrics=points, synchronous=True)
 

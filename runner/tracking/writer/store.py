@@ -28,12 +28,12 @@ from runner.tracking.writer.dataset_inputs import log_inputs
 from runner.tracking.writer.logged_model import log_model
 from runner.tracking.writer.names import distinct_names, legal_name, truncate
 from runner.tracking.writer.store_errors import (
-    REFUSALS,
+    REFUSAL_CODES,
     RefusedError,
     UnreachableError,
     classify_errors,
 )
-from runner.tracking.writer.system_metrics import PREFIX
+from runner.tracking.writer.system_metrics import SYSTEM_PREFIX
 from runner.utils.secrets import redact
 
 Point = tuple[str, float, int, int]
@@ -92,7 +92,7 @@ class Store:
         try:
             found = self._client.get_experiment(experiment_id)
         except MlflowException as error:
-            if error.error_code not in REFUSALS:
+            if error.error_code not in REFUSAL_CODES:
                 raise
             raise RefusedError(
                 f"there is no experiment with MLFLOW_EXPERIMENT_ID={experiment_id}. Unset it, or "
@@ -109,10 +109,10 @@ class Store:
     def _get_or_create(self, name: str) -> str:
         found, free = experiments.active_experiment(self._client, name)
         if free != name:
-            gone = self._client.get_experiment_by_name(name)
+            deleted = self._client.get_experiment_by_name(name)
             self.notices.append(
                 f"The experiment {name!r} was deleted there: runs go to {free!r}. To restore it: "
-                f"{self._restore_command(gone)}"
+                f"{self._restore_command(deleted)}"
             )
         if found is not None:
             return found.experiment_id
@@ -183,6 +183,7 @@ class Store:
             run = self._client.get_run(run_id)
             self._client.update_run(run_id, status="RUNNING")
             known = run.data.tags
+            # Of the interruption, which is over.
             if "error" in known:
                 self._client.delete_tag(run_id, "error")
         lines = [f"{key}: {change} (from step {step})" for key, change in start["changes"].items()]
@@ -200,7 +201,8 @@ class Store:
         """Return how many samples of the machine's load a run has."""
         with classify_errors():
             values = self._client.get_run(run_id).data.metrics
-            key = next((key for key in values if key.startswith(PREFIX)), None)
+            # All of them have the same steps, so that one is enough.
+            key = next((key for key in values if key.startswith(SYSTEM_PREFIX)), None)
             points = self._client.get_metric_history(run_id, key) if key else []
         return max((point.step for point in points), default=0)
 
@@ -275,7 +277,8 @@ class Store:
         except RefusedError as error:
             reason = str(error)
         except UnreachableError:
-            return None  # the next run tries again; no run depends on a dashboard
+            # No run depends on a dashboard, and the next one tries again.
+            return None
         if path is None and not self._dashboard_notice_given:
             self._dashboard_notice_given = True
             self.notices.append(f"There is no dashboard: {redact(reason)}")
@@ -300,7 +303,7 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
 
 def _create(database: Path, uri: str) -> None:
     """Create a SQLite store."""
-    # Under another name first: MLflow needs seconds for the tables, and cannot open what is left
+    # Under another name first: MLflow needs seconds for the tables, and cannot open a part
     # of them if it is killed meanwhile.
     draft = database.with_name(database.name + ".new")
     draft.unlink(missing_ok=True)
@@ -310,11 +313,9 @@ def _create(database: Path, uri: str) -> None:
 
 @contextmanager
 def _creation_lock(database: Path | None) -> Iterator[None]:
-    """Hold a lock next to a SQLite file while it may be created.
-
-    MLflow's creation of the tables fails if two processes do it at once, and the jobs of a sweep
-    start together.
-    """
+    """Hold a lock next to a SQLite file while it may be created."""
+    # MLflow's creation of the tables fails if two processes do it at once, and the jobs of a sweep
+    # start together.
     if database is None:
         yield
         return

@@ -12,7 +12,7 @@ from runner.utils.secrets import redact
 
 # Error codes of MLflow whose cause no retry changes. All others are retried: a server that cannot
 # be reached gives INTERNAL_ERROR here, a locked database TEMPORARILY_UNAVAILABLE.
-REFUSALS = {
+REFUSAL_CODES = {
     "INVALID_PARAMETER_VALUE",
     "RESOURCE_DOES_NOT_EXIST",
     "RESOURCE_ALREADY_EXISTS",
@@ -25,7 +25,7 @@ REFUSALS = {
     "NOT_IMPLEMENTED",
 }
 # Messages of databases whose cause no retry changes, whatever the type of the error.
-PERMANENT = (
+PERMANENT_MESSAGES = (
     "file is not a database",
     "readonly database",
     "password authentication failed",
@@ -59,15 +59,18 @@ def classify_errors() -> Iterator[None]:
     except (RefusedError, UnreachableError):
         raise
     except MlflowException as error:
-        if error.error_code in REFUSALS or _is_permanent(error):
+        if error.error_code in REFUSAL_CODES or _is_permanent(error):
             raise RefusedError(redact(str(error))) from error
-        raise UnreachableError(redact(str(error)), error.error_code == "BAD_REQUEST") from error
+        is_doubtful = error.error_code == "BAD_REQUEST"
+        raise UnreachableError(redact(str(error)), is_doubtful) from error
     except ImportError as error:
         raise RefusedError(
             f"a package is missing for it: {error}. Install it, or name the driver that you have "
             "in the URI, for example postgresql+psycopg2://"
         ) from error
     except Exception as error:
+        # Connection errors of many libraries, and bugs: doubtful, so that a batch that always
+        # fails is skipped in the end.
         text = redact(f"{type(error).__name__}: {error}")
         if _is_permanent(error):
             raise RefusedError(text) from error
@@ -75,4 +78,4 @@ def classify_errors() -> Iterator[None]:
 
 
 def _is_permanent(error: Exception) -> bool:
-    return any(text in str(error) for text in PERMANENT)
+    return any(text in str(error) for text in PERMANENT_MESSAGES)

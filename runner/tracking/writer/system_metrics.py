@@ -9,14 +9,14 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-MONITORS = (
+MLFLOW_MONITORS = (
     ("cpu_monitor", "CPUMonitor"),
     ("disk_monitor", "DiskMonitor"),
     ("network_monitor", "NetworkMonitor"),
     ("gpu_monitor", "GPUMonitor"),
     ("rocm_monitor", "ROCMMonitor"),
 )
-PREFIX = "system/"
+SYSTEM_PREFIX = "system/"
 
 
 class SystemMetrics:
@@ -39,7 +39,7 @@ class SystemMetrics:
         self.count = 0
         self._next = now + interval
         self._readers: list[Callable[[], dict[str, float]]] = []
-        for module, kind in MONITORS:
+        for module, kind in MLFLOW_MONITORS:
             self._add(lambda module=module, kind=kind: _monitor_reader(module, kind))
         if process is not None:
             self._add(lambda: _process_reader(process))
@@ -47,7 +47,8 @@ class SystemMetrics:
     def _add(self, make: Callable[[], Callable[[], dict[str, float]]]) -> None:
         with suppress(Exception):
             reader = make()
-            reader()  # CPU percentages refer to the time since the last reading
+            # CPU percentages are of the time since the last reading; the first one is 0.
+            reader()
             self._readers.append(reader)
 
     def is_due(self, now: float) -> bool:
@@ -66,7 +67,7 @@ class SystemMetrics:
         Empty if nothing can be read.
         """
         self.count += 1
-        return {PREFIX + name: float(value) for name, value in self._read()}
+        return {SYSTEM_PREFIX + name: float(value) for name, value in self._read()}
 
     def _read(self) -> Iterator[tuple[str, float]]:
         for reader in self._readers:

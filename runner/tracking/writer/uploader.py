@@ -14,7 +14,7 @@ from typing import Any
 
 from runner.tracking import history
 from runner.tracking import journal as journals
-from runner.tracking.dashboard_views import SweepView
+from runner.tracking.dashboard_views import MAX_NAME_CHARACTERS, SweepView
 from runner.tracking.upload_state import UploadState
 from runner.tracking.writer.batches import Batch, artifact_file, next_batch
 from runner.tracking.writer.store import JOURNAL_TAG, Store
@@ -24,11 +24,11 @@ from runner.tracking.writer.system_metrics import SystemMetrics
 from runner.utils.layout import HISTORY
 from runner.utils.secrets import redact
 
-PARTIAL_SECONDS = 1.0
+PARTIAL_BATCH_SECONDS = 1.0
 """Seconds that points wait for a full batch before they are sent in a smaller one."""
-PARENT_SECONDS = 15.0
+PARENT_WAIT_SECONDS = 15.0
 """Seconds that a sweep's job waits for the sweep's parent run, which another process opens."""
-_NO_CLOSE = "The training process ended without closing its run."
+_NO_END_ERROR = "The training process ended without closing its run."
 
 
 class JournalUploader:
@@ -95,17 +95,21 @@ class JournalUploader:
             return False
         if self.state.run_id and self._store is None:
             self._adopt_run()
-        self._batch = batch = next_batch(self.journal, self.state.offset, self._earlier_steps)
+        batch = next_batch(self.journal, self.state.offset, self._earlier_steps)
+        self._batch = batch
         if batch is None:
             if last:
-                self._end({"status": "KILLED", "error": _NO_CLOSE, "time": _mtime_ms(self.journal)})
+                # A journal without an end is of a killed process; its last record is the last sign
+                # of life.
+                ended_ms = _mtime_ms(self.journal)
+                self._end({"status": "KILLED", "error": _NO_END_ERROR, "time": ended_ms})
             return False
         waited = time.monotonic() - self._sent_at
-        if not (batch.complete or last or waited > PARTIAL_SECONDS):
+        if not (batch.is_complete or last or waited > PARTIAL_BATCH_SECONDS):
             return False
         self._send(batch)
         self._sent_at = time.monotonic()
-        if batch.kind == "metrics" and batch.complete:
+        if batch.kind == "metrics" and batch.is_complete:
             self._full_batch_bytes = batch.end - self.state.offset
         # Only now, after the store's answer: a writer that dies before this line sends it again.
         self.state.save(offset=batch.end, sending_file=False)
@@ -113,17 +117,20 @@ class JournalUploader:
 
     def skip(self) -> None:
         """Skip the batch that the store has refused."""
-        end = self._batch.end if self._batch else self.state.offset
-        ended = self._batch is None or self._batch.kind == "end"
-        self.state.save(offset=end, done=ended, sending_file=False)
+        batch = self._batch
+        # Without a batch it was the status of a killed run that was refused.
+        if batch is None:
+            self.state.save(done=True)
+        else:
+            self.state.save(offset=batch.end, done=batch.kind == "end", sending_file=False)
 
     def upload_rest(self) -> None:
-        """Upload all that is left of a journal to which no process writes any more.
+        """Upload the unsent records of a journal to which no process writes any more.
 
         Raises:
             UnreachableError: the store does not answer, or another writer is uploading it.
         """
-        if not self.state.claim():
+        if not self.state.acquire_lock():
             raise UnreachableError("another writer is still uploading the run's earlier journal")
         while not self.state.done:
             try:
@@ -139,8 +146,10 @@ class JournalUploader:
         if self.is_unopened or self.state.done or not seconds:
             return
         if self._system is None:
+            # Journals of older versions do not name the trainer's process.
             trainer = self._start.get("process", os.getppid())
             self._system = SystemMetrics(seconds, trainer, time.monotonic())
+            # A resumed run continues the steps of its samples.
             with suppress(RefusedError, UnreachableError):
                 self._system.count = self._run_store().system_sample_count(self._run_id())
         if self._system.is_due(time.monotonic()):
@@ -151,11 +160,13 @@ class JournalUploader:
                 self._run_store().log_points(self._run_id(), points)
 
     def _claim(self) -> None:
-        """Lock the journal; forget what is known of the run if another writer was at work since."""
+        """Lock the journal; read its start again if another writer was at work since."""
+        # The lock is held between calls, except where the trainer has ended and the store does not
+        # answer: `runner sync` may have uploaded the journal meanwhile.
         if self.state.has_lock:
             return
         known = self.state.as_dict()
-        if not self.state.claim():
+        if not self.state.acquire_lock():
             raise UnreachableError("another writer is still at work on this journal")
         if self.state.as_dict() != known:
             self._store = None
@@ -163,7 +174,8 @@ class JournalUploader:
             self._status_is_set = False
 
     def _send(self, batch: Batch) -> None:
-        record, kind = batch.record, batch.kind
+        record = batch.record
+        kind = batch.kind
         if kind == "start":
             self._open(self._with_moved_store(record))
             return
@@ -207,21 +219,26 @@ class JournalUploader:
 
     def _open(self, start: dict[str, Any]) -> None:
         """Create the run, or find the one that an earlier attempt may have created."""
-        self._store = store = self._stores.get(start["uri"])
+        store = self._stores.get(start["uri"])
+        self._store = store
         before = journals.previous_journal(self.journal, start)
         if before and self._resume_run(before, start):
             self._on_opened(start)
             return
         experiment = store.experiment(start["experiment"], start.get("experiment_id"))
         tags = {**start["tags"], JOURNAL_TAG: start["id"]}
-        if start["sweep"] and start["role"] == "run" and (parent := self._find_parent(start)):
-            tags["mlflow.parentRunId"] = parent
+        if start["sweep"] and start["role"] == "run":
+            parent = self._find_parent(start)
+            if parent:
+                tags["mlflow.parentRunId"] = parent
         # An attempt whose answer got lost may have created the run: look it up by the journal's
         # id before creating another one.
         mark = {JOURNAL_TAG: start["id"]}
         run_id = store.find_run(experiment, mark) if self.state.tried else None
+        # Saved before the call: a writer that is killed during it must leave a trace.
         self.state.save(tried=True)
-        run_id = run_id or store.create_run(experiment, start["name"], start["time"], tags)
+        if run_id is None:
+            run_id = store.create_run(experiment, start["name"], start["time"], tags)
         store.log_params(run_id, start["params"])
         self.state.save(run_id=run_id, experiment_id=experiment, refused=False)
         self._on_opened(start)
@@ -232,11 +249,12 @@ class JournalUploader:
         Returns:
             False if the earlier journal never became a run.
         """
+        # Without events: nobody watches the earlier journal.
         earlier = JournalUploader(before, self._stores)
         try:
             earlier.upload_rest()
         finally:
-            earlier.state.release()
+            earlier.state.release_lock()
         if earlier.state.run_id is None:
             return False
         self._run_store().reopen(earlier.state.run_id, start)
@@ -258,9 +276,10 @@ class JournalUploader:
         return {**start, "uri": self.state.uri, "experiment": name, "experiment_id": None}
 
     def _on_opened(self, start: dict[str, Any]) -> None:
-        """Keep what later batches need of the opened run, and set up its dashboard."""
+        """Store what later batches need of the opened run, and set up its dashboard."""
         self._start = start
         run_id = self._run_id()
+        # A resumed run computes some steps again, and MLflow cannot take points back.
         self._earlier_steps = journals.last_steps(journals.run_journals(self.journal)[:-1])
         if start["role"] == "sweep" and start["sweep"]:
             self._stores.parents[start["uri"], start["sweep"]] = run_id
@@ -271,9 +290,12 @@ class JournalUploader:
         """Set up the dashboards that show this run; return the path of its own. May fail."""
         store = self._run_store()
         view = None
-        sweep_id, experiment = self._start["sweep"], self.state.experiment_id
-        if sweep_id and (parent := self._stores.parents.get((self._start["uri"], sweep_id))):
-            view = SweepView(sweep_id, parent, self._sweep_name(sweep_id, parent)[:80])
+        sweep_id = self._start["sweep"]
+        experiment = self.state.experiment_id
+        parent = self._stores.parents.get((self._start["uri"], sweep_id)) if sweep_id else None
+        if parent:
+            name = self._sweep_name(sweep_id, parent)[:MAX_NAME_CHARACTERS]
+            view = SweepView(sweep_id, parent, name)
         assert experiment is not None
         path = store.dashboard(experiment, metrics, view)
         while store.notices:
@@ -294,8 +316,9 @@ class JournalUploader:
         Raises:
             UnreachableError: it is not there yet.
         """
-        key = start["uri"], start["sweep"]
-        if known := self._stores.parents.get(key):
+        key = (start["uri"], start["sweep"])
+        known = self._stores.parents.get(key)
+        if known:
             return known
         store = self._run_store()
         experiment = store.experiment(start["experiment"], start.get("experiment_id"))
@@ -305,7 +328,7 @@ class JournalUploader:
             return found
         now = time.monotonic()
         self._parent_wanted_at = self._parent_wanted_at or now
-        if now - self._parent_wanted_at < PARENT_SECONDS:
+        if now - self._parent_wanted_at < PARENT_WAIT_SECONDS:
             raise UnreachableError(f"the parent run of sweep {start['sweep']} is not there yet")
         text = f"The sweep {start['sweep']} has no parent run; this run stands alone."
         self.state.save(last_error=text)
@@ -326,12 +349,14 @@ class JournalUploader:
     def _upload_history(self) -> None:
         """Upload every metric exactly as it was recorded, for reports.
 
-        The store itself keeps infinity as the greatest float.
+        The store itself has the greatest float in place of infinity.
         """
+        # Made once, not for each attempt of a call that fails.
         if self._history is None:
             curves = history.from_journal(self.journal)
             if not curves:
                 return
+            # Again, because only now the metrics are known, which decide about the charts.
             self._ensure_dashboard(curves.keys())
             self._history = history.write_history(self.journal.with_name(HISTORY), curves)
         self._send_file(self._history)
@@ -349,7 +374,8 @@ def _sync_to_disk(path: Path) -> None:
     """Have the operating system write a file to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a disk that fails must keep no point from the store
+        # A disk that fails must not keep points from the store.
+        with suppress(OSError):
             os.fsync(file)
     finally:
         os.close(file)

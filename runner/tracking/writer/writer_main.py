@@ -23,30 +23,32 @@ from runner.tracking.error_cause import short_cause
 from runner.tracking.journal import has_end
 from runner.utils.stop_signals import ignore_signals
 
-NAP_SECONDS = 0.25
+IDLE_POLL_SECONDS = 0.25
 """Seconds between looks at the journals when there was nothing to send."""
-REST = 4.0
-"""Rest after a batch, as a multiple of the time that it took, while the trainer trains: on shared
-cores (two hardware threads of one, say) a busy writer slows the trainer. The rest is shorter the
-more batches wait, because the trainer waits at its end for what is left. No rest once it waits."""
-DOUBT_SECONDS = 30.0
+REST_FACTOR = 4.0
+"""Rest after a batch, as a multiple of the time that the batch took, while the trainer trains."""
+DOUBTFUL_REFUSAL_SECONDS = 30.0
 """Seconds after which an answer that may be a refusal counts as one."""
-ORPHAN_SECONDS = 300.0
+ORPHAN_IDLE_SECONDS = 300.0
 """Seconds without progress after which a writer whose trainer has ended gives up."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
+_FIRST_PAUSE_SECONDS = 0.5
+_LONGEST_PAUSE_SECONDS = 5.0
+"""A pause after a failed call is twice the one before, up to this."""
 
 
-def main(parent: int) -> None:
+def run_writer(parent: int) -> None:
     """Run until the trainer (process `parent`) has ended and all of its journals are stored."""
+    # A batch system may signal every process of a job; the writer ends after the trainer.
     ignore_signals()
-    os.nice(10)  # the trainer's own threads come first
+    # The trainer's own threads come first.
+    os.nice(10)
     _set_environment()
     Writer(parent).run()
 
 
 def _set_environment() -> None:
     """Set MLflow's environment variables; it reads them when it is imported."""
-    # MLflow's own retries would block the loop for minutes.
+    # MLflow's own retries would block the loop for minutes. Failed calls are repeated here.
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
     # It would override the run that a batch is for.
     os.environ.pop("MLFLOW_RUN_ID", None)
@@ -70,20 +72,20 @@ class JournalTask:
         self.uploader = uploader
         self.failing_since = 0.0
         self.retry_at = 0.0
-        self.pause = _FIRST_PAUSE
+        self.pause = _FIRST_PAUSE_SECONDS
         self.is_awaited = False
 
     def record_failure(self, now: float) -> float:
         """Schedule the next attempt; return for how many seconds all attempts have failed."""
         self.failing_since = self.failing_since or now
         self.retry_at = now + self.pause
-        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+        self.pause = min(2 * self.pause, _LONGEST_PAUSE_SECONDS)
         return now - self.failing_since
 
     def record_success(self) -> None:
         """Forget earlier failures."""
         self.failing_since = 0.0
-        self.pause = _FIRST_PAUSE
+        self.pause = _FIRST_PAUSE_SECONDS
 
     def look_for_end(self) -> None:
         """Hurry once the end of the run is in the journal: its process then waits."""
@@ -125,7 +127,7 @@ class Writer:
         is_busy = False
         rest = 0.0
         while not self._is_finished():
-            self._read_requests(rest if is_busy else NAP_SECONDS)
+            self._read_requests(rest if is_busy else IDLE_POLL_SECONDS)
             started_at = time.monotonic()
             for task in self._tasks.values():
                 task.look_for_end()
@@ -135,7 +137,10 @@ class Writer:
             is_awaited = not self._trainer_is_alive or any(task.is_awaited for task in tasks)
             backlog = sum(task.uploader.backlog for task in tasks)
             took = time.monotonic() - started_at
-            rest = 0.0 if is_awaited else REST * took / (1 + backlog) ** 2
+            # On shared cores (two hardware threads of one, for example) a busy writer slows the
+            # trainer. The rest is shorter the more batches wait, because the trainer waits at its
+            # end until they are sent, and there is none once it waits.
+            rest = 0.0 if is_awaited else REST_FACTOR * took / (1 + backlog) ** 2
             if self._trainer_is_alive:
                 for task in tasks:
                     task.uploader.log_system_metrics()
@@ -143,7 +148,7 @@ class Writer:
     def _is_finished(self) -> bool:
         if self._trainer_is_alive:
             return False
-        return not self._tasks or time.monotonic() - self._progress_at > ORPHAN_SECONDS
+        return not self._tasks or time.monotonic() - self._progress_at > ORPHAN_IDLE_SECONDS
 
     def _read_requests(self, patience: float) -> None:
         """Read journal paths from stdin for at most `patience` seconds; note the trainer's end."""
@@ -166,6 +171,7 @@ class Writer:
 
     def _add_requests(self, data: bytes) -> None:
         """Add the journals that the trainer names."""
+        # A read may end in the middle of a line; the rest comes with the next one.
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             name = json.loads(line)["journal"]
@@ -208,10 +214,8 @@ class Writer:
             self._upload_pending(pending.outputs_folder(Path(name)))
 
     def _upload_pending(self, folder: Path) -> None:
-        """Have earlier runs' pending journals uploaded, once per folder.
-
-        By a process of its own, which may find their store away without delaying this run.
-        """
+        """Have earlier runs' pending journals uploaded, once per folder."""
+        # By a process of its own: a store of theirs that does not answer must not delay this run.
         if folder not in self._searched_folders:
             self._searched_folders.add(folder)
             pending.upload_in_background(folder)
@@ -225,11 +229,11 @@ class Writer:
         seconds = task.record_failure(now)
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         cause = short_cause(str(error))
-        if error.doubtful and seconds > DOUBT_SECONDS and not task.uploader.must_retry:
+        if error.doubtful and seconds > DOUBTFUL_REFUSAL_SECONDS and not task.uploader.must_retry:
             return self._handle_refusal(name, task, cause)
         task.uploader.state.save_outage(cause)
         if not self._trainer_is_alive:
-            task.uploader.state.release()  # `runner sync` may take over
+            task.uploader.state.release_lock()  # `runner sync` may take over
         return False
 
     def _handle_refusal(self, name: str, task: JournalTask, message: str) -> bool:
@@ -246,6 +250,7 @@ class Writer:
 
     def _handle_unexpected(self, name: str, task: JournalTask, error: Exception) -> bool:
         """Close the journal after a bug or the loss of its file; training continues."""
+        # Not retried: the records stay in the journal, for `runner sync` with a newer version.
         traceback.print_exception(error)
         message = f"unexpected {type(error).__name__}: {error}"
         with suppress(OSError):
@@ -254,4 +259,4 @@ class Writer:
         return False
 
     def _close(self, name: str) -> None:
-        self._tasks.pop(name).uploader.state.release()
+        self._tasks.pop(name).uploader.state.release_lock()

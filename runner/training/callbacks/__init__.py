@@ -1,1 +1,1 @@
-"""Observers read records and never steer the loop."""
+"""Callbacks: they read records and never steer the loop."""

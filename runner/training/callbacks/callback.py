@@ -1,4 +1,7 @@
-"""The callback contract: callbacks read records and never steer the loop."""
+"""The callback contract: callbacks read records and never steer the loop.
+
+A callback that wants the run to end sets a property, which the loop's caller reads.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -7,13 +10,14 @@ from runner.training.records import EvalRecord, Record, Steps
 
 
 class Callback:
-    """Override what is of interest; the defaults ignore it.
+    """Base class of callbacks: override the methods of interest; the defaults ignore the record.
 
     Attributes:
-        key: name of the observer's state in checkpoints. It stays as it is when the class is
-            renamed, or old checkpoints lose the state.
+        key: name of the callback's state in checkpoints. It must not change when the class is
+            renamed: old checkpoints would lose the state.
         is_in_every_run: whether each training run has one, so that a checkpoint without its state
-            is incomplete. Without the state of any other observer, the first run had none.
+            is incomplete. A checkpoint lacks the state of any other callback if the run before
+            had none.
     """
 
     key: ClassVar[str]
@@ -36,10 +40,10 @@ class Callback:
         """Restore what state_dict returned; an empty mapping if the callback is new to the run."""
 
 
-def dispatch(observers: Sequence[Callback], record: Record) -> None:
-    """Pass a record to every callback."""
-    for observer in observers:
+def dispatch(callbacks: Sequence[Callback], record: Record) -> None:
+    """Pass a record to every callback, in order."""
+    for callback in callbacks:
         if isinstance(record, EvalRecord):
-            observer.evaluation(record)
+            callback.evaluation(record)
         else:
-            observer.steps(record)
+            callback.steps(record)

@@ -1,5 +1,8 @@
-"""Saves the state at an interval, and the best one. A block of records ends at each boundary, so
-the state that is saved is the one after the block's last step."""
+"""Save the state at an interval, and the best one.
+
+A block of records ends at each interval's end, so the state that is saved is the one after the
+block's last step.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,14 +13,13 @@ from runner.training.records import EvalRecord, Steps
 
 
 class Checkpointing(Callback):
-    """Calls `save(best)` at each multiple of `every_steps`, after the evaluation where one is due
-    at the same step, and after each evaluation that is the best so far.
+    """Calls `save` at each multiple of `every_steps` and after each evaluation that is the best.
 
     Args:
-        save: told whether it is the best.
+        save: saves the state; its argument says whether the state is the best so far.
         every_steps: None saves the best only.
-        evaluates: whether an evaluation is due after a step.
-        quality: name of the metric that decides; None keeps no best.
+        is_evaluation_step: returns whether an evaluation follows a step.
+        quality: name of the metric that decides which state is the best; None saves none as such.
         direction: whether more or less of it is better.
     """
 
@@ -27,27 +29,34 @@ class Checkpointing(Callback):
         self,
         save: Callable[[bool], object],
         every_steps: int | None,
-        evaluates: Callable[[int], bool],
+        is_evaluation_step: Callable[[int], bool],
         quality: str | None = None,
         direction: Literal["max", "min"] = "max",
     ) -> None:
-        self.save, self.every_steps, self.evaluates = save, every_steps, evaluates
-        self.quality, self.sign = quality, 1 if direction == "max" else -1
+        self.save = save
+        self.every_steps = every_steps
+        self.is_evaluation_step = is_evaluation_step
+        self.quality = quality
+        self.sign = 1 if direction == "max" else -1
         self._best = -math.inf
 
     def steps(self, block: Steps) -> None:
         step = block[-1].step
-        if self._due(step) and not self.evaluates(step):
+        # At a step with an evaluation the checkpoint waits for it, to hold its metrics.
+        if self._is_due(step) and not self.is_evaluation_step(step):
             self.save(False)
 
     def evaluation(self, record: EvalRecord) -> None:
-        value = -math.inf if self.quality is None else self.sign * record.metrics[self.quality]
-        if best := value > self._best:
-            self._best = value
-        if best or self._due(record.step):
-            self.save(best)
+        is_best = False
+        if self.quality is not None:
+            value = self.sign * record.metrics[self.quality]
+            is_best = value > self._best
+            if is_best:
+                self._best = value
+        if is_best or self._is_due(record.step):
+            self.save(is_best)
 
-    def _due(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         return self.every_steps is not None and step % self.every_steps == 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Check the records by the guard section of the config: stop the run or warn once.
 
-The guard reads records, which the host has anyway, and nothing of the device.
+The guard reads records, which the host has anyway, and nothing on the device, so that it costs the
+loop no wait.
 """
 
 import math
@@ -14,28 +15,47 @@ from runner.precision.precision import Precision
 from runner.training.callbacks.callback import Callback
 from runner.training.records import EvalRecord, StepRecord, Steps
 
-STAGNANT = 0.5
-TINY_SCALE = 1.0
-WINDOW, ENOUGH = 50, 20  # losses that a spike is measured by: at most, at least
+MAX_STAGNANT_SHARE = 0.5
+"""Share of unchanged parameter elements above which an evaluation warns: most of the update is
+rounded away."""
+
+MIN_LOSS_SCALE = 1.0
+"""A loss scale below this shrinks gradients; scaling exists to enlarge them."""
+
+SPIKE_WINDOW_STEPS = 50
+"""Steps whose losses a spike is compared with, at most."""
+
+MIN_SPIKE_STEPS = 20
+"""Steps that must have been seen before a loss can be called a spike."""
 
 
 class Finding(NamedTuple):
-    """What a guard found: its key under guard., and a sentence that names step and value."""
+    """A problem that the guard found in a record.
+
+    Attributes:
+        key: the setting that decides about it, `guard.<key>`.
+        description: a sentence without a full stop that names the step and the value.
+    """
 
     key: str
-    what: str
+    description: str
 
 
 class Guard(Callback):
-    """reached is True once a finding stops the run; finding says which and message tells the user.
+    """Checks each record; sets should_stop once a finding ends the run.
 
     Args:
         spec: of the run; its guard section decides.
         precision: of the run.
-        say: prints a warning.
-        keep: saves the samples of a record's step; returns where they are and how to replay them.
-        cause: returns why the loss of a record's step is not finite, and what to do about it,
-            where its samples tell.
+        warn: prints a warning.
+        save_samples: saves the samples of a record's step, with the finding's description; returns
+            where they are and how to replay them.
+        explain: returns why the loss of a record's step is not finite, and what to do about it;
+            None where the samples show no reason.
+
+    Attributes:
+        finding: the finding that stops the run; None while there is none.
+        message: the text for the user about that finding.
     """
 
     key = "guard"
@@ -45,83 +65,106 @@ class Guard(Callback):
         self,
         spec: RunSpec,
         precision: Precision,
-        say: Callable[[str], None],
-        keep: Callable[[StepRecord, str], str],
-        cause: Callable[[StepRecord], str | None] = lambda _: None,
+        warn: Callable[[str], None],
+        save_samples: Callable[[StepRecord, str], str],
+        explain: Callable[[StepRecord], str | None] = lambda _: None,
     ) -> None:
-        self.spec, self.precision, self.say, self.keep = spec, precision, say, keep
-        self.cause = cause
+        self.spec = spec
+        self.precision = precision
+        self.warn = warn
+        self.save_samples = save_samples
+        self.explain = explain
         self.finding: Finding | None = None
         self.message = ""
-        self._said: set[str] = set()
-        self._overflows = 0
-        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._warned_keys: set[str] = set()
+        self._overflows_in_a_row = 0
+        self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW_STEPS)
 
     @property
-    def reached(self) -> bool:
+    def should_stop(self) -> bool:
+        """Return whether a finding ends the run."""
         return self.finding is not None
 
     @property
-    def sound(self) -> bool:
-        """Return whether the weights are those of the last good step: an overflow is skipped."""
+    def weights_are_good(self) -> bool:
+        """Return whether the weights are those of the last good step, and may be saved."""
+        # A step that overflows is skipped, so it leaves the weights as they were.
         return self.finding is None or self.finding.key in ("overflow", "scale_floor")
 
     def steps(self, block: Steps) -> None:
         for record in block:
             for finding in self._findings(record):
                 self._act(finding, record)
-                if self.reached:
+                # What follows the first bad step is a consequence of it.
+                if self.should_stop:
                     return
 
     def _findings(self, record: StepRecord) -> Iterator[Finding]:
-        step, scale = record.step, record.loss_scale
-        self._overflows = self._overflows + 1 if record.overflow else 0
-        if self._overflows >= self.spec.guard.overflow_steps:
-            what = f"{self._overflows} steps in a row overflowed, up to step {step}"
-            yield Finding("overflow", f"{what} (loss scale {scale:g}): none was applied")
-        if scale is not None and scale < TINY_SCALE:
-            what = f"the loss scale fell to {scale:g} at step {step}"
-            yield Finding("scale_floor", f"{what}: gradients overflow at every scale")
+        yield from self._scale_findings(record)
+        # A loss scale overflows by design: the step was skipped, and its values mean nothing.
         if record.overflow:
-            return  # by design: the step was skipped
+            return
+        step = record.step
         if not math.isfinite(record.loss):
             yield Finding("non_finite", f"the loss is {record.loss} at step {step}")
-        elif scale is None and not math.isfinite(record.grad_norm):
-            what = f"the gradient norm is {record.grad_norm} at step {step}"
-            yield Finding("non_finite", f"{what} (loss {record.loss:.4g})")
+        # With a loss scale, a gradient that is not finite is an overflow, judged above.
+        elif record.loss_scale is None and not math.isfinite(record.grad_norm):
+            description = f"the gradient norm is {record.grad_norm} at step {step}"
+            yield Finding("non_finite", f"{description} (loss {record.loss:.4g})")
         else:
             yield from self._spike(record)
 
+    def _scale_findings(self, record: StepRecord) -> Iterator[Finding]:
+        step = record.step
+        scale = record.loss_scale
+        self._overflows_in_a_row = self._overflows_in_a_row + 1 if record.overflow else 0
+        if self._overflows_in_a_row >= self.spec.guard.overflow_steps:
+            description = f"{self._overflows_in_a_row} steps in a row overflowed, up to step {step}"
+            yield Finding("overflow", f"{description} (loss scale {scale:g}): none was applied")
+        if scale is not None and scale < MIN_LOSS_SCALE:
+            description = f"the loss scale fell to {scale:g} at step {step}"
+            yield Finding("scale_floor", f"{description}: gradients overflow at every scale")
+
     def _spike(self, record: StepRecord) -> Iterator[Finding]:
         """Yield a finding if the loss is far above its running median and its recent maximum."""
-        loss, usual, factor = record.loss, self._losses, self.spec.guard.spike_factor
-        # The first of these is one of the second's, and spares most steps the window's maximum.
-        leaps = len(usual) >= ENOUGH and loss > 2 * usual[-1] and loss > 2 * max(usual)
-        if leaps and loss > factor * median(usual) > 0:
-            what = f"the loss leapt to {loss:.4g} at step {record.step}"
-            yield Finding("spike", f"{what}, {loss / median(usual):.0f} times its running median")
+        loss = record.loss
+        usual = self._losses
+        factor = self.spec.guard.spike_factor
+        # The comparison with the last loss follows from the one with the maximum. It comes first
+        # because it spares most steps the search of the window. The maximum keeps a loss that has
+        # always been noisy from being reported.
+        is_leap = len(usual) >= MIN_SPIKE_STEPS and loss > 2 * usual[-1] and loss > 2 * max(usual)
+        # A median of 0 or below is no scale that a factor could be applied to.
+        if is_leap and loss > factor * median(usual) > 0:
+            description = f"the loss leapt to {loss:.4g} at step {record.step}"
+            ratio = loss / median(usual)
+            yield Finding("spike", f"{description}, {ratio:.0f} times its running median")
         usual.append(loss)
 
     def _act(self, finding: Finding, record: StepRecord) -> None:
-        key, what = finding
+        key = finding.key
         action = getattr(self.spec.guard, key)
-        if action == "ignore" or (action == "warn" and key in self._said):
+        if action == "ignore" or (action == "warn" and key in self._warned_keys):
             return
-        advice = self.cause(record) if key == "non_finite" else None
+        advice = self.explain(record) if key == "non_finite" else None
         if advice is None:
             advice = "Try " + " or ".join(guard_remedies(self.spec, self.precision, key))
-        regardless = f"; guard.{key}=warn continues regardless" if action == "stop" else ""
-        message = f"{what}.\n{advice}{regardless}.\n{self.keep(record, what)}"
         if action == "stop":
-            self.finding, self.message = finding, f"guard.{key}: {message}"
+            advice += f"; guard.{key}=warn continues regardless"
+        samples = self.save_samples(record, finding.description)
+        message = f"{finding.description}.\n{advice}.\n{samples}"
+        if action == "stop":
+            self.finding = finding
+            self.message = f"guard.{key}: {message}"
         else:
-            self._once(key, message)
+            self._warn_once(key, message)
 
     def evaluation(self, record: EvalRecord) -> None:
-        if record.stagnant is not None and record.stagnant > STAGNANT:
-            self._once(
+        share = record.stagnant_share
+        if share is not None and share > MAX_STAGNANT_SHARE:
+            self._warn_once(
                 "stagnant",
-                f"{record.stagnant:.0%} of the parameter elements with a gradient did not move at "
+                f"{share:.0%} of the parameter elements with a gradient did not move at "
                 f"step {record.step}: the update is under half a unit in the last place of "
                 f"precision={self.precision.name}. Type a larger optimizer.lr, or a -mixed "
                 "precision.",
@@ -129,24 +172,25 @@ class Guard(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "said": sorted(self._said),
-            "overflows": self._overflows,
+            "said": sorted(self._warned_keys),
+            "overflows": self._overflows_in_a_row,
             "losses": list(self._losses),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._said.update(state.get("said", ()))
-        self._overflows = state.get("overflows", 0)
+        self._warned_keys.update(state.get("said", ()))
+        self._overflows_in_a_row = state.get("overflows", 0)
         self._losses.extend(state.get("losses", ()))
 
-    def _once(self, key: str, message: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            self.say(f"warning: {message}")
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned_keys:
+            self._warned_keys.add(key)
+            self.warn(f"warning: {message}")
 
 
 def guard_remedies(spec: RunSpec, precision: Precision, key: str) -> Iterator[str]:
-    """Yield settings that may help, as they are typed; a wider range first where that may help."""
+    """Yield settings that may help, as they are typed on the command line, the likeliest first."""
+    # A wider range cures overflow and non-finite values; it does nothing against a spike.
     scale = spec.precision.get("loss_scale") or {}
     if key != "spike" and scale.get("fixed"):
         yield "precision.loss_scale.fixed=null"

@@ -19,19 +19,28 @@ from runner.utils.accelerator import Accelerator
 from runner.utils.tensors import MIB, tensor_bytes
 
 Point = tuple[int, int, dict[str, float]]
-_REFUSED = re.compile(r"[^\w\-. :/]")  # what MLflow takes in no name of a metric
+_FORBIDDEN_CHARACTERS = re.compile(r"[^\w\-. :/]")
+"""Characters that MLflow refuses in the name of a metric; gauges are named after modules."""
 
 
 class MetricLogger(Callback):
-    """Logs every step's values at its own step number; rates and memory once per block."""
+    """Logs every step's values at its own step number; rates and memory once per block.
+
+    Args:
+        tracker: stores the values.
+        state: its optimizers' memory is logged.
+        accelerator: gives the peak memory.
+    """
 
     key = "metric_logger"
     is_in_every_run = True
 
     def __init__(self, tracker: Tracker, state: TrainState, accelerator: Accelerator) -> None:
-        self.tracker, self.state, self.accelerator = tracker, state, accelerator
+        self.tracker = tracker
+        self.state = state
+        self.accelerator = accelerator
         self._last: StepRecord | None = None
-        self._sized = False
+        self._has_logged_optimizer_memory = False
 
     def steps(self, block: Steps) -> None:
         self.tracker.log_metrics(self._points(block))
@@ -46,11 +55,11 @@ class MetricLogger(Callback):
         yield self._rates(block)
 
     def _changes(self, record: StepRecord) -> Iterator[Point]:
-        """Yield the loss scale where it changes, the value before and the value after.
-
-        MLflow's charts draw a few hundred points per line; these few show every dip.
-        """
-        last, scale = self._last, record.loss_scale
+        """Yield the loss scale where it changes, the value before and the value after."""
+        # MLflow's charts draw a few hundred points per line: the scale of every step would hide a
+        # short dip, and these few points show each one.
+        last = self._last
+        scale = record.loss_scale
         assert scale is not None
         if last is None:
             yield record.step, record.time_ms, {"loss_scale/changes": scale}
@@ -59,33 +68,37 @@ class MetricLogger(Callback):
             yield record.step, record.time_ms, {"loss_scale/changes": scale}
 
     def _rates(self, block: Steps) -> Point:
+        # A single step's time says little: the host launches a step, it does not wait for it.
         milliseconds = sum(record.step_ms for record in block)
+        examples = sum(record.examples for record in block)
         values = {
             "perf/step_ms": milliseconds / len(block),
-            "perf/examples_per_second": sum(r.examples for r in block) / milliseconds * 1e3,
+            "perf/examples_per_second": examples / milliseconds * 1e3,
             "memory/peak_mib": self.accelerator.peak_memory_mib(),
         }
-        # The optimizer makes its state in its first applied step.
-        if not self._sized and any(not record.overflow for record in block):
-            self._sized = True
-            values["memory/optimizer_mib"] = tensor_bytes(*self.state.optimizer_tensors()) / MIB
+        # The optimizer makes its state in its first applied step, and the size stays from then on.
+        is_applied = any(not record.overflow for record in block)
+        if is_applied and not self._has_logged_optimizer_memory:
+            self._has_logged_optimizer_memory = True
+            size = tensor_bytes(*self.state.optimizer_tensors())
+            values["memory/optimizer_mib"] = size / MIB
         gauges = block[-1].gauges or {}
-        values |= {_REFUSED.sub("_", name): value for name, value in gauges.items()}
+        values |= {_FORBIDDEN_CHARACTERS.sub("_", name): value for name, value in gauges.items()}
         return block[-1].step, block[-1].time_ms, values
 
     def evaluation(self, record: EvalRecord) -> None:
         values = dict(record.metrics)
-        if record.stagnant is not None:
-            values["guard/stagnant_share"] = record.stagnant
+        if record.stagnant_share is not None:
+            values["guard/stagnant_share"] = record.stagnant_share
         self.tracker.log_metrics([(record.step, record.time_ms, values)])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last": record_to_state(self._last), "sized": self._sized}
+        return {"last": record_to_state(self._last), "sized": self._has_logged_optimizer_memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
             self._last = record_from_state(state["last"])
-            self._sized = state["sized"]
+            self._has_logged_optimizer_memory = state["sized"]
 
     def close(self) -> None:
         """Log the last loss scale, which ends the line of its changes."""

@@ -1,4 +1,4 @@
-"""debug=profile: torch.profiler over the first steps, as a table and a Chrome trace."""
+"""Profile the first steps (debug=profile) with torch.profiler: a table and a Chrome trace."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,35 +10,42 @@ from runner.training.records import Steps
 
 
 class Profiler(Callback):
-    """Profiles from its making until a block passes `until` steps, or the run ends.
+    """Profiles from its construction until a block passes `last_step`, or until the run ends.
 
     Files: `profile.txt` (operators by CPU time) and `profile.json` (chrome://tracing).
 
     Args:
-        folder: where they go.
-        until: a step.
-        write: calls a function that writes a file, with its path.
+        folder: where the files are written.
+        last_step: the step whose block ends the profile.
+        write_file: calls a function that writes a file, with the file's path.
     """
 
     key = "profiler"
 
     def __init__(
-        self, folder: Path, until: int, write: Callable[[Path, Callable[[Path], object]], object]
+        self,
+        folder: Path,
+        last_step: int,
+        write_file: Callable[[Path, Callable[[Path], object]], object],
     ) -> None:
-        self.folder, self.until, self.write = folder, until, write
+        self.folder = folder
+        self.last_step = last_step
+        self.write_file = write_file
         self._profile: profile | None = profile(acc_events=True)
         self._profile.start()
 
     def steps(self, block: Steps) -> None:
-        if block[-1].step >= self.until:
+        if block[-1].step >= self.last_step:
             self.close()
 
     def close(self) -> None:
+        # The profile ends once: at its last step, or with the run if that is earlier.
         if self._profile is None:
             return
-        self._profile.stop()
-        table = self._profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
-        made, self._profile = self._profile, None
-        self.write(self.folder / "profile.txt", lambda path: path.write_text(table))
+        finished = self._profile
+        finished.stop()
+        table = finished.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
+        self._profile = None
+        self.write_file(self.folder / "profile.txt", lambda path: path.write_text(table))
         trace = self.folder / "profile.json"
-        self.write(trace, lambda path: made.export_chrome_trace(str(path)))
+        self.write_file(trace, lambda path: finished.export_chrome_trace(str(path)))

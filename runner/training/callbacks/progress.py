@@ -1,4 +1,4 @@
-"""A bar on a terminal, a line per evaluation elsewhere."""
+"""Show the progress of a run: a bar on a terminal, a line per evaluation elsewhere."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,6 +16,7 @@ class ProgressBar(Callback):
     def __init__(self, console: Console, total: int, label: str) -> None:
         self.console = console
         self._bar = Progress(
+            # A label may hold brackets, as in a list of overrides, which rich would read as markup.
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
@@ -41,7 +42,7 @@ class ProgressBar(Callback):
 
 
 class ProgressLines(Callback):
-    """A line per evaluation, for files and pipes."""
+    """A line per evaluation, for files and pipes, where a bar would leave control characters."""
 
     key = "progress"
 
@@ -57,7 +58,7 @@ class ProgressLines(Callback):
 
 
 def progress_line(record: EvalRecord, last: StepRecord | None) -> str:
-    """One evaluation in one line."""
+    """Return one line of text about an evaluation, with the last step's loss where there is one."""
     parts = [f"epoch {record.epoch}", f"step {record.step}"]
     if last is not None:
         parts.append(f"train/loss {format_number(last.loss)}")

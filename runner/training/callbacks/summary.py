@@ -1,4 +1,4 @@
-"""Adds up a run for its summary."""
+"""Add up the records of a run for its result."""
 
 import math
 from collections.abc import Mapping
@@ -13,52 +13,88 @@ from runner.training.records import (
     record_to_state,
 )
 
-LEAST_MS = 250.0  # what is shorter measures the machine's moods
+MIN_TIMED_MS = 250.0
+"""Shortest time that gives a rate, in milliseconds; a shorter one varies with the system load."""
 
 
 class RunSummary(Callback):
-    """Totals over all records. The rate leaves the first block out, where kernels warm up, and of
-    a run with one block the first step; None where less than LEAST_MS is left."""
+    """Totals over all records of a run, for its result and its final checkpoint.
+
+    Args:
+        quality: name of the metric whose best value is recorded.
+        direction: "max" if more of it is better, otherwise "min".
+
+    Attributes:
+        last: the last step record that arrived.
+        metrics: of the last evaluation, by name.
+        last_evaluation_step: the step of the last evaluation; 0 before the first.
+        best: best value of the quality so far; None before the first evaluation with a number.
+        stagnant_share: of the last evaluation, see EvalRecord.
+        scales: (step, loss scale) wherever the loss scale changed.
+        overflows: the steps that were skipped.
+    """
 
     key = "summary"
     is_in_every_run = True
 
     def __init__(self, quality: str, direction: str) -> None:
-        self.quality, self.better = quality, max if direction == "max" else min
+        self.quality = quality
+        self.better = max if direction == "max" else min
         self.last: StepRecord | None = None
         self.metrics: dict[str, float] = {}
-        self.evaluated = 0
+        self.last_evaluation_step = 0
         self.best: float | None = None
-        self.stagnant: float | None = None
+        self.stagnant_share: float | None = None
         self.scales: list[tuple[int, float]] = []
         self.overflows: list[int] = []
-        self._examples = self._steps = self._blocks = 0
+        # Steps, examples and milliseconds count towards the rate only; blocks count always.
+        self._examples = 0
+        self._steps = 0
+        self._blocks = 0
         self._milliseconds = 0.0
-        self._cold = False  # the next block is the first after the run was cut
+        self._is_first_block_after_resume = False
 
     def steps(self, block: Steps) -> None:
         self.last = block[-1]
         self._blocks += 1
         if self._blocks == 2:
-            self._examples, self._steps, self._milliseconds = 0, 0, 0.0
-        timed = block[1:] if self._blocks == 1 and len(block) > 1 else block
-        if self._cold and self._steps:
-            timed = ()
-        self._cold = False
+            # The first block counted only in case it stays the only one: kernels warm up in it.
+            self._examples = 0
+            self._steps = 0
+            self._milliseconds = 0.0
+        timed = self._timed_steps(block)
+        self._is_first_block_after_resume = False
         self._steps += len(timed)
         self._examples += sum(record.examples for record in timed)
         self._milliseconds += sum(record.step_ms for record in timed)
         for record in block:
             if record.overflow:
                 self.overflows.append(record.step)
-            scale = record.loss_scale
-            if scale is not None and (not self.scales or self.scales[-1][1] != scale):
-                self.scales.append((record.step, scale))
+            self._add_scale(record)
+
+    def _timed_steps(self, block: Steps) -> Steps:
+        """Return the steps of a block that count towards the rate."""
+        # A resumed process warms up again. Its first block counts only if nothing else was timed.
+        if self._is_first_block_after_resume and self._steps:
+            return ()
+        # Within the first block of the run only the first step is omitted, the slowest of all.
+        if self._blocks == 1 and len(block) > 1:
+            return block[1:]
+        return block
+
+    def _add_scale(self, record: StepRecord) -> None:
+        scale = record.loss_scale
+        if scale is None:
+            return
+        if not self.scales or self.scales[-1][1] != scale:
+            self.scales.append((record.step, scale))
 
     def evaluation(self, record: EvalRecord) -> None:
-        self.metrics, self.evaluated = dict(record.metrics), record.step
-        self.stagnant = record.stagnant
+        self.metrics = dict(record.metrics)
+        self.last_evaluation_step = record.step
+        self.stagnant_share = record.stagnant_share
         value = record.metrics[self.quality]
+        # max() and min() would return NaN or not, depending on the order of their arguments.
         if not math.isnan(value):
             self.best = value if self.best is None else self.better(self.best, value)
 
@@ -66,9 +102,9 @@ class RunSummary(Callback):
         return {
             "last": record_to_state(self.last),
             "metrics": self.metrics,
-            "evaluated": self.evaluated,
+            "evaluated": self.last_evaluation_step,
             "best": self.best,
-            "stagnant": self.stagnant,
+            "stagnant": self.stagnant_share,
             "scales": self.scales,
             "overflows": self.overflows,
             "examples": self._examples,
@@ -78,14 +114,14 @@ class RunSummary(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._cold = True
+        self._is_first_block_after_resume = True
         if not state:
             return
         self.last = record_from_state(state["last"])
         self.metrics = state["metrics"]
-        self.evaluated = state["evaluated"]
+        self.last_evaluation_step = state["evaluated"]
         self.best = state["best"]
-        self.stagnant = state["stagnant"]
+        self.stagnant_share = state["stagnant"]
         self.scales = state["scales"]
         self.overflows = state["overflows"]
         self._examples = state["examples"]
@@ -93,17 +129,25 @@ class RunSummary(Callback):
         self._blocks = state["blocks"]
         self._milliseconds = state["milliseconds"]
 
-    def summary(self) -> dict[str, Any]:
-        """Numbers of the run's result."""
-        last, ms = self.last, self._milliseconds
+    def result_values(self) -> dict[str, Any]:
+        """Return the numbers of the run's result.
+
+        The rate leaves out the first block, where kernels warm up, and for a run of one block the
+        first step; it is None if less than MIN_TIMED_MS was timed.
+        """
+        last = self.last
+        milliseconds = self._milliseconds
+        rate = None
+        if milliseconds >= MIN_TIMED_MS:
+            rate = self._examples / milliseconds * 1e3
         return {
             "metrics": self.metrics,
             "best": self.best,
             "steps": last.step if last else 0,
             "train_loss": last.loss if last else None,
-            "examples_per_second": self._examples / ms * 1e3 if ms >= LEAST_MS else None,
-            "step_ms": ms / self._steps if last else None,
+            "examples_per_second": rate,
+            "step_ms": milliseconds / self._steps if last else None,
             "skipped_steps": last.skipped_steps if last else None,
             "loss_scale": last.loss_scale if last else None,
-            "stagnant_share": self.stagnant,
+            "stagnant_share": self.stagnant_share,
         }

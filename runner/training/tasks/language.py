@@ -50,7 +50,8 @@ class Language(Task):
 def _exp(value: float) -> float:
     try:
         return math.exp(value)
-    except OverflowError:  # a diverged run reports infinity and continues
+    # Above a loss of about 709 nats math.exp raises; a diverged run reports infinity and continues.
+    except OverflowError:
         return math.inf
 
 

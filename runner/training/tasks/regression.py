@@ -1,4 +1,4 @@
-"""Regression: real numbers out."""
+"""Regression: real targets."""
 
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ class Regression(Task):
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return [summed squared error, elements]."""
         _check(output, target)
-        # Widened before squaring: at 1e-12 the squares' own rounding would show.
+        # Widened before squaring: at errors of 1e-12 the rounding of the squares would show.
         error = output.to(wide(output)) - target.to(wide(output))
         return stack(error.square().sum(), error.numel())
 

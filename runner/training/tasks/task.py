@@ -1,4 +1,4 @@
-"""The contract of a task: what to minimise, what to report, which number decides."""
+"""The contract of a task: its loss, its metrics, and the metric that runs are compared by."""
 
 import math
 from abc import ABC, abstractmethod
@@ -51,9 +51,9 @@ class Task(ABC):
 
     @abstractmethod
     def summarise(self, totals: list[float]) -> dict[str, float]:
-        """Turn the sums over all batches, K numbers, into metrics named "val/...".
+        """Return the metrics, named "val/...", from the sums over all batches, K numbers.
 
-        No labels at all give NaN.
+        Without any label the metrics are NaN.
         """
 
 
@@ -67,10 +67,10 @@ def count_labels(target: Tensor) -> Tensor:
 
 
 def labels_of(task: Task, target: Any) -> Tensor | None:
-    """Return what `task.labels` does.
+    """Return how many labels of a target count, as `task.labels` says, after a check of its type.
 
     Raises:
-        ConfigError: it is no scalar tensor.
+        ConfigError: the task returned something else than None or a scalar tensor.
     """
     found = task.labels(target)
     if found is None or (isinstance(found, Tensor) and not found.ndim):
@@ -84,12 +84,15 @@ def labels_of(task: Task, target: Any) -> Tensor | None:
 
 def labels_out_of_range(target: Tensor, classes: int) -> Tensor:
     """Return bool [B], which examples of integers [B, ...] have one that is no class."""
+    # IGNORED is below 0 and no error: cross entropy leaves it out.
     wrong = ((target < 0) & (target != IGNORED)) | (target >= classes)
     return wrong.reshape(len(target), -1).any(1)
 
 
 def stack(*sums: Tensor | int) -> Tensor:
     """Stack sums into one vector [K] on the device of the first, without a sync."""
+    # new_full() fills in the host's numbers on the device without a wait for it, which a copy of a
+    # host tensor would need.
     first = sums[0]
     assert isinstance(first, Tensor)
     dtype = wide(first)
@@ -98,10 +101,10 @@ def stack(*sums: Tensor | int) -> Tensor:
 
 
 def wide(like: Tensor) -> torch.dtype:
-    """Return the dtype to add up in: the widest of the device."""
+    """Return the dtype in which sums are added up: the widest float of the tensor's device."""
     return widest_float(like.device)
 
 
 def mean(total: float, count: float) -> float:
-    """Divide, with NaN for no labels."""
+    """Return total / count; NaN if nothing was counted."""
     return total / count if count else math.nan

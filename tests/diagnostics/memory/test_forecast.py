@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.memory_plan import measured
-from runner.config.schema import LARGEST_FORECAST_BATCH
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.config.targets import build_group
 from runner.diagnostics.memory.forecast import (
     largest_batch,
@@ -95,13 +95,12 @@ def test_the_state_is_the_optimizers_own(of, momentum, states):
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_steps_of_few_examples_tell_of_many(of, monkeypatch, size):
+def test_steps_of_few_examples_extrapolate_to_many(of, monkeypatch, size):
     """The same as fake tensors of that size: of a step that they do not refuse."""
     spec, precision = of(*TEXT)
     exact = predict_peak(spec, precision, CPU, size)
-    monkeypatch.setattr(
-        "runner.diagnostics.memory.forecast._replace", None
-    )  # not callable: fake tensors fail
+    # Not callable: fake tensors fail.
+    monkeypatch.setattr("runner.diagnostics.memory.forecast._replace_by_fakes", None)
     real = peak_forecast(spec, precision, CPU)(size)
     assert real.total == pytest.approx(exact.total, rel=1e-3)
     assert real.activations == pytest.approx(exact.activations, rel=0.02)
@@ -127,7 +126,7 @@ def test_no_batch_fits_no_room(of):
 
 
 def test_there_is_a_largest_size_that_is_tried(of):
-    assert largest_batch(*of("model=mlp", "model.hidden=[4]"), CPU, 1e12) == LARGEST_FORECAST_BATCH
+    assert largest_batch(*of("model=mlp", "model.hidden=[4]"), CPU, 1e12) == MAX_FORECAST_BATCH_SIZE
 
 
 def test_a_size_that_the_model_refuses_does_not_fit():
@@ -147,7 +146,7 @@ def test_a_size_that_the_model_refuses_does_not_fit():
         ({"input": [1, 9, 9], "classes": 10}, "does not run on random inputs"),
     ],
 )
-def test_what_cannot_be_told_is_said(of, meta, said):
+def test_a_forecast_that_cannot_be_made_says_why(of, meta, said):
     spec, precision = of("model=mlp")
     with pytest.raises(ForecastUnavailable, match=said):
         predict_peak(replace(spec, data={**spec.data, "meta": meta}), precision, CPU)

@@ -12,14 +12,14 @@ from runner.diagnostics.memory.memory_tracker import (
 )
 
 
-def test_what_is_gone_is_not_held():
+def test_freed_storages_are_not_counted():
     tracker = MemoryTracker()
     with tracker:
-        kept = torch.ones(1000)
+        held = torch.ones(1000)
         torch.ones(500)
         torch.ones(1)
     assert [peak.activations for peak in tracker.timeline] == [4000, 6000, 4004]
-    assert kept.sum() == 1000
+    assert held.sum() == 1000
 
 
 def test_views_and_the_storage_they_share_count_once():
@@ -66,8 +66,8 @@ def test_the_update_makes_temporaries():
 def test_fake_tensors_count_as_real_ones():
     tracker = MemoryTracker()
     with FakeTensorMode(), tracker:
-        kept = torch.ones(2**40)
-        del kept
+        held = torch.ones(2**40)
+        del held
         gc.collect()
         torch.ones(1)
     assert [peak.total for peak in tracker.timeline] == [2**42, 4]

@@ -16,11 +16,11 @@ from runner.diagnostics.memory.out_of_memory import is_out_of_memory
         (ValueError("out of memory"), False),
     ],
 )
-def test_it_is_told_from_other_errors(error, is_one):
+def test_it_is_distinguished_from_other_errors(error, is_one):
     assert is_out_of_memory(error) is is_one
 
 
-def test_of_pytorchs_own_allocator():
+def test_an_error_of_pytorchs_own_allocator_is_one():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
     assert is_out_of_memory(caught.value)
@@ -56,8 +56,8 @@ def test_a_step(failing, tmp_path):
         "To need less, type train.batch_size=5 train.accumulate=6, or precision=bf16-true, or "
         "optimizer=adamw8bit."
     )
-    (kept,) = tmp_path.glob("outputs/runs/*/error.txt")
-    assert "Traceback" in kept.read_text()
+    (file,) = tmp_path.glob("outputs/runs/*/error.txt")
+    assert "Traceback" in file.read_text()
 
 
 def test_a_model_of_blocks_may_compute_them_twice(failing, main):
@@ -74,7 +74,7 @@ def test_a_model_of_blocks_may_compute_them_twice(failing, main):
 
 
 def test_an_evaluation(failing):
-    done = failing("runner.modes.failures.loss_of", "train.batch_size=1", "optimizer=sgd")
+    done = failing("runner.modes.startup_checks.loss_of", "train.batch_size=1", "optimizer=sgd")
     assert done.stderr.startswith("error: Out of memory in the first evaluation on ")
     assert done.stderr.endswith("To need less, type precision=bf16-true.\n")
 

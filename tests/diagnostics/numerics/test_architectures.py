@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from runner.diagnostics.numerics.loss_scales import suitable_range
-from runner.diagnostics.numerics.measure import SAMPLE
+from runner.diagnostics.numerics.measure import MAX_SAMPLE_ELEMENTS
 from runner.diagnostics.numerics.numerics_page import format_verdict
-from runner.diagnostics.numerics.probe import CALLS, Probe, modules_holding_tensors
+from runner.diagnostics.numerics.probe import MAX_CALLS_PER_MODULE, Probe, modules_holding_tensors
 from runner.diagnostics.numerics.results import KINDS, Numerics
 from runner.precision import registry
 from runner.precision.emulation.formats import FORMATS
@@ -279,7 +279,7 @@ def by_hand(state, batch):
             tensors[name, "updates"].append(p.detach() - before[id(p)])
     for (_, kind), found in tensors.items():
         if kind == "activations":
-            del found[CALLS:]
+            del found[MAX_CALLS_PER_MODULE:]
     return tensors
 
 
@@ -290,7 +290,7 @@ def test_sqnr_is_that_of_a_module_s_tensors_together(build):
     found = {(m.module, m.kind): m for m in look(state, batch).measured}
     compared = 0
     for key, tensors in wanted.items():
-        if max(t.numel() for t in tensors) > SAMPLE:
+        if max(t.numel() for t in tensors) > MAX_SAMPLE_ELEMENTS:
             continue  # the probe measures a part of it
         assert found[key].elements == sum(t.numel() for t in tensors)
         for name, fmt in FORMATS.items():
@@ -304,7 +304,7 @@ def test_sqnr_is_that_of_a_module_s_tensors_together(build):
 
 
 @pytest.mark.parametrize("build", ARCHITECTURES, ids=lambda build: build.__name__)
-def test_no_architecture_is_told_that_float16_or_bfloat16_is_not_enough(build):
+def test_float16_and_bfloat16_would_do_for_every_architecture(build):
     state, batch = made(build)
     numerics = Numerics(1, "32-true", "float32", "float32", (look(state, batch),))
     scaled = " with a loss scale" if build.__name__ in NEEDS_SCALE else ""
@@ -315,7 +315,7 @@ def test_no_architecture_is_told_that_float16_or_bfloat16_is_not_enough(build):
 
 
 @pytest.mark.parametrize("build", [bert, roberta, albert, vit, pretrained_albert])
-def test_a_key_bias_weighs_nothing_beside_its_weight(build):
+def test_a_key_bias_weighs_nothing_next_to_its_weight(build):
     """Its gradient is zero in exact arithmetic, for the softmax does not see it."""
     state, batch = made(build)
     twin = copy.deepcopy(state.model)

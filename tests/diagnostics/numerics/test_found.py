@@ -35,7 +35,7 @@ def verdict(*parts, **more):
     return numerics(parts, **more).sensitivity("float16")
 
 
-def test_what_was_written_is_read(tmp_path):
+def test_a_written_file_is_read_back(tmp_path):
     one = numerics([measured(), measured("a", "updates", swallowed=1 / 3, sqnr_db=None)], [])
     one.write(tmp_path / NUMERICS)
     again = read(tmp_path)
@@ -46,7 +46,7 @@ def test_what_was_written_is_read(tmp_path):
     assert (tmp_path / "again.json").read_text() == (tmp_path / NUMERICS).read_text()
 
 
-def test_nothing_to_read(tmp_path):
+def test_a_missing_file_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match=r"numerics\.json is no file.*numerics\.every="):
         read(tmp_path)
 
@@ -54,7 +54,7 @@ def test_nothing_to_read(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"looks": 3}', '{"looks": [{"measured": [{}]}]}', '{"looks": []}']
 )
-def test_a_damaged_file_is_said(tmp_path, text):
+def test_a_damaged_file_is_a_config_error(tmp_path, text):
     (tmp_path / NUMERICS).write_text(text)
     with pytest.raises(ConfigError, match="is damaged"):
         read(tmp_path)
@@ -87,22 +87,22 @@ def test_fields_of_a_later_version_are_no_reason_for_a_traceback(tmp_path):
         (measured(kind="updates", underflow=1.0, overflow=0.5, sqnr_db=0.0), "none"),
     ],
 )
-def test_a_verdict(part, wanted):
+def test_the_limits_of_the_verdict(part, wanted):
     assert verdict(measured("body"), part) == wanted
 
 
-def test_lack_of_range_goes_before_lack_of_precision():
+def test_a_lack_of_range_precedes_a_lack_of_precision():
     found = measured(kind="updates", swallowed=1.0), measured(underflow=0.9)
     assert verdict(*found) == verdict(*reversed(found)) == "range"
 
 
-def test_a_single_look_does_not_decide():
+def test_the_verdict_is_that_of_the_mean_over_snapshots():
     calm, wild = [measured()], [measured(underflow=0.1)]
     assert numerics(wild).sensitivity("float16") == "range"
     assert numerics(wild, calm, calm).sensitivity("float16") == "none"
 
 
-def test_what_is_not_finite_has_left_the_run_s_range_and_every_narrower():
+def test_a_value_that_is_not_finite_overflows_the_run_s_format_and_every_narrower_one():
     part = measured(not_finite=0.1)
     half, brain = numerics([part], compute="float16"), numerics([part], compute="bfloat16")
     assert (half.sensitivity("float16"), half.sensitivity("bfloat16")) == ("range", "none")
@@ -138,7 +138,7 @@ def test_the_reasons_are_those_of_the_verdict():
     assert numerics([measured("b", underflow=0.01)]).reasons("float16") == []
 
 
-def test_a_file_of_before_is_read(tmp_path):
+def test_a_file_of_an_earlier_version_is_read(tmp_path):
     path = numerics([measured(underflow=0.2)]).write(tmp_path / NUMERICS)
     content = json.loads(path.read_text())
     formats = content["looks"][0]["measured"][0]["formats"]
@@ -148,13 +148,13 @@ def test_a_file_of_before_is_read(tmp_path):
     assert read(tmp_path).sensitivity("float16") == "range"
 
 
-def test_a_format_that_was_not_measured():
+def test_a_format_that_was_not_measured_is_refused():
     for ask in (lambda n: n.worst("int8", 3), lambda n: n.sensitivity("float32")):
         with pytest.raises(ValueError, match=r"was not measured\. Known: float16, bfloat16"):
             ask(numerics([measured()]))
 
 
-def test_its_own_formats_or_those_it_might_go_to():
+def test_a_format_outside_the_measured_ones_is_replaced_by_a_half_precision():
     assert (numerics().computed_in, numerics().stored_in) == ("float16", "bfloat16")
     half = Numerics(1, "bf16-true", "bfloat16", "bfloat16", ())
     assert (half.computed_in, half.stored_in) == ("bfloat16", "bfloat16")

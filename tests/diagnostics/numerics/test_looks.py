@@ -1,4 +1,4 @@
-"""A run that looks at its numbers, from the command to what is left of it."""
+"""A run with numerics.every, from the command to its files."""
 
 import re
 
@@ -30,7 +30,7 @@ def losses(text):
     return re.findall(r"train/loss (\S+)  val/loss (\S+)", text)
 
 
-def test_a_run_leaves_what_it_saw(quick, folder):
+def test_a_run_writes_its_measurements(quick, folder):
     done = quick("numerics.every=2", "train.max_steps=5")
     assert done.rc == 0, done.stderr
     found = read(folder())
@@ -41,7 +41,7 @@ def test_a_run_leaves_what_it_saw(quick, folder):
     assert re.search(r"numerics: float16 .*, bfloat16 .*numerics\.html", done.stdout)
 
 
-def test_a_run_without_leaves_nothing_and_computes_the_same(quick, folder):
+def test_a_run_without_measurements_writes_nothing_and_computes_the_same(quick, folder):
     watched = quick("numerics.every=1", "train.eval_every=1")
     assert watched.rc == 0
     plain = quick("train.eval_every=1")
@@ -57,7 +57,7 @@ def test_a_run_that_is_too_short_says_so(quick, folder):
     assert not (folder() / FILES[0]).exists()
 
 
-def test_a_run_that_goes_on_keeps_what_it_saw(quick, folder):
+def test_a_resumed_run_holds_the_snapshots_up_to_its_checkpoint(quick, folder):
     typed = ("numerics.every=2", "checkpoint.every_steps=3", "checkpoint.final=false")
     assert quick(*typed, "train.max_steps=5").rc == 0
     begun, first = folder(), read(folder())
@@ -97,7 +97,7 @@ def test_a_closure_optimizer_and_micro_batches(quick, folder):
     assert steps(read(folder())) == [1, 2, 3]
 
 
-def test_what_cannot_be_looked_at_is_refused(quick):
+def test_a_run_that_cannot_be_measured_is_refused(quick):
     done = quick("numerics.every=2", "train.compile=true")
     assert done.rc == 2
     assert "numerics.every=2 measures modules by hooks" in done.stderr
@@ -106,7 +106,7 @@ def test_what_cannot_be_looked_at_is_refused(quick):
     assert (done.rc, "numerics.every=0 is too small" in done.stderr) == (2, True)
 
 
-def test_parts_of_tensors_are_refused():
+def test_sharded_tensors_are_refused():
     spec = RunSpec(numerics=NumericsSpec(every=3))
     with pytest.raises(ConfigError, match=r"numerics\.every=3 .* strategy=fsdp .*Type strategy=dd"):
         check_numerics(spec, FSDP())

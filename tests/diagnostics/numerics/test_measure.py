@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from runner.diagnostics.numerics.measure import (
-    BLOCK,
-    CHUNK,
+    BLOCK_ELEMENTS,
+    CHUNK_BLOCKS,
+    MAX_SAMPLE_ELEMENTS,
     READINGS,
-    SAMPLE,
     SampledTensor,
     count_exponents,
     is_measurable,
@@ -81,7 +81,7 @@ def test_exponents_zeros_and_what_is_not_finite():
 
 
 def test_largest_is_of_the_whole_tensor():
-    x = torch.full((10 * SAMPLE + 1,), 0.5)
+    x = torch.full((10 * MAX_SAMPLE_ELEMENTS + 1,), 0.5)
     x[1] = -3.0  # no sample falls on it
     counted, _ = measured(x)
     assert counted.largest == 3.0
@@ -90,9 +90,9 @@ def test_largest_is_of_the_whole_tensor():
 
 
 def test_a_sample_falls_on_every_channel():
-    x = torch.arange(8 * SAMPLE).reshape(-1, 8).float() % 8
+    x = torch.arange(8 * MAX_SAMPLE_ELEMENTS).reshape(-1, 8).float() % 8
     taken = take_sample(x)
-    assert len(taken.values) <= SAMPLE
+    assert len(taken.values) <= MAX_SAMPLE_ELEMENTS
     assert taken.values.unique().tolist() == list(range(8))
 
 
@@ -113,7 +113,7 @@ def test_every_floating_dtype(dtype):
     assert counted.exponents.sum() == 3
 
 
-def test_what_is_not_measured():
+def test_integers_sparse_and_empty_tensors_are_not_measured():
     assert not is_measurable(torch.ones(3, dtype=torch.int64))
     assert not is_measurable(torch.ones(3, dtype=torch.uint8))
     assert not is_measurable(torch.ones(3).to(torch.float8_e5m2))
@@ -121,15 +121,22 @@ def test_what_is_not_measured():
     assert not is_measurable(torch.eye(3).to_sparse())
 
 
-def test_many_tensors_are_kept_apart():
+def test_many_tensors_are_counted_separately():
     """More than one chunk of them, each as if it were alone."""
     generator = torch.Generator().manual_seed(3)
-    sizes = [1, BLOCK, BLOCK + 1, SAMPLE, 5 * SAMPLE, 3] * 20
+    sizes = [
+        1,
+        BLOCK_ELEMENTS,
+        BLOCK_ELEMENTS + 1,
+        MAX_SAMPLE_ELEMENTS,
+        5 * MAX_SAMPLE_ELEMENTS,
+        3,
+    ] * 20
     tensors = [
         torch.randn(n, generator=generator) * 10.0 ** (i % 9 - 6) for i, n in enumerate(sizes)
     ]
     together = count_exponents([SampledTensor(take_sample(x)) for x in tensors])
-    assert sum(len(take_sample(x).values) for x in tensors) > 2 * BLOCK * CHUNK
+    assert sum(len(take_sample(x).values) for x in tensors) > 2 * BLOCK_ELEMENTS * CHUNK_BLOCKS
     for x, found in zip(tensors, together, strict=True):
         alone, wanted = measured(x)
         assert (found.elements, found.zeros, found.largest) == (
@@ -146,7 +153,7 @@ def test_updates_that_storage_swallows():
     update = torch.full((1000,), 2.0**-10)  # bfloat16's spacing at 1 is 2**-7, float16's 2**-10
     update[:100] = 2.0**-7
     update[900:] = 0.0
-    _, found = measured(update, before=weights, pulled=update != 0)
+    _, found = measured(update, weights_before=weights, has_gradient=update != 0)
     assert found["float16"].swallowed == 0.0
     assert found["bfloat16"].swallowed == pytest.approx(800 / 900)
     assert found["float8_e4m3fn"].swallowed is None
@@ -155,7 +162,10 @@ def test_updates_that_storage_swallows():
 
 def test_parts_of_a_module_are_added_up_by_size():
     """A sample of a large tensor counts as all of it."""
-    large, small = torch.full((4 * SAMPLE + 1,), 1.0), torch.full((SAMPLE,), 1e6)
+    large, small = (
+        torch.full((4 * MAX_SAMPLE_ELEMENTS + 1,), 1.0),
+        torch.full((MAX_SAMPLE_ELEMENTS,), 1e6),
+    )
     together = quantization_losses(
         count_exponents([SampledTensor(take_sample(large)), SampledTensor(take_sample(small))])
     )
@@ -163,7 +173,7 @@ def test_parts_of_a_module_are_added_up_by_size():
     assert FLOAT16.largest < 1e6
 
 
-def test_nothing_to_measure():
+def test_no_tensors_and_zeros_alone_lose_nothing():
     assert count_exponents([]) == []
     _, found = measured(torch.zeros(5))
     assert found["float16"].sqnr_db is None

@@ -5,13 +5,13 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 
 from runner.diagnostics.numerics.numerics_page import (
-    COLUMNS,
-    ROWS,
+    MAX_MAP_ROWS,
+    MAX_MAP_STEPS,
     draw_heat_maps,
     format_share,
     heat_maps,
+    lost_shares,
     numerics_summary,
-    table_cells,
     write_page,
 )
 from runner.diagnostics.numerics.results import (
@@ -55,11 +55,11 @@ def coloured(axes):
 
 
 def test_a_cell_per_module_and_look():
-    names, found = table_cells(made(), "float16", "gradients")
+    names, found = lost_shares(made(), "float16", "gradients")
     assert names == ["m0", "m1", "m2", "m3"]
     assert np.argwhere(found).tolist() == [[2, 4]]
     assert found[2, 4] == 0.25
-    assert (table_cells(made(), "float16", "updates")[1] == 1).all()
+    assert (lost_shares(made(), "float16", "updates")[1] == 1).all()
 
 
 def test_a_heat_map_colours_what_is_lost():
@@ -74,14 +74,14 @@ def test_a_heat_map_colours_what_is_lost():
 
 
 def test_many_modules_and_looks_lose_no_spot():
-    many = made(3 * ROWS, 10 * COLUMNS, {("m77", 333): 0.125, ("m100", 334): 0.5})
+    many = made(3 * MAX_MAP_ROWS, 10 * MAX_MAP_STEPS, {("m77", 333): 0.125, ("m100", 334): 0.5})
     figure = heat_maps(many, "float16")
     found = coloured(panel(figure, "gradients"))
     assert sorted(found.values()) == [0.125, 0.5]
-    assert all(row < ROWS and column < COLUMNS for column, row in found)
+    assert all(row < MAX_MAP_ROWS and column < MAX_MAP_STEPS for column, row in found)
     labels = [t.get_text() for t in panel(figure, "activations").get_yticklabels()]
     assert {"m77", "m100"} <= set(labels)
-    assert f"{ROWS} of {3 * ROWS} modules" in figure.get_suptitle()
+    assert f"{MAX_MAP_ROWS} of {3 * MAX_MAP_ROWS} modules" in figure.get_suptitle()
 
 
 def test_a_long_name_keeps_its_end():
@@ -114,8 +114,8 @@ def test_a_picture_of_one_look_where_nothing_is_lost(tmp_path):
 
 
 def test_the_summary_has_every_format():
-    told = "would do, but not to store weights in"
-    assert numerics_summary(made()) == ", ".join(f"{fmt} {told}" for fmt in FORMATS)
+    verdict = "would do, but not to store weights in"
+    assert numerics_summary(made()) == ", ".join(f"{fmt} {verdict}" for fmt in FORMATS)
     assert [format_share(v) for v in (0.0123, 0.5, 1.0)] == ["1.2 %", "50 %", "100 %"]
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from runner.diagnostics.numerics.loss_scales import loss_scales, suitable_range
 from runner.diagnostics.numerics.measure import (
-    SAMPLE,
+    MAX_SAMPLE_ELEMENTS,
     SampledTensor,
     count_exponents,
     quantization_losses,
@@ -91,7 +91,7 @@ def test_mostly_subnormal_values_need_range():
     assert found["float16"].underflow == 0
     assert found["float16"].noise > 0.01
     assert found["float16"].underflow_noise == pytest.approx(found["float16"].noise)
-    assert (found["float16"].lacks, found["bfloat16"].lacks) == ("range", "none")
+    assert (found["float16"].sensitivity, found["bfloat16"].sensitivity) == ("range", "none")
 
 
 def test_noise_within_range_needs_precision():
@@ -100,8 +100,8 @@ def test_noise_within_range_needs_precision():
     found = quantization_losses([counted])
     assert found["float8_e5m2_unscaled"].noise == pytest.approx(1 / 81, rel=1e-4)
     assert found["float8_e5m2_unscaled"].underflow_noise == 0
-    assert found["float8_e5m2_unscaled"].lacks == "precision"
-    assert found["float16"].lacks == found["float8_e4m3fn"].lacks == "none"
+    assert found["float8_e5m2_unscaled"].sensitivity == "precision"
+    assert found["float16"].sensitivity == found["float8_e4m3fn"].sensitivity == "none"
 
 
 def test_updates_between_the_spacings_of_both_formats_need_precision():
@@ -157,7 +157,7 @@ def test_outliers_that_fit_need_nothing_and_those_that_do_not_need_range():
 
 
 def test_one_outlier_that_the_sample_misses_is_counted():
-    x = normal(20 * SAMPLE)
+    x = normal(20 * MAX_SAMPLE_ELEMENTS)
     x[1] = 1e5
     found = take_sample(x)
     assert found.values.max() < 10
@@ -206,7 +206,7 @@ def test_an_infinite_value_leaves_the_others_one_scale():
 def test_zero_and_constant_tensors():
     zero = torch.zeros(300)
     for found in together(zero).values():
-        assert (found.sqnr_db, found.lacks, found.underflow) == (None, "none", 0.0)
+        assert (found.sqnr_db, found.sensitivity, found.underflow) == (None, "none", 0.0)
     x = normal(300)
     assert together(x, zero) == together(x)
     assert together(torch.full((300,), 0.75))["bfloat16"].sqnr_db is None
@@ -215,11 +215,11 @@ def test_zero_and_constant_tensors():
 def test_values_under_2_to_the_minus_20_of_the_largest_are_negligible():
     x = torch.cat([torch.full((70,), 2.0**-5), torch.full((30,), 2.0**-26 * 1.5)])
     found = together(x)["float16"]
-    assert (found.underflow, found.vanishing, found.lacks) == (0.3, 0.0, "none")
+    assert (found.underflow, found.vanishing, found.sensitivity) == (0.3, 0.0, "none")
     found = together(x[70:], x[:70] / 2)["float16"]
-    assert (found.underflow, found.vanishing, found.lacks) == (0.3, 0.3, "range")
+    assert (found.underflow, found.vanishing, found.sensitivity) == (0.3, 0.3, "range")
     found = together(x[70:])["float16"]
-    assert (found.vanishing, found.lacks) == (1.0, "range")
+    assert (found.vanishing, found.sensitivity) == (1.0, "range")
 
 
 # Neighbours
@@ -334,11 +334,11 @@ def test_gradients_that_a_loss_scale_saves():
     assert format_verdict(numerics, "bfloat16").startswith("would do")
     assert "with the loss scale in force (none) they do not fit" in loss_scale_sentence(numerics)
     assert "16-mixed begins with 65536, which does." in loss_scale_sentence(numerics)
-    for power, fits in ((found.least / 4, False), (found.least, True), (found.greatest, True)):
+    for power, fits in ((found.lowest / 4, False), (found.lowest, True), (found.highest, True)):
         scaled = seen(Small(1e-7), batch(), lr=1e4, scale=DynamicLossScale(CPU, power))
         assert (scaled.sensitivity("float16", ["gradients"]) == "none") == fits
         assert loss_scales(scaled) == found
-    over = seen(Small(1e-7), batch(), lr=1e4, scale=DynamicLossScale(CPU, 2 * found.greatest))
+    over = seen(Small(1e-7), batch(), lr=1e4, scale=DynamicLossScale(CPU, 2 * found.highest))
     assert over.reasons("float16", ["gradients"])[0][2] == "overflow"
     assert "they do not fit" in loss_scale_sentence(over)
 

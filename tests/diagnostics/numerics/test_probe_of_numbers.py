@@ -295,7 +295,7 @@ def hooks(model):
     return sum(held) + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
 
-def test_no_hook_is_left_after_an_exception_either():
+def test_no_hook_remains_after_an_exception_either():
     state, found = made(net()), []
     probe = Probe(state, found.append)
     with pytest.raises(RuntimeError), probe:  # noqa: PT012

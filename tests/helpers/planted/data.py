@@ -1,4 +1,4 @@
-"""Small data sets whose least possible loss is known. Inputs and targets are float32."""
+"""Small data sets whose lowest possible loss is known. Inputs and targets are float32."""
 
 import math
 
@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 VAL = 1024  # examples
 
 
-def parted(inputs: Tensor, targets: Tensor) -> tuple[TensorDataset, TensorDataset]:
-    """Training and validation sets."""
+def split_in_two(inputs: Tensor, targets: Tensor) -> tuple[TensorDataset, TensorDataset]:
+    """Return training and validation sets; the first VAL examples validate."""
     return (
         TensorDataset(inputs[VAL:], targets[VAL:]),
         TensorDataset(inputs[:VAL], targets[:VAL]),
@@ -23,7 +23,7 @@ def kinks(features: int, count: int, noise: float):
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(count, features, generator=generator)
     exact = 3 * inputs[:, 0].abs() - 2 * inputs[:, 1].relu() + inputs[:, 2]
-    return parted(inputs, (exact + noise * torch.randn(count, generator=generator))[:, None])
+    return split_in_two(inputs, (exact + noise * torch.randn(count, generator=generator))[:, None])
 
 
 def ticks(count: int, noise: float):
@@ -36,7 +36,7 @@ def ticks(count: int, noise: float):
     exact = (2 * math.pi * turns + torch.arange(4)).sin().sum(1) / 2
     digits = torch.stack([tick // 256, tick // 16 % 16, tick % 16], 1).float()
     target = exact.float() + noise * torch.randn(count, generator=generator)
-    return parted(digits, target[:, None])
+    return split_in_two(digits, target[:, None])
 
 
 def clusters(features: int, classes: int, count: int, spread: float):
@@ -44,4 +44,4 @@ def clusters(features: int, classes: int, count: int, spread: float):
     generator = torch.Generator().manual_seed(0)
     centres = spread * torch.randn(classes, features, generator=generator)
     labels = torch.randint(classes, (count,), generator=generator)
-    return parted(centres[labels] + torch.randn(count, features, generator=generator), labels)
+    return split_in_two(centres[labels] + torch.randn(count, features, generator=generator), labels)

@@ -48,7 +48,7 @@ def test_a_failed_installation_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(TypeError) as failure, float32_accumulate():
         pass
     monkeypatch.undo()
-    assert failure.tb is not None  # a traceback that is kept keeps the frames' locals
+    assert failure.tb is not None  # a stored traceback holds the frames' locals
     assert not accumulates()
     with float32_accumulate():
         assert accumulates()

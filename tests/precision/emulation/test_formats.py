@@ -8,8 +8,8 @@ from runner.precision.emulation.formats import (
     E5M2,
     FLOAT16,
     FORMATS,
-    as_tf32,
     round_to_format,
+    round_to_tf32,
     round_within_range,
 )
 
@@ -137,6 +137,6 @@ def test_tf32_is_the_nearest_of_ten_bits_ties_away_from_zero():
     mantissa, exponent = torch.frexp(x.double())
     scaled = mantissa * 2.0**11  # ten bits and the leading one
     nearest = (scaled.abs() + 0.5).floor().copysign(scaled)
-    assert torch.equal(as_tf32(x).double(), torch.ldexp(nearest / 2.0**11, exponent))
+    assert torch.equal(round_to_tf32(x).double(), torch.ldexp(nearest / 2.0**11, exponent))
     odd = torch.tensor([INFINITY, -INFINITY, float("nan"), -0.0])
-    assert str(as_tf32(odd)) == str(odd)
+    assert str(round_to_tf32(odd)) == str(odd)

@@ -73,8 +73,8 @@ def test_a_high_precision_backward(name):
 
 
 def test_gradients_are_in_e5m2_only_where_the_recipe_says():
-    hybrid = te_emulation.operands({"kind": "current"})
-    plain = te_emulation.operands({"kind": "current", "format": "E4M3"})
+    hybrid = te_emulation.quantizers_of_recipe({"kind": "current"})
+    plain = te_emulation.quantizers_of_recipe({"kind": "current", "format": "E4M3"})
     x = spread(16, 16)
     assert torch.equal(hybrid.grad.along_columns(x), BlockQuantizer(E5M2, amax_scale)(x))
     assert torch.equal(plain.grad.along_columns(x), BlockQuantizer(E4M3, amax_scale)(x))
@@ -83,7 +83,7 @@ def test_gradients_are_in_e5m2_only_where_the_recipe_says():
 
 def test_blocks_run_along_what_a_product_contracts():
     x = spread(256, 256)
-    how = te_emulation.operands({"kind": "block"})
+    how = te_emulation.quantizers_of_recipe({"kind": "block"})
     line = BlockQuantizer(E4M3, power_of_two_scale, (1, 128))
     along, across = how.input.quantize(x)
     assert torch.equal(along, line(x))
@@ -102,20 +102,20 @@ def test_delayed_scaling_goes_by_past_steps():
         with precision.forward(CPU):
             layer(x)
         scales.append(448 / precision.gauges(layer)["fp8/scale/(model)"].item())
-    # Of the step under way and the two before it, as the library's own update has it.
+    # Of the current step and the two before it, as the library's own update has it.
     assert scales == [1, 8, 8, 8, 2]
 
 
 def test_an_evaluation_leaves_the_scales():
     precision = load("transformer-engine")
     layer, _ = precision.convert(nn.Linear(32, 32))
-    with precision.evaluating(layer), torch.no_grad(), precision.forward(CPU):
+    with precision.eval_context(layer), torch.no_grad(), precision.forward(CPU):
         layer(torch.ones(16, 32, dtype=torch.bfloat16))
     assert not precision.state_dict(layer)
     with precision.forward(CPU):
         layer(torch.ones(16, 32, dtype=torch.bfloat16)).sum().backward()
     before = precision.state_dict(layer)
-    with precision.evaluating(layer), torch.no_grad(), precision.forward(CPU):
+    with precision.eval_context(layer), torch.no_grad(), precision.forward(CPU):
         layer(torch.full((16, 32), 99, dtype=torch.bfloat16))
     after = precision.state_dict(layer)
     assert str(before) == str(after)

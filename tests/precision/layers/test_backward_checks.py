@@ -1,4 +1,4 @@
-"""Backwards that are more than one pass over what the forward kept: a model's own activation
+"""Backwards that are more than one pass over what the forward stored: a model's own activation
 checkpointing, and gradients of gradients."""
 
 from collections import OrderedDict
@@ -89,7 +89,7 @@ class Gradients(torch.optim.SGD):
     """Keeps the gradients of its last step."""
 
     def step(self, closure=None):
-        self.kept = [
+        self.stored = [
             p.grad.clone()
             for group in self.param_groups
             for p in group["params"]
@@ -115,7 +115,7 @@ def gradients(precision, model, micros, prepare=lambda model: None):
     model.train()
     with precision.session(model, CPU):
         train_step(state, micros)
-    return optimizer.kept
+    return optimizer.stored
 
 
 def made(kind, *args):

@@ -85,7 +85,7 @@ def test_a_conv1d_computes_what_a_linear_layer_of_its_transposed_weight_does(nam
     report = load(name).convert(ours)[1]
     load(name).convert(linear)
     assert str(report) == "2/2"
-    assert report.weights == (64 * 96 + 96 * 32,) * 2
+    assert report.weight_counts == (64 * 96 + 96 * 32,) * 2
     assert ours.first is first
     assert isinstance(first, Conv1D)
     precision = load(name)
@@ -101,7 +101,7 @@ def test_a_conv1d_computes_what_a_linear_layer_of_its_transposed_weight_does(nam
         for layer, twin in zip(ours.children(), linear.children(), strict=True):
             assert torch.equal(layer.weight.grad.t(), twin.weight.grad)
             assert torch.equal(layer.bias.grad, twin.bias.grad)
-    with torch.no_grad(), precision.evaluating(ours), precision.evaluating(linear):
+    with torch.no_grad(), precision.eval_context(ours), precision.eval_context(linear):
         assert torch.equal(run(precision, ours.eval(), x), run(precision, linear.eval(), x))
         assert torch.equal(run(precision, copy.deepcopy(ours), x), run(precision, ours, x))
 
@@ -124,7 +124,7 @@ def test_a_converted_conv1d_compiles(name):
     assert torch.equal(found, run(precision, model, x))
 
 
-def test_a_conv1d_whose_shape_does_not_fit_is_left():
+def test_a_conv1d_whose_shape_does_not_fit_is_skipped():
     model = nn.Sequential(Conv1D(48, 40), Conv1D(64, 48))
     _, report = load("transformer-engine-current").convert(model)
     assert [(row.done, row.why) for row in report.modules] == [
@@ -208,7 +208,7 @@ def state_of(precision, model, spec):
 def made(name, spec, saved=None):
     torch.manual_seed(0 if saved is None else 99)
     precision = load(name)
-    built = build_model(spec, precision, CPU, start=saved, whole=saved is not None)
+    built = build_model(spec, precision, CPU, start=saved, restore_exactly=saved is not None)
     return state_of(precision, built.model, spec), built.report
 
 
@@ -216,7 +216,7 @@ def trained(name, spec, folder, steps=3):
     """Return a state after some steps, their losses, and its checkpoint."""
     state, _ = made(name, spec)
     losses = steps_of(state, range(steps))
-    content = checkpoint_state_dict(state, spec, course=state_dict(state, []))
+    content = checkpoint_state_dict(state, spec, resume_state=state_dict(state, []))
     path = checkpoint_file.save(folder, content, keep=1)
     return state, losses, LoadedCheckpoint(path, checkpoint_file.load(path))
 
@@ -232,7 +232,7 @@ def steps_of(state, seeds):
 
 def evaluated(model, precision):
     model.eval()
-    with torch.no_grad(), precision.session(model, CPU), precision.evaluating(model):
+    with torch.no_grad(), precision.session(model, CPU), precision.eval_context(model):
         loss = loss_of(TrainState(model, precision, Language(), None, [], CPU), *batch(7))
     model.train()
     return loss.item()
@@ -244,11 +244,11 @@ def test_the_count_of_gpt2_is_that_of_its_matrix_weights(name):
     every = BLOCKS + HEAD + POSITIONS
     # A head that is tied to the embedding is one weight with it, and cannot be packed.
     head = 0 if name in PACKED else HEAD
-    assert report.weights == (BLOCKS + head, every)
-    assert report.layers == (8 + bool(head), 10)
+    assert report.weight_counts == (BLOCKS + head, every)
+    assert report.layer_counts == (8 + bool(head), 10)
     _, report = made(name, spec(tie=False))
-    assert report.weights == (BLOCKS + HEAD, every + HEAD)
-    assert report.layers == (9, 11)
+    assert report.weight_counts == (BLOCKS + HEAD, every + HEAD)
+    assert report.layer_counts == (9, 11)
 
 
 def e4m3(x):
@@ -340,7 +340,7 @@ def test_lora_of_gpt2_trains_its_additions_and_evaluates_with_them(name, tie, tm
         assert found == pytest.approx(evaluated(state.model, state.precision), rel=0.02)
 
 
-def test_a_merged_addition_computes_what_it_did_beside_the_conv1d():
+def test_a_merged_addition_computes_what_it_did_next_to_the_conv1d():
     torch.manual_seed(0)
     model = Net()
     adapter = Lora(rank=4)

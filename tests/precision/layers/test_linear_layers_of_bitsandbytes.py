@@ -18,8 +18,8 @@ from runner.precision.layers.linear_4bit import (
     pack_4bit,
     packed_mode,
     packing_label,
-    plain_weights,
     unpack_4bit,
+    unpack_state_dict,
 )
 from runner.precision.layers.linear_8bit import (
     Linear8bit,
@@ -272,13 +272,13 @@ def test_another_shape_with_as_many_elements_is_refused(mode, packed):
     assert "weight: its shape is [16, 8], not [8, 16]" in message
 
 
-# plain_weights
+# unpack_state_dict
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_plain_weights_are_the_numbers_that_packed_ones_stand_for(mode):
     model = made(mode)
-    state = plain_weights(saved(model))
+    state = unpack_state_dict(saved(model))
     target = plain(seed=3)
     target.load_state_dict(state, strict=True)
     assert {value.dtype for value in state.values()} == {torch.float32}
@@ -297,20 +297,20 @@ def test_plain_weights_are_the_numbers_that_packed_ones_stand_for(mode):
 def test_plain_weights_of_a_root_layer(mode):
     model = convert(nn.Linear(80, 8), mode)
     target = nn.Linear(80, 8)
-    target.load_state_dict(plain_weights(saved(model)), strict=True)
+    target.load_state_dict(unpack_state_dict(saved(model)), strict=True)
     torch.testing.assert_close(target(X), outputs(model)[0], rtol=0.0, atol=0.02)
 
 
 def test_a_plain_state_dict_comes_back_as_it_is():
     state = plain().state_dict()
-    same(dict(state), plain_weights(state))
-    assert all(plain_weights(state)[key] is value for key, value in state.items())
+    same(dict(state), unpack_state_dict(state))
+    assert all(unpack_state_dict(state)[key] is value for key, value in state.items())
 
 
 def test_plain_weights_change_nothing_of_what_they_are_given():
     state = saved(made("nf4-dq"))
     before = {key: value.clone() for key, value in state.items()}
-    plain_weights(state)
+    unpack_state_dict(state)
     same(before, state)
 
 
@@ -335,10 +335,10 @@ def test_plain_weights_without_scales_are_refused(mode, part, message):
     state = saved(made(mode))
     del state[f"body.{part}"]
     with pytest.raises(ValueError) as error:
-        plain_weights(state)
+        unpack_state_dict(state)
     assert str(error.value) == message
     del state["body.weight"]
-    plain_weights(state)
+    unpack_state_dict(state)
 
 
 # Copies and moves
@@ -475,7 +475,7 @@ def test_int8_rounds_each_row_by_its_largest_magnitude():
 
 
 @pytest.mark.parametrize("mode", ["nf4", "fp4-dq"])
-def test_the_parts_of_a_state_dict_tell_the_packing(mode):
+def test_packed_mode_reads_the_packing_from_a_state_dict(mode):
     state = saved(made(mode))
     parts = {
         k.removeprefix("body.weight."): v
@@ -494,7 +494,7 @@ def test_the_parts_of_a_state_dict_tell_the_packing(mode):
 def test_names_that_look_like_packed_parts_stay():
     model = nn.ModuleDict({"weight": nn.Linear(8, 8), "c": weight_norm(nn.Linear(8, 8))})
     convert(model, "nf4")
-    plain = plain_weights(model.state_dict())
+    plain = unpack_state_dict(model.state_dict())
     assert {"c.parametrizations.weight.original0", "weight.weight", "weight.bias"} <= set(plain)
     assert plain["weight.weight"].shape == (8, 8)
 
@@ -534,7 +534,7 @@ def test_a_users_own_class_keeps_its_methods():
         assert head.logits(torch.ones(2, 8)).shape == (2, 8)
 
 
-def test_a_weight_that_is_not_finite_is_left():
+def test_a_weight_that_is_not_finite_is_skipped():
     for mode in MODES:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         model[0].weight.data[0, 0] = math.nan

@@ -1,4 +1,4 @@
-"""The planted cases are what they say: which precision harms them, and which module heals it.
+"""Each planted case is harmed by the precision it names, and one module in float32 repairs it.
 
 Losses are val/loss over SEEDS. A precision shares initial weights and batches with float32, so it
 is judged by the mean of the differences, in units of float32's own deviation between seeds."""
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:optimizer.eps")
 
 CONF = Path(__file__).parents[2] / "helpers" / "planted" / "conf"
 SEEDS = range(3)
-HARMED, SOUND = 5.0, 2.0  # deviations between seeds: more harms, less in either direction does not
+# In float32's deviations between seeds.
+MIN_HARMFUL_GAP = 5.0
+MAX_HARMLESS_GAP = 2.0
 FP8 = ("precision=float8-tensorwise", "precision.emulate=true")
 
 
@@ -30,7 +32,7 @@ def losses(compose, tmp_path_factory):
     """One loss for each seed; infinity where a guard stopped the run."""
 
     @cache
-    def trained(case, *typed):
+    def losses_of(case, *typed):
         spec = compose(
             f"hydra.searchpath=[file://{CONF}]",
             f"experiment={case}",
@@ -48,12 +50,12 @@ def losses(compose, tmp_path_factory):
             return math.inf
         return result.metrics["val/loss"]
 
-    return trained
+    return losses_of
 
 
 @pytest.fixture
 def gap(losses):
-    """How much worse a precision is than float32, in float32's deviations between seeds."""
+    """Return how much worse a precision is than float32, in float32's deviations between seeds."""
 
     def of(case, *typed):
         plain = losses(case, "precision=32-true")
@@ -64,61 +66,63 @@ def gap(losses):
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-def test_float16_ends_what_its_range_breaks(losses, precision):
+def test_a_run_beyond_float16s_range_is_stopped(losses, precision):
     assert losses("broken_by_range", f"precision={precision}") == [math.inf] * len(SEEDS)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bfloat16_does_not_harm_what_float16_breaks(gap, precision):
-    assert abs(gap("broken_by_range", f"precision={precision}")) < SOUND
+def test_bfloat16_trains_the_model_beyond_float16s_range(gap, precision):
+    assert abs(gap("broken_by_range", f"precision={precision}")) < MAX_HARMLESS_GAP
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-def test_one_module_in_float32_heals_the_range(gap, precision):
-    healed = gap("broken_by_range", f"precision={precision}", "precision.keep_fp32=[wide]")
-    assert abs(healed) < SOUND
+def test_one_module_in_float32_repairs_the_lack_of_range(gap, precision):
+    repaired = gap("broken_by_range", f"precision={precision}", "precision.keep_fp32=[wide]")
+    assert abs(repaired) < MAX_HARMLESS_GAP
 
 
-def test_no_other_module_heals_the_range(losses):
+def test_no_other_module_repairs_the_lack_of_range(losses):
     others = losses("broken_by_range", "precision=16-mixed", "precision.keep_fp32=[stem,body,head]")
     assert others == [math.inf] * len(SEEDS)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bfloat16_harms_what_needs_its_missing_bits(gap, precision):
-    assert gap("harmed_by_precision", f"precision={precision}") > HARMED
+def test_bfloat16_harms_a_model_that_needs_more_bits(gap, precision):
+    assert gap("harmed_by_precision", f"precision={precision}") > MIN_HARMFUL_GAP
 
 
-def test_float16_has_the_bits_that_bfloat16_lacks(gap):
-    assert abs(gap("harmed_by_precision", "precision=16-mixed")) < SOUND
+def test_float16_has_enough_bits_for_that_model(gap):
+    assert abs(gap("harmed_by_precision", "precision=16-mixed")) < MAX_HARMLESS_GAP
 
 
-def test_one_module_in_float32_heals_the_precision(gap):
-    healed = gap("harmed_by_precision", "precision=bf16-mixed", "precision.keep_fp32=[clock]")
-    assert abs(healed) < SOUND
+def test_one_module_in_float32_repairs_the_lack_of_precision(gap):
+    repaired = gap("harmed_by_precision", "precision=bf16-mixed", "precision.keep_fp32=[clock]")
+    assert abs(repaired) < MAX_HARMLESS_GAP
 
 
-def test_no_other_module_heals_the_precision(gap):
+def test_no_other_module_repairs_the_lack_of_precision(gap):
     others = "precision.keep_fp32=[stem,body,head]"
-    assert gap("harmed_by_precision", "precision=bf16-mixed", others) > HARMED
+    assert gap("harmed_by_precision", "precision=bf16-mixed", others) > MIN_HARMFUL_GAP
 
 
 def test_fp8_harms_the_head(gap):
-    assert gap("harmed_in_the_head", *FP8) > HARMED
-    assert gap("harmed_in_the_head", *FP8, "precision.ignore_modules=[stem,body]") > HARMED
+    assert gap("harmed_in_the_head", *FP8) > MIN_HARMFUL_GAP
+    assert gap("harmed_in_the_head", *FP8, "precision.ignore_modules=[stem,body]") > MIN_HARMFUL_GAP
 
 
 def test_fp8_outside_the_head_does_no_harm(gap):
-    assert abs(gap("harmed_in_the_head", *FP8, "precision.ignore_modules=[head]")) < SOUND
-    assert abs(gap("harmed_in_the_head", "precision=bf16-mixed")) < SOUND
+    assert (
+        abs(gap("harmed_in_the_head", *FP8, "precision.ignore_modules=[head]")) < MAX_HARMLESS_GAP
+    )
+    assert abs(gap("harmed_in_the_head", "precision=bf16-mixed")) < MAX_HARMLESS_GAP
 
 
-def test_float32_weights_heal_the_head_in_bf16_true(gap):
-    assert gap("harmed_in_the_head", "precision=bf16-true") > HARMED
-    healed = gap("harmed_in_the_head", "precision=bf16-true", "precision.keep_fp32=[head]")
-    assert abs(healed) < SOUND
+def test_a_head_in_float32_repairs_bf16_true(gap):
+    assert gap("harmed_in_the_head", "precision=bf16-true") > MIN_HARMFUL_GAP
+    repaired = gap("harmed_in_the_head", "precision=bf16-true", "precision.keep_fp32=[head]")
+    assert abs(repaired) < MAX_HARMLESS_GAP
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "16-true"])
-def test_no_native_precision_harms_it(gap, precision):
-    assert abs(gap("harmed_by_nothing", f"precision={precision}")) < SOUND
+def test_no_native_precision_harms_the_case_harmed_by_nothing(gap, precision):
+    assert abs(gap("harmed_by_nothing", f"precision={precision}")) < MAX_HARMLESS_GAP

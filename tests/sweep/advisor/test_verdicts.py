@@ -1,5 +1,4 @@
-"""mode=advise on the planted cases and on models that come with the runner: the right verdict, the
-right module, and the same again."""
+"""mode=advise on the planted cases and on models of the runner: verdict, modules, repeatability."""
 
 import os
 from pathlib import Path
@@ -48,7 +47,7 @@ def planted(advised):
     os.environ["PYTHONPATH"] = before
 
 
-def line(advice: Advice, name: str) -> PrecisionVerdict:
+def verdict_of(advice: Advice, name: str) -> PrecisionVerdict:
     (found,) = (one for one in advice.verdicts if one.name == name)
     return found
 
@@ -61,47 +60,47 @@ def good(one: PrecisionVerdict) -> bool:
     return one.rating in ("fit", "recommended")
 
 
-def test_what_float16_breaks_is_healed_by_its_one_wide_module(planted):
+def test_a_model_beyond_float16s_range_trains_with_its_wide_module_in_float32(planted):
     advice, _ = planted("broken_by_range", "precision=16-mixed", "advise.seeds=5")
-    broken = line(advice, "16-mixed")
+    broken = verdict_of(advice, "16-mixed")
     assert (broken.rating, broken.diverged_step) == ("diverged", 30)  # overflows in a row
     assert "short of float16's range: in wide" in broken.float32_finding
-    healed = line(advice, "16-mixed precision.keep_fp32=[wide]")
+    healed = verdict_of(advice, "16-mixed precision.keep_fp32=[wide]")
     assert not healed.is_failing
     assert healed.test is not None
     assert healed.test.n == 5  # not the seed that chose the set
     assert abs(healed.test.mean_difference) < healed.test.margin
 
 
-def test_what_bfloat16_harms_is_healed_by_its_clock(planted):
+def test_a_model_that_bfloat16_harms_trains_with_its_clock_module_in_float32(planted):
     advice, _ = planted("harmed_by_precision", "precision=bf16-mixed,16-mixed")
-    harmed = line(advice, "bf16-mixed")
+    harmed = verdict_of(advice, "bf16-mixed")
     assert harmed.rating == "worse"
     assert harmed.test is not None
     assert harmed.test.mean_difference == pytest.approx(0.0033, rel=0.2)
-    assert good(line(advice, "16-mixed"))
-    assert good(line(advice, "bf16-mixed precision.keep_fp32=[clock]"))
+    assert good(verdict_of(advice, "16-mixed"))
+    assert good(verdict_of(advice, "bf16-mixed precision.keep_fp32=[clock]"))
 
 
-def test_what_fp8_harms_is_healed_by_its_head_and_its_speed_stays_unknown(planted):
-    advice, told = planted(
+def test_a_model_that_fp8_harms_trains_without_its_head_and_its_speed_is_unknown(planted):
+    advice, printed = planted(
         "harmed_in_the_head", "precision=float8-tensorwise", "precision.emulate=true"
     )
-    assert line(advice, "float8-tensorwise").rating == "worse"
-    healed = line(advice, "float8-tensorwise precision.ignore_modules=[head]")
+    assert verdict_of(advice, "float8-tensorwise").rating == "worse"
+    healed = verdict_of(advice, "float8-tensorwise precision.ignore_modules=[head]")
     assert good(healed)
     assert healed.is_emulated
-    assert advice.recommended is not None
-    assert advice.recommended.name == "32-true"
-    assert "unknown" in told
+    assert advice.recommendation is not None
+    assert advice.recommendation.name == "32-true"
+    assert "unknown" in printed
 
 
-def test_what_nothing_harms_has_no_worse_precision_and_is_ranked_alike_twice(planted):
+def test_a_model_that_no_precision_harms_gets_the_same_ranking_twice(planted):
     words = ("harmed_by_nothing", "precision=bf16-mixed,bf16-true", "advise.objective=memory")
     first, second = planted(*words)[0], planted(*words)[0]
     assert set(outcomes(first).values()) <= {"fit", "recommended", "baseline"}
-    assert first.recommended is not None
-    assert first.recommended.name == "bf16-true"
+    assert first.recommendation is not None
+    assert first.recommendation.name == "bf16-true"
     assert outcomes(first) == outcomes(second)
     assert [one.name for one in first.verdicts] == [one.name for one in second.verdicts]
     for one, again in zip(first.verdicts, second.verdicts, strict=True):
@@ -133,13 +132,13 @@ def prose(tmp_path: Path) -> str:
 @pytest.mark.parametrize("words", [RESNET, GPT, COMPLEX], ids=["resnet", "gpt", "complex_mlp"])
 def test_models_of_the_runner_are_judged(advised, words, prose):
     more = [prose] if words is GPT else []
-    advice, told = advised(*words, *more, "precision=bf16-mixed", "advise.islands=false")
-    judged = line(advice, "bf16-mixed").test
+    advice, printed = advised(*words, *more, "precision=bf16-mixed", "advise.islands=false")
+    judged = verdict_of(advice, "bf16-mixed").test
     assert judged is not None
     assert judged.n == 3
-    assert advice.recommended is not None
-    assert advice.recommended.name in ("32-true", "bf16-mixed")
-    assert f" {words[0]} {words[1]} " in told.partition("Next: python -m runner ")[2]
+    assert advice.recommendation is not None
+    assert advice.recommendation.name in ("32-true", "bf16-mixed")
+    assert f" {words[0]} {words[1]} " in printed.partition("Next: python -m runner ")[2]
     if words is COMPLEX:  # autocast leaves complex numbers alone
         assert judged.mean_difference == 0
-        assert line(advice, "bf16-mixed").rating in ("fit", "recommended")
+        assert verdict_of(advice, "bf16-mixed").rating in ("fit", "recommended")

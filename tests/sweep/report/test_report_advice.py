@@ -99,8 +99,8 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
 
 def test_float32_is_recommended_if_nothing_is_faster() -> None:
     found = asked(BASE, trials("bf16-mixed", 0.001, 101.0), trials("16-mixed", 0.0, 50.0))
-    assert found.recommended is not None
-    assert found.recommended.name == "32-true"
+    assert found.recommendation is not None
+    assert found.recommendation.name == "32-true"
     assert advice_sentence(found).startswith("Stay with 32-true")
 
 
@@ -115,8 +115,8 @@ def test_the_objective_decides_among_the_acceptable(objective: str, best: str) -
         trials("64-true", -0.5, 50.0, 20.0),
         question=replace(ASKED, objective=objective),
     )
-    assert found.recommended is not None
-    assert found.recommended.name == best
+    assert found.recommendation is not None
+    assert found.recommendation.name == best
 
 
 def test_a_diverged_precision_names_its_step() -> None:
@@ -151,27 +151,27 @@ def test_an_emulated_precision_has_a_verdict_on_quality_and_no_speed() -> None:
         ASKED, emulated=["float8-tensorwise"], own=["float8-tensorwise precision.emulate=true"]
     )
     found = asked(BASE, trials("float8-tensorwise", 0.001, 900.0, 1.0), question=question)
-    assert found.recommended is not None
-    assert found.recommended.name == "32-true"
+    assert found.recommendation is not None
+    assert found.recommendation.name == "32-true"
     line = next(line for line in found.verdicts if line.is_emulated)
     assert line.command[-2:] == ["precision=float8-tensorwise", "precision.emulate=true"]
     assert "unknown" in to_markdown("", [advice_table(found)])
 
 
 def test_a_module_set_that_heals_has_a_row_and_a_failed_attempt_has_none() -> None:
-    kept = "precision.keep_fp32=[head]"
+    settings = "precision.keep_fp32=[head]"
     found = asked(
         BASE,
         trials("16-mixed", 0.5, 150.0),
-        trials("16-mixed", 0.001, 140.0, settings=kept),
+        trials("16-mixed", 0.001, 140.0, settings=settings),
         trials("16-mixed", 0.4, 140.0, seeds=1, settings="precision.keep_fp32=[stem]"),
     )
     assert outcomes(found) == {
-        f"16-mixed {kept}": "recommended",
+        f"16-mixed {settings}": "recommended",
         "32-true": "baseline",
         "16-mixed": "worse",
     }
-    assert next_commands(found) == [f"python -m runner model=mlp precision=16-mixed '{kept}'"]
+    assert next_commands(found) == [f"python -m runner model=mlp precision=16-mixed '{settings}'"]
 
 
 def test_attempted_module_sets_are_listed_if_none_heals() -> None:
@@ -181,15 +181,17 @@ def test_attempted_module_sets_are_listed_if_none_heals() -> None:
         *(trials("16-mixed", 0.4, seeds=1, settings=s) for s in (stem, head)),
     ]
     page = to_markdown("", [advice_table(asked(BASE, *bad))])
-    told = f"tried on one seed: {stem} loss +0.4, {head} loss +0.4"
-    assert told in page.replace("\\", "")
-    mended = trials("16-mixed", 0.001, settings="precision.keep_fp32=[head]")
-    assert "tried on" not in to_markdown("", [advice_table(asked(BASE, *bad, mended))])
+    attempts = f"tried on one seed: {stem} loss +0.4, {head} loss +0.4"
+    assert attempts in page.replace("\\", "")
+    healed = trials("16-mixed", 0.001, settings="precision.keep_fp32=[head]")
+    assert "tried on" not in to_markdown("", [advice_table(asked(BASE, *bad, healed))])
 
 
 def test_a_stop_is_named_as_the_reason_for_a_missing_verdict() -> None:
-    cut = changed(trials("bf16-mixed", seeds=1), status="stopped")
-    assert other_sentences(asked(BASE, cut)) == "It was stopped before it could judge bf16-mixed."
+    stopped = changed(trials("bf16-mixed", seeds=1), status="stopped")
+    assert (
+        other_sentences(asked(BASE, stopped)) == "It was stopped before it could judge bf16-mixed."
+    )
 
 
 def test_a_busy_machine_is_named() -> None:
@@ -201,7 +203,7 @@ def test_a_busy_machine_is_named() -> None:
 
 def test_float32_that_diverges_leaves_no_advice() -> None:
     found = asked(changed(BASE, diverged=True, status="failed"), trials("bf16-mixed"))
-    assert found.recommended is None
+    assert found.recommendation is None
     assert advice_sentence(found).startswith("No advice")
 
 
@@ -231,7 +233,7 @@ def test_settings_read_back_from_their_file_and_a_damaged_file_has_none(tmp_path
     (tmp_path / "advise.json").write_text("{]")
     assert AdviseSettings.read(tmp_path) is None
     assert AdviseSettings.read(tmp_path / "none") is None
-    assert AdviseSettings.of({"objective": 3}) is None
+    assert AdviseSettings.from_json({"objective": 3}) is None
 
 
 def test_speeds_missing_in_some_jobs_are_compared_by_the_other_seeds() -> None:
@@ -270,8 +272,8 @@ def test_more_seeds_are_named_where_the_budget_was_enough() -> None:
         replace(j, metrics={VAL_LOSS: 1.0 + 0.05 * (-1) ** (j.seed or 0)})
         for j in trials("bf16-mixed")
     ]
-    assert "more advise.seeds may tell" in other_sentences(asked(BASE, unclear))
-    assert "a larger advise.budget may tell" in other_sentences(asked(BASE, unclear[:2]))
+    assert "more advise.seeds may decide" in other_sentences(asked(BASE, unclear))
+    assert "a larger advise.budget may decide" in other_sentences(asked(BASE, unclear[:2]))
 
 
 def test_a_loss_scale_that_begins_too_high_has_a_remedy() -> None:

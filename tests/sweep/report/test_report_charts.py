@@ -8,8 +8,14 @@ import pytest
 from matplotlib.collections import PathCollection
 
 from runner.modes.result import RunResult
-from runner.sweep.report.charts import legend, overview, panels, styles
-from runner.sweep.report.downsample import BUCKETS, MEANS, curve_points, envelope, means
+from runner.sweep.report.charts import chart_figures, group_styles, legend_entries, overview_figure
+from runner.sweep.report.downsample import (
+    ENVELOPE_BUCKETS,
+    MEAN_BUCKETS,
+    bucket_means,
+    curve_points,
+    envelope,
+)
 from runner.sweep.report.jobs import Job, SweepData
 from runner.utils.plots import plain_label, svg_element
 
@@ -55,29 +61,29 @@ def test_an_envelope_keeps_every_dip_and_peak():
     dips = np.arange(77, 100_000, 997)
     values[dips] = 2.0 ** -(np.arange(len(dips)) % 7)
     values[[500, 501]] = 2.0**20, 2.0**-20
-    steps, kept = envelope(np.arange(100_000.0), values)
-    assert len(steps) <= 2 * BUCKETS
+    steps, smoothed = envelope(np.arange(100_000.0), values)
+    assert len(steps) <= 2 * ENVELOPE_BUCKETS
     assert {500, 501} <= set(steps.tolist())
     assert set(dips.tolist()) <= set(steps.tolist())
     assert (np.diff(steps) > 0).all()
-    assert sorted(kept[kept < 65536]) == sorted([*values[dips], 2.0**-20])
+    assert sorted(smoothed[smoothed < 65536]) == sorted([*values[dips], 2.0**-20])
 
 
 def test_values_that_are_not_finite_are_gaps():
     values = np.ones(10_000)
     values[2000:4000], values[7] = np.nan, np.inf
-    for thin, most in ((envelope, 2 * BUCKETS), (means, MEANS)):
-        steps, kept = thin(np.arange(10_000.0), values)
-        assert len(steps) == len(kept) <= most
-        assert np.isnan(kept).any()
-        assert set(kept[np.isfinite(kept)]) == {1.0}
-        assert np.isnan(kept[(steps > 2010) & (steps < 3990)]).all()
+    for thin, most in ((envelope, 2 * ENVELOPE_BUCKETS), (bucket_means, MEAN_BUCKETS)):
+        steps, smoothed = thin(np.arange(10_000.0), values)
+        assert len(steps) == len(smoothed) <= most
+        assert np.isnan(smoothed).any()
+        assert set(smoothed[np.isfinite(smoothed)]) == {1.0}
+        assert np.isnan(smoothed[(steps > 2010) & (steps < 3990)]).all()
     assert np.isnan(envelope(np.arange(3.0), np.array([1, np.inf, 2]))[1][1])
 
 
-def test_means_are_means():
-    steps, kept = means(np.arange(2000.0), np.arange(2000.0))
-    assert (len(kept), kept[0], steps[0]) == (MEANS, 4.5, 4.5)
+def test_a_bucket_is_drawn_as_its_mean():
+    steps, smoothed = bucket_means(np.arange(2000.0), np.arange(2000.0))
+    assert (len(smoothed), smoothed[0], steps[0]) == (MEAN_BUCKETS, 4.5, 4.5)
 
 
 def test_a_repeated_step_has_its_last_value():
@@ -86,36 +92,38 @@ def test_a_repeated_step_has_its_last_value():
 
 
 def test_twenty_two_groups_look_different():
-    look = styles([f"p{i}" for i in range(21)] + ["32-true"])
+    look = group_styles([f"p{i}" for i in range(21)] + ["32-true"])
     assert look["32-true"] == ("black", "solid")
     assert len({str(style) for style in look.values()}) == 22
 
 
 def test_seeds_share_a_look_and_a_line_in_the_legend():
     data = SweepData([job(), job("b"), job("b", 1)])
-    assert [entry.name for entry in legend(data)] == ["32-true", "b"]
-    lines = axes_named(overview(data), "training loss").lines
+    assert [entry.name for entry in legend_entries(data)] == ["32-true", "b"]
+    lines = axes_named(overview_figure(data), "training loss").lines
     assert lines[1].get_color() == lines[2].get_color() != lines[0].get_color()
 
 
 def test_the_figure_has_a_chart_for_each_kind_of_curve():
-    assert len(panels(SweepData([job()]))) == 2
-    assert len(panels(SweepData([job(), job("b")]))) == 3
-    assert len(panels(SweepData([job(), scaled([4, 2], [0, 1])]))) == 4
-    assert len(overview(SweepData([job(), scaled([4, 2], [0, 1])])).axes) == 4
+    assert len(chart_figures(SweepData([job()]))) == 2
+    assert len(chart_figures(SweepData([job(), job("b")]))) == 3
+    assert len(chart_figures(SweepData([job(), scaled([4, 2], [0, 1])]))) == 4
+    assert len(overview_figure(SweepData([job(), scaled([4, 2], [0, 1])])).axes) == 4
 
 
 def test_nothing_trained_makes_no_figure():
     evaluated = job(trained_in="32-true")
     failed = Job(RunResult("b", "b", "/x", "failed"))
     for jobs in ([], [evaluated], [failed], [Job(job().result)]):
-        assert overview(SweepData(jobs)) is None
-        assert panels(SweepData(jobs)) == []
+        assert overview_figure(SweepData(jobs)) is None
+        assert chart_figures(SweepData(jobs)) == []
 
 
-def test_log_axis_where_all_is_positive():
+def test_the_axis_is_logarithmic_if_all_values_are_positive():
     def scale(values):
-        return axes_named(overview(SweepData([job(values=values)])), "training loss").get_yscale()
+        return axes_named(
+            overview_figure(SweepData([job(values=values)])), "training loss"
+        ).get_yscale()
 
     assert scale([3.0, math.nan, 1.0]) == "log"
     assert scale([3.0, 0.0, 1.0]) == "linear"
@@ -123,46 +131,48 @@ def test_log_axis_where_all_is_positive():
 
 
 def test_the_first_loss_that_is_not_finite_is_marked():
-    figure = overview(SweepData([job(values=[3.0, 2.0, math.nan, math.inf])]))
+    figure = overview_figure(SweepData([job(values=[3.0, 2.0, math.nan, math.inf])]))
     axes = axes_named(figure, "training loss (✖")
     (mark,) = [line for line in axes.lines if line.get_marker() == "X"]
     assert mark.get_xdata()[0] == 3
     figure.draw_without_rendering()
-    whole = axes_named(overview(SweepData([job()])), "training loss")
+    whole = axes_named(overview_figure(SweepData([job()])), "training loss")
     assert not [line for line in whole.lines if line.get_marker() == "X"]
 
 
 def test_a_run_that_never_had_a_number_is_drawn():
-    figure = overview(SweepData([job(values=[math.nan] * 3), scaled([0.0, math.nan], [0, 1])]))
+    figure = overview_figure(
+        SweepData([job(values=[math.nan] * 3), scaled([0.0, math.nan], [0, 1])])
+    )
     figure.draw_without_rendering()
 
 
-def test_overflows_are_marked_where_they_were():
-    figure = overview(SweepData([scaled([8.0, 8.0, 4.0, 4.0], [0, 1, 0, 1])]))
+def test_overflows_are_marked_at_their_steps():
+    figure = overview_figure(SweepData([scaled([8.0, 8.0, 4.0, 4.0], [0, 1, 0, 1])]))
     axes = axes_named(figure, "loss scale")
     (marks,) = [line for line in axes.lines if line.get_marker() == "x"]
     assert (marks.get_xdata().tolist(), marks.get_ydata().tolist()) == ([2, 4], [8, 4])
     assert axes.get_yscale() == "log"
 
 
-def test_changes_of_the_scale_where_nothing_else_is_known():
+def test_the_scale_is_drawn_from_its_changes_if_nothing_else_is_known():
     changes = curve([8.0, 8.0, 4.0, 4.0], np.array([1, 99, 100, 200]))
     flags = curve([1, 1], np.array([100, 150]))
     curves = {"loss_scale/changes": changes, "loss_scale/overflow": flags}
-    axes = axes_named(overview(SweepData([job("16-mixed", curves=curves)])), "loss scale")
+    axes = axes_named(overview_figure(SweepData([job("16-mixed", curves=curves)])), "loss scale")
     line, marks = axes.lines
     assert line.get_xydata().tolist() == [[1, 8], [99, 8], [100, 4], [200, 4]]
     assert marks.get_xydata().tolist() == [[100, 4], [150, 4]]
 
 
-def test_validation_loss_where_the_quality_has_no_curve():
+def test_validation_loss_is_drawn_if_the_quality_has_no_curve():
     jobs = [job(curves={"val/accuracy": curve([]), "val/loss": curve([2.0, 1.0])})]
-    assert axes_named(overview(SweepData(jobs)), "val/loss").get_yscale() == "log"
+    assert axes_named(overview_figure(SweepData(jobs)), "val/loss").get_yscale() == "log"
 
 
-def test_speed_against_quality():
+def test_speed_is_drawn_against_quality():
     jobs = [job(seed=s, metrics={"val/accuracy": 0.9 + s / 10}) for s in (0, 1)]
-    figure = overview(SweepData([*jobs, job("b", examples_per_second=200.0)]))
+    figure = overview_figure(SweepData([*jobs, job("b", examples_per_second=200.0)]))
     axes = axes_named(figure, "val/accuracy against speed")
     spots = [c.get_offsets()[0].tolist() for c in axes.collections if isinstance(c, PathCollection)]
     assert spots[0] == pytest.approx([1.0, 0.95])
@@ -171,14 +181,14 @@ def test_speed_against_quality():
     assert {t.get_text() for t in axes.texts} == {"32-true", "b"}
 
 
-def test_examples_per_second_where_there_is_no_baseline():
-    figure = overview(SweepData([job("a"), job("b", examples_per_second=200.0)]))
+def test_speed_is_in_examples_per_second_without_a_baseline():
+    figure = overview_figure(SweepData([job("a"), job("b", examples_per_second=200.0)]))
     assert figure.axes[-1].get_xlabel() == "examples/s"
 
 
 def test_labels_do_not_cover_each_other():
     jobs = [job(f"precision-{i}", examples_per_second=100.0 + i / 10) for i in range(12)]
-    figure = overview(SweepData(jobs))
+    figure = overview_figure(SweepData(jobs))
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in figure.axes[-1].texts]
     assert len(boxes) >= 4
@@ -192,7 +202,7 @@ HOSTILE = '<script>x</script> --> $a_b$ \\frac{ ]]> _日 url(#a) id="b"'
 def test_an_svg_stands_alone():
     name = f"_{HOSTILE}"
     data = SweepData([job(name), job("b"), scaled([4, 2], [0, 1], label=name)])
-    texts = [svg_element(figure) for figure in (*panels(data), overview(data))]
+    texts = [svg_element(figure) for figure in (*chart_figures(data), overview_figure(data))]
     every = []
     for text in texts:
         root = ElementTree.fromstring(text)
@@ -210,10 +220,12 @@ def test_an_svg_stands_alone():
 
 def test_an_svg_is_the_same_every_time():
     data = SweepData([job(), scaled([4, 2], [0, 1])])
-    assert [svg_element(f) for f in panels(data)] == [svg_element(f) for f in panels(data)]
+    assert [svg_element(f) for f in chart_figures(data)] == [
+        svg_element(f) for f in chart_figures(data)
+    ]
 
 
-def test_labels_are_what_the_font_has():
+def test_labels_hold_only_characters_of_the_font():
     assert plain_label("32-true ± é β") == "32-true ± é β"
     assert plain_label("a\n日") == "a??"
     assert plain_label("_hidden") == " _hidden"
@@ -234,7 +246,7 @@ def test_many_long_jobs_are_few_points():
         )
         for i in range(20)
     ]
-    figure = overview(SweepData(jobs))
+    figure = overview_figure(SweepData(jobs))
     for axes in figure.axes:
-        assert all(len(line.get_xdata()) <= 2 * BUCKETS for line in axes.lines)
+        assert all(len(line.get_xdata()) <= 2 * ENVELOPE_BUCKETS for line in axes.lines)
     assert sum(len(a.lines) for a in figure.axes) <= 20 * 6

@@ -5,8 +5,8 @@ from scipy import stats
 
 from runner.modes.result import RunResult
 from runner.sweep.report.columns import sweep_table
-from runner.sweep.report.compare import compare, group_jobs, pareto_front
-from runner.sweep.report.conclusion import conclusion, recommended_precision
+from runner.sweep.report.compare import compare_with_baselines, group_jobs, pareto_front
+from runner.sweep.report.conclusion import conclusion_text, recommended_precision
 from runner.sweep.report.number_text import difference_words, format_interval, format_mean_sd
 from runner.sweep.report.statistics import Spread, quality_difference
 
@@ -43,7 +43,11 @@ def seeds(precision, qualities, speeds=(100.0, 100.0, 100.0), **more):
 
 
 def of(results, name, device=GPU):
-    return next(c for c in compare(results) if c.group.name == name and c.group.device == device)
+    return next(
+        c
+        for c in compare_with_baselines(results)
+        if c.group.name == name and c.group.device == device
+    )
 
 
 def test_jobs_that_differ_in_their_seeds_form_a_group():
@@ -241,20 +245,20 @@ def test_the_pareto_front_holds_the_groups_that_none_dominates():
         result("elsewhere", quality=0.10, speed=1.0, peak_memory_mib=99.0, device=CPU),
         result("gone", quality=math.nan, speed=999.0),
     ]
-    front = [c.group.name for c in pareto_front(compare(sweep))]
+    front = [c.group.name for c in pareto_front(compare_with_baselines(sweep))]
     assert front == ["32-true", "fast", "small", "elsewhere"]
 
 
 def test_the_pareto_front_follows_the_direction_of_the_quality():
     sweep = [result(name, quality=q, direction="min") for name, q in (("a", 2.0), ("b", 1.0))]
-    assert [c.group.name for c in pareto_front(compare(sweep))] == ["b"]
+    assert [c.group.name for c in pareto_front(compare_with_baselines(sweep))] == ["b"]
 
 
 NOISY, SAME, WORSE = (0.90, 0.91, 0.92), (0.905, 0.908, 0.921), (0.70, 0.711, 0.72)
 
 
-def told(*results, missing=""):
-    return conclusion(compare(results), missing)
+def conclusion_of(*results, missing=""):
+    return conclusion_text(compare_with_baselines(results), missing)
 
 
 def test_conclusion_of_several_seeds():
@@ -264,76 +268,83 @@ def test_conclusion_of_several_seeds():
         *seeds("c", WORSE, (200.0,) * 3),
         *seeds("d", SAME, peak_memory_mib=300.0),
     ]
-    text = told(*sweep)
+    text = conclusion_of(*sweep)
     assert text.startswith(
         "b trains 1.51 × as fast as 32-true, with 0.60 × its peak memory, and no "
     )
     assert "no measurable difference in val/accuracy (+0.0013 ± " in text
     assert text.endswith("3 seeds); least memory: d with 0.30 × its peak memory.")
     assert "c" not in text.split()
-    assert recommended_precision(compare(sweep)).group.name == "b"
+    assert recommended_precision(compare_with_baselines(sweep)).group.name == "b"
 
 
 def test_a_difference_within_the_noise_is_no_gain():
     sweep = [*seeds("32-true", NOISY), *seeds("b", SAME, (99.0, 120.0, 130.0))]
-    assert told(*sweep).startswith("Nothing as good trained faster than 32-true: b is about as ")
-    assert recommended_precision(compare(sweep)).group.name == "32-true"
+    assert conclusion_of(*sweep).startswith(
+        "Nothing as good trained faster than 32-true: b is about as "
+    )
+    assert recommended_precision(compare_with_baselines(sweep)).group.name == "32-true"
     worse = [*seeds("32-true", NOISY), *seeds("b", WORSE, (300.0,) * 3)]
-    assert told(*worse).startswith("Stay with 32-true")
-    assert recommended_precision(compare(worse)).group.name == "32-true"
+    assert conclusion_of(*worse).startswith("Stay with 32-true")
+    assert recommended_precision(compare_with_baselines(worse)).group.name == "32-true"
 
 
 def test_a_group_with_a_failed_seed_is_not_recommended():
     fast = seeds("b", (0.905, 0.908, math.nan), (200.0,) * 3)
-    text = told(*seeds("32-true", NOISY), *fast, *seeds("c", SAME, (110.0,) * 3))
+    text = conclusion_of(*seeds("32-true", NOISY), *fast, *seeds("c", SAME, (110.0,) * 3))
     assert text.startswith("c trains 1.10 × as fast")
     assert text.endswith("Diverged: b (1 of 3).")
 
 
 def test_conclusion_of_one_seed_each():
-    text = told(result("32-true"), result("b", quality=0.8, speed=150.0))
+    text = conclusion_of(result("32-true"), result("b", quality=0.8, speed=150.0))
     assert "b trains 1.50 × as fast as 32-true, with the same peak memory" in text
     assert "quality not judged (-0.1 val/accuracy): one seed each; add seed=0,1,2." in text
-    assert recommended_precision(compare([result("32-true"), result("b", speed=200.0)])) is None
+    assert (
+        recommended_precision(compare_with_baselines([result("32-true"), result("b", speed=200.0)]))
+        is None
+    )
 
 
 def test_the_conclusion_names_the_groups_with_one_seed():
-    text = told(*seeds("32-true", NOISY), result("b", quality=0.8, speed=150.0))
+    text = conclusion_of(*seeds("32-true", NOISY), result("b", quality=0.8, speed=150.0))
     assert text.endswith("quality not judged (-0.11 val/accuracy): one seed of b; add seed=0,1,2.")
 
 
 def test_a_baseline_that_failed_is_not_asked_for_again():
-    gone = told(result("32-true", quality=math.nan), result("b"))
+    gone = conclusion_of(result("32-true", quality=math.nan), result("b"))
     assert gone == (
         "32-true reached no finite result to compare with. Fastest: b: val/accuracy 0.9, "
         "100 examples/s. Diverged: 32-true."
     )
-    alone = told(result("32-true"), result("b", quality=math.nan))
+    alone = conclusion_of(result("32-true"), result("b", quality=math.nan))
     assert alone == "Only 32-true ended: val/accuracy 0.9, 100 examples/s. Diverged: b."
 
 
 def test_conclusion_without_a_baseline():
-    assert told(result("b"), result("c", speed=150.0)).startswith(
+    assert conclusion_of(result("b"), result("c", speed=150.0)).startswith(
         "No 32-true job to compare with; add precision=32-true. Fastest: c"
     )
-    broken = told(lost("32-true"), result("b"), result("c"))
+    broken = conclusion_of(lost("32-true"), result("b"), result("c"))
     assert broken.startswith("32-true reached no finite result to compare with. Fastest: b")
     assert broken.endswith("Failed: 32-true.")
 
 
 def test_conclusions_of_one_job_no_job_and_no_result():
-    assert told(result("b")) == (
+    assert conclusion_of(result("b")) == (
         "Only b ended: val/accuracy 0.9, 100 examples/s; to compare, add precision=32-true."
     )
-    assert told(lost("b"), lost("c", "unavailable")) == (
+    assert conclusion_of(lost("b"), lost("c", "unavailable")) == (
         "No job finished with a finite result. Failed: b; unavailable here: c."
     )
-    assert told() == "No job left a result."
-    assert told(RunResult("b", "b", "/x")) == "Nothing was trained or evaluated."
+    assert conclusion_of() == "No job wrote a result."
+    assert conclusion_of(RunResult("b", "b", "/x")) == "Nothing was trained or evaluated."
 
 
 def test_conclusion_names_three_and_counts_the_rest():
-    text = told(result("32-true"), *(lost(f"p{i}") for i in range(6)), missing="only 9 of 12 began")
+    text = conclusion_of(
+        result("32-true"), *(lost(f"p{i}") for i in range(6)), missing="only 9 of 12 began"
+    )
     assert text.endswith("Only 9 of 12 began; failed: p0, p1, p2 and 3 more.")
 
 
@@ -342,7 +353,7 @@ def test_conclusion_of_a_search():
         result(p, quality=q, extra=f"optimizer.lr={q}")
         for p, q in (("32-true", 0.7), ("b", 0.9), ("b", 0.8), ("32-true", 0.75))
     ]
-    assert told(*sweep) == (
+    assert conclusion_of(*sweep) == (
         "Best val/accuracy: b optimizer.lr=0.9 with 0.9; best of the other precisions: "
         "32-true optimizer.lr=0.75 with 0.75; one seed each: no verdict."
     )
@@ -368,7 +379,7 @@ def test_evaluations_are_concluded_by_their_change(noted):
     ]
     assert of(sweep, "bnb-nf4").group.change.mean == pytest.approx(-0.05)
     assert of(sweep, "bnb-nf4").difference is None
-    assert told(*sweep) == (
+    assert conclusion_of(*sweep) == (
         "val/accuracy was 0.9 as trained in 32-true: bnb-nf4 (13 MiB of weights) changes it by "
         "-0.05; 16-true (50 MiB of weights) changes it by -0.001."
     )
@@ -394,7 +405,7 @@ def test_a_checkpoint_is_compared_with_itself(noted):
     assert of(sweep, "32-true checkpoint=b").group.change.mean == 0
     assert of(sweep, "16-true checkpoint=b").group.change.mean == pytest.approx(-0.02)
     assert of(sweep, "tf32 checkpoint=b ++precision.x=1").group.change.mean == pytest.approx(-0.02)
-    assert told(*sweep) == (
+    assert conclusion_of(*sweep) == (
         "val/accuracy was 0.9 as trained in 32-true: 16-true checkpoint=a (50 MiB of weights) "
         "changes it by -0.05. val/accuracy was 0.5 as trained in 32-true: 16-true checkpoint=b "
         "(50 MiB of weights) changes it by -0.02."
@@ -419,12 +430,14 @@ def test_many_checkpoints_are_summarised_by_the_best():
         for i in range(4)
         for p in ("32-true", "16-true")
     ]
-    assert told(*sweep).startswith("Evaluated, nothing trained: best 32-true checkpoint=0 with ")
+    assert conclusion_of(*sweep).startswith(
+        "Evaluated, nothing trained: best 32-true checkpoint=0 with "
+    )
 
 
 def test_each_device_has_its_own_conclusion():
     bases = [result("32-true", device=device) for device in (CPU, GPU)]
-    text = told(*bases, result("b", speed=50.0, device=CPU), result("b", speed=200.0))
+    text = conclusion_of(*bases, result("b", speed=50.0, device=CPU), result("b", speed=200.0))
     assert text.startswith(f"On {CPU}: Nothing trained faster than 32-true: b is 0.50 × ")
     assert f"On {GPU}: b trains 2.00 × " in text
 

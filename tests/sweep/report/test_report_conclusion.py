@@ -1,8 +1,8 @@
-"""What a sweep of short jobs says."""
+"""The conclusion of a sweep whose jobs are too short for a speed."""
 
 from runner.modes.result import RunResult
-from runner.sweep.report.compare import compare
-from runner.sweep.report.conclusion import conclusion
+from runner.sweep.report.compare import compare_with_baselines
+from runner.sweep.report.conclusion import conclusion_text
 
 
 def test_jobs_too_short_for_a_speed_are_compared_by_quality():
@@ -21,7 +21,7 @@ def test_jobs_too_short_for_a_speed_are_compared_by_quality():
         for s in (0, 1)
     ]
     for some in (jobs, jobs[::2]):
-        text = conclusion(compare(some))
+        text = conclusion_text(compare_with_baselines(some))
         assert text.startswith("Too short for a comparison of speed; train for more steps. ")
         assert "val/accuracy against 32-true: bf16-mixed 0.9" in text
         assert "nothing compares" not in text

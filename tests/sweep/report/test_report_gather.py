@@ -1,4 +1,4 @@
-"""What a report is made of: from a sweep's folder, and from a real store alone."""
+"""Load a sweep for its report: from its folder, and from a real store alone."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import pytest
 
 from runner.modes.result import RunResult
 from runner.sweep.report import load
-from runner.sweep.report.compare import compare
+from runner.sweep.report.compare import compare_with_baselines
 from runner.sweep.report.load import (
     load_from_folder,
     load_from_store,
@@ -97,7 +97,7 @@ def test_the_writers_history_is_preferred_to_the_journal(sweep):
 
 
 def test_a_damaged_history_is_read_from_the_journal(sweep):
-    (sweep / "0" / HISTORY).write_bytes(b"PK\x03\x04 cut off")
+    (sweep / "0" / HISTORY).write_bytes(b"PK\x03\x04 truncated")
     assert same(load_from_folder(sweep).jobs[0].curves["train/loss"], LOSSES)
 
 
@@ -128,7 +128,8 @@ def stored(tmp_path_factory):
         params = {"seed": str(len(name))}
         tracker.open(RunInfo(folder / name, params, tags, name=f"16-mixed seed={len(name)}"))
         for step, loss in enumerate(LOSSES, 1):
-            tracker.log_metrics([(step, 1000 + step, {"train/loss": loss, "val/accuracy": step / 10})])
+            values = {"train/loss": loss, "val/accuracy": step / 10}
+            tracker.log_metrics([(step, 1000 + step, values)])
         if name == "whole":
             tracker.artifact(replace(DONE, label="whole").write(folder / name))
             tracker.close("FINISHED")
@@ -162,10 +163,10 @@ def test_jobs_without_a_list_are_loaded_from_their_runs(stored):
 
 
 def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatch):
-    monkeypatch.setattr(Reader, "artifact", lambda *_: b"PK\x03\x04 cut off")
+    monkeypatch.setattr(Reader, "artifact", lambda *_: b"PK\x03\x04 truncated")
     facts = load._StoredFacts(False, [DONE], [], 1)
     monkeypatch.setattr(load, "_stored_facts", lambda *_: facts)
-    monkeypatch.setattr(load, "_result", lambda _, run: replace(DONE, run_id=run.run_id))
+    monkeypatch.setattr(load, "_result_of_run", lambda _, run: replace(DONE, run_id=run.run_id))
     reader = Reader(stored[0])
     jobs = load_from_store(reader, reader.run(stored[1])).jobs
     assert [len(job.curves.get("train/loss", [()])[0]) for job in jobs] == [0, 5, 5, 1]
@@ -179,8 +180,8 @@ def test_a_sweep_is_found_by_its_id_its_parent_and_its_jobs(stored, tmp_path):
         for name in ("night", parent, job.run_id)
     ]
     assert pages[0] == pages[1] == pages[2]
-    kept = Reader(uri).artifact(parent, "report.html")
-    assert kept == (tmp_path / "report.html").read_bytes()
+    artifact = Reader(uri).artifact(parent, "report.html")
+    assert artifact == (tmp_path / "report.html").read_bytes()
     assert "16-mixed" in Reader(uri).run(parent).tags["mlflow.note.content"]
 
 
@@ -263,8 +264,9 @@ def test_joined_jobs_are_named_by_what_differs():
     ]
     assert named[3][0] == "16-mixed model=resnet train.max_steps=2"
     assert named[4] == ("", "job 3")
-    beside = {
-        c.group.name: c.baseline and c.baseline.name for c in compare(with_unique_names(jobs))
+    baselines = {
+        c.group.name: c.baseline and c.baseline.name
+        for c in compare_with_baselines(with_unique_names(jobs))
     }
-    assert beside[f"16-mixed {words}"] == f"32-true {words}"
-    assert beside["16-mixed model=resnet train.max_steps=2"] is None
+    assert baselines[f"16-mixed {words}"] == f"32-true {words}"
+    assert baselines["16-mixed model=resnet train.max_steps=2"] is None

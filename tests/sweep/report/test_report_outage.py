@@ -40,7 +40,7 @@ def test_the_report_names_the_artifacts_of_a_server_that_stops(tmp_path, monkeyp
 
         data = load_from_store(reader, parent)
         assert [one.result.label for one in data.jobs] == ["from the artifact"]
-        assert data.unread == ()
+        assert data.fetch_failures == ()
 
         jobs = reader.jobs
         monkeypatch.setattr(reader, "jobs", lambda parent: [jobs(parent), server.stop()][0])
@@ -49,7 +49,7 @@ def test_the_report_names_the_artifacts_of_a_server_that_stops(tmp_path, monkeyp
         server.stop()
     assert [one.result.label for one in data.jobs] == ["32-true seed=1"]
     assert data.jobs[0].curves["train/loss"][2].tolist() == [0.5]
-    for path, message in zip(("result.json", "history.npz"), data.unread, strict=True):
+    for path, message in zip(("result.json", "history.npz"), data.fetch_failures, strict=True):
         assert f"the artifact {path} of run {job} in" in message
         assert "Connection refused" in message
     for page in write_report(data, tmp_path)[:2]:

@@ -285,7 +285,7 @@ def test_a_group_without_a_baseline_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("jobs", [[], [lost("a", "failed", "x")], [lost("a", "unavailable", "y")]])
-def test_nothing_finished(jobs, tmp_path):
+def test_a_sweep_without_a_finished_job_has_a_report(jobs, tmp_path):
     text, _, found = pages(SweepData(jobs, is_stopped=True), tmp_path)
     assert set(found) == {".md", ".html"}
     assert "The sweep was stopped before its last job" in text
@@ -298,21 +298,21 @@ def test_infinite_numbers_are_shown(tmp_path):
     assert ">inf<" in html
 
 
-def test_the_summary_is_cut_by_whole_rows(sweep):
+def test_a_long_summary_loses_whole_rows(sweep):
     whole = summary_markdown(sweep)
     assert "More rows" not in whole
     assert "| 64-true | failed (a \\| b second) |" in whole
     assert "`python -m runner -m precision=32-true,bf16-mixed`" in whole
     for limit in range(30, len(whole), 60):
-        cut = summary_markdown(sweep, limit)
-        assert len(cut) <= limit
-        for line in cut.splitlines():
+        summary = summary_markdown(sweep, limit)
+        assert len(summary) <= limit
+        for line in summary.splitlines():
             if line.startswith("|"):
                 assert line in whole.splitlines()
-    cut = summary_markdown(sweep, len(whole) - 1)
-    assert "More rows: see report.html" in cut
-    assert "| 64-true" not in cut
-    assert "python -m runner" in cut
+    summary = summary_markdown(sweep, len(whole) - 1)
+    assert "More rows: see report.html" in summary
+    assert "| 64-true" not in summary
+    assert "python -m runner" in summary
 
 
 def test_the_summary_names_failed_jobs(sweep):

@@ -30,7 +30,7 @@ def test_a_checkpoint_comes_after_the_evaluation_of_its_step(step):
 
 
 @pytest.mark.parametrize(("direction", "best"), [("max", [5, 15]), ("min", [5, 10])])
-def test_the_best_is_kept_also_after_a_cut(direction, best):
+def test_the_best_value_survives_an_interruption(direction, best):
     made = []
 
     def observer():

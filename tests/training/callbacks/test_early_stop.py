@@ -5,11 +5,11 @@ import pytest
 from runner.training.callbacks.early_stopping import EarlyStopping
 
 
-def reached_at(values, direction, patience, evaluation):
+def stopping_evaluation(values, direction, patience, evaluation):
     observer = EarlyStopping("val/loss", direction, patience)
     for number, value in enumerate(values, 1):
         observer.evaluation(evaluation(number, loss=value))
-        if observer.reached:
+        if observer.should_stop:
             return number
     return None
 
@@ -29,4 +29,4 @@ def reached_at(values, direction, patience, evaluation):
     ],
 )
 def test_when_the_quality_has_not_improved(values, direction, patience, stop, evaluation):
-    assert reached_at(values, direction, patience, evaluation) == stop
+    assert stopping_evaluation(values, direction, patience, evaluation) == stop

@@ -5,20 +5,20 @@ import pytest
 
 from runner.config.schema import GuardSpec, RunSpec, TrainSpec
 from runner.precision.registry import load_precision
-from runner.training.callbacks.guard import ENOUGH, Guard
+from runner.training.callbacks.guard import MIN_SPIKE_STEPS, Guard
 
-KEPT = "The samples are in x.json"
+SAMPLES_NOTE = "The samples are in x.json"
 
 
 class Heard(list):
-    """What was said, and the steps whose samples were kept."""
+    """The warnings, and in `saved` the steps whose samples were saved."""
 
     def __init__(self):
-        self.kept = []
+        self.saved = []
 
-    def keep(self, record, why):
-        self.kept.append((record.step, why))
-        return KEPT
+    def save_samples(self, record, why):
+        self.saved.append((record.step, why))
+        return SAMPLES_NOTE
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def made(heard, precision="16-mixed", optimizer=None, train=None, **guard):
         train=train or TrainSpec(),
         optimizer={"lr": 0.1} if optimizer is None else optimizer,
     )
-    return Guard(spec, load_precision(precision), heard.append, heard.keep)
+    return Guard(spec, load_precision(precision), heard.append, heard.save_samples)
 
 
 def overflowing(step, count, scale=8.0):
@@ -45,20 +45,20 @@ def test_a_healthy_run_is_silent(heard, step, evaluation):
     guard.steps((step(1, 65536.0), step(2, 32768.0), step(3, 1.0)))
     guard.evaluation(evaluation(3, stagnant=0.5))
     guard.evaluation(evaluation(3, stagnant=None))
-    assert (heard, heard.kept, guard.reached, guard.sound) == ([], [], False, True)
+    assert (heard, heard.saved, guard.should_stop, guard.weights_are_good) == ([], [], False, True)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_stops(heard, step, loss):
     guard = made(heard, "32-true")
     guard.steps((step(1), step(2, loss=loss), step(3, loss=math.nan)))
-    assert (guard.reached, guard.sound, heard) == (True, False, [])
-    assert heard.kept == [(2, f"the loss is {loss} at step 2")]
+    assert (guard.should_stop, guard.weights_are_good, heard) == (True, False, [])
+    assert heard.saved == [(2, f"the loss is {loss} at step 2")]
     assert guard.message == (
         f"guard.non_finite: the loss is {loss} at step 2.\n"
         "Try optimizer.lr=0.01 or train.clip_norm=1.0; "
         "guard.non_finite=warn continues regardless.\n"
-        f"{KEPT}"
+        f"{SAMPLES_NOTE}"
     )
 
 
@@ -69,21 +69,21 @@ def test_gradients_that_are_not_finite_stop_a_step_before_the_loss_does(heard, s
     assert "precision=32-true or optimizer.lr=0.01" in guard.message
 
 
-def test_a_warning_comes_once_and_the_run_goes_on(heard, step):
+def test_a_warning_comes_once_and_the_run_continues(heard, step):
     guard = made(heard, non_finite="warn")
     guard.steps((step(1, 8.0), step(2, 8.0, loss=math.nan)))
     guard.steps((step(3, 8.0, loss=math.nan),))
     (message,) = heard
     assert message.startswith("warning: the loss is nan at step 2.\nTry precision=bf16-mixed or ")
     assert "precision.keep_fp32=[<module>]" in message
-    assert not guard.reached
-    assert len(heard.kept) == 1
+    assert not guard.should_stop
+    assert len(heard.saved) == 1
 
 
-def test_what_is_ignored_is_neither_said_nor_kept(heard, step):
+def test_an_ignored_finding_is_neither_reported_nor_saved(heard, step):
     guard = made(heard, non_finite="ignore", overflow="ignore", scale_floor="ignore")
     guard.steps((step(1, loss=math.nan), *overflowing(step, 40, 2.0**-9)))
-    assert (heard, heard.kept, guard.reached) == ([], [], False)
+    assert (heard, heard.saved, guard.should_stop) == ([], [], False)
 
 
 def test_an_overflow_is_no_finding(heard, step):
@@ -91,15 +91,15 @@ def test_an_overflow_is_no_finding(heard, step):
     guard = made(heard)
     guard.steps(overflowing(step, 29))
     guard.steps((step(30, 8.0), *overflowing(step, 29)))
-    assert (heard, guard.reached) == ([], False)
+    assert (heard, guard.should_stop) == ([], False)
 
 
-def test_overflows_in_a_row_stop_across_blocks_with_sound_weights(heard, step):
+def test_overflows_in_a_row_stop_across_blocks_with_good_weights(heard, step):
     guard = made(heard, overflow_steps=3)
     for record in overflowing(step, 3):
-        assert not guard.reached
+        assert not guard.should_stop
         guard.steps((record,))
-    assert (guard.reached, guard.sound) == (True, True)
+    assert (guard.should_stop, guard.weights_are_good) == (True, True)
     assert "guard.overflow: 3 steps in a row overflowed, up to step 3 (loss scale 8)" in (
         guard.message
     )
@@ -120,40 +120,43 @@ def test_a_collapsed_scale(heard, step, action, stops):
     message = guard.message if stops else heard[0]
     assert "the loss scale fell to 0.5 at step 2" in message
     assert "precision.keep_fp32=[<module>]" in message
-    assert (guard.reached, len(heard), len(heard.kept)) == (stops, int(not stops), 1)
+    assert (guard.should_stop, len(heard), len(heard.saved)) == (stops, int(not stops), 1)
 
 
 def losses(step, values):
     return tuple(step(n, loss=loss) for n, loss in enumerate(values, 1))
 
 
-def test_a_spike_is_told_against_the_running_median(heard, step):
+def test_a_spike_is_reported_against_the_running_median(heard, step):
     guard = made(heard, "32-true")
-    guard.steps(losses(step, [1.0] * ENOUGH + [12.0]))
+    guard.steps(losses(step, [1.0] * MIN_SPIKE_STEPS + [12.0]))
     (message,) = heard
-    assert f"the loss leapt to 12 at step {ENOUGH + 1}, 12 times its running median" in message
+    assert (
+        f"the loss leapt to 12 at step {MIN_SPIKE_STEPS + 1}, 12 times its running median"
+        in message
+    )
     assert "Try optimizer.lr=0.01 or train.clip_norm=1.0." in message
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        [1.0] * (ENOUGH - 1) + [99.0],  # too early to know what is usual
-        [1.0] * ENOUGH + [9.0],  # under the factor
+        [1.0] * (MIN_SPIKE_STEPS - 1) + [99.0],  # too early to know what is usual
+        [1.0] * MIN_SPIKE_STEPS + [9.0],  # under the factor
         [0.01, 0.01, 0.01, 0.2] * 10 + [0.3],  # as noisy as ever
-        [-1.0] * ENOUGH + [99.0],  # a loss without a scale of its own
-        [0.0] * ENOUGH + [0.1],
+        [-1.0] * MIN_SPIKE_STEPS + [99.0],  # a loss without a scale of its own
+        [0.0] * MIN_SPIKE_STEPS + [0.1],
     ],
 )
-def test_what_is_no_spike(heard, step, values):
+def test_a_loss_that_is_usual_early_or_without_scale_is_no_spike(heard, step, values):
     made(heard).steps(losses(step, values))
     assert heard == []
 
 
 def test_a_spike_can_stop_and_its_factor_be_chosen(heard, step):
     guard = made(heard, "32-true", spike="stop", spike_factor=3.0)
-    guard.steps(losses(step, [1.0] * ENOUGH + [4.0]))
-    assert (guard.reached, guard.sound) == (True, False)
+    guard.steps(losses(step, [1.0] * MIN_SPIKE_STEPS + [4.0]))
+    assert (guard.should_stop, guard.weights_are_good) == (True, False)
     assert guard.message.startswith("guard.spike: the loss leapt to 4")
 
 

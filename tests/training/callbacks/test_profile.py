@@ -16,7 +16,7 @@ def work():
 
 
 def test_the_first_steps_are_profiled(tmp_path, step, work):
-    observer = Profiler(tmp_path, until=3, write=call)
+    observer = Profiler(tmp_path, last_step=3, write_file=call)
     work()
     observer.steps((step(1), step(2)))
     assert list(tmp_path.iterdir()) == []
@@ -29,8 +29,8 @@ def test_the_first_steps_are_profiled(tmp_path, step, work):
     assert not (tmp_path / "profile.txt").exists()
 
 
-def test_a_run_that_ends_early_leaves_what_there_is(tmp_path, work):
-    observer = Profiler(tmp_path, until=100, write=call)
+def test_a_run_that_ends_early_writes_the_steps_so_far(tmp_path, work):
+    observer = Profiler(tmp_path, last_step=100, write_file=call)
     work()
     observer.close()
     assert "aten::mm" in (tmp_path / "profile.txt").read_text()

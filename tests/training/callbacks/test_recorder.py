@@ -75,7 +75,7 @@ def test_changes_show_each_dip_by_the_value_before_and_after(notebook, recorder,
     rise at once, with no slope between far points."""
     scales = [8.0, 8.0, 8.0, 4.0, 8.0, 8.0, 16.0, 16.0]
     records = [step(i, scale) for i, scale in enumerate(scales, 1)]
-    recorder.steps(tuple(records[:4]))  # the dip lies on the border of two blocks
+    recorder.steps(tuple(records[:4]))  # the dip is at the border of two blocks
     recorder.steps(tuple(records[4:]))
     recorder.close()
     assert notebook.of("loss_scale/changes") == [

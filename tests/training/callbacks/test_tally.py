@@ -6,70 +6,70 @@ from runner.training.callbacks.summary import RunSummary
 
 
 @pytest.fixture
-def tally():
+def summary():
     return RunSummary("val/accuracy", "max")
 
 
-def test_a_run_of_no_steps(tally):
-    summary = tally.summary()
-    assert summary["steps"] == 0
-    assert summary["best"] is None
-    assert summary["examples_per_second"] is None
+def test_a_run_of_no_steps(summary):
+    result = summary.result_values()
+    assert result["steps"] == 0
+    assert result["best"] is None
+    assert result["examples_per_second"] is None
 
 
-def test_rates_leave_the_first_block_out(tally, step):
-    tally.steps((step(1, step_ms=1000.0), step(2, step_ms=1000.0)))
-    assert tally.summary()["step_ms"] == 1000.0  # better than nothing
-    tally.steps((step(3, step_ms=100.0), step(4, step_ms=300.0)))
-    tally.steps((step(5, step_ms=500.0),))
-    summary = tally.summary()
-    assert summary["step_ms"] == 300.0
-    assert summary["examples_per_second"] == pytest.approx(3 * 8 / 0.900)
-    assert summary["steps"] == 5
+def test_rates_leave_the_first_block_out(summary, step):
+    summary.steps((step(1, step_ms=1000.0), step(2, step_ms=1000.0)))
+    assert summary.result_values()["step_ms"] == 1000.0  # better than nothing
+    summary.steps((step(3, step_ms=100.0), step(4, step_ms=300.0)))
+    summary.steps((step(5, step_ms=500.0),))
+    result = summary.result_values()
+    assert result["step_ms"] == 300.0
+    assert result["examples_per_second"] == pytest.approx(3 * 8 / 0.900)
+    assert result["steps"] == 5
 
 
-def test_scales_where_they_change_and_steps_that_were_skipped(tally, step):
-    tally.steps((step(1, 8.0), step(2, 8.0, overflow=1.0, skipped=1)))
-    tally.steps((step(3, 4.0, skipped=1), step(4, 4.0, overflow=1.0, skipped=2)))
-    assert tally.scales == [(1, 8.0), (3, 4.0)]
-    assert tally.overflows == [2, 4]
-    assert tally.summary()["skipped_steps"] == 2
-    assert tally.summary()["loss_scale"] == 4.0
+def test_scales_where_they_change_and_steps_that_were_skipped(summary, step):
+    summary.steps((step(1, 8.0), step(2, 8.0, overflow=1.0, skipped=1)))
+    summary.steps((step(3, 4.0, skipped=1), step(4, 4.0, overflow=1.0, skipped=2)))
+    assert summary.scales == [(1, 8.0), (3, 4.0)]
+    assert summary.overflows == [2, 4]
+    assert summary.result_values()["skipped_steps"] == 2
+    assert summary.result_values()["loss_scale"] == 4.0
 
 
-def test_without_a_loss_scale(tally, step):
-    tally.steps((step(1),))
-    assert tally.scales == []
-    assert tally.summary()["loss_scale"] is None
+def test_without_a_loss_scale(summary, step):
+    summary.steps((step(1),))
+    assert summary.scales == []
+    assert summary.result_values()["loss_scale"] is None
 
 
 @pytest.mark.parametrize(("direction", "best"), [("max", 0.9), ("min", 0.2)])
 def test_the_best_in_the_tasks_direction_and_the_last(evaluation, direction, best):
-    tally = RunSummary("val/accuracy", direction)
+    summary = RunSummary("val/accuracy", direction)
     for number, value in enumerate((0.5, 0.9, math.nan, 0.2, 0.4), 1):
-        tally.evaluation(evaluation(number, accuracy=value, stagnant=value))
-    assert tally.summary()["best"] == best
-    assert tally.summary()["metrics"] == {"val/accuracy": 0.4}
-    assert tally.summary()["stagnant_share"] == 0.4
+        summary.evaluation(evaluation(number, accuracy=value, stagnant=value))
+    assert summary.result_values()["best"] == best
+    assert summary.result_values()["metrics"] == {"val/accuracy": 0.4}
+    assert summary.result_values()["stagnant_share"] == 0.4
 
 
-def test_the_last_loss(tally, step):
-    tally.steps((step(1, loss=3.0), step(2, loss=1.5)))
-    assert tally.summary()["train_loss"] == 1.5
+def test_the_last_loss(summary, step):
+    summary.steps((step(1, loss=3.0), step(2, loss=1.5)))
+    assert summary.result_values()["train_loss"] == 1.5
 
 
 def test_a_run_of_one_block_leaves_its_first_step_out(step):
-    tally = RunSummary("val/accuracy", "max")
-    tally.steps((step(1, step_ms=900.0), step(2, step_ms=200.0), step(3, step_ms=200.0)))
-    assert tally.summary()["step_ms"] == 200.0
-    assert tally.summary()["examples_per_second"] == 40.0
+    summary = RunSummary("val/accuracy", "max")
+    summary.steps((step(1, step_ms=900.0), step(2, step_ms=200.0), step(3, step_ms=200.0)))
+    assert summary.result_values()["step_ms"] == 200.0
+    assert summary.result_values()["examples_per_second"] == 40.0
 
 
-def test_less_than_a_quarter_of_a_second_tells_no_speed(step):
-    tally = RunSummary("val/accuracy", "max")
-    tally.steps((step(1, step_ms=900.0), *(step(n, step_ms=12.0) for n in range(2, 22))))
-    assert tally.summary()["examples_per_second"] is None
-    assert tally.summary()["step_ms"] == 12.0
+def test_less_than_a_quarter_of_a_second_gives_no_rate(step):
+    summary = RunSummary("val/accuracy", "max")
+    summary.steps((step(1, step_ms=900.0), *(step(n, step_ms=12.0) for n in range(2, 22))))
+    assert summary.result_values()["examples_per_second"] is None
+    assert summary.result_values()["step_ms"] == 12.0
     single = RunSummary("val/accuracy", "max")
     single.steps((step(1, step_ms=20.0),))
-    assert single.summary()["step_ms"] == 20.0
+    assert single.result_values()["step_ms"] == 20.0

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quiet_imports() -> Iterator[None]:
+def suppress_import_warnings() -> Iterator[None]:
     """Suppress Python warnings, and log records below ERROR, within a context."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
+    previous_level = logging.root.manager.disable
+    # A caller may have disabled more than warnings already.
+    logging.disable(max(previous_level, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(previous_level)

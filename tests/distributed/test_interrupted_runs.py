@@ -1,4 +1,4 @@
-"""Runs of several processes that were cut go on, also in another number of processes."""
+"""Interrupted runs of several processes resume, also with another number of processes."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def typed(strategy, model, steps, *more):
 
 @pytest.fixture(scope="module")
 def runs(together, tmp_path_factory):
-    """Runs of twelve steps, and of five that then went on to twelve, in 2, 2 to 4 and 2 to 1."""
+    """Runs of twelve steps, and of five that resume to twelve, in 2, 2 to 4 and 2 to 1."""
     folder = tmp_path_factory.mktemp("going-on")
     jobs = {}
     for kind in KINDS:
@@ -57,8 +57,8 @@ def runs(together, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_shared(runs):
-    """Its sums are those of all examples, and no example counts twice."""
+def test_processes_share_an_evaluation(runs):
+    """Its sums cover all examples, and no example counts twice."""
     trained, evaluated = runs["ddp-Stays-whole"], runs["evaluated"]
     for key in ("val/loss", "val/accuracy"):
         assert evaluated.values(key)[12] == pytest.approx(trained.values(key)[12], rel=1e-6)
@@ -67,8 +67,8 @@ def test_an_evaluation_is_shared(runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_goes_on_ends_as_one_that_was_not_cut(runs, kind):
-    """Bit by bit, with what each process draws at random."""
+def test_a_resumed_run_ends_as_an_uninterrupted_one(runs, kind):
+    """Bit by bit, including the random numbers of each process."""
     whole, cut = runs[f"{kind}-Drops-whole"], runs[f"{kind}-Drops-cut"]
     close(whole.weights(), cut.weights(), rtol=0, atol=0)
     assert whole.values("val/loss")[12] == cut.values("val/loss")[12]
@@ -77,25 +77,25 @@ def test_a_run_that_goes_on_ends_as_one_that_was_not_cut(runs, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("processes", [1, 4])
-def test_a_run_goes_on_in_another_number_of_processes(runs, kind, processes):
+def test_a_run_resumes_in_another_number_of_processes(runs, kind, processes):
     whole, cut = runs[f"{kind}-Stays-whole"], runs[f"{kind}-Stays-{processes}"]
     close(whole.weights(), cut.weights(), rtol=1e-4, atol=1e-5)
     assert len(cut.values("train/loss")) == 12
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_parts_holds_what_one_file_does(runs):
-    parted, single = runs["fsdp-Stays-whole"], runs["ddp-Stays-whole"]
-    close(parted.weights(), single.weights(), rtol=1e-5, atol=1e-6)
-    shards = [*parted.folder.glob("checkpoints/*.shards/*.safetensors")]
+def test_a_sharded_checkpoint_holds_the_same_as_one_file(runs):
+    sharded, single = runs["fsdp-Stays-whole"], runs["ddp-Stays-whole"]
+    close(sharded.weights(), single.weights(), rtol=1e-5, atol=1e-6)
+    shards = [*sharded.folder.glob("checkpoints/*.shards/*.safetensors")]
     assert len(shards) == 2
-    assert sum(path.stat().st_size for path in shards) > parted.checkpoint().stat().st_size / 4
-    assert [p.suffix for p in sorted(parted.folder.glob("checkpoints/*"))] == [".pt", ".shards"]
+    assert sum(path.stat().st_size for path in shards) > sharded.checkpoint().stat().st_size / 4
+    assert [p.suffix for p in sorted(sharded.folder.glob("checkpoints/*"))] == [".pt", ".shards"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_process_is_started_anew_and_the_run_ends_the_same(tmp_path, root, runs, kind):
+def test_a_killed_process_is_restarted_and_the_run_ends_the_same(tmp_path, root, runs, kind):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
     command = [
         sys.executable,
@@ -124,7 +124,7 @@ def test_a_killed_process_is_started_anew_and_the_run_ends_the_same(tmp_path, ro
     close(Outcome(folder).weights(), runs[f"{kind}-Drops-whole"].weights(), rtol=0, atol=0)
 
 
-def test_a_shard_that_has_changed_is_told(runs, tmp_path):
+def test_a_changed_shard_is_reported(runs, tmp_path):
     from runner.checkpoint.checkpoint_file import load
     from runner.utils.errors import ConfigError
 

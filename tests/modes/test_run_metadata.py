@@ -6,14 +6,14 @@ from omegaconf import OmegaConf
 
 from runner.config.invocation import Invocation
 from runner.config.resolve import to_dict
-from runner.modes import artifacts
+from runner.modes import run_metadata
 from runner.utils.files import write_json
 from runner.utils.formatting import now_ms
 
 
 @pytest.fixture
 def fake_git(tmp_path, monkeypatch):
-    """A git on the path that answers as told; the commands here must not depend on a clone."""
+    """A git on the path that runs a given script; the commands here must not depend on a clone."""
 
     def answer(script):
         program = tmp_path / "bin" / "git"
@@ -27,7 +27,7 @@ def fake_git(tmp_path, monkeypatch):
 
 def test_the_config_reads_back_complete(tmp_path, compose):
     spec = compose("data=text", "model=gpt")
-    path = artifacts.write_config(tmp_path, spec)
+    path = run_metadata.write_config(tmp_path, spec)
     assert path.name == "config.yaml"
     assert OmegaConf.to_container(OmegaConf.load(path)) == to_dict(spec)
 
@@ -39,7 +39,7 @@ def test_json_reads_back(tmp_path):
 
 
 def test_the_environment_names_versions_and_the_command():
-    found = artifacts.environment_facts(Invocation(overrides=("model=vit", "seed=1")))
+    found = run_metadata.environment_facts(Invocation(overrides=("model=vit", "seed=1")))
     assert found["command"] == ["python", "-m", "runner", "model=vit", "seed=1"]
     assert found["packages"]["torch"]
     assert found["packages"]["mlflow"]
@@ -48,54 +48,27 @@ def test_the_environment_names_versions_and_the_command():
 
 
 def test_a_package_that_is_not_installed_is_none(monkeypatch):
-    monkeypatch.setattr(artifacts, "PACKAGES", ("not-installed-at-all",))
-    assert artifacts.environment_facts(Invocation())["packages"] == {"not-installed-at-all": None}
+    monkeypatch.setattr(run_metadata, "PACKAGES", ("not-installed-at-all",))
+    assert run_metadata.environment_facts(Invocation())["packages"] == {
+        "not-installed-at-all": None
+    }
 
 
 @pytest.mark.parametrize(("status", "dirty"), [("", "false"), (" M runner/modes/run.py", "true")])
 def test_git_tags(tmp_path, fake_git, status, dirty):
     fake_git(f'case "$1" in rev-parse) echo abc123;; status) echo "{status}";; esac')
-    assert artifacts.git_tags(tmp_path) == {"git_commit": "abc123", "git_dirty": dirty}
+    assert run_metadata.git_tags(tmp_path) == {"git_commit": "abc123", "git_dirty": dirty}
 
 
 @pytest.mark.parametrize("script", ["exit 128", "echo abc; [ $1 = rev-parse ]"])
 def test_no_git_tags_where_git_fails(tmp_path, fake_git, script):
     fake_git(script)
-    assert artifacts.git_tags(tmp_path) == {}
+    assert run_metadata.git_tags(tmp_path) == {}
 
 
 def test_no_git_tags_without_git(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert artifacts.git_tags(tmp_path) == {}
-
-
-@pytest.mark.parametrize(
-    ("scales", "overflows"),
-    [
-        ([(1, 65536.0)], []),
-        ([(1, 65536.0), (4, 32768.0), (9, 65536.0)], [3]),
-        ([(1, 2.0**-14), (2, 2.0**-15)], [1]),
-    ],
-)
-def test_the_picture_of_the_loss_scale(tmp_path, monkeypatch, scales, overflows):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
-    artifacts.draw_loss_scale(tmp_path / "loss_scale.png", scales, overflows, last=20)
-    (axes,) = drawn[0].axes
-    line, *marks = axes.lines
-    steps, values = [step for step, _ in scales], [value for _, value in scales]
-    assert line.get_xdata().tolist() == [*steps, 20]
-    assert line.get_ydata().tolist() == [*values, values[-1]]
-    assert [mark.get_xdata()[0] for mark in marks] == overflows
-    low, high = axes.get_ylim()
-    assert low < min(values) <= max(values) < high
-
-
-def test_the_picture_is_a_png(tmp_path):
-    path = artifacts.draw_loss_scale(tmp_path / "loss_scale.png", [(1, 8.0), (2, 4.0)], [1], 3)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert run_metadata.git_tags(tmp_path) == {}
 
 
 def test_now_is_in_milliseconds():

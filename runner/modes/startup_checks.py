@@ -1,0 +1,113 @@
+"""Check data sets, strategy and first batch before anything trains or is evaluated.
+
+Errors that the training loop raises later are explained by training_errors.py.
+"""
+
+import torch
+
+from runner.config.schema import TrainSpec
+from runner.data.loader import Loader
+from runner.diagnostics.data_checks import data_problems
+from runner.diagnostics.memory.out_of_memory import is_out_of_memory
+from runner.modes import batch_errors
+from runner.modes.context import RunContext
+from runner.modes.training_errors import explain_dead_workers
+from runner.training.state import TrainState
+from runner.training.step import loss_of
+from runner.utils.errors import ConfigError, DataError, RunnerError
+
+
+def check_data(run: RunContext, loaders: tuple[Loader | None, Loader]) -> None:
+    """Check the data sets before anything is computed from them, and act as guard.data says.
+
+    Args:
+        run: the run.
+        loaders: of the training and the validation set; an evaluation has no first one.
+
+    Raises:
+        DataError: with every problem.
+    """
+    action = run.spec.guard.data
+    if action == "ignore":
+        return
+    problems: list[str] = []
+    classes = (run.spec.data.get("meta") or {}).get("classes")
+    for split, loader in zip(("train", "val"), loaders, strict=True):
+        if loader is not None:
+            with explain_dead_workers(run, split):
+                problems += data_problems(loader, split, run.task, classes)
+    if action == "stop" and problems:
+        raise DataError("\n".join([*problems, "To train on them all the same: guard.data=warn."]))
+    for problem in problems:
+        run.say(f"warning: {problem}")
+
+
+def check_strategy(state: TrainState, train: TrainSpec) -> None:
+    """Check that the strategy can run the settings, the optimizer and the model.
+
+    Raises:
+        ConfigError: it takes one process, or the strategy cannot shard what the model holds.
+    """
+    has_processes = state.strategy.place.world_size > 1
+    if has_processes and train.max_seconds is not None:
+        # Each process has a clock of its own, and all must stop after the same step.
+        raise ConfigError(
+            f"train.max_seconds={train.max_seconds} ends a run of one process. Type "
+            "train.max_steps=<steps>, or leave torchrun and strategy= out."
+        )
+    if has_processes and state.takes_closure:
+        raise ConfigError(
+            "optimizer=lbfgs searches along a line by itself, in one process only. Type another "
+            "optimizer, or leave torchrun and strategy= out."
+        )
+    if not state.strategy.shards:
+        return
+    unsupported = _unshardable_part(state)
+    if unsupported:
+        name = state.strategy.name
+        raise ConfigError(f"strategy={name} cannot shard {unsupported}. Type strategy=ddp.")
+
+
+def _unshardable_part(state: TrainState) -> str:
+    """Return what of a model or an optimizer no strategy can shard; empty for nothing."""
+    for scheduled in state.optimizers:
+        if hasattr(scheduled.optimizer, "wide_embeddings"):
+            return f"the low-bit state of {type(scheduled.optimizer).__name__}"
+    if state.complex_parameters:
+        return "complex weights"
+    return "sparse gradients" if state.sparse_gradient_parameters else ""
+
+
+def try_batch(run: RunContext, state: TrainState, loader: Loader) -> None:
+    """Compute one forward and loss in evaluation mode, which changes nothing.
+
+    So an error here means that model, data and task do not fit, not that the training failed.
+
+    Raises:
+        ConfigError: they do not fit; the message says what to change.
+    """
+    inputs, target = next(loader.epoch(0))
+    names = {
+        key: run.origin.option_name(key, getattr(run.spec, key))
+        for key in ("model", "data", "task")
+    }
+    names["precision"] = run.precision.name
+    state.model.eval()
+    with batch_errors.outputs_of(state.plain_model) as outputs:
+        try:
+            with torch.no_grad(), run.precision.eval_context(state.plain_model):
+                loss = loss_of(state, inputs, target)
+        except RunnerError:
+            raise  # its message says already what to change
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise  # MemoryWatch explains it
+            failure = batch_errors.BatchFailure(
+                error, state.plain_model, run.task, run.precision, names, inputs, target, outputs
+            )
+            raise ConfigError(
+                f"{batch_errors.explain_batch_error(failure)} {run.save_traceback()}"
+            ) from error
+    problem = batch_errors.loss_problem(loss, names["task"])
+    if problem:
+        raise ConfigError(problem)

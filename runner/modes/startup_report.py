@@ -1,0 +1,106 @@
+"""Report what a run starts with: its data sets, its built and converted model, and how much trains.
+
+The checks that may stop a run before it starts are in startup_checks.py.
+"""
+
+from typing import Any
+
+from runner.data import fingerprint
+from runner.data.loader import Loader
+from runner.data.splits import Splits
+from runner.modes.context import RunContext
+from runner.training.model import BuiltModel
+from runner.training.pretrained import starts_random
+from runner.utils.files import write_json
+from runner.utils.formatting import format_percent, now_ms
+from runner.utils.secrets import redact_values
+from runner.utils.tensors import MIB, count_elements, stored_bytes
+
+_MAX_BYPASSED_NAMES = 4
+"""Names of bypassed layers that a line shows before it says "and others"."""
+
+
+def log_data_sets(run: RunContext, splits: Splits) -> None:
+    """Record which data sets the run reads."""
+    # The digest reads samples, so it is computed only for a tracker that stores it.
+    if run.tracker.takes_runs:
+        name = run.origin.option_name("data", run.spec.data)
+        run.tracker.inputs(fingerprint.describe_data(name, redact_values(run.spec.data), splits))
+
+
+def log_workers(run: RunContext, loader: Loader) -> None:
+    """Say that train.num_workers has no effect where the data is in memory."""
+    if loader.workers and not loader.uses_workers:
+        name = run.origin.option_name("data", run.spec.data)
+        run.say(
+            f"train.num_workers={loader.workers} starts no process: data={name} is in memory, and "
+            "its batches are slices of it."
+        )
+
+
+def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
+    """Report the built model on the console and in the store; return its fields of RunResult."""
+    params = list(built.model.parameters())
+    every = sum(map(count_elements, params))
+    trainable = sum(count_elements(p) for p in params if p.requires_grad)
+    weights_mib = stored_bytes(built.model) / MIB
+    plain_mib = built.plain_bytes / MIB
+    size = f"{weights_mib:.1f} MiB"
+    if weights_mib < plain_mib:
+        size += f" (in float32 {plain_mib:.1f})"
+    run.say(f"{run.label} on {run.device_name}: {every:,} parameters, {size}")
+    for line in built.report.lines():
+        run.say(line)
+    tags = built.report.tags()
+    kernels = run.precision.kernels()
+    if kernels:
+        tags["cpu_float16"] = kernels
+    if run.precision.emulated:
+        tags["emulated"] = "true"
+    trains = run.spec.mode == "train"
+    # Only a training says it: in an evaluation nothing trains anyway.
+    if trains and trainable < every:
+        tags["trainable"] = f"{trainable}/{every}"
+        print_trainable(run, trainable, every)
+    run.tracker.tags(tags)
+    modules = built.report.to_list()
+    run.save_artifact(run.out / "conversion.json", lambda path: write_json(path, modules))
+    # Step 0: before anything trains.
+    run.tracker.log_metrics([(0, now_ms(), {"memory/weights_mib": weights_mib})])
+    return {
+        "weights_mib": weights_mib,
+        "plain_weights_mib": plain_mib,
+        "converted": tags.get("converted", ""),
+        "converted_weights": tags.get("converted_weights", ""),
+        "trains": trainable / every if every and trains else None,
+    }
+
+
+def print_trainable(run: RunContext, trainable: int, every: int) -> None:
+    """Print how many parameters train, and warn of frozen weights that are probably a mistake.
+
+    Args:
+        run: the run.
+        trainable: elements of the parameters that train.
+        every: elements of all parameters.
+    """
+    run.say(f"{trainable:,} of {every:,} parameters train ({format_percent(trainable / every)})")
+    has_adapter = bool(run.spec.adapter.get("_target_"))
+    bypassed = run.precision.bypassed
+    if has_adapter and bypassed:
+        names = ", ".join([*bypassed][:_MAX_BYPASSED_NAMES])
+        more = " and others" if len(bypassed) > _MAX_BYPASSED_NAMES else ""
+        run.say(f"the adapter leaves {names}{more} out: {next(iter(bypassed.values()))}")
+    random = starts_random(run.spec.model) and run.spec.init.weights is None
+    start = " init.weights=<checkpoint>" if random else ""
+    if not has_adapter and run.precision.freezes:
+        run.say(
+            f"warning: precision={run.precision.name} freezes the weights that it quantises. "
+            f"Type adapter=lora{start} to tune a trained model, or "
+            "precision=bnb-int8-training to train them all."
+        )
+    elif has_adapter and random:
+        run.say(
+            "warning: the frozen weights are random ones, for the model loads none. "
+            "Type init.weights=<checkpoint> to tune a trained model."
+        )

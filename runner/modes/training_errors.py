@@ -1,0 +1,209 @@
+"""Explain the errors that the training loop raises, and end a run that a guard stopped.
+
+Checks before the first step are in startup_checks.py. The guard that judges the records is in
+training/callbacks/guard.py.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from runner.data.loader import Loader
+from runner.data.step_samples import samples_of_step, targets_of_samples
+from runner.data.workers import PREFETCH, is_dataset_error, worker_failure
+from runner.diagnostics.data_checks import label_problem
+from runner.diagnostics.saved_batch import BatchSaver
+from runner.modes import batch_errors
+from runner.modes.context import RunContext
+from runner.modes.precision_errors import precision_advice
+from runner.modes.result import RunResult
+from runner.training.state import TrainState
+from runner.utils.errors import ConfigError, DataError, Diverged, ModelError, RunnerError
+from runner.utils.layout import RESULT
+
+# Texts of PyTorch's errors: the loss, an embedding on a CPU, and either of them on a GPU.
+_BAD_LABEL = re.compile(r"Target -?\d+ is out of bounds")
+_BAD_INDEX = "index out of range in self"
+_DEVICE_ASSERT = "device-side assert"
+
+
+def raise_diverged(run: RunContext, result: RunResult, problems: Sequence[str]) -> NoReturn:
+    """End a run that a guard stopped; its result has the numbers of the steps until then.
+
+    Args:
+        run: the run.
+        result: of the run.
+        problems: the guard's message, and files that could not be written.
+
+    Raises:
+        Diverged: with the problems.
+    """
+    message = "\n".join(problems)
+    failed = replace(result, status="failed", error=message, diverged=True)
+    run.save_artifact(run.out / RESULT, lambda _: failed.write(run.out))
+    raise Diverged(message)
+
+
+@contextmanager
+def explain_training_errors(
+    run: RunContext, state: TrainState, loaders: tuple[Loader, Loader]
+) -> Iterator[None]:
+    """Return the context around the training loop, which explains errors that it knows.
+
+    These are labels outside the classes, loading processes that die, operations that the precision
+    lacks and losses without a gradient. The traceback goes to error.txt.
+
+    Raises:
+        DataError: in place of what the data causes.
+        ConfigError: in place of what the precision or a missing gradient causes in the first step.
+        ModelError: in place of what the precision causes after steps have been trained.
+    """
+    start_step = state.step
+    try:
+        yield
+    except RunnerError:
+        raise  # its message says already what to change
+    except Exception as error:
+        run.signals.check()  # an interrupt reaches the processes that load data, too
+        if batch_errors.is_loss_independent_of_weights(error):
+            reason = _no_gradient_reason(state, loaders[1])
+            raise ConfigError(f"{reason} {run.save_traceback()}") from error
+        advice = precision_advice(error, state.plain_model, run.precision)
+        if advice:
+            # In the first step the settings do not fit (exit status 2); after steps that were
+            # trained, the same error ends a run that had begun (exit status 1).
+            kind = ConfigError if state.step <= start_step + 1 else ModelError
+            reason = _failing_step(run, state, error)
+            raise kind(f"{reason} {advice} {run.save_traceback()}") from error
+        explanation = _explain_data_error(run, state, loaders, error)
+        if explanation is None:
+            raise
+        raise DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
+
+
+def _failing_step(run: RunContext, state: TrainState, error: Exception) -> str:
+    """Return a sentence with the step that failed and the error's own text."""
+    model = run.origin.option_name("model", run.spec.model)
+    when = "step" if state.model.training else "the evaluation after step"
+    text = str(error).strip().rstrip(".")
+    return (
+        f"model={model} fails in {when} {state.step} with precision={run.precision.name}: "
+        f"{type(error).__name__}: {text}."
+    )
+
+
+def _no_gradient_reason(state: TrainState, loader: Loader) -> str:
+    """Return why the loss has no gradient, from one more forward that changes nothing."""
+    inputs, _ = next(loader.epoch(0))
+    state.model.eval()
+
+    def call() -> Any:
+        with state.precision.forward(state.device):
+            return state.plain_model(state.precision.cast(inputs))
+
+    return batch_errors.gradient_problem(state.plain_model, call)
+
+
+@contextmanager
+def explain_dead_workers(run: RunContext, split: str) -> Iterator[None]:
+    """Return the context around a check of a split, in which a dead worker is a DataError."""
+    try:
+        yield
+    except Exception as error:
+        reason = worker_failure(error)
+        if reason is None:
+            raise
+        text = _worker_message(reason, f"the {split} set's first batches")
+        raise DataError(f"{text}\n{run.save_traceback()}".rstrip()) from error
+
+
+def _explain_data_error(
+    run: RunContext, state: TrainState, loaders: tuple[Loader, Loader], error: Exception
+) -> str | None:
+    """Return what an error of the loop means; None for one that the data does not cause."""
+    training = state.model.training
+    step = state.step
+    text = str(error)
+    reason = worker_failure(error)
+    if reason:
+        if not training:
+            return _worker_message(reason, "the val set")
+        return _explain_dead_worker(run, loaders[0], step, reason, error)
+    if _BAD_LABEL.search(text) or _BAD_INDEX in text:
+        if training:
+            return _label_out_of_range(run, loaders[0], text, [step])
+        return _label_out_of_range(run, loaders[1], text, None)
+    if _DEVICE_ASSERT in text:
+        # A GPU reports it late, and the host reads records at most two blocks after the device.
+        first = max(1, step - 2 * run.spec.train.log_every)
+        return _label_out_of_range(run, loaders[0], text, range(first, step + 1))
+    return None
+
+
+def _explain_dead_worker(
+    run: RunContext, loader: Loader, step: int, reason: str, error: Exception
+) -> str:
+    """Return which steps a training worker may have been loading, and save their samples."""
+    if is_dataset_error(error):
+        ahead = 1  # it raised: the batch is the next one
+    else:
+        # It was killed: any batch that the workers load in advance may be the cause.
+        ahead = -(-PREFETCH * loader.workers // run.spec.train.accumulate)
+    steps = f"step {step + 1}" if ahead == 1 else f"steps {step + 1} to {step + ahead}"
+    text = _worker_message(reason, f"the train set for {steps}")
+    return f"{text}\n{batch_saver(run, loader).save(step + 1, reason, count=ahead)}"
+
+
+def _worker_message(reason: str, what: str) -> str:
+    """Return a message for a process that loads data and died or raised."""
+    return (
+        f"A process that loads {what} failed: {reason}.\n"
+        "Try train.num_workers=0 to see it in the main process, or fewer processes where memory "
+        "ran out."
+    )
+
+
+def _label_out_of_range(
+    run: RunContext, loader: Loader, text: str, steps: Sequence[int] | None
+) -> str:
+    """Return a message for a label or token that the model has no output or embedding for.
+
+    Args:
+        run: the run.
+        loader: whose samples hold it.
+        text: of the error.
+        steps: of the training that may hold it; None in the evaluation.
+    """
+    reason = text.splitlines()[0].rstrip(".")
+    if steps is None:
+        sample = _first_bad_sample(run, loader, range(loader.examples))
+        return f"In the evaluation: {reason}.{sample}"
+    accumulate = run.spec.train.accumulate
+    samples = [i for step in steps for i in samples_of_step(loader, accumulate, step).indices]
+    place = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
+    message = f"At {place}: {reason}.{_first_bad_sample(run, loader, samples)}"
+    return f"{message}\n{batch_saver(run, loader).save(steps[0], message, count=len(steps))}"
+
+
+def _first_bad_sample(run: RunContext, loader: Loader, samples: Sequence[int]) -> str:
+    """Return a sentence with the first sample whose label is no class; empty for none."""
+    classes = (run.spec.data.get("meta") or {}).get("classes")
+    if not classes:
+        return " Labels go from 0 to the number of the model's outputs less one."
+    with suppress(Exception):  # an error of the explanation must not hide the one it explains
+        for part in torch.tensor(samples).split(loader.batch_size):
+            target = targets_of_samples(loader.dataset, part.tolist())
+            wrong = run.task.misplaced(target, classes)
+            if wrong is not None and wrong.any():
+                first = int(wrong.nonzero()[0])
+                return f" Sample {int(part[first])}: {label_problem(target[first], classes)}"
+    return ""
+
+
+def batch_saver(run: RunContext, loader: Loader) -> BatchSaver:
+    """Return what saves the samples of a run's steps for mode=replay."""
+    return BatchSaver(run.spec, run.origin, run.out, run.precision.name, loader, run.save_artifact)

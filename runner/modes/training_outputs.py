@@ -1,0 +1,174 @@
+"""Save what a training produces and upload it: weights, exported model, dtypes, loss-scale chart.
+
+The run's config, environment and commit are written by run_metadata.py.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from platform import node
+from typing import Any, NoReturn
+
+from runner.checkpoint.export import error_line, export
+from runner.data.loader import Loader
+from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.modes.context import RunContext
+from runner.modes.result import RunResult
+from runner.modes.tables import print_result
+from runner.precision.precision import ConversionReport
+from runner.training.callbacks.summary import RunSummary
+from runner.training.state import TrainState
+from runner.utils.errors import CheckpointError
+from runner.utils.files import write_table
+from runner.utils.formatting import format_number, relative_path
+from runner.utils.layout import RESULT
+
+_DTYPES_FILE = "dtypes.json"
+_PROCESSES_FILE = "processes.json"
+
+
+def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) -> None:
+    """Save in which dtypes each module stores and computes, a table on MLflow's page."""
+    conversions = {}
+    for module in report.modules:
+        conversions[module.module] = "converted" if module.done else f"skipped: {module.why}"
+    rows = probe.table()
+    if conversions:
+        rows = [{**row, "conversion": conversions.get(row["module"], "")} for row in rows]
+    if run.save_artifact(run.out / _DTYPES_FILE, lambda path: write_table(path, rows)):
+        run.tracker.tags(_tables_tag(_DTYPES_FILE))
+
+
+def save_processes(run: RunContext, summary: Mapping[str, Any]) -> float:
+    """Save the time and memory of each process; return the highest peak of memory, in MiB.
+
+    All processes must call it: their rows are gathered.
+    """
+    peak = run.accelerator.peak_memory_mib()
+    place = run.strategy.place
+    own_row = {
+        "process": str(place.rank),
+        "host": node(),
+        "device": run.accelerator.name,
+        "ms per step": format_number(summary["step_ms"]),
+        "peak MiB": format_number(peak),
+    }
+    gathered = run.strategy.gather_object((peak, own_row))
+    if place.world_size > 1 and place.is_main:
+        rows = [row for _, row in gathered]
+        if run.save_artifact(run.out / _PROCESSES_FILE, lambda path: write_table(path, rows)):
+            # MLflow keeps the last value of a tag, so this one names both tables.
+            run.tracker.tags(_tables_tag(_DTYPES_FILE, _PROCESSES_FILE))
+    return max((peak for peak, _ in gathered), default=peak)
+
+
+def _tables_tag(*names: str) -> dict[str, str]:
+    """Return the tag by which MLflow's page knows which artifacts of a run are tables."""
+    return {"mlflow.loggedArtifacts": json.dumps([{"path": n, "type": "table"} for n in names])}
+
+
+def save_loss_scale(run: RunContext, tally: RunSummary, steps: int) -> None:
+    """Draw the loss scale over the steps, for a precision that has one."""
+    if not tally.scales:
+        return
+    run.save_artifact(
+        run.out / "loss_scale.png",
+        lambda path: draw_loss_scale(path, tally.scales, tally.overflows, steps),
+    )
+
+
+def draw_loss_scale(
+    path: Path, scales: Sequence[tuple[int, float]], overflows: Sequence[int], last: int
+) -> Path:
+    """Draw the loss scale over the steps on a log axis, with the skipped steps marked.
+
+    Args:
+        path: a .png.
+        scales: (step, scale from this step on), one for each change.
+        overflows: steps that were skipped because a gradient was not finite.
+        last: the run's last step.
+
+    Returns:
+        The path.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    axes = figure.add_subplot()
+    # The last scale holds until the run ends, so its line is drawn up to there.
+    steps = [step for step, _ in scales] + [last]
+    values = [scale for _, scale in scales] + [scales[-1][1]]
+    axes.step(steps, values, where="post", color="#1f77b4", label="loss scale")
+    axes.set_yscale("log", base=2)
+    for i, step in enumerate(overflows):
+        # One entry of the legend stands for all marks.
+        axes.axvline(step, color="#d62728", lw=0.8, alpha=0.6, label=None if i else "skipped step")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss scale")
+    # A scale that never changes has one value, of which matplotlib makes no range.
+    axes.set_ylim(min(values) / 2, max(values) * 2)
+    axes.legend(loc="best")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def save_weights(run: RunContext, state: TrainState) -> str:
+    """Write the weights alone as safetensors; packed weights stay packed.
+
+    All processes must call it: sharded weights are gathered from each.
+
+    Returns:
+        Why the file was not written; empty where it was.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file, save_model
+
+    path = run.out / "model.safetensors"
+    facts = {"precision": run.precision.name}
+    model = state.plain_model
+    strategy = state.strategy
+    gathered = strategy.full_state_dict(model) if strategy.shards else {}
+    if not strategy.place.is_main:
+        return ""
+    try:
+        if gathered:
+            save_file(gathered, path, facts)
+        else:
+            # save_file refuses tensors that share memory; save_model stores tied weights once.
+            save_model(model, str(path), facts)
+    except SafetensorError as error:
+        return f"{relative_path(path)} was not written: {str(error).rpartition(': ')[2]}."
+    run.tracker.artifact(path)
+    return ""
+
+
+def raise_unsaved_weights(run: RunContext, result: RunResult, problems: Sequence[str]) -> NoReturn:
+    """End a run whose weights could not be written; its result is printed and written.
+
+    Raises:
+        CheckpointError: with the problems.
+    """
+    error = CheckpointError("\n".join(problems))
+    failed = replace(result, status="failed", error=str(error))
+    run.save_artifact(run.out / RESULT, lambda _: failed.write(run.out))
+    print_result(run.console, failed)
+    error.finished = True
+    raise error
+
+
+def save_model(run: RunContext, state: TrainState, loader: Loader) -> None:
+    """Export the trained model and upload it; a model that cannot be exported is reported."""
+    if not run.tracker.takes_models or run.signals.is_stop_requested():
+        return
+    # An export may take minutes and has nothing to lose, so a signal ends it at once.
+    with run.signals.interruptible():
+        try:
+            inputs, _ = next(loader.epoch(0))
+            made = export(state.plain_model, run.precision, inputs, run.out / "model")
+        except Exception as error:
+            run.signals.check()
+            reason = error_line(error)
+            run.say(f"The model is not in MLflow, its checkpoint has the weights: {reason}.")
+            return
+    run.tracker.model(made.path.parent, {**made.facts, "step": state.step})
