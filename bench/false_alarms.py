@@ -20,7 +20,7 @@ from runner.data.datasets.digits import digits
 from runner.data.loader import Loader
 from runner.models.mlp import MLP
 from runner.precision.registry import load_precision
-from runner.sweep.report.paired_test import ERROR_RATE, baseline_spread, non_inferiority_test
+from runner.sweep.report.non_inferiority import ERROR_RATE, baseline_spread, non_inferiority_test
 from runner.tracking.metric_names import VAL_LOSS
 from runner.training.loop import fit
 from runner.training.records import EvalRecord

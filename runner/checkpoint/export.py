@@ -51,7 +51,7 @@ class ExportedModel:
 
 
 def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path) -> ExportedModel:
-    """Write the model as the evaluation runs it, on the CPU_DEVICE, for any number of rows.
+    """Write the model as the evaluation runs it, on the CPU, for any number of rows.
 
     Call it inside `precision.session`. The program takes inputs as the data gives them and gives
     outputs as the task gets them, in `precision.loss_dtype`. The model, its modes, the random
@@ -158,10 +158,10 @@ def _refuse_lstm(model: nn.Module, precision: Precision, device: torch.device) -
     """
     # The only layer of its kind: torch itself has kernels for the others, which run where the
     # program is loaded. See runner.precision.emulation.float16.
-    uses_own_kernels = precision.kernels() == "float32_accumulate"
+    if precision.kernels() != "float32_accumulate":
+        return
     is_autocast = isinstance(precision.forward(device), torch.autocast)
-    has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
-    if uses_own_kernels and is_autocast and has_lstm:
+    if is_autocast and any(isinstance(module, nn.LSTM) for module in model.modules()):
         raise ExportError("torch has no float16 kernel on a CPU for an LSTM under autocast")
 
 

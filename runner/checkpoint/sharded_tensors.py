@@ -102,8 +102,10 @@ def check_shards(folder: Path, checksums: Checksums) -> None:
         path = folder / Path(name).name
         is_read_here = i % place.world_size == place.rank
         try:
-            unread = [path.stat().st_size, wanted[1]]
-            found = _sync_and_checksum(path) if is_read_here else unread
+            if is_read_here:
+                found = _sync_and_checksum(path)
+            else:
+                found = [path.stat().st_size, wanted[1]]
         except OSError as error:
             raise ConfigError(
                 f"checkpoint={folder}: {name} is missing: {error.strerror}."

@@ -16,7 +16,7 @@ from runner.config.overrides import config_dir
 from runner.precision.registry import supported_precisions, yaml_header
 from runner.utils.accelerator import available_kinds, choose_accelerator
 
-# Packages that precisions, adapters and TPUs need and that this package does not install.
+# Packages that only some precisions, adapters and TPUs need.
 LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu", "torch_xla")
 
 

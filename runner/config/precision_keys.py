@@ -23,7 +23,7 @@ _PRECISION_GROUPS = ("precision", "experiment")
 """Groups whose options decide a job's precision."""
 
 
-def omitted_keys(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) -> list[str]:
+def omitted_key_pairs(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) -> list[str]:
     """Return `<precision> <key>` for each key that a precision of a sweep does not take.
 
     Args:
@@ -49,11 +49,11 @@ def omitted_keys(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]
     problems = []
     for key, override in by_key.items():
         lacking = [name for name, job in jobs.items() if not has_key(job, key)]
-        if len(lacking) == len(jobs):
+        # Without a job that composes nothing is known: each job reports its own error.
+        if jobs and len(lacking) == len(jobs):
             problems.append(_unknown_key_message(override, [*jobs]))
         omitted += [f"{name} {key}" for name in lacking]
-    # Without a job that composes nothing is known: each job reports its own error.
-    if jobs and problems:
+    if problems:
         raise ConfigError(*problems)
     # Another machine may lack the hardware, so that its jobs need the emulation.
     if _EMULATE in by_key and _wants(by_key[_EMULATE]) and not _is_remote(config):
@@ -77,7 +77,7 @@ def omitted_key_messages(pairs: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each key that some precisions run without.
 
     Args:
-        pairs: from omitted_keys.
+        pairs: from omitted_key_pairs.
     """
     names_by_key: dict[str, list[str]] = {}
     for pair in pairs:

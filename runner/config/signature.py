@@ -90,7 +90,7 @@ def _read(path: Path) -> bytes:
     Raises:
         ValueError: others could have written or read the file.
     """
-    # No link and no pipe is opened: opening a pipe without a writer would wait for one.
+    # A link is not followed. Opening a pipe does not wait for a writer; it is refused below.
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(file)

@@ -19,7 +19,7 @@ from runner.distributed.strategy import Strategy
 from runner.utils.errors import ConfigError, RunnerError
 
 _sessions = itertools.count()
-# Texts of the RuntimeErrors that gloo and NCCL raise when another process has ended.
+# Texts of the RuntimeErrors that gloo raises when another process has ended; NCCL raises DistError.
 _LOST_CONNECTION = re.compile(
     r"onnection (closed|reset)|Broken pipe|gloo.*(timed out|Timed out)", re.I
 )

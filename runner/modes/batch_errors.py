@@ -26,7 +26,7 @@ _EXPECTED_OUTPUTS = {
     Language: "logits [B, T, V]",
     Regression: "real numbers in the shape of the target",
 }
-# PyTorch's messages about operands whose sizes do not fit, of linear, convolution and norm layers.
+# PyTorch's messages about operands whose sizes do not fit.
 _SIZE_ERROR = re.compile(
     r"cannot be multiplied|to have \d+ channels|size mismatch|must match the size|is invalid for "
     r"input of size|normalized_shape|shape mismatch|size of tensor"
@@ -340,7 +340,6 @@ def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
         return hook
 
     handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
-    # Whoever asks may be in an evaluation, in which no output would have a gradient.
     try:
         with torch.enable_grad():
             output = call()

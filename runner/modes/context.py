@@ -87,7 +87,7 @@ class RunContext:
         """
         if self.strategy.place.world_size == 1:
             return self.signals.is_stop_requested()
-        # The highest number of all processes, so that all end with the same exit status.
+        # The highest number: a process that received no signal itself takes it over.
         number = self.strategy.all_reduce_max_async(self.signals.number or 0)
         self.signals.record_remote_signal(number)
         return number > 0

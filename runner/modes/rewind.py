@@ -37,7 +37,7 @@ from runner.utils.layout import CONFIG
 from runner.utils.reproducibility import make_deterministic, seed_all
 
 RUN_KEYS = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "init", "seed")
-"""Top-level keys that a replay takes from its run: what decides the numbers of a step."""
+"""Top-level keys that a replay takes from its run."""
 
 
 def saved_run_spec(batch: Path) -> RunSpec | None:

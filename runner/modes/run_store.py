@@ -32,8 +32,6 @@ from runner.utils.secrets import redact
 MLFLOW_TARGET = "runner.tracking.mlflow.MlflowTracker"
 NO_TRACKER_TARGET = "runner.tracking.tracker.NoTracker"
 RESUME_KEY = "checkpoint.resume"
-MLFLOW_TARGET = "runner.tracking.mlflow.MlflowTracker"
-NO_TRACKER_TARGET = "runner.tracking.tracker.NoTracker"
 _NO_RUN = "0" * 32
 """An id that no run has: a store that answers a question about it is reachable."""
 _SHORT_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}

@@ -120,7 +120,7 @@ def shared_settings(settings: str) -> str:
 def change_since_training(
     name: str, result: RunResult, others: Sequence[RunResult] = ()
 ) -> float | None:
-    """Return the difference between a metric and its value in the precision that trained it.
+    """Return a metric less its value in the precision that trained the checkpoint.
 
     Args:
         name: of the metric.

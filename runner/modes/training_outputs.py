@@ -106,7 +106,6 @@ def draw_loss_scale(
         axes.axvline(step, color="#d62728", lw=0.8, alpha=0.6, label=None if i else "skipped step")
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale")
-    # A scale that never changes has one value, of which matplotlib makes no range.
     axes.set_ylim(min(values) / 2, max(values) * 2)
     axes.legend(loc="best")
     figure.savefig(path, dpi=120)

@@ -125,7 +125,8 @@ class MixedPrecision(Precision):
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
-        # A loss scale unscales float32 gradients.
+        # Mixed precision means float32 weights. Half-precision gradients could not be unscaled,
+        # either.
         halves = (torch.float16, torch.bfloat16)
         half = [name for name, parameter in model.named_parameters() if parameter.dtype in halves]
         if half:

@@ -54,7 +54,7 @@ def check_line_search(name: str, optimizers: Sequence[torch.optim.Optimizer]) ->
         )
 
 
-# How far one step may move a weight, in units of the weight, before check_eps warns and before it
+# How far one step may move a weight, as an absolute number, before check_eps warns and before it
 # refuses: 0.2 hurts, and 1 destroys any initialisation.
 MAX_SAFE_STEP = 0.2
 MAX_ALLOWED_STEP = 1.0

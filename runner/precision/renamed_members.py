@@ -21,17 +21,22 @@ def other_name(member: str) -> str:
 
 
 def alias_members(cls: type) -> None:
-    """Give each renamed member that a class defines itself its second name, too.
+    """Give each renamed member of a class its second name, too.
 
     The runner calls the new name, and a user's class may define the old one. The reverse holds for
     code that calls the old one, such as `super().stores` in a user's class.
 
     Args:
-        cls: changed in place. Of a member that it defines under both names, the new one is used.
+        cls: changed in place. Of a member that it defines under both names, the new one is used. A
+            member that is set after the class was created has one name only.
     """
-    own_members = dict(vars(cls))
     for old, new in RENAMED_MEMBERS.items():
-        if new in own_members:
-            setattr(cls, old, own_members[new])
-        elif old in own_members:
-            setattr(cls, new, own_members[old])
+        # The first class in the order of inheritance that has either name: a user's class may take
+        # a member from a class that is not a Precision.
+        for owner in cls.__mro__:
+            members = vars(owner)
+            if old in members or new in members:
+                member = members[new] if new in members else members[old]
+                setattr(cls, old, member)
+                setattr(cls, new, member)
+                break

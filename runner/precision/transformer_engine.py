@@ -36,8 +36,8 @@ from runner.utils.errors import ConfigError, Unavailable
 
 WEIGHT_DTYPES = ("bfloat16", "float16")
 _NO_RECOMPUTE_REASON = (
-    "scales by past steps, which each forward updates. Type precision=transformer-engine-current, "
-    "or leave it out."
+    "scales by past steps, and each forward updates the scales. Type "
+    "precision=transformer-engine-current, or leave it out."
 )
 # Of each direction, the library's key for its scales and amax histories.
 SCALING_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
@@ -256,10 +256,12 @@ class TransformerEnginePrecision(Precision):
             # Column 0 is the input's.
             history = scaling.amax_history[:, 0]
             scale = scaling.scale[0]
-            # The library clears the first row at the end of a step. A history of one row is then
-            # empty, and the amax follows from the scale that was made of it.
-            amax_of_scale = E4M3.largest / 2**margin / scale
-            amax = history[-1].clone() if len(history) > 1 else amax_of_scale
+            if len(history) > 1:
+                amax = history[-1].clone()
+            else:
+                # The library clears the first row at the end of a step. A history of one row is
+                # then empty, and the amax follows from the scale that was made of it.
+                amax = E4M3.largest / 2**margin / scale
             gauges[f"fp8/amax/{name}"] = amax
             gauges[f"fp8/scale/{name}"] = scale.clone()
         return gauges

@@ -13,7 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config.hydra_plugins import ADVISE, ISOLATED
-from runner.config.precision_keys import omitted_key_messages, omitted_keys
+from runner.config.precision_keys import omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
@@ -65,7 +65,7 @@ class SweepCallback(Callback):
             left_out = []
             # The advisor has its own rule for keys that only some precisions have.
             if config.hydra.sweeper.get("_target_") != ADVISE:
-                left_out = omitted_keys(config, _needs_no_emulation)
+                left_out = omitted_key_pairs(config, _needs_no_emulation)
             Sweep.begin(folder, overrides, tracking, self._resume, left_out)  # type: ignore[arg-type]
             for message in omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)

@@ -66,7 +66,11 @@ class Journal:
         # writer from saving how far it has uploaded.
         with suppress(OSError):
             self._spare.write_bytes(bytes(END_RESERVE_BYTES))
-            self.path.with_suffix(".state").write_bytes(b" " * STATE_FILE_BYTES)
+            # Like the journal, readable by its owner alone: it may name a store by a URI with a
+            # password.
+            state = self.path.with_suffix(".state")
+            state.touch(mode=0o600)
+            state.write_bytes(b" " * STATE_FILE_BYTES)
 
     def append(self, kind: str, **content: Any) -> None:
         """Append one record of any kind."""

@@ -28,8 +28,7 @@ def evaluate(
     precision = state.precision
     task = state.task
     strategy = state.strategy
-    # A checkpoint may follow, and must hold schedules that have counted the last step. The flags
-    # have long arrived: the records were flushed before.
+    # The flags that the schedules wait for have long arrived: the records were flushed before.
     for scheduled in state.optimizers:
         scheduled.advance_schedule()
     # Running statistics of each process come from its own examples; all must evaluate one model.
@@ -42,7 +41,8 @@ def evaluate(
                 return None
             with precision.forward(state.device):
                 output = state.model(precision.cast(inputs))
-            # Sums are added in the loss's dtype, outside autocast, so that no metric is rounded.
+            # In the loss's dtype and outside autocast, so that no metric is computed in half
+            # precision. The task adds up in the widest float of the device.
             dtype = precision.loss_dtype
             found = task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
             # A process without an example of this batch has computed one of another process's:

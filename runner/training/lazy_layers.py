@@ -90,7 +90,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
     """Return inputs of a few examples, on the device."""
     # The data may draw random numbers, and the weights of the layers are drawn after it: without
-    # the fork they would differ from those of the same model without lazy layers.
+    # the fork the weights would depend on what the data draws.
     with torch.random.fork_rng(devices=[]):
         # mode=plan promises to need no data.
         if spec.mode == "plan":

@@ -125,7 +125,6 @@ def build_optimizer(
             return target(params, **{**arguments, "fused": True})
     if not getattr(target, "wide_embeddings", False):
         return build_group(key, node, params)
-    # By id: `in` would compare tensors element by element.
     wide = {id(p) for p in embeddings}
     low_bit_params = [p for p in params if id(p) not in wide]
     wide_params = [p for p in params if id(p) in wide]
@@ -138,7 +137,10 @@ def build_optimizer(
 
 
 def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:
-    """Return whether to try an optimizer's fused kernel, as far as torch reports it too late."""
+    """Return whether to try an optimizer's fused kernel.
+
+    False for what torch would refuse only in the first step.
+    """
     # torch refuses fused complex parameters, and those of torch_xla, only in the first step.
     if not all(p.is_floating_point() and p.device.type != "xla" for p in params):
         return False

@@ -254,7 +254,8 @@ def grad_norms(grads: list[Tensor]) -> Tensor:
     dtypes = {grad.dtype for grad in grads}
     if dtypes in _NEEDS_NO_WIDENING:
         return torch.stack(torch._foreach_norm(grads))
-    # Squares of half-precision gradients leave float16's range and most of bfloat16's precision.
+    # Without dtype= the norm would be rounded to the gradients' dtype: above 65504 it is infinite
+    # in float16, and bfloat16 keeps 8 bits.
     has_double = bool(dtypes & {torch.float64, torch.complex128})
     wide = torch.float64 if has_double else torch.float32
     # A real view has the same 2-norm, and only real tensors can be accumulated in a given dtype.

@@ -195,7 +195,7 @@ def _table(table: Table) -> str:
     for i, row in enumerate(table.rows):
         mark = " class=marked" if i == table.marked else ""
         cells = ""
-        for attribute, title, cell in zip(attributes, titles, row, strict=False):
+        for attribute, title, cell in zip(attributes, titles, row, strict=True):
             cells += _table_cell(cell, attribute, title)
         body += f"<tr{mark}>{cells}</tr>"
     kind = "cards" if table.cards else "rows"

@@ -26,8 +26,8 @@ system may signal every process, and a process may pass its signal on to another
 # process: Python runs handlers between two instructions, and never inside a call of a C library.
 _HANDLER_GRACE_SECONDS = 1.0
 
-# The watching thread notes the time of the first signal later than the main thread does. With this
-# margin it never counts a signal as the second one that the main thread has coalesced.
+# The two threads note the time of a signal at different moments. The difference must not turn a
+# signal that the main thread has coalesced with the first one into a second one.
 _CLOCK_MARGIN_SECONDS = 0.1
 
 
@@ -231,7 +231,8 @@ class StopSignals(SignalHandler):
             self.check()
             yield
         except BaseException:
-            # Half an import, for example, raises an AttributeError instead of KeyboardInterrupt.
+            # The interrupted work may raise another error: an import that was interrupted, for
+            # example, an AttributeError.
             self._raise_interruption()
             raise
         finally:

@@ -102,3 +102,13 @@ def test_a_member_that_is_defined_under_both_names_has_the_new_value():
         unshardable_reason = "new"
 
     assert Both().unshardable_reason == Both().whole == "new"
+
+
+def test_an_old_name_from_a_class_that_is_no_precision_is_used():
+    class NotSharded:
+        whole = "its weights are packed"
+
+    class Mine(NotSharded, Precision):
+        pass
+
+    assert Mine.unshardable_reason == Mine.whole == "its weights are packed"

@@ -29,8 +29,8 @@ _BIN_ENERGY = 7 / 3
 class LossScaleRange(NamedTuple):
     """The lowest and the highest power of two that would do."""
 
-    lowest: float
-    highest: float
+    least: float
+    greatest: float
 
 
 def loss_scales(numerics: Numerics) -> LossScaleRange | None:

@@ -143,15 +143,15 @@ def loss_scale_sentence(numerics: Numerics) -> str:
     found = loss_scales(numerics)
     if found is None:
         return f"{begun} No loss scale makes all of them fit."
-    text = f"{begun} Loss scales from {found.lowest:g} to {found.highest:g} make them fit"
+    text = f"{begun} Loss scales from {found.least:g} to {found.greatest:g} make them fit"
     initial = f"16-mixed begins with {INITIAL_SCALE:g}"
-    if found.highest < INITIAL_SCALE:
+    if found.greatest < INITIAL_SCALE:
         # A dynamic scale is halved after a skipped step.
-        skipped = round(math.log2(INITIAL_SCALE / found.highest))
+        skipped = round(math.log2(INITIAL_SCALE / found.greatest))
         return f"{text}; {initial} and skips up to {skipped} steps to get there."
-    if found.lowest > INITIAL_SCALE:
+    if found.least > INITIAL_SCALE:
         # A dynamic scale grows, too, but by default doubles only after 2000 steps.
-        return f"{text}; {initial}: type precision.loss_scale.init_scale={found.lowest:g}."
+        return f"{text}; {initial}: type precision.loss_scale.init_scale={found.least:g}."
     return f"{text}; {initial}, which does."
 
 

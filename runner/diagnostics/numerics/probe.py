@@ -24,10 +24,10 @@ from runner.diagnostics.numerics.measure import (
 from runner.diagnostics.numerics.results import KINDS, NumericsSnapshot, TensorStats
 from runner.training.state import TrainState
 
-MAX_CALLS_PER_MODULE = 4
-"""Calls of one module in a forward whose outputs are measured; later calls are not."""
+MAX_OUTPUT_SAMPLES = 4
+"""Output tensors of one module in a forward after which no further call of it is measured."""
 MAX_INNER_OPERATIONS = 16
-"""Operations in a module's own forward whose results are measured; later ones are not."""
+"""Results of inner operations that are measured of one module in a forward of the model."""
 
 
 def modules_holding_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Sequence[Tensor]]]:
@@ -154,7 +154,7 @@ class Probe:
             return
         if isinstance(result, Tensor) and is_measurable(result):
             samples.append(take_sample(result, masked=True))
-            # The tensor itself is held until the module returns: a freed one's id may be reused.
+            # The tensor itself is held, because a freed one's id may be reused.
             self._inner_tensors[name].append(result)
 
     def _output_hook(self, name: str, masked: bool) -> Callable[[nn.Module, Any, Any], None]:
@@ -162,7 +162,7 @@ class Probe:
 
         def record_output(_: nn.Module, args: Any, output: Any) -> None:
             samples = self._activations[name]
-            if len(samples) < MAX_CALLS_PER_MODULE:
+            if len(samples) < MAX_OUTPUT_SAMPLES:
                 # An output that is also the result of a measured operation counts once.
                 counted = {id(t) for t in self._inner_tensors[name]}
                 for leaf in tree_leaves(output):

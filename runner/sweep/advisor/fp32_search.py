@@ -167,7 +167,7 @@ class Float32ModuleSearch:
         It is two standard deviations of float32's loss between seeds, or a share of the gap that
         the whole precision has, if that is larger.
         """
-        # One trial decides: seeds alone put one loss in twenty further away than two deviations.
+        # One trial decides, and seeds alone seldom put a loss further away than two deviations.
         margin = 2 * advice.baseline_spread
         if verdict.test is None or verdict.rating != "worse":
             return margin

@@ -131,6 +131,7 @@ class AdviseRequest:
         user = self._user_overrides(_TRIAL_KEYS)
         # No model is stored of a trial.
         tracking = ["tracking.log_model=false"] if "log_model" in self.spec.tracking else []
+        # `more` comes last: of two overrides of a key, Hydra takes the last one.
         return [*user, *self._advisor_overrides(precision, seed), *tracking, *more]
 
     def untracked_trial_overrides(self, precision: str, seed: int, *more: str) -> list[str]:
@@ -142,7 +143,6 @@ class AdviseRequest:
             more: further overrides.
         """
         user = self._user_overrides((*_TRIAL_KEYS, "tracking"))
-        # After the user's overrides: of two overrides of a key, Hydra takes the last one.
         return [*user, *self._advisor_overrides(precision, seed), "tracking=none", *more]
 
     def _user_overrides(self, without: tuple[str, ...]) -> list[str]:

@@ -20,7 +20,7 @@ from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.advisor.system_load import other_programs_load
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASELINE
-from runner.sweep.report.paired_test import MIN_SEEDS
+from runner.sweep.report.non_inferiority import MIN_SEEDS
 from runner.sweep.report.ranking import Advice, rank_precisions
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.accelerator import choose_accelerator
@@ -42,7 +42,7 @@ MIN_TRIAL_STEPS = 20
 DIAGNOSIS_SNAPSHOTS = 4
 """Number of snapshots of float32's numbers in the trial that explains why a precision fails."""
 MIN_TIMED_SECONDS = 0.6
-"""Shortest time of float32's steps in a trial, for its speed to be measured."""
+"""Time of float32's steps in a trial from which on its speed is measured well."""
 JOB_OVERHEAD_SECONDS = 0.7
 """Time of a job before and after its run: process, imports, the end of its record."""
 TIMEOUT_TIME_RATIO = 4.0
@@ -175,7 +175,8 @@ class TrialScheduler:
         nothing = f"in every module {BASELINE}'s numbers fit its formats"
         findings: list[str] = []
         suspects: dict[str, list[str]] = {}
-        for name in failing:
+        # A precision may fail both by itself and with a set of modules.
+        for name in dict.fromkeys(failing):
             precision = self.request.load_precision(name)
             findings.append(f"{name}: {describe_shortage(numbers, precision) or nothing}")
             suspects[name] = suspect_modules(numbers, precision)
@@ -220,7 +221,7 @@ class TrialScheduler:
         round_cost = 1 + EXPECTED_STEP_TIME_RATIO * others + EMULATED_STEP_TIME_RATIO * emulated
         count = self.options.seeds * round_cost
         seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - timing.overhead_seconds
-        # Twice the time: rounding down may halve it.
+        # Twice the time, because rounding down may take up to 60 % of it.
         least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / timing.step_seconds))
         # A round number, so that the same machine gives the same one again although measured step
         # times differ a little.

@@ -273,7 +273,7 @@ def update_job_count(config: DictConfig, launched: int) -> None:
     from runner.sweep.sweep import Sweep
 
     if Sweep.current is not None:
-        # A search launches its trials one after another, and says in n_trials how many there are.
+        # A search launches its trials in several calls, and says in n_trials how many there are.
         planned = config.hydra.sweeper.get("n_trials", 0)
         Sweep.current.set_job_count(max(launched, planned))
 

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from runner.sweep.report.columns import advice_table, advice_terminal_table
 from runner.sweep.report.compare import BASELINE
+from runner.sweep.report.non_inferiority import ERROR_RATE
 from runner.sweep.report.number_text import format_interval, format_ratio
-from runner.sweep.report.paired_test import ERROR_RATE
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number

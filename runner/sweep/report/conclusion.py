@@ -21,7 +21,8 @@ from runner.utils.formatting import format_number
 
 NO_BASELINE_REASON = f"no {BASELINE} job to compare with; add precision={BASELINE}"
 MAX_WORTHWHILE_MEMORY_SHARE = 0.95
-"""Another group's memory is mentioned if it is at most this share of the named group's."""
+"""Another group's memory is mentioned if it is at most this share of the named group's and of
+the baseline's."""
 FAILURE_WORDS = {
     "diverged": "diverged",
     "failed": "failed",

@@ -24,9 +24,10 @@ def curve_points(curve: Curve) -> Points:
 
 
 def envelope(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:
-    """Return at most 2 * BUCKETS points: each bucket's least and greatest value, in their order.
+    """Return each bucket's least and greatest value, in their order.
 
-    Values that are not finite are left out; a bucket without any other becomes a gap (NaN).
+    These are at most 2 * ENVELOPE_BUCKETS points. Values that are not finite are left out; a
+    bucket without any other becomes a gap (NaN).
     """
     if len(steps) <= 2 * ENVELOPE_BUCKETS:
         return steps, np.where(np.isfinite(values), values, np.nan)
@@ -45,9 +46,10 @@ def envelope(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:
 
 
 def bucket_means(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:
-    """Return the mean of each of MEANS buckets over its finite values, NaN without any.
+    """Return the mean of each of MEAN_BUCKETS buckets over its finite values, NaN without any.
 
-    Curves of at most 2 * MEANS points are returned as they are, with NaN for infinite values.
+    Curves of at most 2 * MEAN_BUCKETS points are returned as they are, with NaN for infinite
+    values.
     """
     if len(steps) <= 2 * MEAN_BUCKETS:
         return steps, np.where(np.isfinite(values), values, np.nan)

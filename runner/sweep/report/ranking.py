@@ -13,7 +13,7 @@ from typing import Literal
 from runner.modes.result import RunResult
 from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.report.compare import BASELINE, Comparison, Group, compare_two_groups, group_jobs
-from runner.sweep.report.paired_test import (
+from runner.sweep.report.non_inferiority import (
     MIN_SEEDS,
     PairedTest,
     baseline_spread,
@@ -59,7 +59,7 @@ class PrecisionVerdict:
         diverged_step: optimizer step at which the first trial diverged.
         command: words of the command that trains in this precision.
         float32_finding: why the precision fails, as measured on float32's numbers.
-        forecast: see AdviseSettings.predicted.
+        forecast: see AdviseSettings.memory_forecast.
         attempted_module_sets: overrides that exclude modules, each with the first seed's loss minus
             32-true's; NaN if that trial did not finish. Empty if any of them is acceptable.
     """

@@ -1,7 +1,7 @@
 """Means, spreads and confidence intervals of a sweep's numbers over seeds.
 
 `quality_difference` judges ordinary sweeps by a two-sided interval; mode=advise uses the one-sided
-test of paired_test.py, because it has to decide instead of to describe.
+test of non_inferiority.py, because it has to decide instead of to describe.
 """
 
 import math

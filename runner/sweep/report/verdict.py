@@ -3,8 +3,8 @@
 import math
 
 from runner.sweep.report.compare import BASELINE
+from runner.sweep.report.non_inferiority import MIN_SEEDS
 from runner.sweep.report.number_text import format_interval
-from runner.sweep.report.paired_test import MIN_SEEDS
 from runner.sweep.report.ranking import PrecisionVerdict
 from runner.utils.formatting import format_number
 

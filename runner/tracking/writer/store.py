@@ -201,7 +201,7 @@ class Store:
         """Return how many samples of the machine's load a run has."""
         with classify_errors():
             values = self._client.get_run(run_id).data.metrics
-            # All of them have the same steps, so that one is enough.
+            # One of them stands for all, to save calls; a sensor that failed may have fewer.
             key = next((key for key in values if key.startswith(SYSTEM_PREFIX)), None)
             points = self._client.get_metric_history(run_id, key) if key else []
         return max((point.step for point in points), default=0)
@@ -303,8 +303,8 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
 
 def _create(database: Path, uri: str) -> None:
     """Create a SQLite store."""
-    # Under another name first: MLflow needs seconds for the tables, and cannot open a part
-    # of them if it is killed meanwhile.
+    # Under another name first: MLflow needs seconds for the tables, and a file that holds only a
+    # part of them, because the process was killed meanwhile, cannot be opened.
     draft = database.with_name(database.name + ".new")
     draft.unlink(missing_ok=True)
     MlflowClient(tracking_uri=uri.replace(str(database), str(draft)))

@@ -189,8 +189,11 @@ class Guard(Callback):
 
 
 def guard_remedies(spec: RunSpec, precision: Precision, key: str) -> Iterator[str]:
-    """Yield settings that may help, as they are typed on the command line, the likeliest first."""
-    # A wider range cures overflow and non-finite values; it does nothing against a spike.
+    """Yield settings that may help, as they are typed on the command line.
+
+    A wider range comes first where it may help.
+    """
+    # It cures overflow and non-finite values; it does nothing against a spike.
     scale = spec.precision.get("loss_scale") or {}
     if key != "spike" and scale.get("fixed"):
         yield "precision.loss_scale.fixed=null"

@@ -14,7 +14,7 @@ from torch import nn
 from runner.diagnostics.numerics.loss_scales import suitable_range
 from runner.diagnostics.numerics.measure import MAX_SAMPLE_ELEMENTS
 from runner.diagnostics.numerics.numerics_page import format_verdict
-from runner.diagnostics.numerics.probe import MAX_CALLS_PER_MODULE, Probe, modules_holding_tensors
+from runner.diagnostics.numerics.probe import MAX_OUTPUT_SAMPLES, Probe, modules_holding_tensors
 from runner.diagnostics.numerics.results import KINDS, Numerics
 from runner.precision import registry
 from runner.precision.emulation.formats import FORMATS
@@ -279,7 +279,7 @@ def by_hand(state, batch):
             tensors[name, "updates"].append(p.detach() - before[id(p)])
     for (_, kind), found in tensors.items():
         if kind == "activations":
-            del found[MAX_CALLS_PER_MODULE:]
+            del found[MAX_OUTPUT_SAMPLES:]
     return tensors
 
 

@@ -334,11 +334,11 @@ def test_gradients_that_a_loss_scale_saves():
     assert format_verdict(numerics, "bfloat16").startswith("would do")
     assert "with the loss scale in force (none) they do not fit" in loss_scale_sentence(numerics)
     assert "16-mixed begins with 65536, which does." in loss_scale_sentence(numerics)
-    for power, fits in ((found.lowest / 4, False), (found.lowest, True), (found.highest, True)):
+    for power, fits in ((found.least / 4, False), (found.least, True), (found.greatest, True)):
         scaled = seen(Small(1e-7), batch(), lr=1e4, scale=DynamicLossScale(CPU, power))
         assert (scaled.sensitivity("float16", ["gradients"]) == "none") == fits
         assert loss_scales(scaled) == found
-    over = seen(Small(1e-7), batch(), lr=1e4, scale=DynamicLossScale(CPU, 2 * found.highest))
+    over = seen(Small(1e-7), batch(), lr=1e4, scale=DynamicLossScale(CPU, 2 * found.greatest))
     assert over.reasons("float16", ["gradients"])[0][2] == "overflow"
     assert "they do not fit" in loss_scale_sentence(over)
 

@@ -1,4 +1,4 @@
-"""runner.sweep.report.paired_test: decisions with the error rate that they state."""
+"""runner.sweep.report.non_inferiority: decisions with the error rate that they state."""
 
 import math
 import random
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from runner.sweep.report.paired_test import ERROR_RATE, baseline_spread, non_inferiority_test
+from runner.sweep.report.non_inferiority import ERROR_RATE, baseline_spread, non_inferiority_test
 
 
 def test_a_clear_increase_in_loss_is_worse_with_students_interval() -> None:
