@@ -4,6 +4,7 @@ import gc
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -23,9 +24,32 @@ from hydra import initialize_config_module
 from runner.cli import main as command_line
 from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema, resolve_spec
+from runner.utils.stop_signals import SIGNALS as STOP_SIGNALS
 
 ROOT = Path(__file__).parents[1]
 QUICK = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
+
+
+def use_default_signals():
+    """Give this process, and those that it starts, the signals of a command in a terminal.
+
+    nohup and the background of a script have some of them ignored, and the runner leaves ignored
+    signals ignored: tests that send one would wait in vain.
+    """
+    ignored = [number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
+    if not ignored:
+        return
+    # In a session of its own: the end of the terminal, which nohup is for, must not reach it.
+    if os.getpgrp() != os.getpid():  # the leader of a process group cannot leave its session
+        os.setsid()
+    for number in ignored:
+        is_ctrl_c = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
+
+
+# xdist's controller runs no test, and keeps the signals that it was given.
+if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv:
+    use_default_signals()
 
 
 def pytest_collection_modifyitems(items):

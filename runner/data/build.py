@@ -4,6 +4,7 @@
 before any data are read, so a wrong value is refused here.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,24 +49,32 @@ def _check_meta(spec: RunSpec, dataset: Any) -> None:
     if not len(dataset):
         return  # build_loaders refuses it
     meta = spec.data.get("meta") or {}
+    if not isinstance(meta, Mapping):
+        raise ConfigError(
+            f"data.meta={meta}: it is a mapping that the model's config reads. Type for example "
+            "data.meta.classes=10."
+        )
     answers = (_shape_problem(meta, _first_input(dataset)), _classes_problem(meta, dataset))
     problems = [answer for answer in answers if answer]
     if problems:
         raise ConfigError(*problems)
 
 
-def _shape_problem(meta: dict[str, Any], example: Any) -> str:
+def _shape_problem(meta: Mapping[str, Any], example: Any) -> str:
     """Return why data.meta.input is wrong; empty where it is right or not stated."""
     shape = list(getattr(example, "shape", []))
-    if "input" not in meta or not isinstance(example, Tensor) or shape == list(meta["input"]):
+    if "input" not in meta or not isinstance(example, Tensor):
+        return ""
+    stated = meta["input"]
+    if isinstance(stated, Sequence) and shape == list(stated):
         return ""
     return (
-        f"data.meta.input={meta['input']}, but an example has the shape {shape}. "
+        f"data.meta.input={stated}, but an example has the shape {shape}. "
         f"Type data.meta.input={str(shape).replace(' ', '')}."
     )
 
 
-def _classes_problem(meta: dict[str, Any], dataset: Any) -> str:
+def _classes_problem(meta: Mapping[str, Any], dataset: Any) -> str:
     """Return why data.meta.classes is too small; empty where it is right or not stated."""
     if isinstance(dataset, TensorDataset) and not dataset.tensors[1].is_floating_point():
         largest_label, index = dataset.tensors[1].flatten().max(0)
@@ -77,7 +86,11 @@ def _classes_problem(meta: dict[str, Any], dataset: Any) -> str:
         classes = len(names) if names else 0
         sample = ""
     stated = meta.get("classes")
-    if not stated or classes <= stated:
+    if not stated:
+        return ""
+    if not isinstance(stated, int):
+        return f"data.meta.classes={stated}: type a whole number, for example 10."
+    if classes <= stated:
         return ""
     return (
         f"data.meta.classes={stated}, but the data have {classes} classes{sample}. "
