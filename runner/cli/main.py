@@ -33,10 +33,12 @@ from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import AUTO
 from runner.distributed import torchrun
 from runner.sweep.job_result import (
+    is_sweep_job,
     job_origin,
     job_overrides,
     keys_left_out_of_job,
     record_result,
+    use_sweep_time,
 )
 from runner.utils.errors import RunnerError, Unavailable
 from runner.utils.layout import ADVICE
@@ -218,11 +220,11 @@ def run_job(config: DictConfig) -> float | None:
         then counts a failed trial and continues, while NaN would end its study.
 
     Raises:
-        SystemExit: a signal ended the job, or a single run failed. A sweep continues after a
-            failed job, whose result is recorded here.
+        SystemExit: a signal ended the job, or a job failed that has this process for itself. The
+            result of a sweep's job is recorded before.
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
-    sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
+    sweeping = is_sweep_job()
     try:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
@@ -238,7 +240,8 @@ def run_job(config: DictConfig) -> float | None:
         record_result(config, folder, failure.status, failure.message)
     # Outside of `except`: the traceback, whose frames hold the model, is free to be collected.
     gc.collect()
-    if failure.exit_status > 128 or not sweeping:
+    # Hydra's own launcher runs the jobs of a sweep in one process, which continues with the next.
+    if failure.exit_status > 128 or HydraConfig.get().mode == RunMode.RUN:
         raise SystemExit(failure.exit_status)
     return None
 
@@ -275,6 +278,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     if sweeping and not is_trial:
         overrides = one_line(" ".join(job_overrides()))
         print(f"\njob {HydraConfig.get().job.num}: {overrides}", flush=True)
+        use_sweep_time()
         remove_keys(config, keys_left_out_of_job())
     finished = _finished_before(config, folder, sweeping)
     if finished is not None:

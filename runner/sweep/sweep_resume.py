@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.checkpoint import locate
+from runner.config.overrides import quote_value
 from runner.modes.result import RunResult
 from runner.modes.run_store import resumed_sweep_store
 from runner.sweep.manifest import Manifest
@@ -90,9 +91,8 @@ def _check_working_directory(manifest: Manifest, name: str) -> None:
 
 def _folder_overrides(folder: Path) -> list[str]:
     """Return the overrides that make Hydra run the sweep again in its own folder."""
-    quoted = str(folder.absolute()).replace("\\", "\\\\").replace("'", "\\'")
     return [
-        f"hydra.sweep.dir='{quoted}'",
+        f"hydra.sweep.dir={quote_value(str(folder.absolute()))}",
         "hydra.callbacks.sweep.resume=true",
         "hydra.mode=MULTIRUN",
     ]

@@ -30,6 +30,7 @@ pipe, stdout and stderr, in this order."""
 # seconds later. tests/arch/test_module_names.py fails for a name of ours that leads nowhere.
 PRELOADED_MODULES = (
     (
+        "runner.cli.main",
         "runner.modes.run",
         "runner.sweep.hydra_callback",
         "runner.sweep.launcher.job_main",

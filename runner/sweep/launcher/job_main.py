@@ -5,14 +5,14 @@ import ctypes
 import faulthandler
 import io
 import os
-import pickle
+import runpy
 import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from runner.sweep.launcher.job_request import STATUS_STRUCT, JobRequest, ProcessEnvironment
+from runner.sweep.launcher.job_request import STATUS_STRUCT, JobRequest
 from runner.tracking.writer_process import SweepWriter, use_writer
 from runner.utils.stop_signals import CommandSignals, Interrupted
 
@@ -21,13 +21,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_job_process(request: int, status_pipe: int, out: int, err: int) -> NoReturn:
-    """Run the job that comes through the request pipe, and exit.
+    """Run the job that comes through the request pipe, and exit with its command's exit status.
 
-    The answer goes back through the same pipe: a JobReturn, or the exit status of a job that was
-    stopped. There is no answer from a job that fails outside its own error handling.
+    What came of the job is in the result.json of its folder.
 
     Args:
-        request: file descriptor of a duplex pipe.
+        request: file descriptor of the pipe that a JobRequest comes through.
         status_pipe: file descriptor that takes the process id once the process handles signals.
         out: file descriptor that becomes stdout.
         err: file descriptor that becomes stderr.
@@ -75,16 +74,14 @@ def _set_up_process(status_pipe: int, out: int, err: int) -> None:
 
 
 def _run_request(connection: Connection) -> int:
-    """Receive and run a job request; return the exit status."""
-    environment: ProcessEnvironment = connection.recv()
-    # Before the request is unpickled: it may name modules that only this sys.path finds.
-    environment.apply()
-    use_writer(SweepWriter(environment.job_folder))
+    """Receive a job request and run its command; return the exit status."""
+    request: JobRequest = connection.recv()
+    connection.close()
+    request.set_up_process()
+    use_writer(SweepWriter(request.job_folder))
     try:
-        request: JobRequest = pickle.loads(connection.recv_bytes())
-        connection.send(request.run())
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else 1
-        connection.send(status)
-        return status
+        # What `python -m runner` does: the job is a command of a single run.
+        runpy.run_module("runner", run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
     return 0
