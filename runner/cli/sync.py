@@ -151,7 +151,7 @@ def _outcome(one: JournalStatus) -> str:
     """Return a line about a journal: where it was uploaded to, or why that failed."""
     state = one.state
     if not state.done:
-        reason = state.refusal or state.failure or state.outage or state.last_error
+        reason = state.refusal or state.failure or state.outage or state.first_error
         return f"failed: {reason or 'no answer'}."
     points = 0
     # Only a run that was killed writes no end.
@@ -164,7 +164,7 @@ def _outcome(one: JournalStatus) -> str:
     if state.run_id is None:
         return "nothing was recorded"
     store = redact(state.uri or _first_record(one.journal)["uri"])
-    without = f"; left out: {state.last_error}" if state.last_error else ""
+    without = f"; left out: {state.first_error}" if state.first_error else ""
     return f"uploaded to {store} as run {state.run_id}, {status}, {points:,} points{without}"
 
 

@@ -70,9 +70,9 @@ class JournalStatus:
         for notice in state.notices[self._notices_shown :]:
             log.warning(notice)
         self._notices_shown = len(state.notices)
-        if state.last_error and not self._error_shown:
+        if state.first_error and not self._error_shown:
             self._error_shown = True
-            log.warning("%s The records are kept in %s.", state.last_error, self.journal)
+            log.warning("%s The records are kept in %s.", state.first_error, self.journal)
         if state.outage is None:
             if self._outage_shown:
                 self._outage_shown = False

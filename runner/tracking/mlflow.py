@@ -290,7 +290,7 @@ class MlflowTracker(Tracker):
             return
         writer_failure = self._writer.keep_alive() if self._writer else None
         reason = (
-            state.refusal or state.failure or writer_failure or state.outage or state.last_error
+            state.refusal or state.failure or writer_failure or state.outage or state.first_error
         )
         log.warning(self._explain(reason or "the upload did not end in the time that a run waits"))
 

@@ -36,12 +36,12 @@ _FIELDS = (
     "outage_since",
     "refusal",
     "failure",
-    "last_error",
+    "first_error",
     "notices",
 )
 _TEXT_BYTES = 500
 """Upper bound on each text for the user, so that all fields fit into the file."""
-_TEXTS = ("outage", "refusal", "failure", "last_error")
+_TEXTS = ("outage", "refusal", "failure", "first_error")
 _MAX_NOTICES = 3
 
 
@@ -67,7 +67,7 @@ class UploadState:
         outage_since: Unix seconds of the first failed call of this outage.
         refusal: why the store did not take the run; None while it may.
         failure: why the writer gave the journal up without an answer of the store.
-        last_error: why a part of the record was skipped; None without one.
+        first_error: why a part of the record was skipped, the first that was; None without one.
         notices: what the user should know about where the run is stored.
     """
 
@@ -87,7 +87,7 @@ class UploadState:
         self.outage_since: float | None = None
         self.refusal: str | None = None
         self.failure: str | None = None
-        self.last_error: str | None = None
+        self.first_error: str | None = None
         self.notices: list[str] = []
         self._path = journal.with_suffix(".state")
         self._file = -1
@@ -180,6 +180,7 @@ class UploadState:
             refused=False,
             refusal=None,
             failure=None,
+            first_error=None,
             outage=None,
             outage_since=None,
             sending_file=False,
@@ -198,6 +199,11 @@ class UploadState:
         if self.has_lock and self.outage is not None:
             with suppress(OSError):
                 self.save(outage=None, outage_since=None)
+
+    def save_error(self, text: str) -> None:
+        """Save why a part of the record was skipped; later parts have the same reason as a rule."""
+        if self.first_error is None:
+            self.save(first_error=text)
 
     def add_notice(self, text: str) -> None:
         """Add a text that the trainer shows once; beyond a few, further ones are left out."""

@@ -138,7 +138,7 @@ def test_a_refused_batch_is_skipped_and_the_rest_is_uploaded(work, journal):
     work.store.failures = [RefusedError("bad tag")]
     work.turn()
     state = work.saved()
-    assert (state.last_error, state.refusal, state.done) == ("bad tag", None, True)
+    assert (state.first_error, state.refusal, state.done) == ("bad tag", None, True)
     assert work.store.named("log_tags") == [["create_run", {"good": "1"}]]
     assert work.store.named("end_run") == [["create_run", "FINISHED", 9]]
 
@@ -151,7 +151,7 @@ def test_points_are_never_given_up_for_a_doubtful_answer(work, journal):
     for _ in range(21):
         work.turn(seconds_later=10)
     assert work.store.named("log_points") == [["create_run", [("a", 1.0, 1, 1)]]]
-    assert work.saved().last_error is None
+    assert work.saved().first_error is None
 
 
 def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journal):
@@ -161,7 +161,7 @@ def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journa
     work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 5
     for _ in range(5):
         work.turn(seconds_later=10)
-    assert work.saved().last_error == "pool used up"
+    assert work.saved().first_error == "pool used up"
 
 
 def test_a_disk_that_is_full_for_the_state_is_waited_for(work, journal, monkeypatch):
@@ -185,7 +185,7 @@ def test_a_run_gets_its_status_even_if_its_artifacts_fail(work, journal):
     for _ in range(5):
         work.turn(seconds_later=10)
     assert work.store.named("end_run")[0] == ["create_run", "FINISHED", 9]
-    assert "No space left" in work.saved().last_error
+    assert "No space left" in work.saved().first_error
     assert work.saved().done
 
 
@@ -244,7 +244,7 @@ def test_long_texts_fit_into_the_state_file(journal):
     state = UploadState(journal.path)
     assert state.acquire_lock()
     text = "\u00fc\u4e2d" * 3000
-    state.save(refusal=text, failure=text, outage=text, last_error=text, uri="u" * 400)
+    state.save(refusal=text, failure=text, outage=text, first_error=text, uri="u" * 400)
     for _ in range(9):
         state.add_notice(text)
     state.release_lock()
@@ -278,7 +278,7 @@ def test_a_child_waits_for_its_parent_but_not_for_ever(work, journal):
     assert work.store.named("create_run") == []
     for _ in range(2):
         work.turn(seconds_later=10)
-    assert work.saved().last_error == "The sweep night has no parent run; this run stands alone."
+    assert work.saved().first_error == "The sweep night has no parent run; this run stands alone."
     assert work.saved().run_id == "create_run"
 
 

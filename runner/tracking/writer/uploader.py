@@ -249,7 +249,6 @@ class JournalUploader:
         Returns:
             False if the earlier journal never became a run.
         """
-        # Without events: nobody watches the earlier journal.
         earlier = JournalUploader(before, self._stores)
         try:
             earlier.upload_rest()
@@ -284,10 +283,10 @@ class JournalUploader:
         if start["role"] == "sweep" and start["sweep"]:
             self._stores.parents[start["uri"], start["sweep"]] = run_id
             self._stores.names[start["sweep"]] = start["name"]
-        self.state.save(dashboard=self._ensure_dashboard())
+        self._ensure_dashboard()
 
-    def _ensure_dashboard(self, metrics: Collection[str] = ()) -> str | None:
-        """Set up the dashboards that show this run; return the path of its own. May fail."""
+    def _ensure_dashboard(self, metrics: Collection[str] = ()) -> None:
+        """Set up the dashboards that show this run, and save the path of its own. May fail."""
         store = self._run_store()
         view = None
         sweep_id = self._start["sweep"]
@@ -300,7 +299,8 @@ class JournalUploader:
         path = store.dashboard(experiment, metrics, view)
         while store.notices:
             self.state.add_notice(store.notices.pop(0))
-        return path
+        if path is not None:
+            self.state.save(dashboard=path)
 
     def _sweep_name(self, sweep_id: str, parent: str) -> str:
         """Return a sweep's name; ask the store if another process has opened the sweep's run."""
@@ -331,7 +331,7 @@ class JournalUploader:
         if now - self._parent_wanted_at < PARENT_WAIT_SECONDS:
             raise UnreachableError(f"the parent run of sweep {start['sweep']} is not there yet")
         text = f"The sweep {start['sweep']} has no parent run; this run stands alone."
-        self.state.save(last_error=text)
+        self.state.save_error(text)
         return None
 
     def _end(self, record: dict[str, Any]) -> None:

@@ -243,7 +243,7 @@ class Writer:
             task.uploader.state.save(refused=True, refusal=message)
             self._close(name)
             return False
-        task.uploader.state.save(last_error=message)
+        task.uploader.state.save_error(message)
         task.uploader.skip()
         task.record_success()
         return True
