@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config.invocation import Invocation
+from runner.config.invocation import Invocation, override_texts
 from runner.config.precision_keys import without_keys
 from runner.sweep.manifest import Manifest
 from runner.utils.layout import MANIFEST
@@ -44,7 +44,7 @@ def job_overrides() -> tuple[str, ...]:
 
     Keys that a sweep leaves out for the job's precision are missing.
     """
-    texts = tuple(redact_override(str(text)) for text in HydraConfig.get().overrides.task)
+    texts = tuple(map(redact_override, override_texts(HydraConfig.get().overrides.task)))
     if is_sweep_job():
         return without_keys(texts, keys_left_out_of_job())
     return texts

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from runner.modes.result import RunResult
 
@@ -149,31 +148,27 @@ def test_jobs_begin_from_the_same_state(quick, tmp_path):
 
 
 def test_a_job_can_be_typed_again(quick, tmp_path):
-    """Hydra's number of the job and the time of the sweep are the same each time."""
-    values = (
-        "tracking.tags.job=number-${hydra.job.num}",
-        "tracking.tags.sweep=${now:%Y-%m-%d_%H-%M-%S-%f}",
-    )
+    values = ("hydra.sweep.subdir=job-${hydra.job.num}", "seed=${hydra:job.num}")
     assert quick("-m", "precision=32-true,bf16-mixed", *values).rc == 0
     (sweep,) = tmp_path.glob("outputs/sweeps/*")
-    first = [yaml.safe_load((sweep / f"{i}/config.yaml").read_text()) for i in range(2)]
-    assert [job["tracking"]["tags"]["job"] for job in first] == ["number-0", "number-1"]
-    assert first[0]["tracking"]["tags"]["sweep"] == first[1]["tracking"]["tags"]["sweep"]
-    results = [RunResult.read(sweep / str(i)) for i in range(2)]
+    folder = sweep / "job-1"
+    result = RunResult.read(folder)
+    assert result.seed == 1
+    other = (sweep / "job-0/result.json").read_bytes()
 
     again = quick("precision=bf16-mixed", *values, f"hydra.sweep.dir={sweep}", "hydra.job.num=1")
     assert again.rc == 0, again.stderr
     assert "job 1: " in again.stdout
-    result = RunResult.read(sweep / "1")
-    assert result.seconds != results[1].seconds
-    assert (result.label, result.train_loss) == ("bf16-mixed", results[1].train_loss)
-    assert yaml.safe_load((sweep / "1/config.yaml").read_text()) == first[1]
-    assert RunResult.read(sweep / "0") == results[0]
+    repeated = RunResult.read(folder)
+    assert repeated.seconds != result.seconds
+    assert (repeated.label, repeated.train_loss) == ("bf16-mixed", result.train_loss)
+    assert (sweep / "job-0/result.json").read_bytes() == other
 
 
-def test_a_number_of_a_job_is_no_sweep(quick, tmp_path):
-    assert quick("hydra.job.num=3", "seed=${hydra.job.num}").rc == 0
-    assert [*tmp_path.glob("outputs/runs/*/result.json")]
+def test_a_number_of_a_job_alone_is_no_sweep(quick, tmp_path):
+    assert quick("hydra.job.num=3", "seed=${hydra:job.num}").rc == 0
+    (result,) = tmp_path.glob("outputs/runs/*/result.json")
+    assert RunResult.read(result.parent).seed == 3
 
 
 def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):

@@ -69,7 +69,7 @@ def test_model_and_data_sets_are_uploaded_when_the_server_is_back(
     uri = late_server.url
     if not late_server.process:
         late_server.start()
-    tracker = MlflowTracker(uri=uri, register="net")
+    tracker = MlflowTracker(uri=uri, register="net", patience=600)
     tracker.open(RunInfo(tmp_path / "run"))
     tracker.log_metrics([(1, 1000, {"train/loss": math.inf, "val/loss": 0.5})])
     until(lambda: tracker.run_id is not None, seconds=120)
@@ -85,7 +85,7 @@ def test_model_and_data_sets_are_uploaded_when_the_server_is_back(
     time.sleep(3)
     assert closing.is_alive()
     late_server.start()
-    closing.join(timeout=120)
+    closing.join(timeout=600)
     assert not closing.is_alive()
     tracker.check()
     store = reader(uri)

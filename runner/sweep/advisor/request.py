@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
+from runner.config.invocation import override_texts
 from runner.config.overrides import PRECISION_ALIASES
 from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
@@ -87,7 +88,7 @@ class AdviseRequest:
             Unavailable: the device is not there.
         """
         _check_launcher(config)
-        overrides = _parse([str(text) for text in config.hydra.overrides.task])
+        overrides = _parse(override_texts(config.hydra.overrides.task))
         _check_sweeps(overrides)
         extras = _precision_extras(overrides)
         spec = _baseline_spec(config, extras)

@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
+from runner.config.invocation import override_texts
 from runner.config.overrides import quote_value
 
 STATUS_STRUCT = struct.Struct("i")
@@ -85,11 +86,8 @@ def job_arguments(config: DictConfig) -> list[str]:
         config: the job's, composed; its sweep's folder is hydra.sweep.dir.
     """
     hydra = config.hydra
-    typed = [
-        str(text)
-        for text in [*hydra.overrides.task, *hydra.overrides.hydra]
-        if str(text).lstrip("+~").partition("=")[0] not in _JOB_KEYS
-    ]
+    overrides = override_texts(hydra.overrides.task) + override_texts(hydra.overrides.hydra)
+    typed = [text for text in overrides if text.lstrip("+~").partition("=")[0] not in _JOB_KEYS]
     sweep_folder = quote_value(os.path.abspath(hydra.sweep.dir))  # noqa: PTH100
     job = [f"hydra.sweep.dir={sweep_folder}", f"hydra.job.num={hydra.job.num}"]
     # A preset may set hydra.mode, and --run spares Hydra a composition to find that out.

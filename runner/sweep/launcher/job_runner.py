@@ -10,8 +10,9 @@ from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import NamedTuple
 
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from runner.config.invocation import override_texts
 from runner.modes.result import RunResult
 from runner.sweep.launcher.job_process import ForkServerClient, JobProcess
 from runner.sweep.launcher.job_request import JobRequest, job_folder, job_hydra_config
@@ -229,11 +230,13 @@ def job_return(config: DictConfig, result: RunResult | None = None) -> JobReturn
         config: the job's.
         result: the job's.
     """
-    overrides = OmegaConf.to_container(config.hydra.overrides.task)
-    assert isinstance(overrides, list)
     # Any other status would make Hydra's sweeper raise, and end the sweep; result.json has the
     # job's own status.
-    ended = JobReturn(overrides=overrides, cfg=config, status=JobStatus.COMPLETED)
+    ended = JobReturn(
+        overrides=override_texts(config.hydra.overrides.task),
+        cfg=config,
+        status=JobStatus.COMPLETED,
+    )
     if result is not None and result.status == "finished" and not math.isnan(result.objective):
         ended.return_value = result.objective
     return ended
