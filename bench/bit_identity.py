@@ -1,7 +1,7 @@
 """Does a change of the code leave every bit of a training run as it was?
 
-    python bench/bit_identity.py record FILE.json     before the change
-    python bench/bit_identity.py compare FILE.json    after it; exit status 1 if anything differs
+    python -m bench.bit_identity record FILE.json     before the change
+    python -m bench.bit_identity compare FILE.json    after it; exit status 1 if anything differs
 
 Tiny models train 20 steps in every precision (emulated where this machine lacks the hardware),
 with several models, optimizers, adapters and options, through the command line alone. Each job's
@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import commit, versions
+
+from bench.common import commit, versions
 
 ROOT = Path(__file__).parents[1]
 STEPS = 20

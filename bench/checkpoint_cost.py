@@ -1,6 +1,6 @@
 """How long does the loop stand still for a checkpoint?
 
-    python bench/checkpoint_cost.py [--rounds 8] [--steps 15]
+    python -m bench.checkpoint_cost [--rounds 8] [--steps 15]
 
 ResNet-18 with AdamW (weights and two moments: 128 MiB) trains in float32. In turn: steps alone,
 steps with a checkpoint written while the loop waits, and steps with one written by a thread. The
@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import torch
-from common import median, spread, table, write
 
+from bench.common import median, spread, table, write
 from models.resnet import resnet
 from runner.checkpoint import checkpoint_file
 from runner.checkpoint.async_writer import AsyncCheckpointWriter

@@ -1,6 +1,6 @@
 """What does float16 training cost on a CPU: PyTorch's kernels against float32 accumulation?
 
-    python bench/cpu_float16.py
+    python -m bench.cpu_float16
 
 Full training steps (forward, loss, backward, loss scale, SGD) in turn, A B A B, in one process;
 ratios of medians over 32-true, wall and CPU time. Writes bench/results/cpu_float16.md.
@@ -273,7 +273,7 @@ NOTES = """
 def report() -> Iterator[str]:
     yield "# float16 on the CPU: ratios to float32"
     yield "\nQuestion: " + str(__doc__).splitlines()[0]
-    yield "\nCommand: `python bench/cpu_float16.py`\n"
+    yield "\nCommand: `python -m bench.cpu_float16`\n"
     cpu = torch.cpu.get_capabilities().get("cpu_name", platform.processor())
     yield f"- {cpu} ({platform.machine()}), {torch.get_num_threads()} threads"
     yield f"- float16 units: {cpu16.has_native_float16()}; load {os.getloadavg()[0]:.1f}"

@@ -7,8 +7,9 @@ in the same round, contenders in turn, one thread.
 import argparse
 
 import torch
-from common import interleave, median, table, versions, write
-from low_bit import here, steps
+
+from bench.common import interleave, median, table, versions, write
+from bench.low_bit import here, steps
 
 STEPS = 2  # of a round of low_bit.steps
 KINDS = ("transformer-engine", "float8")

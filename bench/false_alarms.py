@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from common import table, write
 
+from bench.common import table, write
 from runner.config.schema import TrainSpec
 from runner.data.datasets.digits import digits
 from runner.data.loader import Loader

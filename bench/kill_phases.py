@@ -1,6 +1,6 @@
 """What remains of a run that a signal stops at any moment of its life?
 
-    python bench/kill_phases.py [--moments 40] [--at-once 2] [--dry]
+    python -m bench.kill_phases [--moments 40] [--at-once 2] [--dry]
 
 A float16 run with evaluations, checkpoints and an exported model is sent SIGTERM, and another one
 SIGINT, at evenly spread moments from half a second after its process begins to its end (before,
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from common import spread, table, versions, write
+from bench.common import spread, table, versions, write
 
 ROOT = Path(__file__).parents[1]
 TYPED = (

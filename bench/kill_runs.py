@@ -1,6 +1,6 @@
 """Does a run that is killed at random steps and resumed each time end as one that was not?
 
-    python bench/kill_runs.py [--kills 50] [--steps 2000] [--dry]
+    python -m bench.kill_runs [--kills 50] [--steps 2000] [--dry]
 
 A float16 GPT with dropout, shuffling, accumulation and a loss scale that moves is trained twice:
 once undisturbed, once killed with SIGKILL at random steps and resumed with checkpoint.resume=last.
@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 import torch
-from common import table, versions, write
 
+from bench.common import table, versions, write
 from runner.checkpoint import checkpoint_file
 from runner.tracking import journal
 

@@ -1,6 +1,6 @@
 """Does a process that is killed while it saves ever cost the checkpoint before?
 
-    python bench/kill_saves.py [--kills 200] [--megabytes 16] [--dry]
+    python -m bench.kill_saves [--kills 200] [--megabytes 16] [--dry]
 
 A process saves one checkpoint after another through the runner's own Saver and is killed with
 SIGKILL at a random moment, again and again in the same folder. After each kill the newest whole
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import table, write
 
+from bench.common import table, write
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.async_writer import AsyncCheckpointWriter
 from runner.utils.errors import ConfigError

@@ -1,6 +1,6 @@
 """What does a process of its own cost each job of a sweep?
 
-    python bench/launcher_cost.py [--jobs 8] [--rounds 3]
+    python -m bench.launcher_cost [--jobs 8] [--rounds 3]
 
 Whole commands in turn, sweeps of one and of `jobs` more tiny jobs under either launcher: the
 difference over `jobs` is what one more job takes. For comparison: what a job would pay at least if
@@ -18,8 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import median, spread, table, write
-
+from bench.common import median, spread, table, write
 from runner.sweep.launcher.fork_server import PRELOADED_MODULES
 
 ROOT = Path(__file__).parents[1]

@@ -1,6 +1,6 @@
 """What does logging seven values per step cost the training loop?
 
-    python bench/log_cost.py [--steps 10000] [--rounds 5]
+    python -m bench.log_cost [--steps 10000] [--rounds 5]
 
 Compares, in turn (A B C A B C ...), a loop of small steps that keeps its records in a list with
 the same loop logging to a SQLite store of MLflow: through the journal and the writer process,
@@ -189,7 +189,7 @@ def main() -> None:
     shutil.rmtree(folder)
     text = (
         "# What logging seven values per step costs the loop\n\n"
-        f"`python bench/log_cost.py --steps {args.steps} --rounds {args.rounds}` · {machine()}\n\n"
+        f"`python -m bench.log_cost --steps {args.steps} --rounds {args.rounds}` · {machine()}\n\n"
         f"{table(costs)}\n\n"
         "Medians over interleaved rounds, in ms per step; SQLite store; one thread for torch. "
         "\"Own CPU\" is the training process's, over the list. The writer's CPU is spent on "

@@ -8,13 +8,12 @@ against torch's AdamW, for a model without embeddings.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 
 import torch
-from common import RESULTS, interleave, median, table, versions, write
 from torch import nn
 
+from bench.common import RESULTS, interleave, median, table, versions, write, write_rows
 from models.gpt import GPT
 from runner.precision.registry import load_precision, precision_names
 from runner.training import lowbit_optimizers
@@ -143,7 +142,7 @@ def main() -> None:
     body = "\n\n".join([table(head, rows), table(["optimizer", "state"], states), setting])
     write("low_bit", (__doc__ or "").strip().splitlines()[0], body)
     found = {"precisions": figures, "optimizers": ratio}
-    (RESULTS / "low_bit.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_rows(RESULTS / "low_bit.json", found)
 
 
 if __name__ == "__main__":

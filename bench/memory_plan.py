@@ -7,7 +7,6 @@ of every allocation, on CUDA torch.cuda.max_memory_allocated. MiB of 2^20 bytes.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from hydra import compose, initialize_config_module
 
-from bench.common import RESULTS, table, versions, write
+from bench.common import RESULTS, table, versions, write, write_rows
 from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
@@ -225,8 +224,7 @@ def main() -> None:
     )
     command = f"python -m bench.memory_plan {' '.join(sys.argv[1:])}".strip()
     write("memory_plan", (__doc__ or "").strip().splitlines()[0], body, command)
-    figures = json.dumps({"head": head, "rows": means}, indent=1)
-    (RESULTS / "memory_plan.json").write_text(figures + "\n")
+    write_rows(RESULTS / "memory_plan.json", {"head": head, "rows": means})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What does the numerics probe cost a training loop that looks every 100 steps?
 
-    python bench/probe_cost.py [--every 100] [--block 5] [--rounds 15]
+    python -m bench.probe_cost [--every 100] [--block 5] [--rounds 15]
 
 A run's own model, data and optimizer step, in turn (off, on, off, on, ...), a block of steps each,
 of which the last one is looked at where the probe is on. What a look adds is the difference of a
@@ -15,9 +15,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from common import interleave, median, spread, table, write
 from hydra import compose, initialize_config_module
 
+from bench.common import interleave, median, spread, table, write
 from runner.config.resolve import register_schema, resolve_spec
 from runner.config.targets import build_group
 from runner.data.build import build_loaders, build_splits

@@ -1,6 +1,6 @@
 """What does recording every step cost the training loop, and does every point arrive?
 
-    python bench/record.py [--steps 500] [--rounds 5] [--close 10000] [--long 100000]
+    python -m bench.record [--steps 500] [--rounds 5] [--close 10000] [--long 100000]
 
 1. A loop of 20 ms steps, in turn (A B C A B C ...): its records kept in a list, and recorded with
    the runner's own Recorder to MLflow on SQLite and over HTTP. Five metrics in every step: loss,
@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from common import median, spread, table, versions, write
 from torch import nn
 
+from bench.common import median, spread, table, versions, write
 from runner.precision.registry import load_precision
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker

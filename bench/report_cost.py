@@ -1,6 +1,6 @@
 """How long does the report of a large sweep take?
 
-    python bench/report_cost.py [--jobs 20] [--steps 10000]
+    python -m bench.report_cost [--jobs 20] [--steps 10000]
 
 Records a sweep of made-up jobs (five precisions, each with a quarter of the seeds, five metrics in
 every step) in a SQLite store through the runner's tracker, then makes its report twice: from the
@@ -16,8 +16,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from common import table, versions, write
-
+from bench.common import table, versions, write
 from runner.modes.result import RunResult
 from runner.sweep.manifest import Manifest
 from runner.sweep.report.load import JOB_RESULTS_FOLDER, load_from_folder, write_job_facts

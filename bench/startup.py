@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from common import median, spread, table, write
+from bench.common import median, spread, table, write
 
 ALONE = """
 from hydra import compose, initialize_config_module

@@ -1,7 +1,7 @@
 """What does each option of docs/performance.md buy on a CPU?
 
 One thread, contenders in turn, medians of CPU time; cold starts with torch's own caches off and the
-compiler's time counted. `python bench/tuned.py [part ...]` runs some of the parts only, and puts
+compiler's time counted. `python -m bench.tuned [part ...]` runs some of the parts only, and puts
 them beside what bench/results/tuned.json holds of the others. Nothing here needs a GPU, and nothing
 here says what a GPU does.
 """
@@ -17,11 +17,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from common import RESULTS, interleave, median, table, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from bench.common import RESULTS, interleave, median, table, write, write_rows
 from runner.config.schema import RunSpec, TrainSpec
 from runner.data.loader import Loader, LoaderOptions
 from runner.models.gpt import GPT
@@ -282,7 +282,7 @@ def main() -> None:
     for name in chosen:
         begun, (measure, head) = perf_counter(), PARTS[name]
         found[name] = {"head": head, "rows": measure()}
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        write_rows(path, found)
         print(f"{name}: {perf_counter() - begun:.0f} s", flush=True)
         gc.collect()
     body = "\n\n".join(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bench.common import write_rows
 from runner.modes.run_metadata import git_tags
 
 PACKAGES = ("torch", "transformer_engine", "bitsandbytes", "torchao")
@@ -20,7 +21,7 @@ PACKAGES = ("torch", "transformer_engine", "bitsandbytes", "torchao")
 
 def main(folder: Path, sweep: Path) -> None:
     found = collect(folder, sweep)
-    (folder / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_rows(folder / "gpu.json", found)
     (folder / "gpu.md").write_text(markdown(found))
     print(markdown(found))
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, commit, table, write
+from bench.common import RESULTS, commit, table, write, write_rows
 from bench.peers import measure
 from bench.peers.environment import interpreter, versions
 from bench.peers.jobs import Job, jobs
@@ -152,7 +152,7 @@ def main() -> None:
     chosen = options()
     path = RESULTS / "peers.json"
     if not chosen.render:
-        path.write_text(json.dumps(run(chosen), indent=1))
+        write_rows(path, run(chosen))
     report(json.loads(path.read_text()))
 
 
