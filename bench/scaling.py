@@ -75,14 +75,20 @@ class Size(NamedTuple):
     block: int
 
 
-def sent_per_weight(strategy: str, storage: Storage, processes: int) -> float:
+def sent_per_weight(
+    strategy: str, storage: Storage, processes: int, over_gloo: bool = False
+) -> float:
     """Return the bytes per weight that a process sends in a step.
 
     DDP all-reduces the gradients, which sends them twice. FSDP gathers the weights for the forward
-    and again for the backward, and reduce-scatters the gradients.
+    and again for the backward, and reduce-scatters the gradients; gloo sends as much for a
+    reduce-scatter as for an all-reduce.
     """
-    whole = 2 * REDUCED if strategy == "ddp" else 2 * storage.weight + REDUCED
-    return whole * (processes - 1) / processes
+    share = (processes - 1) / processes
+    if strategy == "ddp":
+        return 2 * REDUCED * share
+    reduced = 2 * REDUCED if over_gloo else REDUCED
+    return (2 * storage.weight + reduced) * share
 
 
 def held_bytes(strategy: str, storage: Storage, processes: int, size: Size) -> float:
@@ -273,7 +279,7 @@ def step_rows(rows: Sequence[dict[str, Any]], processes: int) -> Iterator[list[s
     for row in rows:
         size, seconds, storage = Size(*row["size"]), row["seconds"], PRECISIONS[row["precision"]]
         for strategy in ("ddp", "fsdp"):
-            sent = sent_per_weight(strategy, storage, processes) * size.weights
+            sent = sent_per_weight(strategy, storage, processes, over_gloo=True) * size.weights
             collectives = collective_seconds(strategy, storage, size, seconds)
             predicted = seconds["alone"] + collectives
             yield [
