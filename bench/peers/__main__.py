@@ -24,11 +24,11 @@ from typing import Any
 
 from bench.common import RESULTS, commit, table, write, write_rows
 from bench.peers import measure
+from bench.peers.contenders import CONTENDERS
 from bench.peers.environment import interpreter, versions
 from bench.peers.jobs import Job, jobs
 from bench.peers.plot import draw
 from bench.peers.report import Result, import_table, profile_table
-from bench.peers.worker import CONTENDERS
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 DEFAULT = {"cpu": ("mlp", "resnet18", "gpt"), "cuda": ("mlp", "resnet50", "gpt124m")}

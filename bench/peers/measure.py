@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
+from bench.peers.contenders import FOLDER
 from bench.peers.jobs import Job
-from bench.peers.runner_ import FOLDER
 from bench.peers.worker import PROFILE, Order
 
 ROOT = Path(__file__).parents[2]

@@ -1,5 +1,5 @@
 """What the hand-written loops share: model, batches, optimizer and loss, from the same seed. The
-runner gets the same values by its command (runner_.py) and builds them itself.
+runner gets the same values by its command (contenders.py) and builds them itself.
 """
 
 from collections.abc import Iterator, Mapping

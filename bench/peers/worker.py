@@ -18,17 +18,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.peers.contenders import CONTENDERS
 from bench.peers.jobs import jobs
 
-CONTENDERS = {
-    "raw": ("raw", "train"),
-    "raw, recording": ("raw", "recording"),
-    "runner": ("runner_", "train"),
-    "runner, tracking=none": ("runner_", "untracked"),
-    "Fabric": ("fabric", "train"),
-    "Trainer": ("trainer", "train"),
-    "Accelerate": ("accelerate_", "train"),
-}
 PROFILE = "PEERS_PROFILE"
 """Environment variable: the file for cProfile's statistics of the segments."""
 
@@ -159,8 +151,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a contender prints is no report
     gate = Gate(order, reports)
     sys.meta_path.insert(0, Attach(gate))
-    module, function = CONTENDERS[order.contender]
-    train = getattr(import_module(f"bench.peers.{module}"), function)
+    train = CONTENDERS[order.contender]
     train(jobs(order.device)[order.job], order.precision, order.total, order.device)
     if gate.profile:
         gate.profile.dump_stats(os.environ[PROFILE])
