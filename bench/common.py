@@ -2,7 +2,6 @@
 
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,12 +32,6 @@ def interleave(
             if turn:
                 times[name].append(spent)
     return times
-
-
-def children_cpu_seconds() -> float:
-    """Return the CPU seconds of all ended child processes of this process."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def median(values: Sequence[float]) -> float:

@@ -12,12 +12,13 @@ AdamW, for a model without embeddings. Steps of emulated FP8 and FP4 are timed a
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from bench.common import RESULTS, interleave, median, spread, table, versions, write, write_rows
-from runner.models.gpt import GPT
+from models.gpt import GPT
 from runner.precision.precision import Precision
 from runner.precision.registry import load_precision, precision_names
 from runner.training import lowbit_optimizers
@@ -37,7 +38,8 @@ OPTIMIZERS = ("Adam8bit", "AdamW8bit", "Lion8bit", "AdamW4bit", "AdamWFp8")
 
 def load(name: str) -> Precision:
     """Return a precision, emulated where it can be."""
-    return load_precision(name, **({"emulate": True} if name.startswith(EMULATED) else {}))
+    options: dict[str, Any] = {"emulate": True} if name.startswith(EMULATED) else {}
+    return load_precision(name, **options)
 
 
 def runnable_precisions() -> list[str]:

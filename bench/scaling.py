@@ -29,13 +29,13 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from bench.common import ROOT, median, table, write
+from models.gpt import GPT
 from runner.config.schema import TrainSpec
 from runner.data.loader import Loader, LoaderOptions
 from runner.distributed.ddp import DDP
 from runner.distributed.fsdp import FSDP
 from runner.distributed.strategy import Single, Strategy
 from runner.distributed.torchrun import ProcessRank
-from runner.models.gpt import GPT
 from runner.precision.registry import load_precision
 from runner.training.loop import fit
 from runner.training.state import ScheduledOptimizer, TrainState
@@ -144,7 +144,7 @@ class Training:
     def __init__(self, precision: str, width: int, strategy: Strategy) -> None:
         torch.manual_seed(0)
         self.precision = load_precision(precision)
-        model, _ = self.precision.convert(GPT(VOCABULARY, CONTEXT, LAYERS, 4, width))
+        model: Any = self.precision.convert(GPT(VOCABULARY, CONTEXT, LAYERS, 4, width))[0]
         self.size = Size(count_weights(model), count_weights(model.blocks[0]))
         wrapped = strategy.wrap(model, CPU)
         adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -164,7 +164,7 @@ class Training:
         batch = EXAMPLES * place.world_size
         loader = Loader(data, batch, shuffle=True, seed=0, device=CPU, options=options)
         train = TrainSpec(max_steps=10**9, eval_every=10**9, log_every=STEPS)
-        self.records = fit(self.state, loader, loader, train)
+        self.records: Any = fit(self.state, loader, loader, train)
 
     def session(self) -> AbstractContextManager[object]:
         """Return the context of the precision's kernels."""

@@ -1,4 +1,4 @@
-"""gpu.json and gpu.md of a run of bench/gpu/run.sh: python bench/gpu/collect.py OUT SWEEP
+"""Write gpu.json and gpu.md of a run of bench/gpu/run.sh: python bench/gpu/collect.py OUT SWEEP
 
 Copy both to bench/results/gpu/ under the device's name; `make docs` puts them into the pages.
 """
@@ -20,6 +20,7 @@ PACKAGES = ("torch", "transformer_engine", "bitsandbytes", "torchao")
 
 
 def main(folder: Path, sweep: Path) -> None:
+    """Write both files to the folder, and print the second."""
     found = collect(folder, sweep)
     write_rows(folder / "gpu.json", found)
     (folder / "gpu.md").write_text(markdown(found))
@@ -40,7 +41,7 @@ def collect(folder: Path, sweep: Path) -> dict[str, Any]:
         "commit": _commit(),
         "command": "bench/gpu/run.sh WHEELS OUT",
         "stages": dict(line.split() for line in status),
-        "tests": _summary(tests.read_text()) if tests.exists() else "not run",
+        "tests": _test_counts(tests.read_text()) if tests.exists() else "not run",
         "ceilings": next((row for row in rows if row["kind"] == "ceilings"), None),
         "gpt": [row for row in rows if row["kind"] == "gpt"],
         "sweep": [_job(json.loads(path.read_text())) for path in results],
@@ -48,7 +49,7 @@ def collect(folder: Path, sweep: Path) -> dict[str, Any]:
 
 
 def _job(result: dict[str, Any]) -> dict[str, Any]:
-    kept = (
+    keys = (
         "label",
         "status",
         "error",
@@ -59,11 +60,11 @@ def _job(result: dict[str, Any]) -> dict[str, Any]:
         "examples_per_second",
         "skipped_steps",
     )
-    return {key: result.get(key) for key in kept}
+    return {key: result.get(key) for key in keys}
 
 
-def _summary(log: str) -> str:
-    """pytest's last line, with its counts."""
+def _test_counts(log: str) -> str:
+    """Return pytest's last line, with its counts."""
     counts = re.findall(
         r"^=*\s*(\d+ (?:passed|failed|skipped|error).* in [\d.]+s.*?)\s*=*$", log, re.M
     )
@@ -96,10 +97,12 @@ def markdown(found: dict[str, Any]) -> str:
         parts.append(
             f"Ceilings: bfloat16 product {c['tflops']:.0f} TFLOP/s, copy {c['tbps']:.2f} TB/s."
         )
-    return "\n\n".join([*parts, _throughput(found["gpt"]), _sweep(found["sweep"])]) + "\n"
+    return (
+        "\n\n".join([*parts, _throughput_table(found["gpt"]), _sweep_table(found["sweep"])]) + "\n"
+    )
 
 
-def _throughput(rows: list[dict[str, Any]]) -> str:
+def _throughput_table(rows: list[dict[str, Any]]) -> str:
     base = {
         row["width"]: row["tokens_per_second"]
         for row in rows
@@ -126,7 +129,7 @@ def _throughput(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _sweep(jobs: list[dict[str, Any]]) -> str:
+def _sweep_table(jobs: list[dict[str, Any]]) -> str:
     lines = [
         "## Every precision, GPT on text, 100 steps",
         "",
