@@ -1,6 +1,6 @@
 """What does float16 training cost on a CPU: PyTorch's kernels against float32 accumulation?
 
-    python -m bench.cpu_float16 [--rounds 9]
+    python -m bench.cpu_float16 [--rounds 9] [--models mlp gpt ...]
 
 Full training steps (forward, loss, backward, loss scale, SGD) in turn, A B A B, in one process;
 ratios of medians over 32-true, wall and CPU time. Writes bench/results/cpu_float16.md.
@@ -208,13 +208,16 @@ def main() -> None:
     """Measure every model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
-    rows = [row(name, case, rounds) for name, case in CASES.items()]
+    parser.add_argument("--models", nargs="+", help="how their names begin; all if not given")
+    args = parser.parse_args()
+    chosen = tuple(args.models or CASES)
+    cases = {name: case for name, case in CASES.items() if name.startswith(chosen)}
+    rows = [row(name, case, args.rounds) for name, case in cases.items()]
     head = ["model", "32-true, ms", *list(CONTENDERS)[1:], "auto takes"]
     notes = (
         f"{torch.get_num_threads()} threads, float16 units: {float16.has_native_float16()}, load "
         f"{os.getloadavg()[0]:.1f}, {versions('torchvision')}. Cells are ratios to 32-true's "
-        f"milliseconds: median wall time (least wall, median CPU) of {rounds} rounds, one for "
+        f"milliseconds: median wall time (least wall, median CPU) of {args.rounds} rounds, one for "
         'native cells with images. "auto takes" is what `precision.cpu_float16=auto` resolves to.'
     )
     question = "What does float16 training cost on a CPU?"
