@@ -216,8 +216,8 @@ def differences(before: Mapping[str, Record], after: Mapping[str, Record]) -> It
             was, now = old.get(metric, {}), new.get(metric, {})
             for step in sorted({*was, *now}, key=lambda step: (step == END, step.zfill(9))):
                 if was.get(step) != now.get(step):
-                    found = f"{was.get(step, 'nothing')} -> {now.get(step, 'nothing')}"
-                    yield f"{job}, step {step}, {metric}: {found}"
+                    change = f"{was.get(step, 'nothing')} -> {now.get(step, 'nothing')}"
+                    yield f"{job}, step {step}, {metric}: {change}"
 
 
 def machine() -> str:
@@ -236,8 +236,8 @@ def main() -> int:
         sys.exit(f"recorded with {before['machine']}; here is {machine()}. Record anew.")
     jobs = run_all()
     if args.command == "record":
-        found = {"commit": commit(), "machine": machine(), "jobs": jobs}
-        args.file.write_text(json.dumps(found, indent=1) + "\n")
+        results = {"commit": commit(), "machine": machine(), "jobs": jobs}
+        args.file.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{len(jobs)} runs of {STEPS} steps: recorded in {args.file}")
         return 0
     lines = list(differences(before["jobs"], jobs))

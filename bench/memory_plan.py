@@ -208,11 +208,11 @@ def main() -> None:
             precision.require(device)
             seed_all(0)
             peak = predict_peak(spec, precision, device)
-            found = measure_peak(spec, precision, device)
+            measured = measure_peak(spec, precision, device)
         except RunnerError as error:
             failures.append(f"- not run: {run}, {case}: {error}")
             continue
-        rows.append(Row(run, case, size, peak, found))
+        rows.append(Row(run, case, size, peak, measured))
         print(*rows[-1].cells(), flush=True)
     means, head = summary(rows), ["trained", "cases", "MiB", "median", "worst", "where"]
     body = "\n\n".join(

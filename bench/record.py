@@ -221,10 +221,10 @@ def overhead_table(uris: dict[str, str], folder: Path, steps: int, rounds: int) 
             if turn:  # the first round warms up
                 times[name].append((median(walls) / BLOCK * 1e3, median(cpus) / BLOCK * 1e3))
     rows = []
-    for name, found in times.items():
-        pairs = list(zip(found, times["a list"], strict=True))
+    for name, durations in times.items():
+        pairs = list(zip(durations, times["a list"], strict=True))
         columns = [
-            spread([wall for wall, _ in found], ".2f"),
+            spread([wall for wall, _ in durations], ".2f"),
             spread([own[0] - base[0] for own, base in pairs], "+.3f"),
             spread([own[1] - base[1] for own, base in pairs], "+.3f"),
             spread([(own[0] / base[0] - 1) * 100 for own, base in pairs], "+.2f"),

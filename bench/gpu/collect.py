@@ -21,10 +21,10 @@ PACKAGES = ("torch", "transformer_engine", "bitsandbytes", "torchao")
 
 def main(folder: Path, sweep: Path) -> None:
     """Write both files to the folder, and print the second."""
-    found = collect(folder, sweep)
-    write_rows(folder / "gpu.json", found)
-    (folder / "gpu.md").write_text(markdown(found))
-    print(markdown(found))
+    results = collect(folder, sweep)
+    write_rows(folder / "gpu.json", results)
+    (folder / "gpu.md").write_text(markdown(results))
+    print(markdown(results))
 
 
 def collect(folder: Path, sweep: Path) -> dict[str, Any]:
@@ -84,21 +84,22 @@ def _commit() -> str:
     return f"{commit} (changed)" if tags.get("git_dirty") == "true" else commit
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(results: dict[str, Any]) -> str:
     """Return the figures as tables."""
-    versions = ", ".join(f"{name} {text}" for name, text in found["versions"].items())
+    versions = ", ".join(f"{name} {text}" for name, text in results["versions"].items())
     parts = [
-        f"# GPU suite on {found['device']}",
-        f"`{found['command']}`, commit {found['commit']}; {versions}",
-        f"Tests: {found['tests']}. Stages and their exit status: {found['stages']}.",
+        f"# GPU suite on {results['device']}",
+        f"`{results['command']}`, commit {results['commit']}; {versions}",
+        f"Tests: {results['tests']}. Stages and their exit status: {results['stages']}.",
     ]
-    if found["ceilings"]:
-        c = found["ceilings"]
+    if results["ceilings"]:
+        c = results["ceilings"]
         parts.append(
             f"Ceilings: bfloat16 product {c['tflops']:.0f} TFLOP/s, copy {c['tbps']:.2f} TB/s."
         )
     return (
-        "\n\n".join([*parts, _throughput_table(found["gpt"]), _sweep_table(found["sweep"])]) + "\n"
+        "\n\n".join([*parts, _throughput_table(results["gpt"]), _sweep_table(results["sweep"])])
+        + "\n"
     )
 
 

@@ -84,8 +84,8 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
         for job, precision in plan(chosen):
             show_progress(f"{job.name} {precision}")
             asked = starters if job.real else names
-            found = measure.measure_job(python, job, precision, asked, device, folder)
-            rows += [asdict(row) for row in found]
+            results = measure.measure_job(python, job, precision, asked, device, folder)
+            rows += [asdict(row) for row in results]
             busiest = max(busiest, os.getloadavg()[0])
         show_progress("where the rest goes")
         paths = measure.profile_steps(python, mlp, "32-true", device, folder)
@@ -110,10 +110,10 @@ def show_progress(what: str) -> None:
     print(f"{what} ...", file=sys.stderr, flush=True)
 
 
-def write_report(found: dict[str, Any]) -> None:
+def write_report(results: dict[str, Any]) -> None:
     """Write peers.md and peers.png from the contents of peers.json."""
-    result = Result(found)
-    threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
+    result = Result(results)
+    threads = f"{results['threads']} thread{'s' if results['threads'] > 1 else ''}"
     parts = {
         "Targets": result.target_lines(),
         "The cost of a step": f"MLP 16-16-4, batch 8.\n\n{result.step_table()}",
@@ -125,9 +125,9 @@ def write_report(found: dict[str, Any]) -> None:
                 result.breakdown_table(),
                 "Functions whose own time is more than raw's (MLP, 32-true; cProfile, which makes "
                 "calls dearer, so the shares count):",
-                table(["function", "calls per step", "µs per step over raw"], found["profile"]),
+                table(["function", "calls per step", "µs per step over raw"], results["profile"]),
                 "Start-up: packages that the runner imports and raw does not:",
-                table(["package", "own ms"], found["imports"]),
+                table(["package", "own ms"], results["imports"]),
                 "Beside the training process, for the record in MLflow:",
                 result.writer_table(),
             ]
@@ -135,12 +135,12 @@ def write_report(found: dict[str, Any]) -> None:
     }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
     note = (
-        f"Contenders in turn, {threads} each, {os.cpu_count()} cores; {found['versions']}. Medians "
-        "(quartiles); over raw: of the differences and ratios round by round."
+        f"Contenders in turn, {threads} each, {os.cpu_count()} cores; {results['versions']}. "
+        "Medians (quartiles); over raw: of the differences and ratios round by round."
     )
-    if found["load"] > BUSY:
+    if results["load"] > BUSY:
         note += (
-            f" **The machine was busy with other work (load average {found['load']:.0f}): wall "
+            f" **The machine was busy with other work (load average {results['load']:.0f}): wall "
             "times mean nothing, and CPU times are too long.**"
         )
     draw(result, RESULTS / "peers.png")
@@ -148,8 +148,8 @@ def write_report(found: dict[str, Any]) -> None:
         "peers",
         QUESTION,
         f"{note}\n\n![The same as a picture](peers.png)\n\n{body}",
-        found["command"],
-        found["commit"],
+        results["command"],
+        results["commit"],
     )
 
 

@@ -179,8 +179,8 @@ def compare_losses(job: Job, precision: str, name: str, first: dict[str, Any], d
     """Return a row that says whether the first losses and the dtype are those asked for."""
     mine, raw = first[name], first["raw"]
     pairs = zip(mine["first"], raw["first"], strict=True)
-    found = [abs(a - b) / abs(b) for a, b in pairs]
-    difference = next((d for d in found if math.isnan(d)), max(found))
+    differences = [abs(a - b) / abs(b) for a, b in pairs]
+    difference = next((d for d in differences if math.isnan(d)), max(differences))
     void = ""
     if mine["dtype"] != DTYPES[precision]:
         void = f"computes in {mine['dtype']}"
@@ -197,29 +197,29 @@ def measure_start(
     By then the first step is finished, with all that a contender does between two. Contenders run
     in turn, after a round that is not counted, which also creates the store.
     """
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for name in names:
             worker = Worker(python, Order(name, job.name, "32-true", device, 1, 1, 1), folder)
             report = worker.read()
             _run_one_segment(worker)
             if turn:
-                found[name].append((report["total_cpu"], report["now"] - worker.began))
-    return found
+                results[name].append((report["total_cpu"], report["now"] - worker.began))
+    return results
 
 
 def profile_steps(
     python: Path, job: Job, precision: str, device: str, folder: Path
 ) -> dict[str, Path]:
     """Return the files with cProfile's statistics of one segment of raw and of the runner."""
-    found = {}
+    results = {}
     for name in ("raw", "runner"):
-        path = found[name] = folder / f"{name}.prof"
+        path = results[name] = folder / f"{name}.prof"
         order = Order(name, job.name, precision, device, job.steps, job.steps, 1)
         worker = Worker(python, order, folder, **{PROFILE: str(path)})
         worker.read()
         _run_one_segment(worker)
-    return found
+    return results
 
 
 def _run_one_segment(worker: Worker) -> None:
@@ -231,19 +231,19 @@ def _run_one_segment(worker: Worker) -> None:
 
 def import_times(python: Path, job: Job, device: str, folder: Path) -> dict[str, dict[str, float]]:
     """Return the seconds that importing each package takes by itself, by contender."""
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for name in ("raw", "runner"):
         order = Order(name, job.name, "32-true", device, 1, 1, 1)
         worker = Worker(python, order, folder, "-X", "importtime")
         worker.read()
         _run_one_segment(worker)
-        packages = found[name] = {}
+        packages = results[name] = {}
         for line in worker.log.read_text().splitlines():
             if line.startswith("import time:") and "imported package" not in line:
                 alone, _, module = line.removeprefix("import time:").split("|")
                 package = module.strip().partition(".")[0]
                 packages[package] = packages.get(package, 0.0) + int(alone) / 1e6
-    return found
+    return results
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:

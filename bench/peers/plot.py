@@ -46,9 +46,9 @@ def draw(result: Result, path: Path) -> None:
 
 def _dots(axis: Any, groups: dict[str, dict[str, list[float]]], limit: float, title: str) -> None:
     """Draw a cluster of dots per group, one dot per contender, and the target as a line."""
-    for place, found in enumerate(groups.values()):
-        for number, (name, values) in enumerate(found.items()):
-            x, mid = place + (number - (len(found) - 1) / 2) * 0.12, statistics.median(values)
+    for place, contenders in enumerate(groups.values()):
+        for number, (name, values) in enumerate(contenders.items()):
+            x, mid = place + (number - (len(contenders) - 1) / 2) * 0.12, statistics.median(values)
             low, high = quartiles(values)
             errors = [[max(0.0, mid - low)], [max(0.0, high - mid)]]
             axis.errorbar(x, mid, yerr=errors, fmt="o", color=COLOURS[name], label=name, capsize=3)
@@ -104,7 +104,7 @@ def _speeds(axis: Any, result: Result) -> None:
 
 
 def _start(axis: Any, result: Result) -> None:
-    start = result.found["start"]
+    start = result.results["start"]
     groups = {
         kind: {
             name: differences_and_ratios([p[i] for p in pairs], [p[i] for p in start["raw"]])[1]
@@ -121,6 +121,6 @@ def _memory(axis: Any, result: Result) -> None:
     for real in (False, True):
         for job, _, raw, rows in result.groups(real):
             for row in _compared(rows):
-                found = groups.setdefault(job, {}).setdefault(row["contender"], [])
-                found.append((row["peak"] / raw["peak"] - 1) * 100)
+                percentages = groups.setdefault(job, {}).setdefault(row["contender"], [])
+                percentages.append((row["peak"] / raw["peak"] - 1) * 100)
     _dots(axis, groups, (MEMORY - 1) * 100, "Peak memory, % over raw (lower is better)")

@@ -49,10 +49,10 @@ def median_ratio(row: Row, raw: Row, clock: str) -> float:
 class Result:
     """A measurement as it is in peers.json."""
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        self.found = found
-        self.rows: list[Row] = found["rows"]
-        self.clock = "wall" if found["device"] == "cuda" else "cpu"  # by which targets are judged
+    def __init__(self, results: Mapping[str, Any]) -> None:
+        self.results = results
+        self.rows: list[Row] = results["rows"]
+        self.clock = "wall" if results["device"] == "cuda" else "cpu"  # by which targets are judged
 
     def groups(self, real: bool) -> Iterator[tuple[str, str, Row, list[Row]]]:
         """Yield job, precision, raw's row and all rows."""
@@ -71,16 +71,18 @@ class Result:
         lines = []
         for _, precision, raw, rows in self.groups(real=False):
             for row in rows:
-                name, kept = row["contender"], RECORDS.get(row["contender"], "nothing")
+                name, records = row["contender"], RECORDS.get(row["contender"], "nothing")
                 if row["void"]:
-                    lines.append([precision, name, kept, f"not compared: {row['void']}", *[""] * 5])
+                    lines.append(
+                        [precision, name, records, f"not compared: {row['void']}", *[""] * 5]
+                    )
                     continue
                 over, ratio = differences_and_ratios(row["cpu"], raw["cpu"])
                 lines.append(
                     [
                         precision,
                         name,
-                        kept,
+                        records,
                         median_with_quartiles([v * MICRO for v in row["cpu"]], ".0f"),
                         median_with_quartiles([v * MICRO for v in over], "+.0f"),
                         f"{statistics.median(ratio):.2f}",
@@ -147,7 +149,7 @@ class Result:
 
     def start_table(self) -> str:
         """Return the table of start-up times."""
-        lines, start = [], self.found["start"]
+        lines, start = [], self.results["start"]
         for name, pairs in start.items():
             cpu, wall = zip(*pairs, strict=True)
             raw_cpu, raw_wall = zip(*start["raw"], strict=True)
@@ -212,13 +214,13 @@ class Result:
         if not pairs:
             return ""
         speeds_text = "; ".join(
-            f"by {clock} time {join_values(found, '{:.3f}')}" for clock, found in speeds.items()
+            f"by {clock} time {join_values(results, '{:.3f}')}" for clock, results in speeds.items()
         )
         reached = min(speeds[self.clock].values()) >= SPEED
         return verdict(reached, f"Realistic jobs, at least {SPEED} of raw's speed", speeds_text)
 
     def _start(self) -> str:
-        start, which = self.found["start"], 0 if self.clock == "cpu" else 1
+        start, which = self.results["start"], 0 if self.clock == "cpu" else 1
         mine, raw = ([pair[which] for pair in start[name]] for name in ("runner", "raw"))
         ratio = statistics.median(differences_and_ratios(mine, raw)[1])
         aim = f"From exec to the first finished step, at most {START:.2f} times raw's"
@@ -298,22 +300,22 @@ def profile_table(paths: Mapping[str, Path], steps: int, most: int = 12) -> list
     """Return the functions whose own time per step is most over raw's, the largest first."""
     spent: dict[str, dict[str, tuple[float, float]]] = {}
     for name, path in paths.items():
-        found = spent[name] = {}
+        results = spent[name] = {}
         stats = pstats.Stats(str(path)).stats  # type: ignore[attr-defined]
         for (file, _, function), (_, calls, own, _, _) in stats.items():
             where = "/".join(Path(file).parts[-2:]) if file != "~" else ""
             key = f"{where} {function}".strip()
-            before = found.get(key, (0.0, 0.0))
-            found[key] = before[0] + own / steps * MICRO, before[1] + calls / steps
+            before = results.get(key, (0.0, 0.0))
+            results[key] = before[0] + own / steps * MICRO, before[1] + calls / steps
     mine, raw = spent["runner"], spent["raw"]
     over = {key: own - raw.get(key, (0.0, 0.0))[0] for key, (own, _) in mine.items()}
     first = sorted(over, key=lambda key: -over[key])[:most]
     return [[f"`{key}`", f"{mine[key][1]:.2f}", f"{over[key]:+.1f}"] for key in first]
 
 
-def import_table(found: Mapping[str, Mapping[str, float]], most: int = 10) -> list[list[str]]:
+def import_table(results: Mapping[str, Mapping[str, float]], most: int = 10) -> list[list[str]]:
     """Return the packages whose import costs the runner more than raw."""
-    raw, mine = found["raw"], found["runner"]
+    raw, mine = results["raw"], results["runner"]
     over = {
         name: seconds - raw.get(name, 0.0)
         for name, seconds in mine.items()
