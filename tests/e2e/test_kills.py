@@ -1,6 +1,6 @@
 """Processes killed with SIGKILL: what they had saved and recorded is whole, and continues.
 
-tests/soak/test_kills.py does the same with more kills.
+tests/soak/test_many_kills.py does the same with more kills.
 """
 
 import pytest
