@@ -1,4 +1,4 @@
-"""Train a run that is killed with SIGKILL at random steps, and compare it with an undisturbed one."""
+"""Train a run that SIGKILL ends at random steps, and compare it with an undisturbed one."""
 
 import random
 import subprocess
