@@ -25,7 +25,6 @@ from runner.tracking.metric_names import METRICS
 from runner.utils.errors import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # bench/ is in the checkout only
 RESULTS = ROOT / "bench" / "results"
 CONF = Path(str(files("runner.conf")))
 
@@ -204,9 +203,7 @@ TABLES = {
 
 def render(text: str) -> str:
     """Return a page with new tables between each `<!-- table:NAME -->` and its `<!-- end -->`."""
-    from bench.scaling.tables import TABLES as SCALING
-
-    for name, make in (TABLES | SCALING).items():
+    for name, make in TABLES.items():
         start, end = f"<!-- table:{name} -->", "<!-- end -->"
         if start in text:
             before, rest = text.split(start, 1)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.memory_plan import measured
+from bench.memory_plan import measure_peak as measured
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.config.targets import build_group
 from runner.diagnostics.memory.forecast import (
