@@ -117,7 +117,7 @@ class Points(NoTracker):
     def __init__(self):
         self.logged = []
 
-    def metrics_many(self, records):
+    def log_metrics(self, records):
         self.logged += [(step, values) for step, _, values in records]
 
 
