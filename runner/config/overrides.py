@@ -173,6 +173,14 @@ def config_dir(argv: Sequence[str]) -> Path | None:
     return None
 
 
+def no_config_folder(folder: Path) -> str:
+    """Return the message for a --config-dir that is no folder."""
+    return (
+        f"--config-dir={folder} is no folder in {Path.cwd()}. "
+        "Type --config-dir <folder of your configs>."
+    )
+
+
 def shadowed_configs(folder: Path) -> Iterator[str]:
     """Yield a warning for each yaml of the user that Hydra ignores.
 
