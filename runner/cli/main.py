@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from runner.cli.help import print_help
 from runner.config import commands
+from runner.config.hydra_mode import single_composition
 from runner.config.hydra_plugins import ADVISE
 from runner.config.messages import explain
 from runner.config.overrides import (
@@ -172,7 +173,8 @@ def _run_hydra(argv: Sequence[str]) -> int:
         as_main = hydra.main(
             version_base="1.3", config_path="pkg://runner.conf", config_name="config"
         )
-        as_main(run_job)()
+        with single_composition(argv):
+            as_main(run_job)()
     except _COMPOSE_ERRORS as error:
         print_error(explain(error, argv))
         status = 2
