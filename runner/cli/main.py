@@ -310,8 +310,9 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         import torch._dynamo  # noqa: F401
 
         from runner.modes.run import run
-        from runner.sweep.advisor.trials import print_one_line_result
     if is_trial:
+        from runner.sweep.advisor.trials import print_one_line_result
+
         return print_one_line_result(lambda console: run(spec, folder, invocation, console))
     return run(spec, folder, invocation)
 

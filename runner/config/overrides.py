@@ -161,6 +161,11 @@ def _mark_tag(text: str) -> str:
     return f"++{text}" if text.startswith("tracking.tags.") else text
 
 
+def override_key(override: str) -> str:
+    """Return the key of an override, without its marks (`+`, `~`) and its value."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def config_dir(argv: Sequence[str]) -> Path | None:
     """Return the folder that --config-dir (-cd) names, or None."""
     for i, text in enumerate(argv):
