@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runner.config.overrides import path_exists
 from runner.utils.errors import ConfigError
 
 
@@ -20,13 +21,13 @@ class Option:
         key: what is typed before the value; a flag begins with `--`.
         value: placeholder of the value.
         meaning: for the help.
-        short: another spelling of a flag.
+        short: another spelling of a flag; None for none.
     """
 
     key: str
     value: str
     meaning: str
-    short: str = ""
+    short: str | None = None
 
     @property
     def is_flag(self) -> bool:
@@ -111,10 +112,10 @@ class Command:
     def _check_words(self, words: Sequence[str]) -> None:
         """Raise ConfigError for words that are neither options nor what the command works on."""
         for word in words:
-            is_unknown_key = "=" in word and not Path(word).exists()
+            is_unknown_key = "=" in word and not path_exists(word)
             if self.positional is None or is_unknown_key:
                 raise self._refusal(word)
-            if self.positional.are_folders and not Path(word).is_dir():
+            if self.positional.are_folders and not (path_exists(word) and Path(word).is_dir()):
                 raise self._refusal(word, ": there is no such folder")
         if self.positional and not self.positional.are_folders and len(words) > 1:
             allowed = self.positional.allowed

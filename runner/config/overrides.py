@@ -134,7 +134,7 @@ def _rewrite_path(text: str) -> str:
     if key not in _PATH_KEYS or not value:
         return text
     # Names of files may hold characters that Hydra's grammar refuses without quotes.
-    if _exists(value):
+    if path_exists(value):
         value = f"'{_BEFORE_QUOTE.sub(_escaped, value)}'"
     return f"{_PATH_KEYS[key]}={value}"
 
@@ -148,7 +148,8 @@ def _escaped(match: re.Match[str]) -> str:
     return backslashes + ("\\'" if match[2] else "")
 
 
-def _exists(path: str) -> bool:
+def path_exists(path: str) -> bool:
+    """Return whether a text names an existing file or folder, whatever text it is."""
     try:
         return Path(path).exists()
     except (OSError, ValueError):

@@ -44,6 +44,9 @@ def test_arguments(command, words, values, tmp_path, monkeypatch):
             "sync does not take nowhere: there is no such folder. Allowed: folders of runs or "
             "sweeps, tracking.uri=..., tracking.experiment=...; type sync --help.",
         ),
+        ("sync " + 300 * "x", "sync does not take xxx"),
+        ("report a=" + 300 * "x", "report does not take a=xxx"),
+        ("ui =5", "ui does not take =5."),
         ("ui port", "ui does not take port. Allowed: tracking.uri=..., "),
     ],
 )

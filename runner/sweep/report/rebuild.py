@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from runner.checkpoint.locate import newest_sweeps
 from runner.config.commands import REPORT
+from runner.config.overrides import path_exists
 from runner.sweep.report.jobs import SweepData
 from runner.sweep.report.load import JOB_RESULTS_FOLDER, load_from_folder, load_from_store
 from runner.sweep.report.pages import summary_markdown, write_report
@@ -153,6 +154,6 @@ def _find_parent_run(reader: "Reader", name: str) -> "StoredRun":
 
 def _sweep_folder(sweep: str | None) -> Path | None:
     """Return the folder that was typed, None if the word names no folder here."""
-    if sweep is None or not Path(sweep).exists():
+    if sweep is None or not path_exists(sweep):
         return None
     return Path(sweep)
