@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 from omegaconf import OmegaConf
 
+from runner.config.commands import COMMANDS
 from runner.config.schema import RunSpec
 from runner.precision.registry import load_precision, precision_names, yaml_header
 from runner.tracking.metric_names import METRICS
@@ -171,6 +172,16 @@ def attribute_texts(cls: type) -> dict[str, str]:
     return {n: " ".join(t.split()).rstrip(".") for n, t in zip(names, texts, strict=True)}
 
 
+def commands() -> str:
+    """Return the table of the commands other than runs, with their arguments."""
+    rows = []
+    for command in COMMANDS.values():
+        text = command.description.replace("\n", " ")
+        rows.append([f"`python -m runner {command.name}`", text])
+        rows += [[f"`{argument}`", meaning] for argument, meaning in command.rows()]
+    return table(["command or argument", "what it does"], rows)
+
+
 def groups() -> str:
     """Return the table of all options, with the first line of each option's yaml."""
     rows = []
@@ -194,6 +205,7 @@ TABLES = {
     "optimizers": optimizers,
     "memory_plan": memory_plan,
     "gpu": gpu,
+    "commands": commands,
     "keys": keys,
     "groups": groups,
     "metrics": metrics,

@@ -24,10 +24,17 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from runner.cli.help import COMMAND_HELP, print_help
+from runner.cli.help import print_help
+from runner.config import commands
+from runner.config.hydra_mode import single_composition
 from runner.config.hydra_plugins import ADVISE
 from runner.config.messages import explain
-from runner.config.overrides import config_dir, rewrite_arguments, shadowed_configs
+from runner.config.overrides import (
+    config_dir,
+    no_config_folder,
+    rewrite_arguments,
+    shadowed_configs,
+)
 from runner.config.precision_keys import remove_keys
 from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import AUTO
@@ -70,10 +77,7 @@ def _run_command(argv: Sequence[str]) -> int:
         return 2
     _prepare_process()
     if argv and argv[0] in COMMANDS:
-        if _asks_for_help(argv):
-            print(COMMAND_HELP[argv[0]])
-            return 0
-        return COMMANDS[argv[0]](argv[1:])
+        return _run_other_command(argv[0], argv[1:])
     try:
         argv = torchrun.command_of_rank(rewrite_arguments(_expand_resumed_sweep(argv)))
     except RunnerError as error:
@@ -88,6 +92,18 @@ def _run_command(argv: Sequence[str]) -> int:
     if not _check_config_dir(config_dir(argv)):
         return 2
     return _run_hydra(argv)
+
+
+def _run_other_command(name: str, argv: Sequence[str]) -> int:
+    """Run a command that trains nothing, print its errors and return the exit status."""
+    if _asks_for_help(argv):
+        print(commands.COMMANDS[name].help())
+        return 0
+    try:
+        return COMMANDS[name](argv)
+    except RunnerError as error:
+        print_error(str(error))
+        return error.exit_status
 
 
 HELP_FLAGS = ("--help", "-h")
@@ -112,8 +128,7 @@ def _check_config_dir(folder: Path | None) -> bool:
     if folder is None:
         return True
     if not folder.is_dir():
-        text = f"{folder} is no folder in {Path.cwd()}. Type --config-dir <folder of your configs>."
-        _print_error_once(f"--config-dir={text}")
+        _print_error_once(no_config_folder(folder))
         return False
     for warning in shadowed_configs(folder):
         if torchrun.claim_message(warning):
@@ -160,7 +175,8 @@ def _run_hydra(argv: Sequence[str]) -> int:
         as_main = hydra.main(
             version_base="1.3", config_path="pkg://runner.conf", config_name="config"
         )
-        as_main(run_job)()
+        with single_composition(argv):
+            as_main(run_job)()
     except _COMPOSE_ERRORS as error:
         print_error(explain(error, argv))
         status = 2
@@ -298,8 +314,9 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         import torch._dynamo  # noqa: F401
 
         from runner.modes.run import run
-        from runner.sweep.advisor.trials import print_one_line_result
     if is_trial:
+        from runner.sweep.advisor.trials import print_one_line_result
+
         return print_one_line_result(lambda console: run(spec, folder, invocation, console))
     return run(spec, folder, invocation)
 

@@ -10,15 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.config.commands import SYNC
 from runner.tracking import journal as journals
 from runner.tracking import pending
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.upload_state import UploadState
 from runner.tracking.uri import resolve_uri
 from runner.tracking.writer_process import WriterProcess
-from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact
-from runner.utils.terminal import print_error
 
 IDLE_TIMEOUT_SECONDS = 30.0
 """Seconds without progress after which the remaining uploads count as failed."""
@@ -34,13 +33,17 @@ def sync(argv: Sequence[str]) -> int:
             `tracking.experiment=...` change where the remaining records go.
 
     Returns:
-        0 if everything is stored, 1 if something could not be uploaded, 2 for wrong arguments.
+        0 if everything is stored, 1 if something could not be uploaded.
+
+    Raises:
+        ConfigError: an argument that it does not take, or a store that no MLflow can read.
     """
-    try:
-        folders, uri, experiment = _arguments(argv)
-    except ConfigError as error:
-        print_error(str(error))
-        return 2
+    arguments = SYNC.parse(argv)
+    folders = [Path(word).absolute() for word in arguments.words or ["outputs"]]
+    experiment = arguments.values.get("tracking.experiment")
+    uri = arguments.values.get("tracking.uri")
+    if uri is not None:
+        uri = resolve_uri(uri, os.environ, Path.cwd())
     # A run may be in several of the typed folders: a dict holds its journal once.
     states = {}
     for folder in folders:
@@ -171,24 +174,3 @@ def _outcome(one: JournalStatus) -> str:
 def _first_record(journal: Path) -> dict[str, Any]:
     """Return a journal's first record; empty if even that was not written completely."""
     return next((record for record, _ in journals.read_records(journal)), {})
-
-
-def _arguments(argv: Sequence[str]) -> tuple[list[Path], str | None, str | None]:
-    """Return the folders, the store and the experiment that were typed."""
-    folders = []
-    given = {}
-    for text in argv:
-        key, mark, value = text.partition("=")
-        if mark and key in ("tracking.uri", "tracking.experiment"):
-            given[key] = value
-        elif Path(text).is_dir():
-            folders.append(Path(text).absolute())
-        else:
-            raise ConfigError(
-                f"sync does not take {text}: there is no such folder. Allowed: folders of runs or "
-                "sweeps, tracking.uri=..., tracking.experiment=..."
-            )
-    uri = given.get("tracking.uri")
-    if uri is not None:
-        uri = resolve_uri(uri, os.environ, Path.cwd())
-    return folders or [Path("outputs").absolute()], uri, given.get("tracking.experiment")

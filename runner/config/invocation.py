@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
 from runner.utils.formatting import shorten_override
 
@@ -56,8 +57,7 @@ class Invocation:
 
     def overrides_key(self, key: str) -> bool:
         """Return whether an override sets this top-level key or a key under it."""
-        # Without the marks of Hydra's grammar: + adds a key, ++ adds or sets it, ~ deletes it.
-        keys = [text.lstrip("+~").partition("=")[0] for text in self.overrides]
+        keys = map(override_key, self.overrides)
         return any(each == key or each.startswith(f"{key}.") for each in keys)
 
     def label(self, spec: RunSpec) -> str:

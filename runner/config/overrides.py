@@ -140,7 +140,7 @@ def _rewrite_path(text: str) -> str:
     if key not in _PATH_KEYS or not value:
         return text
     # Names of files may hold characters that Hydra's grammar refuses without quotes.
-    if _exists(value):
+    if path_exists(value):
         value = quote_value(value)
     return f"{_PATH_KEYS[key]}={value}"
 
@@ -159,7 +159,8 @@ def _escaped(match: re.Match[str]) -> str:
     return backslashes + ("\\'" if match[2] else "")
 
 
-def _exists(path: str) -> bool:
+def path_exists(path: str) -> bool:
+    """Return whether a text names an existing file or folder, whatever text it is."""
     try:
         return Path(path).exists()
     except (OSError, ValueError):
@@ -172,6 +173,11 @@ def _mark_tag(text: str) -> str:
     return f"++{text}" if text.startswith("tracking.tags.") else text
 
 
+def override_key(override: str) -> str:
+    """Return the key of an override, without its marks (`+`, `~`) and its value."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def config_dir(argv: Sequence[str]) -> Path | None:
     """Return the folder that --config-dir (-cd) names, or None."""
     for i, text in enumerate(argv):
@@ -182,6 +188,14 @@ def config_dir(argv: Sequence[str]) -> Path | None:
             return Path(value)
         return Path(argv[i + 1]) if i + 1 < len(argv) else None
     return None
+
+
+def no_config_folder(folder: Path) -> str:
+    """Return the message for a --config-dir that is no folder."""
+    return (
+        f"--config-dir={folder} is no folder in {Path.cwd()}. "
+        "Type --config-dir <folder of your configs>."
+    )
 
 
 def shadowed_configs(folder: Path) -> Iterator[str]:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from runner.config.overrides import quote_value
+from runner.config.overrides import override_key, quote_value
 from runner.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def command_of_rank(argv: Sequence[str]) -> Sequence[str]:
             extra["hydra.run.dir"] = quote_value(folder)
         # Only the main process writes Hydra's files.
         extra["hydra.output_subdir"] = "null"
-    others = [text for text in argv if text.lstrip("+~").partition("=")[0] not in extra]
+    others = [text for text in argv if override_key(text) not in extra]
     published = [f"{key}={value}" for key, value in extra.items()]
     # First: Hydra's parser takes overrides next to each other, and rewrite_arguments has put the
     # flags last.

@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.invocation import Invocation, override_texts
+from runner.config.overrides import override_key
 from runner.config.precision_keys import without_keys
 from runner.sweep.manifest import Manifest
 from runner.utils.layout import MANIFEST
@@ -77,7 +78,7 @@ def job_origin(sweeping: bool) -> Invocation:
     # Compared by key: the text of a value changes when Hydra quotes it again for a job.
     typed = OverridesParser.create().parse_overrides([*sweep.overrides])
     fixed = {override.key_or_group for override in typed if not override.is_sweep_override()}
-    keyed = ((text.lstrip("+~").partition("=")[0], text) for text in overrides)
+    keyed = ((override_key(text), text) for text in overrides)
     # Keys of tracking say where a run is recorded and name no job; sweep.resume may change them.
     swept = (text for key, text in keyed if key not in fixed and not key.startswith("tracking."))
     left_out = tuple(keys_left_out_of_job())

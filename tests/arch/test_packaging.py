@@ -10,6 +10,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+SUFFIXES = (".json", ".py", ".typed", ".yaml")
+
 NET = """
 from torch import nn
 
@@ -85,7 +87,7 @@ def test_it_adds_one_name(installed):
 
 def test_it_is_complete(installed, root):
     def files(folder):
-        found = (p for p in folder.rglob("*") if p.suffix in (".yaml", ".py", ".typed"))
+        found = (p for p in folder.rglob("*") if p.suffix in SUFFIXES)
         return {str(p.relative_to(folder)) for p in found if "__pycache__" not in p.parts}
 
     assert files(installed / "runner" / "conf") == files(root / "conf")

@@ -163,7 +163,7 @@ def test_a_config_that_is_no_yaml(quick, tmp_path, text, parts):
 @pytest.mark.parametrize(
     ("command", "parts"),
     [
-        ("doctor precision=tf32", ["doctor takes no arguments", "precision=tf32"]),
+        ("doctor precision=tf32", ["doctor does not take precision=tf32", "--config-dir=..."]),
         ("ui precision=tf32", ["ui does not take precision=tf32", "tracking.uri=...", "port=..."]),
         ("ui port=many", ["port=many is no port", "port=5000"]),
         ("ui tracking.uri=foo://x", ["tracking.uri=foo://x"]),

@@ -17,7 +17,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from runner.config.invocation import override_texts
-from runner.config.overrides import quote_value
+from runner.config.overrides import override_key, quote_value
 
 STATUS_STRUCT = struct.Struct("i")
 """Written twice to a job's status pipe: the process id, then the status of os.waitpid."""
@@ -87,7 +87,7 @@ def job_arguments(config: DictConfig) -> list[str]:
     """
     hydra = config.hydra
     overrides = override_texts(hydra.overrides.task) + override_texts(hydra.overrides.hydra)
-    typed = [text for text in overrides if text.lstrip("+~").partition("=")[0] not in _JOB_KEYS]
+    typed = [text for text in overrides if override_key(text) not in _JOB_KEYS]
     sweep_folder = quote_value(os.path.abspath(hydra.sweep.dir))  # noqa: PTH100
     job = [f"hydra.sweep.dir={sweep_folder}", f"hydra.job.num={hydra.job.num}"]
     # A preset may set hydra.mode, and --run spares Hydra a composition to find that out.
