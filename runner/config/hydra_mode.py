@@ -41,6 +41,9 @@ def _no_mode(*_: Any, **__: Any) -> None:
 
 def _may_set_mode(argv: Sequence[str]) -> bool:
     """Return whether a word of the command, or a config that it may compose, can set hydra.mode."""
+    # A job of a sweep: the command line has the last word.
+    if "hydra.mode=RUN" in argv:
+        return False
     folder = config_dir(argv)
     for word in argv:
         if word.startswith("-"):

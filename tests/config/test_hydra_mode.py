@@ -60,6 +60,7 @@ def test_the_config_is_that_of_two_compositions(main, monkeypatch, skipped):
         (["sweep=precisions"], True),
         (["+sweep=precisions"], True),
         (["hydra.mode=MULTIRUN"], True),
+        (["hydra.mode=RUN", "hydra/launcher=basic", "--config-dir", "presets"], False),
         (["+hydra={mode: MULTIRUN}"], True),
         (["hydra/launcher=basic"], True),
         (["hydra.searchpath=[file://x]"], True),

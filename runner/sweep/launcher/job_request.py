@@ -90,11 +90,11 @@ def job_arguments(config: DictConfig) -> list[str]:
     typed = [text for text in overrides if override_key(text) not in _JOB_KEYS]
     sweep_folder = quote_value(os.path.abspath(hydra.sweep.dir))  # noqa: PTH100
     job = [f"hydra.sweep.dir={sweep_folder}", f"hydra.job.num={hydra.job.num}"]
-    # A preset may set hydra.mode, and --run spares Hydra a composition to find that out.
-    flags = ["--run", "--config-name", str(hydra.job.config_name)]
+    flags = ["--config-name", str(hydra.job.config_name)]
     for source in hydra.runtime.config_sources:
         if source.provider == "command-line":
             flags += ["--config-dir", str(source.path)]
+    # A preset of the sweep may set hydra.mode.
     return [*typed, *job, f"hydra.job.id={hydra.job.num}", "hydra.mode=RUN", *flags]
 
 
