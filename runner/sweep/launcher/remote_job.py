@@ -95,7 +95,7 @@ class RemoteJob:
         with read_write(job), open_dict(job):
             job["hydra"] = copy.deepcopy(hydra)
         if has_begun and int(hydra.job.num) not in self.existing_jobs:
-            with read_write(job), open_dict(job):
+            with read_write(job.hydra), open_dict(job.hydra):
                 job.hydra.callbacks.sweep.resume = True
                 job.hydra.overrides.hydra.append("hydra.callbacks.sweep.resume=true")
         return job
