@@ -108,10 +108,8 @@ def test_islands_and_the_loss_scale_are_named(main):
     assert "from 65536" in text
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["sgd", "muon", "lbfgs", "adagrad", "adamw8bit", "paged_lion8bit", "adamw4bit"]
-)
-def test_any_optimizer(main, optimizer):
+@pytest.mark.parametrize("optimizer", ["muon", "lbfgs", "adamw8bit", "adamw4bit"])
+def test_any_kind_of_optimizer(main, optimizer):
     plan(main, "model=mlp", f"optimizer={optimizer}")
 
 
@@ -122,21 +120,21 @@ def test_what_a_run_would_refuse_is_refused(main):
         assert done.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", STATEFUL)
-def test_the_planned_optimizer_state_is_that_of_training(compose, name, dtype):
-    model, node = Sizes(dtype), compose(f"optimizer={name}").optimizer
-    split = parameters_by_optimizer(node, model, dict(model.named_parameters()))
-    planned = sum(_state_bytes(*share, model) for share in split)
-    held = 0
-    for key, part, params in split:
-        made = build_optimizer(key, part, params, embedding_parameters(model))
-        for p in params:
-            p.grad = torch.ones_like(p)
-        made.step()
-        states = [v for values in made.state.values() for v in values.values()]
-        held += tensor_bytes(*(v for v in states if isinstance(v, torch.Tensor)))
-    assert planned == pytest.approx(held, rel=1e-3)
+def test_the_planned_optimizer_state_is_that_of_training(compose, name):
+    node = compose(f"optimizer={name}").optimizer
+    for dtype in (torch.float32, torch.bfloat16):
+        model, held = Sizes(dtype), 0
+        split = parameters_by_optimizer(node, model, dict(model.named_parameters()))
+        planned = sum(_state_bytes(*share, model) for share in split)
+        for key, part, params in split:
+            made = build_optimizer(key, part, params, embedding_parameters(model))
+            for p in params:
+                p.grad = torch.ones_like(p)
+            made.step()
+            states = [v for values in made.state.values() for v in values.values()]
+            held += tensor_bytes(*(v for v in states if isinstance(v, torch.Tensor)))
+        assert planned == pytest.approx(held, rel=1e-3), dtype
 
 
 @pytest.mark.parametrize(("least", "bits"), [(0, 8), (10**6, 32)])

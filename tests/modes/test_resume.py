@@ -30,7 +30,8 @@ QUICK = (
 MLP = ("model=mlp", "model.hidden=[16]")
 GPT = (
     "model=gpt",
-    "data=text",
+    "data=synthetic_tokens",
+    "data.count=80",
     "model.layers=1",
     "model.width=16",
     "model.heads=2",
@@ -171,7 +172,7 @@ def test_every_precision_resumes_bit_by_bit(precision, main, records, tmp_path):
     if precision == "16-mixed":
         more = ("precision.loss_scale.init_scale=1e9", "precision.loss_scale.growth_interval=3")
     more += ("model.hidden=[32]",)  # what NVFP4 takes
-    check(main, records, tmp_path, (1, 7), *MLP, f"precision={precision}", *more)
+    check(main, records, tmp_path, (7,), *MLP, f"precision={precision}", *more)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bnb-nf4"])
@@ -205,7 +206,7 @@ def test_each_sample_of_an_interrupted_epoch_is_seen_once_with_its_noise(
     workers, main, records, tmp_path
 ):
     typed = (f"train.num_workers={workers}", "train.accumulate=2", "data=digits", *OWN)
-    check(main, records, tmp_path, (3, 5, 10), "model=mlp", *typed)
+    check(main, records, tmp_path, (1, 5), "model=mlp", *typed)
 
 
 def test_generators_come_back(tmp_path):

@@ -1,6 +1,5 @@
 import io
 import re
-import subprocess
 import sys
 
 import pytest
@@ -19,7 +18,7 @@ from runner.training.optimizers import (
 )
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
-from runner.utils.tensors import stored_bytes, tensor_bytes
+from runner.utils.tensors import tensor_bytes
 
 CPU = torch.device("cpu")
 BLOCKWISE = (
@@ -253,8 +252,10 @@ def test_torchaos_step_is_not_compiled_on_the_cpu():
 # Schedules, loss scale, checkpoints
 
 
-@pytest.mark.parametrize("name", ["adamw8bit", "lion8bit", "adamw4bit"])
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "onecycle"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("adamw8bit", "cosine"), ("lion8bit", "linear"), ("adamw4bit", "onecycle")],
+)
 def test_schedules_move_both_groups(compose, name, schedule):
     composed = compose(f"optimizer={name}", f"scheduler={schedule}")
     model, (d,) = driven(composed.optimizer, scheduler=composed.scheduler, steps=6)
@@ -338,37 +339,26 @@ def test_float64_and_complex_parameters_are_refused(compose, name):
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({"min_8bit_size": -1}, "min_8bit_size=-1 is not a whole number of elements, 0 and up"),
-        ({"min_8bit_size": 0.5}, "min_8bit_size=0.5 is not"),
-        ({"betas": [0.9]}, r"betas=\[0.9\] is not two numbers from 0 to below 1, as in"),
-        ({"betas": [0.9, 0.9, 0.9]}, "betas="),
-        ({"betas": [0.9, 1.0]}, "betas="),
-        ({"betas": 0.9}, "betas=0.9 is not"),
-        ({"lr": -0.1}, "lr=-0.1 is not a number, 0 and up"),
-        ({"lr": None}, "lr=None is not"),
-        ({"eps": float("nan")}, "eps=nan is not"),
-        ({"weight_decay": True, "lr": -1}, "lr=-1 is not a number, 0 and up; weight_decay=True"),
+        ({**ADAMW8, "min_8bit_size": -1}, "min_8bit_size=-1 is not a whole number of elements, 0"),
+        ({**ADAMW8, "min_8bit_size": 0.5}, "min_8bit_size=0.5 is not"),
+        ({**ADAMW8, "betas": [0.9]}, r"betas=\[0.9\] is not two numbers from 0 to below 1, as in"),
+        ({**ADAMW8, "betas": [0.9, 0.9, 0.9]}, "betas="),
+        ({**ADAMW8, "betas": [0.9, 1.0]}, "betas="),
+        ({**ADAMW8, "betas": 0.9}, "betas=0.9 is not"),
+        ({**ADAMW8, "lr": -0.1}, "lr=-0.1 is not a number, 0 and up"),
+        ({**ADAMW8, "lr": None}, "lr=None is not"),
+        ({**ADAMW8, "eps": float("nan")}, "eps=nan is not"),
+        ({**ADAMW8, "weight_decay": True, "lr": -1}, "lr=-1 is not .*; weight_decay=True"),
+        ({**ADAMW4, "block_size": 100}, "block_size="),
+        ({**ADAMW4, "block_size": 128.0}, "block_size="),
+        ({**ADAMW4, "amsgrad": 1}, "amsgrad="),
+        ({**ADAMW4, "bf16_stochastic_round": None}, "bf16_stochastic_round="),
     ],
 )
 def test_bad_keywords_are_refused_in_one_message(node, message):
-    with pytest.raises(ConfigError, match=rf"^optimizer: runner.*AdamW8bit refuses.*{message}"):
-        driven({**ADAMW8, **node})
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("block_size", 100),
-        ("block_size", 128.0),
-        ("amsgrad", 1),
-        ("lr", -1.0),
-        ("betas", [0.9]),
-        ("bf16_stochastic_round", None),
-    ],
-)
-def test_bad_keywords_of_torchaos(key, value):
-    with pytest.raises(ConfigError, match=rf"AdamW4bit refuses its arguments: {key}="):
-        driven({**ADAMW4, key: value})
+    kind = node["_target_"].rpartition(".")[2]
+    with pytest.raises(ConfigError, match=rf"^optimizer: runner.*{kind} refuses .*: {message}"):
+        driven(node)
 
 
 def test_text_and_unknown_keywords_are_refused_before_anything_is_built(compose):
@@ -397,65 +387,6 @@ def test_the_message_without_the_library_names_what_to_install(compose, monkeypa
     )
 
 
-def test_the_libraries_are_imported_by_who_asks_for_them_only():
-    code = (
-        "import sys, runner.training.optimizers, runner.training.lowbit_optimizers\n"
-        "assert not {'bitsandbytes', 'torchao'} & set(sys.modules)\n"
-        "assert runner.training.lowbit_optimizers.AdamW4bit.__name__ == 'AdamW4bit'\n"
-        "assert 'torchao' in sys.modules and 'bitsandbytes' not in sys.modules\n"
-        "runner.training.lowbit_optimizers.Lion8bit\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 def test_unknown_names():
     with pytest.raises(AttributeError, match="has no attribute 'AdamW3bit'"):
         _ = lowbit_optimizers.AdamW3bit
-
-
-# Bytes
-
-
-def test_a_storage_counts_once():
-    whole = torch.zeros(8, 4)
-    assert tensor_bytes(whole) == 128
-    assert tensor_bytes(whole, whole, whole[0], whole.t()) == 128
-    assert tensor_bytes(whole, whole.clone()) == 256
-    assert tensor_bytes() == 0
-    assert tensor_bytes(torch.empty(8, 4, device="meta"), torch.empty(2, device="meta")) == 136
-
-
-def test_a_wrapper_counts_as_its_parts():
-    from torchao.optim.subclass_4bit import OptimState4bit
-
-    state = OptimState4bit.zeros((64, 128), True, 128, CPU, dtype=torch.float32)
-    assert state.numel() * state.element_size() == 4 * 8192
-    assert tensor_bytes(state) == 8192 // 2 + 4 * 8192 // 128 + 4 * 16
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_4_bit_weight_counts_with_its_scales(nested):
-    from bitsandbytes.nn import Params4bit
-
-    weight = Params4bit(
-        torch.randn(256, 256),
-        requires_grad=False,
-        quant_type="nf4",
-        blocksize=64,
-        compress_statistics=nested,
-    ).to("cpu")
-    assert weight.dtype is torch.uint8
-    blocks = 256 * 256 // 64
-    scales = blocks + 4 * (blocks // 256) + 4 * 256 + 4 if nested else 4 * blocks
-    assert tensor_bytes(weight) == 256 * 256 // 2 + scales + 4 * 16
-
-
-def test_a_model_stores_ties_once_and_buffers():
-    model = nn.Sequential(Net(tied=True), nn.BatchNorm1d(64))
-    count = 64 * 128 + 128 * 128 + 128 + 64 + 4 * 64
-    assert stored_bytes(model) == 4 * count + 8
-    with torch.device("meta"):
-        assert stored_bytes(Net(tied=True)) == 4 * (count - 4 * 64)

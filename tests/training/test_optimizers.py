@@ -3,12 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
 
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
-from runner.data.build import build_loaders, build_splits
-from runner.data.splits import Splits
 from runner.precision import registry
 from runner.training import optimizers
 from runner.training.model import build_model
@@ -365,123 +362,3 @@ def test_every_optimizer_has_a_schedule_of_its_own(compose):
     assert first.scheduler.optimizer is first.optimizer
     assert second.scheduler.optimizer is second.optimizer
     assert first.scheduler is not second.scheduler
-
-
-# Data
-
-
-class Images(Dataset):
-    classes = ("a", "b", "c")
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.zeros(1, 2, 2), index % 3
-
-
-class Empty(Images):
-    def __len__(self):
-        return 0
-
-    def __getitem__(self, index):
-        raise IndexError(index)
-
-
-class Records(Images):
-    def __getitem__(self, index):
-        return {"x": 1}
-
-
-class Triples(Images):
-    def __getitem__(self, index):
-        return 1, 2, 3
-
-
-def tensors(classes=3):
-    labels = torch.arange(6) % classes
-    return Splits(
-        TensorDataset(torch.zeros(6, 1, 2, 2), labels), TensorDataset(torch.zeros(1), labels[:1])
-    )
-
-
-def images(kind="Images"):
-    return Splits(globals()[kind](), globals()[kind]())
-
-
-def unsized():
-    return iter([]), [1]
-
-
-def lonely():
-    return [1, 2, 3]
-
-
-def numbers():
-    both = TensorDataset(torch.zeros(6, 1, 2, 2), torch.rand(6) * 100)
-    return both, both
-
-
-@pytest.mark.parametrize("target", ["tensors", "images"])
-def test_true_descriptions_pass(target):
-    for meta in ({"input": [1, 2, 2], "classes": 3}, {"classes": 4}, {"classes": None}, {}, None):
-        build_splits(spec(data=here(target, meta=meta)))
-
-
-@pytest.mark.parametrize(
-    ("target", "named"), [("tensors", ": sample 2 has the label 2"), ("images", "")]
-)
-def test_every_wrong_description_is_refused(target, named):
-    with pytest.raises(ConfigError) as error:
-        build_splits(spec(data=here(target, meta={"input": [3, 2, 2], "classes": 2})))
-    assert error.value.problems == (
-        "data.meta.input=[3, 2, 2], but an example has the shape [1, 2, 2]. "
-        "Type data.meta.input=[1,2,2].",
-        f"data.meta.classes=2, but the data have 3 classes{named}. Type data.meta.classes=3.",
-    )
-
-
-def test_real_targets_have_no_classes():
-    build_splits(spec(data=here("numbers", meta={"classes": 1})))
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("lonely", r"must return \(train, val\), two map-style data sets; it returned a list"),
-        ("unsized", r"the train set is a list_iterator; it needs __len__ and __getitem__"),
-    ],
-)
-def test_a_target_that_returns_no_pair_of_data_sets_is_refused(target, message):
-    with pytest.raises(ConfigError, match=message):
-        build_splits(spec(data=here(target)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"), [("Records", "yields a dict;"), ("Triples", "a tuple of 3")]
-)
-def test_examples_that_are_no_pairs_are_refused(kind, message):
-    with pytest.raises(ConfigError, match=message):
-        build_splits(spec(data=here("images", kind=kind)))
-
-
-def test_an_empty_data_set_is_refused():
-    chosen = spec(data=here("images", kind="Empty"))
-    with pytest.raises(ConfigError, match="data: the train set is empty"):
-        build_loaders(chosen, build_splits(chosen), CPU)
-
-
-def test_overfit_takes_the_same_few_examples():
-    for few, count in ((2, 2), (100, 6)):
-        chosen = spec(data=here("tensors"), debug=replace(spec().debug, overfit=few))
-        train, val = build_splits(chosen)
-        assert train is val
-        assert len(train) == count
-
-
-def test_loaders_follow_the_spec():
-    chosen = spec(data=here("tensors"), seed=5, train=replace(spec().train, batch_size=4))
-    train, val = build_loaders(chosen, build_splits(chosen), CPU)
-    assert (train.shuffle, train.seed, train.batch_size, val.shuffle) == (True, 5, 4, False)
-    chosen = replace(chosen, data=here("tensors", shuffle=False))
-    assert not build_loaders(chosen, build_splits(chosen), CPU)[0].shuffle
