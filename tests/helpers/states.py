@@ -3,8 +3,10 @@
 import torch
 from torch import nn
 
+from runner.diagnostics.numerics.probe import Probe
 from runner.precision import registry
 from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.step import train_step
 from runner.training.tasks.regression import Regression
 
 CPU = torch.device("cpu")
@@ -58,3 +60,18 @@ def are_equal(some, others):
     """Return whether two sequences hold the same tensors, bit by bit."""
     pairs = zip(some, others, strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
+
+
+def measure_step(state, micros):
+    """Return what the probe of numerics measures in a step."""
+    found = []
+    with Probe(state, found.append):
+        train_step(state, micros)
+    (snapshot,) = found
+    return snapshot
+
+
+def count_hooks(model):
+    """Return how many hooks a model's modules and parameters hold."""
+    held = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    return sum(held) + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())

@@ -12,7 +12,6 @@ from torch.utils.data import TensorDataset
 from runner.config.schema import TrainSpec
 from runner.data.loader import Loader
 from runner.precision import registry
-from runner.precision.loss_scale import DynamicLossScale
 from runner.training.evaluation import Stagnation, evaluate
 from runner.training.loop import accumulation_batches, fit, total_steps
 from runner.training.record_buffer import HostTransfer
@@ -108,7 +107,7 @@ def test_the_numbers_do_not_depend_on_the_flushing():
 
 
 @pytest.mark.parametrize(
-    ("train", "course"),
+    ("options", "course"),
     [
         ({"epochs": 2}, [3, "E", 3, "E"]),
         ({"epochs": 2, "log_every": 2}, [2, 1, "E", 1, 2, "E"]),
@@ -119,17 +118,16 @@ def test_the_numbers_do_not_depend_on_the_flushing():
         ({"max_steps": 7, "eval_every": 100, "log_every": 3}, [3, 3, 1, "E"]),
         ({"epochs": 2, "accumulate": 2}, [2, "E", 2, "E"]),
         ({"max_steps": 1}, [1, "E"]),
+        # Blocks end for checkpoints as well.
+        ({"max_steps": 7, "eval_every": 100, "flush_every": 3}, [3, 3, 1, "E"]),
+        (
+            {"max_steps": 7, "eval_every": 100, "log_every": 2, "flush_every": 3},
+            [2, 1, 1, 2, 1, "E"],
+        ),
     ],
 )
-def test_blocks_end_and_evaluations_fall_where_the_spec_says(train, course):
-    assert run(**train)[1] == course
-
-
-def test_blocks_end_for_checkpoints_as_well():
-    _, course = run(max_steps=7, eval_every=100, flush_every=3)
-    assert course == [3, 3, 1, "E"]
-    _, course = run(max_steps=7, eval_every=100, log_every=2, flush_every=3)
-    assert course == [2, 1, 1, 2, 1, "E"]
+def test_blocks_end_and_evaluations_fall_where_the_spec_says(options, course):
+    assert run(**options)[1] == course
 
 
 def test_a_block_ends_at_the_states_step():
@@ -244,12 +242,6 @@ def test_skipped_steps_are_counted_through_the_run():
     assert 1 < total < 24
     assert state.skipped == total
     assert state.optimizers[0].scheduler.last_epoch == 24 - total
-
-
-def test_a_precision_without_a_scale_has_no_such_numbers():
-    assert {(s.loss_scale, s.overflow, s.skipped_steps) for s in steps(run(epochs=1)[0])} == {
-        (None, None, None)
-    }
 
 
 # Order of the data
@@ -403,17 +395,6 @@ def test_a_stop_leaves_no_hook():
     state = small_state("bf16-true")
     run(state, max_steps=5, eval_every=1, should_stop=lambda: True)
     assert not any(p._post_accumulate_grad_hooks for p in state.trainable_parameters)
-
-
-def test_an_overflow_in_a_run_is_recorded(monkeypatch):
-    state = small_state("16-mixed", loss_scale={"init_scale": 2.0**30, "growth_interval": 50})
-    assert isinstance(state.scale, DynamicLossScale)
-    records, _ = run(state, max_steps=3)
-    assert [(s.overflow, s.loss_scale) for s in steps(records)] == [
-        (1.0, 2.0**30),
-        (1.0, 2.0**29),
-        (1.0, 2.0**28),
-    ]
 
 
 def test_a_block_is_yielded_once_the_next_one_is_sent(monkeypatch):

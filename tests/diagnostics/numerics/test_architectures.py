@@ -2,6 +2,7 @@
 no architecture's verdict is against float16 or bfloat16."""
 
 import copy
+import functools
 import importlib.util
 import math
 from collections import defaultdict
@@ -9,21 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from states import make_state, measure_step
 from torch import nn
 
 from runner.diagnostics.numerics.loss_scales import suitable_range
 from runner.diagnostics.numerics.measure import MAX_SAMPLE_ELEMENTS
 from runner.diagnostics.numerics.numerics_page import format_verdict
-from runner.diagnostics.numerics.probe import MAX_OUTPUT_SAMPLES, Probe, modules_holding_tensors
+from runner.diagnostics.numerics.probe import MAX_OUTPUT_SAMPLES, modules_holding_tensors
 from runner.diagnostics.numerics.results import KINDS, Numerics
-from runner.precision import registry
 from runner.precision.emulation.formats import FORMATS
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import Language
 
-CPU = torch.device("cpu")
 VOCABULARY, CLASSES, LR = 61, 5, 1e-3
 TEXT = {
     "hidden_size": 32,
@@ -217,23 +215,16 @@ NEEDS_SCALE = {"narrow_bert", "albert", "timm_convnext"}
 ConvNeXt multiplies its branches by 1e-6."""
 
 
-def made(build):
+def state_of(build):
+    """Return the state and the batch of an architecture without dropout."""
     torch.manual_seed(0)
     model, batch = build()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    precision = registry.load_precision("32-true")
-    driven = [ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=LR))]
     task = Language() if isinstance(model, Tokens) else Classification()
-    return TrainState(model, precision, task, precision.scale(CPU), driven, CPU), batch
-
-
-def look(state, batch):
-    found = []
-    with Probe(state, found.append):
-        train_step(state, [batch])
-    return found[0]
+    sgd = functools.partial(torch.optim.SGD, lr=LR)
+    return make_state(model, task=task, optimizer=sgd), batch
 
 
 def sqnr(tensors, fmt, scaled):
@@ -285,9 +276,9 @@ def by_hand(state, batch):
 
 @pytest.mark.parametrize("build", ARCHITECTURES, ids=lambda build: build.__name__)
 def test_sqnr_is_that_of_a_module_s_tensors_together(build):
-    state, batch = made(build)
+    state, batch = state_of(build)
     wanted = by_hand(state, batch)
-    found = {(m.module, m.kind): m for m in look(state, batch).measured}
+    found = {(m.module, m.kind): m for m in measure_step(state, [batch]).measured}
     compared = 0
     for key, tensors in wanted.items():
         if max(t.numel() for t in tensors) > MAX_SAMPLE_ELEMENTS:
@@ -305,8 +296,8 @@ def test_sqnr_is_that_of_a_module_s_tensors_together(build):
 
 @pytest.mark.parametrize("build", ARCHITECTURES, ids=lambda build: build.__name__)
 def test_float16_and_bfloat16_would_do_for_every_architecture(build):
-    state, batch = made(build)
-    numerics = Numerics(1, "32-true", "float32", "float32", (look(state, batch),))
+    state, batch = state_of(build)
+    numerics = Numerics(1, "32-true", "float32", "float32", (measure_step(state, [batch]),))
     scaled = " with a loss scale" if build.__name__ in NEEDS_SCALE else ""
     assert format_verdict(numerics, "float16").startswith(f"would do{scaled}")
     assert ("with a loss scale" in format_verdict(numerics, "float16")) == bool(scaled)
@@ -317,10 +308,10 @@ def test_float16_and_bfloat16_would_do_for_every_architecture(build):
 @pytest.mark.parametrize("build", [bert, roberta, albert, vit, pretrained_albert])
 def test_a_key_bias_weighs_nothing_next_to_its_weight(build):
     """Its gradient is zero in exact arithmetic, for the softmax does not see it."""
-    state, batch = made(build)
+    state, batch = state_of(build)
     twin = copy.deepcopy(state.model)
     state.task.loss(twin(batch[0]), batch[1]).backward()
-    numbers = {(m.module, m.kind): m for m in look(state, batch).measured}
+    numbers = {(m.module, m.kind): m for m in measure_step(state, [batch]).measured}
     keys = {n: m for n, m in twin.named_modules() if n.endswith((".key", "k_proj"))}
     for name, module in keys.items():
         assert module.bias.grad.abs().max() < 1e-6 * module.weight.grad.abs().max()
