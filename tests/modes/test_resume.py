@@ -1,5 +1,6 @@
 """A run that was interrupted and resumed computes what an uninterrupted one does, bit by bit."""
 
+import math
 import random
 import shutil
 
@@ -23,7 +24,6 @@ QUICK = (
     "train.eval_every=5",
     "train.log_every=3",
     "train.batch_size=8",
-    "checkpoint.every_steps=1",
     "checkpoint.keep=99",
     "tracking=none",
 )
@@ -127,8 +127,8 @@ def same_numbers(one, other):
 
 
 def check(main, records, tmp_path, at, *typed):
-    """Runs twice, once cut at each of the steps `at`."""
-    done = main(*QUICK, *typed)
+    """Run to the end, and to each of the steps `at` and from there to the end."""
+    done = main(*QUICK, f"checkpoint.every_steps={math.gcd(*at)}", *typed)
     assert done.rc == 0, done.stderr
     (folder,) = tmp_path.glob("outputs/runs/*")
     whole, end = [*records], checkpoint_file.load(locate.find_checkpoint(str(folder)))
