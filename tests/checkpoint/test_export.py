@@ -324,7 +324,7 @@ def test_a_run_whose_model_cannot_be_exported_still_finishes(main, tmp_path, err
 
 
 def test_a_run_whose_loader_fails_at_the_export_still_finishes():
-    told = []
+    messages = []
 
     class Loader:
         def epoch(self, number):
@@ -334,7 +334,9 @@ def test_a_run_whose_loader_fails_at_the_export_still_finishes():
     signals = SimpleNamespace(
         is_stop_requested=lambda: False, interruptible=nullcontext, check=lambda: None
     )
-    save_model(SimpleNamespace(tracker=tracker, signals=signals, say=told.append), None, Loader())
-    assert told == [
+    save_model(
+        SimpleNamespace(tracker=tracker, signals=signals, say=messages.append), None, Loader()
+    )
+    assert messages == [
         "The model is not in MLflow, its checkpoint has the weights: OSError: the data are gone."
     ]

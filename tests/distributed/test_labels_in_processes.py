@@ -25,7 +25,6 @@ OWN = (
     "precision=64-true",
 )
 BATCHES = {
-    "whole": ("train.batch_size=6",),
     "parts": ("train.batch_size=3", "train.accumulate=2"),  # one process has an example less
     "one-example": ("train.batch_size=1", "train.accumulate=6"),  # and here none
 }

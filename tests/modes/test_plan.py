@@ -96,7 +96,7 @@ def test_says_the_peak_and_the_largest_batch(main):
     assert float(free) < psutil.virtual_memory().total / 2**30
 
 
-def test_a_shape_that_is_not_known_is_said(main):
+def test_a_plan_without_the_shape_of_a_batch_says_so(main):
     text = plan(main, "model=mlp", "~data.meta", "model.input_shape=[64]", "model.classes=10")
     assert "not predicted: the shape of a batch is not known without data.meta.input" in text
 

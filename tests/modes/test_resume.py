@@ -42,7 +42,7 @@ GPT = (
 
 
 class Drawn(Dataset):
-    """Examples with noise of their own, drawn anew each time, as augmentation does."""
+    """Examples with noise of their own, noisy_data anew each time, as augmentation does."""
 
     def __len__(self):
         return 50
@@ -52,7 +52,7 @@ class Drawn(Dataset):
         return noise + index % 3, index % 3
 
 
-def drawn(**_):
+def noisy_data(**_):
     return Drawn(), Drawn()
 
 
@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 OWN = (
     f"model._target_={__name__}.Net",
-    f"data._target_={__name__}.drawn",
+    f"data._target_={__name__}.noisy_data",
     "data.meta.input=[4]",
     "data.meta.classes=3",
 )

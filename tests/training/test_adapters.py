@@ -396,7 +396,7 @@ def test_a_layer_of_two_names_gets_none():
     assert type(model.c) is not nn.Linear
 
 
-def test_what_was_merged_can_be_adapted_again():
+def test_a_merged_model_can_be_adapted_again():
     model = nn.Sequential(nn.Linear(8, 8))
     for _ in range(2):
         lora = Lora()

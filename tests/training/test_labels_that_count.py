@@ -213,7 +213,7 @@ OWN = (
 
 
 @pytest.fixture
-def trained(main, tmp_path):
+def run_gpt2(main, tmp_path):
     """Run with GPT-2 and masked sequences; the command's outcome and its result."""
 
     def run(*typed):
@@ -225,9 +225,9 @@ def trained(main, tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.1, 1.0])
-def test_validation_is_the_mean_over_the_labels_that_count(trained, tmp_path, share):
+def test_validation_is_the_mean_over_the_labels_that_count(run_gpt2, tmp_path, share):
     """With nine of ten labels at -100, and with padding alone."""
-    done, result = trained(f"+data.share={share}", "train.batch_size=13")
+    done, result = run_gpt2(f"+data.share={share}", "train.batch_size=13")
     assert done.rc == 0, done.stderr
     (path,) = tmp_path.glob("outputs/runs/*/checkpoints/step-*.pt")
     model = GPT2().double()
@@ -239,19 +239,19 @@ def test_validation_is_the_mean_over_the_labels_that_count(trained, tmp_path, sh
     assert result["metrics"]["val/perplexity"] == pytest.approx(math.exp(loss), rel=1e-12)
 
 
-def test_accumulation_trains_as_larger_batches_do(trained, tmp_path):
+def test_accumulation_trains_as_larger_batches_do(run_gpt2, tmp_path):
     """The loss of every step, with micro-batches of which some have no label."""
     losses = []
     for sizes in (("train.batch_size=4",), ("train.batch_size=1", "train.accumulate=4")):
-        done, result = trained(*sizes, f"hydra.run.dir=outputs/runs/{len(losses)}")
+        done, result = run_gpt2(*sizes, f"hydra.run.dir=outputs/runs/{len(losses)}")
         assert done.rc == 0, done.stderr
         losses.append(result["metrics"]["val/loss"])
         (tmp_path / f"outputs/runs/{len(losses) - 1}/result.json").unlink()
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-def test_a_step_without_a_label_is_named(trained):
-    done, _ = trained("train.batch_size=1", "data.shuffle=false", "guard.data=ignore")
+def test_a_step_without_a_label_is_named(run_gpt2):
+    done, _ = run_gpt2("train.batch_size=1", "data.shuffle=false", "guard.data=ignore")
     assert done.rc == 1
     assert "guard.non_finite: the loss is nan at step" in done.stderr
     assert "No label of its 1 samples counts (cross entropy leaves -100 out)" in done.stderr
@@ -259,8 +259,8 @@ def test_a_step_without_a_label_is_named(trained):
     assert "Traceback" not in done.stderr
 
 
-def test_a_set_without_a_label_is_refused_before_training(trained):
-    done, _ = trained("+data.share=0")
+def test_a_set_without_a_label_is_refused_before_training(run_gpt2):
+    done, _ = run_gpt2("+data.share=0")
     assert done.rc == 1
     for split, count in (("train", 13), ("val", 7)):
         message = f"data: no label of the {count} samples of the {split} set that were looked at"

@@ -346,7 +346,7 @@ def test_an_evaluation_settles_the_schedule():
     assert state.optimizers[0].scheduler.last_epoch == 1
 
 
-def test_training_goes_on_as_without_evaluations():
+def test_evaluations_do_not_change_the_training():
     often, never = small_state(), small_state()
     run(often, max_steps=6, eval_every=1)
     run(never, max_steps=6, eval_every=100)
