@@ -108,14 +108,6 @@ def test_batches_move_to_the_device(dataset):
         assert first.device.type == target.device.type == "meta"
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own, from Python 3.12 on
-def test_loading_processes_repeat_their_random_numbers():
-    """Their seeds come from the run's, so that augmentation repeats too."""
-    first = [x.tolist() for x, _ in loader(Drawn(), workers=2).epoch(1)]
-    assert [x.tolist() for x, _ in loader(Drawn(), workers=2).epoch(1)] == first
-    assert targets(loader(Items(), workers=2), 1) == targets(loader(Items()), 1)
-
-
 class Who(Items):
     """The process that loads an example."""
 

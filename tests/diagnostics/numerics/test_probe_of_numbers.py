@@ -38,24 +38,21 @@ def by_key(one):
 
 
 class Net(nn.Module):
-    def __init__(self, up=1.0, down=1.0):
+    """Two layers, with an operation between them that belongs to neither."""
+
+    def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.body = nn.Linear(4, 16)
         self.head = nn.Linear(16, 2)
-        self.up, self.down = up, down
-        nn.init.constant_(self.body.bias, up)
+        nn.init.constant_(self.body.bias, 1.0)
 
     def forward(self, x):
-        return self.head(self.body(x) / self.up) * self.down
-
-
-def net(**sizes):
-    torch.manual_seed(0)
-    return Net(**sizes)
+        return self.head(self.body(x) / 1.0)
 
 
 def test_each_module_with_parameters_in_four_kinds():
-    one = look(state_of(net()))
+    one = look(state_of(Net()))
     own = [("(model)", "activations")]  # of operations in its forward
     assert list(by_key(one)) == [*own, *((m, k) for m in ("body", "head") for k in KINDS)]
     assert (one.step, one.loss_scale) == (1, None)
@@ -65,24 +62,6 @@ def test_each_module_with_parameters_in_four_kinds():
 
 
 # Planted truths
-
-
-def test_activations_past_float16_lack_its_range():
-    one = look(state_of(net(up=1e5), lr=1e-3))
-    numerics = judged(one)
-    assert numerics.worst("float16", 1)[0][:3] == ("body", "activations", "overflow")
-    assert numerics.sensitivity("float16") == "range"
-    assert numerics.sensitivity("bfloat16") != "range"
-
-
-def test_updates_under_bfloat16s_spacing_lack_its_precision():
-    model = net()
-    nn.init.normal_(model.head.weight, mean=100.0)
-    numerics = judged(look(state_of(model, lr=1e-2, kind=torch.optim.Adam)))
-    ((module, kind, what, share),) = numerics.worst("bfloat16", 2)
-    assert (module, kind, what) == ("head", "updates", "swallowed")
-    assert share > 0.9
-    assert numerics.sensitivity("bfloat16") == "precision"
 
 
 class Ratio(nn.Module):
@@ -112,27 +91,8 @@ def test_what_overflows_inside_a_module_is_seen():
     assert found.sensitivity("bfloat16", ["activations"]) == "none"
 
 
-def test_gradients_vanish_in_float16_without_a_scale_alone():
-    plain = judged(look(state_of(net(down=1e-7))))
-    assert plain.sensitivity("float16") == "range"
-    assert ("gradients", "underflow") in {w[1:3] for w in plain.worst("float16", 8)}
-    scaled = judged(look(state_of(net(down=1e-7), scale=DynamicLossScale(CPU, 2.0**30))))
-    assert scaled.looks[0].loss_scale == 2.0**30
-    assert "gradients" not in {w[1] for w in scaled.worst("float16", 8)}
-
-
-def test_a_scale_of_65536_saves_small_gradients():
-    adam = {"kind": torch.optim.Adam}
-    plain = judged(look(state_of(net(down=1e-5), **adam)))
-    assert plain.worst("float16", 1)[0][1:3] == ("gradients", "underflow")
-    assert plain.sensitivity("float16") == "range"
-    numerics = judged(look(state_of(net(down=1e-5), scale=DynamicLossScale(CPU), **adam)))
-    assert "gradients" not in {w[1] for w in numerics.worst("float16", 8)}
-    assert numerics.sensitivity("float16") == "none"
-
-
 def test_gradients_are_neither_unscaled_nor_clipped():
-    state = state_of(net(), scale=DynamicLossScale(CPU, 1024.0))
+    state = state_of(Net(), scale=DynamicLossScale(CPU, 1024.0))
     twin = copy.deepcopy(state.model)
     state.clip_norm = 1e-6
     x, y = batch()
@@ -143,7 +103,7 @@ def test_gradients_are_neither_unscaled_nor_clipped():
 
 
 def test_a_step_that_is_skipped_has_no_updates():
-    state = state_of(net(), scale=DynamicLossScale(CPU, 3e38))
+    state = state_of(Net(), scale=DynamicLossScale(CPU, 3e38))
     one = look(state)
     kinds = {kind for _, kind in by_key(one)}
     assert kinds == {"activations", "weights", "gradients"}
@@ -198,7 +158,7 @@ def test_odd_modules():
 
 
 def test_the_last_of_several_micro_batches():
-    state = state_of(net())
+    state = state_of(Net())
     one = look(state, [batch(), (batch()[0] * 1000, batch()[1])])
     numbers = by_key(one)
     assert numbers["body", "activations"].elements == 8 * 16
@@ -221,7 +181,7 @@ def test_complex_numbers_as_their_real_parts():
 
 
 def test_half_precision_counts_what_it_swallowed_already():
-    model = net()
+    model = Net()
     nn.init.constant_(model.head.weight, 100.0)
     numbers = by_key(look(state_of(model, "bf16-true", lr=1e-2, kind=torch.optim.Adam)))
     assert numbers["head", "updates"].formats["bfloat16"].swallowed > 0.8
@@ -277,7 +237,7 @@ def test_steps_are_the_same_bit_by_bit(name):
 
 
 def test_no_hook_remains_after_an_exception_either():
-    state, found = state_of(net()), []
+    state, found = state_of(Net()), []
     probe = Probe(state, found.append)
     with pytest.raises(RuntimeError), probe:  # noqa: PT012
         assert count_hooks(state.model) > 4
