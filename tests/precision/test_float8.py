@@ -18,7 +18,7 @@ from runner.precision.loss_scale import NoLossScale
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import loss_of, train_step
 from runner.training.tasks.classification import Classification
-from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.errors import ConfigError
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 TENSORWISE, ROWWISE, HP = NAMES = ("float8-tensorwise", "float8-rowwise", "float8-rowwise-hp")
@@ -300,56 +300,16 @@ def test_nothing_to_convert_is_refused():
         convert(ROWWISE, Zoo(), ignore_modules=["tail"])
 
 
-def test_bad_values_are_refused_together():
-    with pytest.raises(ConfigError) as error:
-        registry.load_precision(
-            TENSORWISE, recipe="delayed", weights="half", emulate="yes", min_features=0
-        )
-    assert error.value.problems == (
-        "precision.recipe=delayed is not known. Allowed: tensorwise, rowwise, rowwise_with_gw_hp.",
-        "precision.weights=half is not known. Allowed: float32, bfloat16.",
-        "precision.emulate=yes is not known. Allowed: true, false.",
-        "precision.min_features=0 must be a whole number from 1.",
-    )
-    with pytest.raises(ConfigError, match="float32_matmul=tf32 is not known"):
-        registry.load_precision(TENSORWISE, float32_matmul="tf32")
 
 
-def refusal(precision, device):
-    with pytest.raises(Unavailable) as error:
-        precision.require(device)
-    return error.value
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_cpu_is_refused_without_emulate(name):
-    error = refusal(registry.load_precision(name), CPU)
-    assert f"precision={name} needs an NVIDIA GPU" in error.what
-    assert error.remedy.startswith("Type precision.emulate=true for its numbers without its speed")
-    load(name).require(CPU)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_gpu_without_fp8_is_refused(name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert "cuda:0 (NVIDIA A100) has 8.0." in refusal(registry.load_precision(name), CUDA).what
-    load(name).require(CUDA)
-    for capability in ((8, 9), (9, 0), (12, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        registry.load_precision(name).require(CUDA)
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-def test_mps_has_no_fp8(emulate):
-    error = refusal(registry.load_precision(TENSORWISE, emulate=emulate), MPS)
-    assert error.remedy == ("Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.")
 
 
-def test_a_missing_package_is_named_after_the_device(monkeypatch):
-    monkeypatch.setattr(float8, "find_spec", lambda name: None)
-    assert refusal(load(ROWWISE), CPU).remedy == "Type pip install torchao."
-    assert "GPU" in refusal(registry.load_precision(ROWWISE), CPU).what
 
 
 def test_the_library_is_imported_late_and_without_a_word():

@@ -4,7 +4,6 @@ from torch import nn
 
 from runner.precision import registry
 from runner.precision.loss_scale import DynamicLossScale, NoLossScale
-from runner.precision.mixed import MixedPrecision
 from runner.utils.errors import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -50,20 +49,8 @@ def test_float16_has_a_live_scale_and_bfloat16_has_none():
     assert (fixed.value.item(), fixed.is_fixed) == (128.0, True)
 
 
-def test_bad_values_are_refused():
-    with pytest.raises(ConfigError, match=r"dtype=float32 is not known\. Allowed: float16, bf"):
-        MixedPrecision("x", "float32")
-    with pytest.raises(ConfigError, match="float32_matmul=tf32 is not known"):
-        registry.load_precision("bf16-mixed", float32_matmul="tf32")
-    with pytest.raises(ConfigError, match="cpu_float16=fast is not known"):
-        registry.load_precision("16-mixed", cpu_float16="fast")
-    with pytest.raises(ConfigError, match=r"loss_scale\.init_scale=0 cannot work"):
-        registry.load_precision("16-mixed", loss_scale={"init_scale": 0})
 
 
-def test_a_loss_scale_for_bfloat16_is_refused():
-    with pytest.raises(ConfigError, match=r"loss_scale=.*bf16-mixed has none.*=16-mixed"):
-        registry.load_precision("bf16-mixed", loss_scale={"init_scale": 1024.0})
 
 
 def test_lbfgs_is_refused_where_there_is_a_scale():

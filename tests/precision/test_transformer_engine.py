@@ -2,8 +2,6 @@
 what needs a GPU is in tests/gpu."""
 
 import copy
-import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,18 +15,14 @@ from runner.precision.layers import te_layers
 from runner.precision.layers.padding import pad_rows
 from runner.precision.layers.te_layers import convert_layers, find_pairs, te_obstacle, unfit_shape
 from runner.precision.te_recipes import KINDS
-from runner.precision.transformer_engine import TransformerEnginePrecision, _resized_history
-from runner.utils.errors import ConfigError, Unavailable
+from runner.precision.transformer_engine import _resized_history
+from runner.utils.errors import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NAMES = [name for name in registry.precision_names() if name.startswith("transformer-engine")]
 DELAYED, FLOAT16 = "transformer-engine", "transformer-engine-float16"
 
 
-def problems(**changes):
-    with pytest.raises(ConfigError) as error:
-        TransformerEnginePrecision("x", **{"weights": "bfloat16", **changes})
-    return error.value.problems
 
 
 # The config.
@@ -44,42 +38,10 @@ def test_there_is_a_yaml_for_each_recipe_with_all_its_keys_at_their_defaults():
         assert (precision.layout, precision.loss_dtype) == ("", torch.float32)
 
 
-def test_every_problem_is_named_at_once():
-    recipe = {"kind": "delayed", "margin": -1, "format": "E5M2", "history": 16, "reduce_amax": 1}
-    assert problems(recipe=recipe, weights="float32", fuse="yes") == (
-        "precision.recipe.history=16: the recipe delayed has no such key. Allowed: format, margin, "
-        "amax_history_len, amax_compute_algo, reduce_amax.",
-        "precision.recipe.margin=-1 is not known. Allowed: a whole number from 0.",
-        "precision.recipe.format=E5M2 is not known. Allowed: HYBRID, E4M3.",
-        "precision.recipe.reduce_amax=1 is not known. Allowed: true, false.",
-        "precision.weights=float32 is not known. Allowed: bfloat16, float16.",
-        "precision.fuse=yes is not known. Allowed: true, false.",
-    )
 
 
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        ("current", r"recipe=current has no keys"),
-        ({}, r"kind=None is not known\. Allowed: delayed, current, block, mxfp8, nvfp4\."),
-        ({"kind": ["delayed"]}, r"kind=\['delayed'\] is not known"),
-        ({"kind": "current", "margin": 0}, r"margin=0: the recipe current has no such key"),
-        ({"kind": "delayed", "amax_history_len": 0}, r"Allowed: a whole number from 1\."),
-        ({"kind": "delayed", "amax_history_len": 16.0}, r"amax_history_len=16\.0 is not known"),
-        ({"kind": "delayed", "margin": True}, r"margin=True is not known"),
-        ({"kind": "delayed", "amax_compute_algo": "mean"}, r"Allowed: max, most_recent\."),
-        ({"kind": "block", "x_block_scaling_dim": 3}, r"Allowed: 1, 2\."),
-        ({"kind": "block", "x_block_scaling_dim": 2}, r"x_block_scaling_dim and w_block_scaling_"),
-        ({"kind": "mxfp8", "backward_override": "no"}, r"null, high_precision, dequantized\."),
-    ],
-)
-def test_bad_recipes_are_refused(recipe, message):
-    (problem,) = problems(recipe=recipe)
-    assert re.search(message, problem)
 
 
-def test_nvfp4_has_no_float16():
-    assert "cannot come out in float16" in problems(recipe={"kind": "nvfp4"}, weights="float16")[0]
 
 
 def test_float16_weights_refuse_an_eps_that_underflows():
@@ -100,91 +62,26 @@ def test_the_forward_on_a_cpu_only_sets_the_default_dtype(name):
     assert precision.cast(torch.ones(1).long()).dtype is torch.int64
 
 
-# What a machine must have.
-def refusal(name, device=CUDA):
-    with pytest.raises(Unavailable) as error:
-        registry.load_precision(name).require(device)
-    return error.value
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    def be(capability, cuda="13.0"):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-
-    return be
 
 
-def library(monkeypatch, **parts):
-    monkeypatch.setattr(te_recipes, "import_library", lambda: SimpleNamespace(**parts))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_device_is_asked_first(name):
-    for device in (CPU, torch.device("mps")):
-        error = refusal(name, device)
-        assert f"precision={name} needs an NVIDIA GPU of compute capability" in error.what
-        assert error.what.endswith(f"this run is on {device}.")
-        assert error.remedy.startswith("Type precision.emulate=true for its numbers")
-        assert error.remedy.endswith("precision=bf16-mixed, the nearest that runs here.")
 
 
-RUNS = {
-    "delayed": {(8, 9), (9, 0), (10, 0), (12, 0)},
-    "current": {(8, 9), (9, 0), (10, 0), (12, 0)},
-    "block": {(9, 0), (10, 0), (12, 0)},
-    "mxfp8": {(10, 0)},
-    "nvfp4": {(10, 0), (12, 0)},
-}
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_capability_that_each_recipe_needs(name, capability, gpu, monkeypatch):
-    gpu(capability)
-    precision = registry.load_precision(name)
-    library(monkeypatch, **{precision.kind.check_name: lambda return_reason: (True, "")})
-    if capability in RUNS[precision.recipe["kind"]]:
-        precision.require(CUDA)
-    else:
-        assert f"cuda:0 (NVIDIA X) has {capability[0]}.{capability[1]}." in refusal(name).what
 
 
-def test_a_gpu_that_is_too_new_is_refused_with_the_range(gpu):
-    gpu((12, 0))
-    assert "10.0 or higher, below 12.0;" in refusal("transformer-engine-mxfp8").what
 
 
-def test_blocks_need_a_newer_cuda(gpu):
-    gpu((9, 0), "12.8")
-    error = refusal("transformer-engine-block")
-    assert "needs CUDA 12.9 or newer; this PyTorch was built with 12.8." in error.what
 
 
-def test_a_missing_package_is_named_with_the_extra(gpu, monkeypatch):
-    gpu((9, 0))
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    error = refusal(DELAYED)
-    assert "needs TransformerEngine: transformer_engine.pytorch is not installed." in error.what
-    assert error.remedy == 'Type pip install "precision-runner[transformer-engine]".'
 
 
-def test_a_broken_package_says_how(gpu, monkeypatch):
-    def fail(name):
-        raise OSError("libnccl.so.2: cannot open shared object file")
-
-    gpu((9, 0))
-    monkeypatch.setattr(te_recipes.importlib, "import_module", fail)
-    assert "cannot be imported: OSError: libnccl.so.2" in refusal(DELAYED).what
 
 
-def test_the_librarys_own_check_is_asked_last(gpu, monkeypatch):
-    gpu((8, 9))
-    library(monkeypatch, is_fp8_available=lambda return_reason: (False, "CublasLt is old."))
-    assert refusal(DELAYED).what.endswith("TransformerEngine refuses cuda:0: CublasLt is old.")
 
 
 # Layers, on stand-ins for the library's that compute the same in plain torch.
