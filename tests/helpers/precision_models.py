@@ -3,6 +3,7 @@
 import io
 
 import torch
+from torch import nn
 
 from runner.precision import registry
 from runner.training.state import ScheduledOptimizer, TrainState
@@ -101,3 +102,20 @@ def count_calls(monkeypatch, module):
 
     monkeypatch.setattr(kind, "forward", counted)
     return calls
+
+
+class ResidualBlock(nn.Module):
+    """A residual block, one norm of which goes into one linear layer alone."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm1, self.into = nn.LayerNorm(width, eps=1e-3), nn.Linear(width, 2 * width)
+        self.out = nn.Linear(2 * width, width, bias=False)
+        self.norm2, self.gate = nn.LayerNorm(width), nn.Linear(width, width)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2)
+
+    def forward(self, x):
+        x = x + self.out(torch.relu(self.into(self.norm1(x))))
+        normed = self.norm2(x)
+        return normed * self.gate(normed)

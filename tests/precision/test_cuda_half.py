@@ -46,10 +46,6 @@ def test_the_key_allows_sums_in_half_precision(name):
         MATMUL.allow_fp16_reduced_precision_reduction = True
 
 
-
-
-
-
 def fail_inside():
     with reduced_precision_sums(False):
         raise RuntimeError("inside")
@@ -77,15 +73,3 @@ def test_the_switch_for_split_sums_stays_as_it_was():
         assert MATMUL.allow_bf16_reduced_precision_reduction_split_k
     finally:
         MATMUL.allow_fp16_reduced_precision_reduction = (True, True)
-
-
-
-
-
-
-
-
-
-
-
-

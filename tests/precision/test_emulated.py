@@ -69,7 +69,3 @@ def test_tf32_rounds_what_a_product_takes_and_nothing_else():
         @ torch.complex(round_to_tf32(b), round_to_tf32(c)).conj()
     )
     assert torch.allclose(turned, fine, rtol=1e-5, atol=1e-5)
-
-
-
-

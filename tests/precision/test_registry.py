@@ -81,8 +81,6 @@ def test_rows_follow_require(monkeypatch):
     assert refused == [registry.PrecisionSupport("bf16-true", "cpu", "not on cpu", "type another")]
 
 
-
-
 def test_a_preset_sweeps_over_all_of_them():
     node = OmegaConf.load(CONF.parent / "sweep" / "every_precision.yaml")
     assert node.hydra.sweeper.params.precision.split(",") == registry.precision_names()

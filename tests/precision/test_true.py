@@ -22,16 +22,6 @@ def switches():
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 
-
-
-
-
-
-
-
-
-
-
 @pytest.mark.parametrize(
     ("name", "inside"), [("32-true", ("highest", False)), ("tf32", ("high", True))]
 )
