@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from precision_models import CPU, load_precision, precisions_on_cpu, skip_reasons, train_state
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,31 +16,15 @@ from runner.precision.loss_scale import LossScale
 from runner.precision.mixed import MixedPrecision
 from runner.precision.precision import ConversionReport, Precision
 from runner.precision.true import TruePrecision
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import loss_of, train_step
 from runner.training.tasks.classification import Classification
-from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.errors import ConfigError
 
-CPU = torch.device("cpu")
 NAMES = registry.precision_names()
 
 
-def load(name, **changes):
-    """A precision as it can be tried on a CPU: TF32, FP8 and FP4 round, and multiply in float32."""
-    imitated = name.startswith(("tf32", "float8", "transformer-engine"))
-    return registry.load_precision(name, **({"emulate": True} if imitated else {}), **changes)
-
-
-def _runs(name):
-    try:
-        load(name).require(CPU)
-    except Unavailable:
-        return False
-    return True
-
-
-HERE = [name for name in NAMES if _runs(name)]
-FROZEN = [name for name in HERE if load(name).freezes]
+HERE = precisions_on_cpu()
+FROZEN = [name for name in HERE if load_precision(name).freezes]
 WHOLE = [name for name in HERE if name not in FROZEN]
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -83,7 +68,7 @@ def batch(count=4):
 
 
 def build(name, **changes):
-    precision = load(name, **changes)
+    precision = load_precision(name, **changes)
     torch.manual_seed(0)
     with precision.init_context():
         model = Net()
@@ -92,14 +77,7 @@ def build(name, **changes):
 
 def state_of(precision, model, optimizer=None):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return TrainState(
-        model,
-        precision,
-        Classification(),
-        precision.scale(CPU),
-        [ScheduledOptimizer(optimizer)],
-        CPU,
-    )
+    return train_state(precision, model, optimizer)
 
 
 def process():
@@ -145,10 +123,12 @@ def test_the_name_is_the_yamls(name):
     assert registry.load_precision(name).name == name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_runs_here_or_says_what_is_missing(name):
-    (row,) = (row for row in registry.supported_precisions(CPU) if row.name == name)
-    assert row.runs or (name in row.why and row.remedy.endswith(".") and name not in row.remedy)
+def test_each_precision_runs_here_or_says_what_is_missing():
+    for row in registry.supported_precisions(CPU):
+        if not row.runs:
+            assert row.name in row.why
+            assert row.remedy.endswith(".")
+            assert row.name not in row.remedy
 
 
 def contexts(precision, model):
@@ -183,7 +163,7 @@ def test_the_process_is_as_before_after_every_context(name):
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_convert_keeps_objects_ties_frozen_flags_and_hooks(name):
-    precision, model, seen = load(name), Net(), []
+    precision, model, seen = load_precision(name), Net(), []
     model.head.register_forward_hook(lambda *_: seen.append("forward"))
     model.head.weight.register_hook(lambda _: seen.append("gradient"))
     before, keys = dict(model.named_parameters()), list(model.state_dict())
@@ -202,7 +182,7 @@ def test_convert_keeps_objects_ties_frozen_flags_and_hooks(name):
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_where_weights_are_packed_the_rest_stays_and_a_hook_on_one_is_refused(name):
-    precision, model = load(name), Net()
+    precision, model = load_precision(name), Net()
     handle = model.head.weight.register_hook(lambda grad: grad)
     with pytest.raises(ConfigError, match=r"a hook hangs on that of head\. .*ignore_modules="):
         precision.convert(model)
@@ -216,7 +196,7 @@ def test_where_weights_are_packed_the_rest_stays_and_a_hook_on_one_is_refused(na
     assert converted.twin.weight is converted.body.weight
     frozen = {n for n, p in after.items() if not p.requires_grad}
     assert frozen == {"body.bias", "qkv.weight", "head.weight"}
-    assert {row.module: row.why for row in report.modules if not row.done} == {
+    assert {name: why for name, why in skip_reasons(report).items() if why} == {
         "conv": f"precision={name} converts linear layers only",
         "body": "shares a parameter with twin",
         "twin": "shares a parameter with body",
@@ -371,7 +351,7 @@ def test_keep_fp32_holds_in_a_training_step(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_scale_is_there_where_float16_meets_float32_weights(name):
-    scale = load(name).scale(CPU)
+    scale = load_precision(name).scale(CPU)
     assert isinstance(scale, LossScale)
     if name in TABLE:
         assert (scale.value is not None) == (name == "16-mixed")
@@ -412,24 +392,3 @@ def test_the_base_is_plain():
     assert precision.state_dict(model) == precision.gauges(model) == {}
     precision.load_state_dict(model, {})
     assert precision.loss_dtype is F32
-
-
-def test_a_report_counts_what_was_converted():
-    from runner.precision.precision import ModuleConversion
-
-    rows = (
-        ModuleConversion("a", "Linear", True, "", elements=6, converted=6),
-        ModuleConversion("b", "Linear", False, "too small", elements=2),
-    )
-    report = ConversionReport(rows)
-    assert str(report) == "1/2"
-    assert report.weight_counts == (6, 8)
-    assert report.to_list()[1] == {
-        "module": "b",
-        "kind": "Linear",
-        "done": False,
-        "why": "too small",
-        "elements": 2,
-        "converted": 0,
-        "counted_with": "",
-    }

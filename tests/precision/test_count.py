@@ -3,10 +3,10 @@
 import pytest
 import timm
 import torch
+from precision_models import load_precision
 from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
-from runner.precision import registry
 from runner.utils.errors import ConfigError
 
 LINEAR_ONLY = "precision=float8-rowwise converts linear layers only"
@@ -14,8 +14,7 @@ LOOKUP = "an embedding is a lookup without a product"
 
 
 def convert(model, name="float8-rowwise"):
-    emulate = {} if name.startswith("bnb") else {"emulate": True}
-    return registry.load_precision(name, **emulate).convert(model)[1]
+    return load_precision(name).convert(model)[1]
 
 
 def skipped(report):

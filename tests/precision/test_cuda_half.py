@@ -1,15 +1,14 @@
-"""Half precision on CUDA: torch's switches for sums, and bfloat16 on a GPU without its units."""
+"""Torch's switches for the sums of half precision products on CUDA."""
 
 import pytest
 import torch
+from precision_models import CPU, load_precision
 from torch import nn
 
 from runner.precision import registry
 from runner.precision.cuda_half import reduced_precision_sums
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-WIDE = ("64-true", "32-true", "tf32")
-HALF = sorted(set(registry.precision_names()) - set(WIDE))
+ONE_OF_EACH_CLASS = ("bf16-true", "16-mixed", "bnb-nf4", "float8-rowwise", "transformer-engine")
 MATMUL = torch.backends.cuda.matmul
 
 
@@ -21,25 +20,19 @@ def sums():
     )
 
 
-def load(name, **changes):
-    """A precision that runs on a CPU, emulated where it must be."""
-    emulates = name.startswith(("float8", "transformer-engine")) or name == "tf32"
-    return registry.load_precision(name, **changes, **({"emulate": True} if emulates else {}))
-
-
 @pytest.mark.parametrize("name", registry.precision_names())
 def test_every_precision_sums_in_float32_and_restores_torchs_switches(name):
     assert sums() == (True, True)
-    with load(name).session(nn.Linear(2, 2), CPU):
+    with load_precision(name).session(nn.Linear(2, 2), CPU):
         assert sums() == (False, False)
     assert sums() == (True, True)
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", ONE_OF_EACH_CLASS)
 def test_the_key_allows_sums_in_half_precision(name):
     MATMUL.allow_fp16_reduced_precision_reduction = False
     try:
-        with load(name, reduced_precision_reduction=True).session(nn.Linear(2, 2), CPU):
+        with load_precision(name, reduced_precision_reduction=True).session(nn.Linear(2, 2), CPU):
             assert sums() == (True, True)
         assert sums() == (False, True)
     finally:

@@ -62,12 +62,12 @@ def plain_blocks(x, fmt, rule, shape):
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
 def test_blocks_equal_a_plain_reference_bit_by_bit(rule, fmt, shape):
-    whole = spread(96, 160)
+    whole = spread(32, 128)
     views = {
         "rows": whole,
         "transposed": whole.t(),
-        "padded": whole[:50, :70],
-        "transposed and padded": whole[:50, :70].t(),
+        "padded": whole[:20, :70],
+        "transposed and padded": whole[:20, :70].t(),
         "strided": whole[:, ::2],
     }
     for name, x in views.items():

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from precision_models import CPU, load_precision
 from torch import nn
 
 from runner.precision import registry
@@ -11,12 +12,7 @@ from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, E5M2
 from runner.precision.emulation.quantizers import BlockQuantizer, amax_scale, power_of_two_scale
 
-CPU = torch.device("cpu")
 TE = [name for name in registry.precision_names() if name.startswith("transformer-engine")]
-
-
-def load(name, **changes):
-    return registry.load_precision(name, emulate=True, **changes)
 
 
 def spread(*shape, seed=0):
@@ -31,7 +27,7 @@ def products(name, rows=40, into=64, out=96, **changes):
     """Output and gradients of one layer, and float32's."""
     torch.manual_seed(0)
     plain = nn.Linear(into, out)
-    precision = load(name, **changes)
+    precision = load_precision(name, **changes)
     layer, _ = precision.convert(copy.deepcopy(plain))
     x = torch.randn(2, rows // 2, into)
     found = []
@@ -64,7 +60,7 @@ def test_rows_that_are_not_a_multiple_are_computed(name):
 
 @pytest.mark.parametrize("name", ["transformer-engine-current", "transformer-engine-block"])
 def test_a_high_precision_backward(name):
-    recipe = load(name).recipe
+    recipe = load_precision(name).recipe
     errors = {}
     for how in (None, "dequantized", "high_precision"):
         _, low, exact = products(name, recipe={**recipe, "backward_override": how})
@@ -93,8 +89,10 @@ def test_blocks_run_along_what_a_product_contracts():
     assert torch.equal(along, BlockQuantizer(E4M3, power_of_two_scale, (128, 128))(x))
 
 
-def test_delayed_scaling_goes_by_past_steps():
-    precision = load("transformer-engine", recipe={"kind": "delayed", "amax_history_len": 3})
+def test_delayed_scaling_takes_the_largest_of_past_steps():
+    precision = load_precision(
+        "transformer-engine", recipe={"kind": "delayed", "amax_history_len": 3}
+    )
     layer, _ = precision.convert(nn.Linear(32, 32))
     scales, sizes = [], [1.0, 8.0, 2.0, 2.0, 2.0]
     for size in sizes:
@@ -106,8 +104,8 @@ def test_delayed_scaling_goes_by_past_steps():
     assert scales == [1, 8, 8, 8, 2]
 
 
-def test_an_evaluation_leaves_the_scales():
-    precision = load("transformer-engine")
+def test_an_evaluation_does_not_change_the_scales():
+    precision = load_precision("transformer-engine")
     layer, _ = precision.convert(nn.Linear(32, 32))
     with precision.eval_context(layer), torch.no_grad(), precision.forward(CPU):
         layer(torch.ones(16, 32, dtype=torch.bfloat16))
@@ -128,7 +126,7 @@ def test_fused_computes_what_unfused_does():
     plain = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64))
     outputs = []
     for fuse in (False, True):
-        precision = load("transformer-engine-current", fuse=fuse)
+        precision = load_precision("transformer-engine-current", fuse=fuse)
         model, report = precision.convert(copy.deepcopy(plain))
         assert ("computes 0 too" in str(report.to_list())) == fuse
         with precision.forward(CPU):
