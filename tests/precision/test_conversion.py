@@ -1,13 +1,11 @@
 """Which modules are converted, why others are not, and what survives of a converted module."""
 
-import copy
-
 import pytest
 import torch
+from precision_models import skip_reasons
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from runner.models.gpt import GPT
 from runner.precision.conversion import (
     ConversionRules,
     convert_modules,
@@ -15,7 +13,6 @@ from runner.precision.conversion import (
     is_converted,
     replace_in_place,
 )
-from runner.precision.keep_fp32 import make_islands
 from runner.precision.precision import ConversionReport, ModuleConversion
 from runner.utils.errors import ConfigError
 
@@ -52,10 +49,6 @@ def refused(model, convert_layer=in_place, **rules):
     return str(error.value)
 
 
-def fates(report):
-    return {row.module: row.why for row in report.modules}
-
-
 def pair():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
@@ -79,20 +72,12 @@ def test_every_linear_layer_is_converted_and_nothing_else():
     )
 
 
-@pytest.mark.parametrize("convert_layer", [in_place, grafted])
-def test_a_root_that_is_itself_a_layer_is_converted(convert_layer):
-    model = nn.Linear(4, 3)
-    want = 2 * model(X)
-    assert fates(convert(model, convert_layer)) == {"(model)": ""}
-    assert torch.equal(model(X), want)
-
-
 def test_a_module_registered_twice_is_converted_once_and_stays_shared():
     model = pair()
     model.append(model[0])
     before, converted = model[0], []
     report = convert(model, lambda m: (converted.append(m), in_place(m)))
-    assert fates(report) == {"0": "", "1": ""}
+    assert skip_reasons(report) == {"0": "", "1": ""}
     assert converted == [before, model[1]]
     assert model[2] is model[0] is before
 
@@ -101,14 +86,14 @@ def test_a_module_registered_twice_is_converted_once_and_stays_shared():
 def test_a_module_registered_twice_is_meant_by_either_name(pattern):
     model = pair()
     model.append(model[0])
-    assert fates(convert(model, ignore=[pattern])) == {
+    assert skip_reasons(convert(model, ignore=[pattern])) == {
         "0": "named by precision.ignore_modules",
         "1": "",
     }
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     model.append(model[0])
     report = convert(model, islands=[pattern])
-    assert fates(report) == {"0.0": "kept in float32 by precision.keep_fp32", "1": ""}
+    assert skip_reasons(report) == {"0.0": "kept in float32 by precision.keep_fp32", "1": ""}
 
 
 def test_the_first_kind_that_fits_takes_the_module():
@@ -130,26 +115,59 @@ class Scaled(nn.Linear):
         return 3 * super().forward(input)
 
 
-def test_a_subclass_with_its_own_forward_is_skipped_and_one_without_is_converted():
-    model = nn.Sequential(Renamed(4, 4), Scaled(4, 4))
-    report = convert(model)
-    assert report.modules == (
-        ModuleConversion("0", "Renamed", True, "", elements=16, converted=16),
-        ModuleConversion("1", "Scaled", False, "Scaled has a forward of its own", elements=16),
-    )
-    assert type(model[1]) is Scaled
+def with_patched_forward():
+    layer = nn.Linear(4, 4)
+    layer.forward = lambda input: input
+    return layer
 
 
-def test_a_layer_with_a_patched_forward_is_skipped():
-    model = pair()
-    model[0].forward = lambda input: input
-    assert fates(convert(model)) == {"0": "Linear has a forward of its own", "1": ""}
-    assert type(model[0]) is nn.Linear
+def with_old_weight_norm():
+    with pytest.warns(FutureWarning, match="deprecated"):
+        return nn.utils.weight_norm(nn.Linear(4, 4))
+
+
+def of_library(package, name="Fast", base=nn.Linear):
+    """Return a layer whose class comes from a package, as a low-precision library's does."""
+    kind = type(name, (base,), {})
+    kind.__module__ = f"{package}.modules"
+    return kind(4, 4)
+
+
+PARAMETRIZED = "its weight is made anew in each forward (a parametrization)"
+NEXT_TO_A_LINEAR_LAYER = [
+    (lambda: Renamed(4, 4), ""),
+    (lambda: Scaled(4, 4), "Scaled has a forward of its own"),
+    (with_patched_forward, "Linear has a forward of its own"),
+    (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), PARAMETRIZED),
+    (lambda: parametrizations.orthogonal(nn.Linear(4, 4)), PARAMETRIZED),
+    (with_old_weight_norm, PARAMETRIZED),
+    (lambda: nn.LazyLinear(4), "its weight has no shape before the first forward"),
+    (lambda: nn.Linear(4, 4, dtype=torch.complex64), "its weight is complex64"),
+    (lambda: nn.Linear(4, 4).double(), ""),
+    (lambda: of_library("bitsandbytes"), "is a Fast already"),
+    (lambda: of_library("transformer_engine"), "is a Fast already"),
+    (lambda: of_library("torchao"), "is a Fast already"),
+]
+
+
+@pytest.mark.parametrize(("build_layer", "why"), NEXT_TO_A_LINEAR_LAYER)
+def test_a_layer_is_converted_or_has_a_reason(build_layer, why):
+    model = nn.Sequential(build_layer(), nn.Linear(4, 4))
+    kind = type(model[0])
+    assert skip_reasons(convert(model)) == {"0": why, "1": ""}
+    assert (type(model[0]) is Doubled) == (why == "")
+    assert why == "" or type(model[0]) is kind
+
+
+def test_a_lazy_layer_is_converted_once_it_has_a_shape():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+    model(X)
+    assert skip_reasons(convert(model)) == {"0": "", "1": ""}
 
 
 def test_a_layer_whose_weight_attention_reads_is_skipped():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    assert fates(convert(layer)) == {
+    assert skip_reasons(convert(layer)) == {
         "self_attn": "its packed in_proj_weight is read by F.multi_head_attention_forward",
         "self_attn.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
         "linear1": "",
@@ -157,34 +175,19 @@ def test_a_layer_whose_weight_attention_reads_is_skipped():
     }
 
 
-def _old_weight_norm(module):
-    with pytest.warns(FutureWarning, match="deprecated"):
-        return nn.utils.weight_norm(module)
-
-
 @pytest.mark.parametrize(
-    "wrap", [parametrizations.weight_norm, parametrizations.orthogonal, _old_weight_norm]
+    ("name", "low"), [("StableEmbedding", False), ("Embedding", False), ("Embedding4bit", True)]
 )
-def test_a_parametrized_weight_is_skipped(wrap):
-    model = nn.Sequential(wrap(nn.Linear(4, 4)), nn.Linear(4, 4))
-    before = type(model[0])
-    why = "its weight is made anew in each forward (a parametrization)"
-    assert fates(convert(model)) == {"0": why, "1": ""}
-    assert type(model[0]) is before
+def test_a_float32_embedding_of_a_library_is_no_low_precision_layer(name, low):
+    assert is_converted(of_library("bitsandbytes", name, nn.Embedding)) == low
 
 
-def test_a_lazy_layer_is_skipped_until_it_has_a_shape():
-    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
-    why = "its weight has no shape before the first forward"
-    assert fates(convert(model)) == {"0": why, "1": ""}
-    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
-    model(X)
-    assert fates(convert(model)) == {"0": "", "1": ""}
-
-
-def test_complex_weights_are_skipped_and_float64_weights_are_converted():
-    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 4).double())
-    assert fates(convert(model)) == {"0": "its weight is complex64", "1": ""}
+def test_low_precision_layers_of_another_kind_are_named():
+    kind = type("FastNorm", (nn.Module,), {})
+    kind.__module__ = "transformer_engine.pytorch"
+    report = convert(nn.Sequential(kind(), nn.Linear(4, 4)))
+    assert report.modules[0] == ModuleConversion("0", "FastNorm", False, "is a FastNorm already")
+    assert not is_converted(nn.ReLU())
 
 
 def test_the_obstacle_of_the_precision_is_asked_for_last():
@@ -195,7 +198,7 @@ def test_the_obstacle_of_the_precision_is_asked_for_last():
         return "" if module.out_features == 4 else "2 features are too few"
 
     report = convert(model, find_obstacle=find_obstacle)
-    assert fates(report) == {
+    assert skip_reasons(report) == {
         "0": "",
         "1": "2 features are too few",
         "2": "Scaled has a forward of its own",
@@ -215,7 +218,7 @@ def tied():
 
 def test_a_tied_weight_that_would_be_replaced_is_skipped_and_names_its_other_holders():
     model = tied()
-    assert fates(convert(model, renewed, new_weights=True)) == {
+    assert skip_reasons(convert(model, renewed, new_weights=True)) == {
         "0": "shares a parameter with 2, 3",
         "1": "",
         "2": "shares a parameter with 0, 3",
@@ -224,28 +227,10 @@ def test_a_tied_weight_that_would_be_replaced_is_skipped_and_names_its_other_hol
     assert model[0].weight is model[2].weight is model[3].weight
 
 
-def test_a_tied_weight_that_stays_is_converted_and_still_tied():
-    model = tied()
-    weight = model[0].weight
-    assert fates(convert(model, grafted)) == {"0": "", "1": "", "2": "", "3": ""}
-    assert model[0].weight is model[2].weight is model[3].weight is weight
-
-
-def test_a_head_tied_to_an_embedding_names_it():
-    report = convert(GPT(11, 8, layers=2, heads=2, width=8), renewed, new_weights=True)
-    assert str(report) == "8/10"
-    lookup = "an embedding is a lookup without a product"
-    assert {k: v for k, v in fates(report).items() if v} == {
-        "token_embedding": lookup,
-        "position_embedding": lookup,
-        "head": "shares a parameter with token_embedding",
-    }
-
-
 def test_a_layer_tied_to_the_models_own_parameter_names_it():
     model = pair()
     model.register_parameter("mirror", model[0].weight)
-    assert fates(convert(model, renewed, new_weights=True))["0"] == (
+    assert skip_reasons(convert(model, renewed, new_weights=True))["0"] == (
         "shares a parameter with (model)"
     )
 
@@ -263,22 +248,14 @@ def test_find_shared_weights_names_the_modules_that_share():
 def test_ignored_modules_and_their_children_are_skipped():
     model = nn.ModuleDict({"body": pair(), "head": nn.Linear(4, 2), "header": nn.Linear(4, 2)})
     why = "named by precision.ignore_modules"
-    assert fates(convert(model, ignore=["body", "head"])) == {
+    assert skip_reasons(convert(model, ignore=["body", "head"])) == {
         "body.0": why,
         "body.1": why,
         "head": why,
         "header": "",
     }
     model = nn.ModuleDict({"body": pair(), "head": nn.Linear(4, 2)})
-    assert fates(convert(model, ignore=["*.1"])) == {"body.0": "", "body.1": why, "head": ""}
-
-
-def test_islands_and_their_children_are_skipped():
-    model = nn.ModuleDict({"body": pair(), "bodyguard": nn.Linear(4, 2)})
-    islands = make_islands(model, ["body"], torch.float32)
-    why = "kept in float32 by precision.keep_fp32"
-    assert fates(convert(model, islands=islands)) == {"body.0": why, "body.1": why, "bodyguard": ""}
-    assert type(model.body[0]) is nn.Linear
+    assert skip_reasons(convert(model, ignore=["*.1"])) == {"body.0": "", "body.1": why, "head": ""}
 
 
 def test_a_root_that_is_an_island_leaves_nothing():
@@ -289,40 +266,6 @@ def test_a_root_that_is_an_island_leaves_nothing():
 def test_a_pattern_that_matches_nothing_is_an_error():
     message = refused(pair(), ignore=["0", "blocks"])
     assert "precision.ignore_modules: blocks matches no module of the model" in message
-
-
-# Already converted
-
-
-def foreign(package):
-    kind = type("Fast", (nn.Linear,), {})
-    kind.__module__ = f"{package}.modules"
-    return kind(4, 4)
-
-
-@pytest.mark.parametrize("package", ["bitsandbytes", "transformer_engine", "torchao"])
-def test_low_precision_layers_are_skipped_and_named(package):
-    model = nn.Sequential(foreign(package), nn.Linear(4, 4))
-    assert is_converted(model[0])
-    assert not is_converted(model[1])
-    assert fates(convert(model)) == {"0": "is a Fast already", "1": ""}
-    assert type(model[0]).__name__ == "Fast"
-    assert "0 (Fast, 16 weights): is a Fast already" in refused(nn.Sequential(foreign(package)))
-
-
-def test_low_precision_layers_of_another_kind_are_named():
-    kind = type("FastNorm", (nn.Module,), {})
-    kind.__module__ = "transformer_engine.pytorch"
-    report = convert(nn.Sequential(kind(), nn.Linear(4, 4)))
-    assert report.modules[0] == ModuleConversion("0", "FastNorm", False, "is a FastNorm already")
-    assert not is_converted(nn.ReLU())
-
-
-def test_a_float32_embedding_of_a_library_is_no_low_precision_layer():
-    for name, low in (("StableEmbedding", False), ("Embedding", False), ("Embedding4bit", True)):
-        kind = type(name, (nn.Embedding,), {})
-        kind.__module__ = "bitsandbytes.nn.modules"
-        assert is_converted(kind(2, 2)) == low
 
 
 # Refusals
@@ -431,108 +374,33 @@ def test_out_of_memory_and_meta_device_errors_are_raised_unchanged(kind):
 # What survives
 
 
-# torch 2.11 says so where no input requires a gradient.
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-@pytest.mark.parametrize("convert_layer", [in_place, grafted])
-def test_module_hooks_fire_and_handles_still_remove_them(convert_layer):
-    model, seen = pair(), []
-    layer = model[0]
-    handles = [
-        layer.register_forward_pre_hook(lambda *_: seen.append("before")),
-        layer.register_forward_hook(lambda *_: seen.append("after")),
-        layer.register_forward_hook(
-            lambda module, args, kwargs, output: seen.append("keywords"), with_kwargs=True
-        ),
-        layer.register_forward_hook(lambda *_: seen.append("always"), always_call=True),
-        layer.register_full_backward_pre_hook(lambda *_: seen.append("gradient")),
-    ]
-    others = [
-        layer.register_state_dict_post_hook(lambda *_: seen.append("saved")),
-        layer.register_load_state_dict_pre_hook(lambda *_: seen.append("loads")),
-        layer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded")),
-    ]
-    convert(model, convert_layer)
+HOOKS = {
+    "register_forward_pre_hook": {},
+    "register_forward_hook": {"with_kwargs": True, "always_call": True},
+    "register_full_backward_pre_hook": {},
+    "register_full_backward_hook": {},
+    "register_state_dict_pre_hook": {},
+    "register_state_dict_post_hook": {},
+    "register_load_state_dict_pre_hook": {},
+    "register_load_state_dict_post_hook": {},
+}
 
+
+@pytest.mark.parametrize("convert_layer", [in_place, grafted])
+@pytest.mark.parametrize("register", HOOKS)
+def test_a_hook_of_any_kind_runs_until_its_handle_removes_it(register, convert_layer):
     def use():
         seen.clear()
-        model(X).sum().backward()
+        model(X.clone().requires_grad_()).sum().backward()
         model.load_state_dict(model.state_dict())
-        return seen
+        return len(seen)
 
-    assert use() == [
-        "before",
-        "after",
-        "keywords",
-        "always",
-        "gradient",
-        "saved",
-        "loads",
-        "loaded",
-    ]
-    for handle in handles:
-        handle.remove()
-    assert use() == ["saved", "loads", "loaded"]
-    for handle in others:
-        handle.remove()
-    assert use() == []
-
-
-@pytest.mark.parametrize("convert_layer", [in_place, grafted])
-def test_a_full_backward_hook_fires_and_its_handle_removes_it(convert_layer):
     model, seen = pair(), []
-    handle = model[0].register_full_backward_hook(lambda *_: seen.append("gradient"))
+    handle = getattr(model[0], register)(lambda *_, **__: seen.append(1), **HOOKS[register])
     convert(model, convert_layer)
-    x = X.clone().requires_grad_()
-    model(x).sum().backward()
-    assert seen == ["gradient"]
+    assert use() == 1
     handle.remove()
-    model(x).sum().backward()
-    assert seen == ["gradient"]
-
-
-@pytest.mark.parametrize("convert_layer", [in_place, grafted])
-def test_the_object_its_parameters_and_what_the_user_put_on_it_survive(convert_layer):
-    model = pair()
-    layer = model[0]
-    model.also = [layer]  # a reference that nn.Module does not know
-    layer.note, layer.weight.requires_grad = {"depth": 3}, False
-    layer.register_buffer("mask", torch.ones(4))
-    layer.register_buffer("cache", torch.ones(4), persistent=False)
-    layer.add_module("tap", nn.ReLU())
-    parameters, keys, want = dict(model.named_parameters()), list(model.state_dict()), layer(X)
-    model.eval()
-    convert(model, convert_layer)
-    after = dict(model.named_parameters())
-    assert model[0] is model.also[0] is layer
-    assert type(layer) is Doubled
-    assert after.keys() == parameters.keys()
-    assert all(after[n] is parameters[n] for n in after)
-    assert list(model.state_dict()) == keys
-    assert (layer.note, layer.weight.requires_grad, layer.bias.requires_grad) == (
-        {"depth": 3},
-        False,
-        True,
-    )
-    assert torch.equal(layer.mask, torch.ones(4))
-    assert isinstance(layer.tap, nn.ReLU)
-    assert torch.equal(model.also[0](X), 2 * want)
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("convert_layer", [in_place, grafted])
-def test_the_training_flag_survives(convert_layer, training):
-    model = pair()
-    model[0].train(training)
-    model[1].train(not training)
-    convert(model, convert_layer)
-    assert (model[0].training, model[1].training) == (training, not training)
-
-
-def test_a_graft_without_a_bias_has_none():
-    model = nn.Linear(4, 4, bias=False)
-    convert(model, grafted)
-    assert model.bias is None
-    assert list(model.state_dict()) == ["weight"]
+    assert use() == 0
 
 
 def test_a_grafts_own_attributes_and_hooks_win():
@@ -545,14 +413,6 @@ def test_a_grafts_own_attributes_and_hooks_win():
     module(X)
     assert (module.flavour, seen) == ("new", ["mine", "its own"])
     assert module.weight is weight
-
-
-def test_a_converted_model_can_be_copied():
-    model = pair()
-    convert(model, grafted)
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(X), model(X))
-    assert twin[0].weight is not model[0].weight
 
 
 # The report
