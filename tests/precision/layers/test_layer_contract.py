@@ -1,20 +1,30 @@
 """What every kind of converted linear layer must hold to, whatever its format.
 
-What only one kind can do is in the file of that kind.
+Its state dicts and copies are in test_layer_states.py; what only one kind can do is in the file of
+that kind.
 """
 
 import copy
 import logging
-from collections import OrderedDict
 
-import imitated_te
 import pytest
 import torch
+from layer_kinds import (
+    X,
+    assert_same_outputs,
+    convert,
+    every_kind,
+    load,
+    outputs,
+    packed_kinds,
+    plain_model,
+    tied_model,
+    train_step,
+    unpacked_kinds,
+)
 from precision_models import (
     CPU,
-    assert_same_tensors,
     count_calls,
-    load_precision,
     relative_error,
     reloaded,
     run_forward,
@@ -23,27 +33,12 @@ from precision_models import (
 from torch import nn
 from torch.nn import functional as F
 
-from runner.precision import te_recipes
 from runner.precision.conversion import is_converted
 from runner.utils.errors import ConfigError
 
 pytest.importorskip("runner.precision.layers.bnb_library")
+pytestmark = pytest.mark.usefixtures("imitated_library")
 
-# A precision and its options for each kind of layer.
-KINDS = {
-    "4-bit": ("bnb-nf4", {"compute_dtype": "float32"}),
-    "4-bit with nested scales": ("bnb-fp4-dq", {}),
-    "int8": ("bnb-int8", {}),
-    "int8 that trains": ("bnb-int8-training", {"compute_dtype": "float32"}),
-    "float8 by tensor": ("float8-tensorwise", {"weights": "bfloat16"}),
-    "float8 by row": ("float8-rowwise", {}),
-    "delayed scaling": ("transformer-engine", {}),
-    "current scaling": ("transformer-engine-current", {}),
-    "norm fused with linear": ("transformer-engine-current", {"fuse": True}),
-    "imitated library": ("transformer-engine-block", {"emulate": False}),
-}
-PACKED = ("4-bit", "4-bit with nested scales", "int8")
-UNPACKED = tuple(kind for kind in KINDS if kind not in PACKED)
 # The backend that shows whether the kind compiles: FP8's backward is traced, too.
 COMPILERS = {
     "4-bit": "eager",
@@ -51,63 +46,6 @@ COMPILERS = {
     "float8 by tensor": "aot_eager",
     "float8 by row": "aot_eager",
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
-packed_kinds = pytest.mark.parametrize("kind", PACKED)
-unpacked_kinds = pytest.mark.parametrize("kind", UNPACKED)
-
-X = torch.linspace(-1, 1, 3 * 80).view(3, 80)
-
-
-@pytest.fixture(autouse=True)
-def imitated_library(monkeypatch):
-    monkeypatch.setattr(te_recipes, "import_library", lambda: imitated_te)
-
-
-def plain_model(seed=0):
-    """Return a model with two linear layers.
-
-    80 is a multiple of 16 and not of 64, where bitsandbytes' own kernel on CPUs is wrong.
-    """
-    torch.manual_seed(seed)
-    parts = {"body": nn.Linear(80, 48), "norm": nn.LayerNorm(48), "head": nn.Linear(48, 48)}
-    return nn.Sequential(OrderedDict(parts))
-
-
-def tied_model():
-    """Return a model whose last two layers share their weight."""
-    model = plain_model()
-    model.add_module("twin", nn.Linear(48, 48))
-    model.twin.weight = model.head.weight
-    return model
-
-
-def load(kind, **options):
-    name, fixed = KINDS[kind]
-    return load_precision(name, **fixed, **options)
-
-
-def convert(kind, model=None, **options):
-    """Return the precision of a kind and a model that it converted."""
-    precision = load(kind, **options)
-    return precision, precision.convert(plain_model() if model is None else model)[0]
-
-
-def outputs(precision, model):
-    """Return a model's outputs in training and in evaluation, without gradients."""
-    with torch.no_grad():
-        return [run_forward(precision, model.train(mode), X) for mode in (True, False)]
-
-
-def assert_same_outputs(first, second):
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
-
-
-def train_step(precision, model):
-    """Compute the gradients of one step; return the outputs."""
-    output = run_forward(precision, model.train(), X)
-    output.float().square().sum().backward()
-    return output.detach()
 
 
 class Head(nn.Linear):
@@ -356,101 +294,3 @@ def test_a_compiled_layer_computes_the_same_in_one_graph(kind):
     assert torch.equal(layer.bias.grad, twin.bias.grad)
     assert precision.freezes or torch.equal(layer.weight.grad, twin.weight.grad)
     torch._dynamo.reset()
-
-
-# State dicts, copies and moves
-
-
-@unpacked_kinds
-def test_a_state_dict_is_that_of_a_plain_model(kind):
-    precision, model = convert(kind)
-    plain = plain_model(seed=1)
-    assert precision.layout == ""
-    assert list(model.state_dict()) == list(plain.state_dict())
-    plain.load_state_dict(model.state_dict(), strict=True)
-
-
-@packed_kinds
-def test_packed_weights_do_not_enter_a_plain_model_nor_one_that_trains(kind):
-    precision, model = convert(kind)
-    assert precision.layout == precision.name
-    for target in (plain_model(), convert("int8 that trains")[1]):
-        with pytest.raises(RuntimeError, match=r"body\.weight\.|body\.SCB"):
-            target.load_state_dict(reloaded(model.state_dict()))
-
-
-@every_kind
-def test_a_saved_model_is_restored_bit_by_bit(kind):
-    precision, model = convert(kind)
-    _, other = convert(kind, plain_model(seed=1))
-    assert not torch.equal(outputs(precision, model)[0], outputs(precision, other)[0])
-    norm, flags = other.norm.weight, [p.requires_grad for p in other.parameters()]
-    other.load_state_dict(reloaded(model.state_dict()), strict=True)
-    assert_same_outputs(outputs(precision, model), outputs(precision, other))
-    assert_same_tensors(model.state_dict(), other.state_dict())
-    assert other.norm.weight is norm
-    assert [p.requires_grad for p in other.parameters()] == flags
-    train_step(precision, other)
-    assert other.body.bias.grad is not None
-
-
-@every_kind
-def test_a_loaded_model_shares_no_memory_with_what_was_loaded(kind):
-    state = reloaded(convert(kind)[1].state_dict())
-    before = copy.deepcopy(state)
-    _, model = convert(kind, plain_model(seed=1))
-    model.load_state_dict(state)
-    assert_same_tensors(before, state)
-    for tensor in state.values():
-        tensor.zero_()
-    assert_same_tensors(before, model.state_dict())
-
-
-@every_kind
-def test_plain_weights_are_loaded_as_a_conversion_packs_them(kind):
-    precision, model = convert(kind)
-    model.load_state_dict(plain_model(seed=2).state_dict())
-    _, wanted = convert(kind, plain_model(seed=2))
-    assert_same_outputs(outputs(precision, model), outputs(precision, wanted))
-    assert_same_tensors(model.state_dict(), wanted.state_dict())
-
-
-@every_kind
-def test_a_forward_and_a_backward_do_not_change_the_state_dict(kind):
-    precision, model = convert(kind)
-    before = copy.deepcopy(model.state_dict())
-    outputs(precision, model)
-    train_step(precision, model)
-    assert_same_tensors(before, model.state_dict())
-
-
-@every_kind
-def test_a_deep_copy_computes_the_same_and_is_independent(kind):
-    precision, model = convert(kind)
-    before = outputs(precision, model)
-    twin = copy.deepcopy(model)
-    assert_same_outputs(before, outputs(precision, twin))
-    assert_same_tensors(model.state_dict(), twin.state_dict())
-    for parameter in twin.parameters():
-        parameter.data.zero_()
-    assert_same_outputs(before, outputs(precision, model))
-
-
-MOVES = {
-    "a device": lambda model, precision: model.to("cpu"),
-    "the CPU": lambda model, precision: model.cpu(),
-    "a memory format": lambda model, precision: model.to(memory_format=torch.channels_last),
-    "a device, later": lambda model, precision: model.to(CPU, non_blocking=True),
-    "its own dtype": lambda model, precision: model.to(precision.storage),
-    "frozen weights": lambda model, precision: model.requires_grad_(False),
-}
-
-
-@every_kind
-def test_a_move_that_changes_nothing_changes_nothing(kind):
-    precision, model = convert(kind)
-    state, wanted = copy.deepcopy(model.state_dict()), outputs(precision, model)
-    for name, move in MOVES.items():
-        assert move(model, precision) is model, name
-        assert_same_tensors(state, model.state_dict())
-        assert_same_outputs(wanted, outputs(precision, model))
