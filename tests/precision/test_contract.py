@@ -139,6 +139,40 @@ def contexts(precision, model):
     yield precision.eval_context(model)
 
 
+SWITCHES = [
+    ("32-true", {}, ("highest", False)),  # torch leaves TF32 on for convolutions
+    ("tf32", {"emulate": False}, ("high", True)),
+    ("bf16-mixed", {}, ("highest", False)),
+    ("bf16-mixed", {"float32_matmul": "high"}, ("high", True)),
+    ("bnb-nf4", {"float32_matmul": "high"}, ("high", True)),
+    ("float8-rowwise", {"float32_matmul": "high"}, ("high", True)),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "switches"), SWITCHES)
+def test_a_session_sets_the_switches_of_float32_products(name, options, switches):
+    with load_precision(name, **options).session(nn.Linear(2, 2), CPU):
+        matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    assert (matmul, convolution) == switches
+
+
+@pytest.mark.parametrize("choice", ["native", "float32_accumulate"])
+@pytest.mark.parametrize(
+    ("name", "float16", "other"),
+    [
+        ("16-true", {}, {"dtype": "bfloat16"}),
+        ("16-mixed", {}, {"dtype": "bfloat16", "loss_scale": None}),
+        ("bnb-nf4", {"compute_dtype": "float16"}, {"compute_dtype": "bfloat16"}),
+    ],
+)
+def test_kernels_returns_the_float16_kernels_that_ran(name, float16, other, choice):
+    for options, kernels in ((float16, choice), (other, "")):
+        precision = load_precision(name, cpu_float16=choice, **options)
+        assert precision.kernels() == ""
+        with precision.session(nn.Linear(2, 2), CPU):
+            assert precision.kernels() == kernels
+
+
 def _fail_inside(context):
     with context:
         raise RuntimeError("inside")

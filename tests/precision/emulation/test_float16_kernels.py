@@ -152,7 +152,7 @@ def test_is_the_float32_kernel_rounded(name: str) -> None:
 
 
 @cases
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_other_dtypes_keep_their_bits(case: Case, dtype: torch.dtype) -> None:
     before = results(case, dtype)
     with float32_accumulate():
