@@ -104,6 +104,14 @@ def count_calls(monkeypatch, module):
     return calls
 
 
+def values_of_many_magnitudes(*shape, seed=0):
+    """Return normal numbers over many powers of ten, with a block of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * 10 ** torch.randn(shape, generator=generator)
+    x[:1, :16] = 0
+    return x
+
+
 class ResidualBlock(nn.Module):
     """A residual block, one norm of which goes into one linear layer alone."""
 

@@ -108,7 +108,7 @@ def test_the_table_is_complete():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_final_class_straight_from_the_base(name):
+def test_a_precision_is_a_final_subclass_of_the_base(name):
     kind = type(registry.load_precision(name))
     assert kind.__bases__ == (Precision,)
     assert getattr(kind, "__final__", False)
@@ -119,7 +119,7 @@ def test_a_final_class_straight_from_the_base(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_name_is_the_yamls(name):
+def test_the_name_of_a_precision_is_that_of_its_yaml(name):
     assert registry.load_precision(name).name == name
 
 
@@ -408,7 +408,7 @@ def test_a_copy_of_the_model_computes_the_same(name):
         assert torch.equal(copy.deepcopy(model).eval()(x), model.eval()(x))
 
 
-def test_the_base_is_plain():
+def test_the_base_class_changes_nothing():
     class Plain(Precision):
         name = "plain"
 

@@ -122,7 +122,7 @@ def test_norms_are_counted_apart_from_layers():
     )
 
 
-def test_many_convolutions_take_one_line():
+def test_many_convolutions_are_reported_in_one_line():
     model = timm.create_model("resnet18", num_classes=16)
     convolutions = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv2d)]
     report = convert(model)
@@ -135,7 +135,7 @@ def test_many_convolutions_take_one_line():
     assert sum(convolutions) == 11_166_912
 
 
-def test_what_is_shared_counts_once_and_with_the_layer_that_converts_it():
+def test_a_shared_weight_counts_once_with_the_layer_that_is_converted():
     model = nn.ModuleDict({"words": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
     model["head"].weight = model["words"].weight
     model["body"] = nn.Linear(32, 32)

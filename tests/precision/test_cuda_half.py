@@ -44,7 +44,7 @@ def fail_inside():
         raise RuntimeError("inside")
 
 
-def test_the_switches_come_back_after_an_exception():
+def test_the_switches_are_restored_after_an_exception():
     with pytest.raises(RuntimeError, match="inside"):
         fail_inside()
     assert sums() == (True, True)

@@ -109,7 +109,7 @@ def test_another_dtype_keeps_its_values(folder, dtype):
     assert torch.equal(model.weight, plain.weight)
 
 
-def test_a_layer_without_weights_can_be_build_model_with():
+def test_a_layer_without_weights_can_be_built():
     with pytest.warns(UserWarning, match="zero-element"):
         assert build_model_with(DiskOffload(), lambda: nn.Linear(4, 0)).weight.shape == (0, 4)
 
@@ -153,7 +153,7 @@ def test_weights_that_were_never_spilled_are_not_copied():
 
 
 @LINUX
-def test_it_serves_again_and_forgets_the_last_model(folder):
+def test_an_offload_can_be_used_again_and_forgets_the_last_model(folder):
     offload = DiskOffload()
     first = build_model_with(offload)
     offload.load_unconverted(nn.Linear(1, 1))  # another model: the first's weights are forgotten

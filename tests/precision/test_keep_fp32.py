@@ -64,7 +64,7 @@ def test_an_island_gives_float32_results(name):
     assert torch.equal(made, nn.Sequential.forward(reference, rounded).to(precision.storage))
 
 
-def test_tensors_made_inside_are_float32_and_the_default_comes_back():
+def test_tensors_made_inside_are_float32_and_the_default_is_restored():
     class Maker(nn.Module):
         def forward(self, x, fail=False):
             if fail:
@@ -82,7 +82,7 @@ def test_tensors_made_inside_are_float32_and_the_default_comes_back():
     assert (default, made.dtype) == (torch.float32, torch.float16)
 
 
-def test_autocast_comes_back_after_an_exception():
+def test_autocast_is_restored_after_an_exception():
     class Fails(nn.Module):
         def forward(self, x):
             assert not torch.is_autocast_enabled("cpu")

@@ -48,7 +48,7 @@ def are_equal(a, b):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("setting", SETTINGS, ids=range(4))
-def test_equals_gradscaler_value_for_value(kind, setting):
+def test_a_dynamic_scale_equals_gradscaler_value_for_value(kind, setting):
     ours, theirs = seeded_parameters(), seeded_parameters()
     our_optimizer, their_optimizer = OPTIMIZERS[kind](ours), OPTIMIZERS[kind](theirs)
     scale, scaler = DynamicLossScale(CPU, **setting), torch.amp.GradScaler("cpu", **setting)
@@ -81,7 +81,7 @@ def test_equals_gradscaler_value_for_value(kind, setting):
     assert setting == {} or grown
 
 
-def test_a_fixed_scale_stays_and_skips_all_the_are_equal():
+def test_a_fixed_scale_stays_and_skips_overflows():
     parameters = seeded_parameters()
     optimizer = OPTIMIZERS["sgd"](parameters)
     scale = DynamicLossScale(CPU, fixed=128.0, growth_interval=1)
@@ -163,7 +163,7 @@ def test_the_default_dtype_does_not_matter():
     assert (scale.value.dtype, found.dtype) == (torch.float32, torch.float32)
 
 
-def test_the_state_comes_back_exactly():
+def test_the_state_is_restored_exactly():
     scale = DynamicLossScale(CPU, init_scale=3.7, growth_interval=3)
     scale.update([torch.zeros(())])
     other = DynamicLossScale(CPU, growth_interval=3)
@@ -245,7 +245,7 @@ def test_a_fused_kernel_skips_on_the_device(kind, first, monkeypatch):
     assert len(reads) == 4 + (unfilled if fused else 4)
 
 
-def test_the_fused_flags_are_taken_back_after_an_exception():
+def test_the_fused_flags_are_removed_after_an_exception():
     class Fails(torch.optim.AdamW):
         def step(self, closure=None):
             assert (self.found_inf.item(), self.grad_scale) == (0.0, None)
@@ -260,7 +260,7 @@ def test_the_fused_flags_are_taken_back_after_an_exception():
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])
-def test_a_flag_on_the_host(flag):
+def test_a_host_flag_has_the_value_of_the_devices(flag):
     assert HostFlag(torch.tensor(flag)).is_set is bool(flag)
 
 
@@ -302,6 +302,6 @@ def test_good_values_pass_and_a_whole_float_is_an_interval():
     assert scale.value.item() == 2.0
 
 
-def test_the_constructor_checks():
+def test_the_constructor_refuses_a_bad_value():
     with pytest.raises(ConfigError, match=r"growth_interval=0 .*\n?"):
         DynamicLossScale(CPU, growth_interval=0)

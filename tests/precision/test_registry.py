@@ -68,7 +68,7 @@ def test_a_row_for_every_precision():
     assert "precision=32-true" in by_name["tf32"].remedy
 
 
-def test_rows_follow_require(monkeypatch):
+def test_a_precision_that_require_refuses_is_listed_with_the_reason(monkeypatch):
     def refuse(self, device):
         if self.name == "bf16-true":
             raise Unavailable(f"not on {device}", "type another")

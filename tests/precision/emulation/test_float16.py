@@ -54,7 +54,7 @@ def test_a_failed_installation_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -
         assert accumulates()
 
 
-def test_nests_and_covers_every_thread() -> None:
+def test_the_context_nests_and_covers_every_thread() -> None:
     inside: list[bool] = []
 
     def other() -> None:
@@ -83,7 +83,7 @@ class Products(torch.utils.data.Dataset):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_forked_workers_have_it() -> None:
+def test_forked_workers_accumulate_in_float32() -> None:
     with float32_accumulate():
         loader = DataLoader(Products(), num_workers=1, multiprocessing_context="fork")
         assert all(batch.eq(40).all() for batch in loader)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from precision_models import CPU, load_precision
+from precision_models import CPU, load_precision, values_of_many_magnitudes
 from torch import nn
 
 from runner.precision import registry
@@ -13,14 +13,6 @@ from runner.precision.emulation.formats import E4M3, E5M2
 from runner.precision.emulation.quantizers import BlockQuantizer, amax_scale, power_of_two_scale
 
 TE = [name for name in registry.precision_names() if name.startswith("transformer-engine")]
-
-
-def spread(*shape, seed=0):
-    """Values over many powers of ten, with a block of zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * 10 ** torch.randn(shape, generator=generator)
-    x[:1, :16] = 0
-    return x
 
 
 def products(name, rows=40, into=64, out=96, **changes):
@@ -71,14 +63,14 @@ def test_a_high_precision_backward(name):
 def test_gradients_are_in_e5m2_only_where_the_recipe_says():
     hybrid = te_emulation.quantizers_of_recipe({"kind": "current"})
     plain = te_emulation.quantizers_of_recipe({"kind": "current", "format": "E4M3"})
-    x = spread(16, 16)
+    x = values_of_many_magnitudes(16, 16)
     assert torch.equal(hybrid.grad.along_columns(x), BlockQuantizer(E5M2, amax_scale)(x))
     assert torch.equal(plain.grad.along_columns(x), BlockQuantizer(E4M3, amax_scale)(x))
     assert torch.equal(hybrid.input.along_columns(x), plain.input.along_columns(x))
 
 
 def test_blocks_run_along_what_a_product_contracts():
-    x = spread(256, 256)
+    x = values_of_many_magnitudes(256, 256)
     how = te_emulation.quantizers_of_recipe({"kind": "block"})
     line = BlockQuantizer(E4M3, power_of_two_scale, (1, 128))
     along, across = how.input.quantize(x)

@@ -268,7 +268,7 @@ def test_gradients_of_gradients_are_those_of_float64(name):
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)
-def test_first_derivatives_in_a_forward_are_for_all(name):
+def test_every_converted_layer_has_first_derivatives_in_a_forward(name):
     assert gradients(load_precision(name), seeded(Field, False), batches())
 
 
