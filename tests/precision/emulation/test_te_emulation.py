@@ -4,7 +4,13 @@ import copy
 
 import pytest
 import torch
-from precision_models import CPU, load_precision, values_of_many_magnitudes
+from precision_models import (
+    CPU,
+    DELAYED_SCALING,
+    load_precision,
+    run_forward,
+    values_of_many_magnitudes,
+)
 from torch import nn
 
 from runner.precision import registry
@@ -94,6 +100,15 @@ def test_delayed_scaling_takes_the_largest_of_past_steps():
         scales.append(448 / precision.gauges(layer)["fp8/scale/(model)"].item())
     # Of the current step and the two before it, as the library's own update has it.
     assert scales == [1, 8, 8, 8, 2]
+
+
+@pytest.mark.parametrize("name", [name for name in TE if name not in DELAYED_SCALING])
+def test_recipes_without_past_steps_have_no_state(name):
+    precision = load_precision(name)
+    layer, _ = precision.convert(nn.Linear(32, 32))
+    run_forward(precision, layer, torch.ones(16, 32)).sum().backward()
+    assert precision.state_dict(layer) == precision.gauges(layer) == {}
+    precision.load_state_dict(layer, {"(model)": {}})
 
 
 def test_an_evaluation_does_not_change_the_scales():
