@@ -85,7 +85,8 @@ def test_it_adds_one_name(installed):
 
 def test_it_is_complete(installed, root):
     def files(folder):
-        found = (p for p in folder.rglob("*") if p.suffix in (".yaml", ".py", ".typed"))
+        suffixes = (".yaml", ".py", ".typed", ".css", ".j2")
+        found = (p for p in folder.rglob("*") if p.suffix in suffixes)
         return {str(p.relative_to(folder)) for p in found if "__pycache__" not in p.parts}
 
     assert files(installed / "runner" / "conf") == files(root / "conf")

@@ -5,7 +5,6 @@ matplotlib is imported inside the functions, so that a report without charts doe
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from runner.sweep.report.downsample import (
 from runner.sweep.report.jobs import Job, SweepData
 from runner.sweep.report.point_labels import label_points
 from runner.tracking.metric_names import VAL_LOSS
+from runner.utils.markup import LegendEntry
 from runner.utils.plots import FONT, plain_label
 
 if TYPE_CHECKING:
@@ -61,15 +61,6 @@ def group_styles(names: Sequence[str]) -> dict[str, Style]:
         colour = GROUP_COLOURS[index % len(GROUP_COLOURS)]
         styles[name] = (colour, DASH_PATTERNS[round_of_colours % len(DASH_PATTERNS)])
     return styles
-
-
-@dataclass(frozen=True)
-class LegendEntry:
-    """A line of the legend: name, colour, and lengths of dashes and gaps in line widths."""
-
-    name: str
-    colour: str
-    dashes: tuple[float, ...]
 
 
 def legend_entries(data: SweepData) -> list[LegendEntry]:
