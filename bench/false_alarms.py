@@ -20,7 +20,7 @@ from runner.data.datasets.digits import digits
 from runner.data.loader import Loader
 from runner.models.mlp import MLP
 from runner.precision.registry import load_precision
-from runner.sweep.report.non_inferiority import ERROR_RATE, baseline_spread, non_inferiority_test
+from runner.sweep.report.statistics import ERROR_RATE, baseline_spread, non_inferiority_test
 from runner.tracking.metric_names import VAL_LOSS
 from runner.training.loop import fit
 from runner.training.records import EvalRecord
@@ -58,7 +58,7 @@ def real(comparisons: int, paired: bool) -> Counter[str]:
         base = [loss(seed) for seed in seeds]
         other = [loss(s, nudge=s + 1) if paired else loss(s + 10**6) for s in seeds]
         gaps = [a - b for a, b in zip(other, base, strict=True)]
-        found[non_inferiority_test(gaps, baseline_spread(base), 1.0, JUDGED).decision] += 1
+        found[non_inferiority_test(gaps, baseline_spread(base), 1.0, JUDGED).verdict] += 1
     return found
 
 
@@ -68,7 +68,7 @@ def simulated(effect: float, noise: float, count: int) -> Counter[str]:
     for _ in range(count):
         base = [draw.gauss(0, 1) for _ in range(SEEDS)]
         gaps = [draw.gauss(effect, noise) for _ in range(SEEDS)]
-        found[non_inferiority_test(gaps, baseline_spread(base), 1.0, JUDGED).decision] += 1
+        found[non_inferiority_test(gaps, baseline_spread(base), 1.0, JUDGED).verdict] += 1
     return found
 
 

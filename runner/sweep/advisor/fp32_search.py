@@ -18,6 +18,7 @@ from runner.sweep.advisor.request import AdviseRequest
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
+from runner.sweep.report.statistics import Verdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
 
@@ -169,9 +170,9 @@ class Float32ModuleSearch:
         """
         # One trial decides, and seeds alone seldom put a loss further away than two deviations.
         margin = 2 * advice.baseline_spread
-        if verdict.test is None or verdict.rating != "worse":
+        if verdict.test is None or verdict.rating is not Verdict.WORSE:
             return margin
-        return max(margin, ACCEPTED_GAP_SHARE * verdict.test.mean_difference)
+        return max(margin, ACCEPTED_GAP_SHARE * verdict.test.value)
 
 
 def _gap(result: RunResult, base_loss: float) -> float:

@@ -20,8 +20,8 @@ from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.advisor.system_load import other_programs_load
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASELINE
-from runner.sweep.report.non_inferiority import MIN_SEEDS
 from runner.sweep.report.ranking import Advice, rank_precisions
+from runner.sweep.report.statistics import MIN_SEEDS
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.accelerator import choose_accelerator
 from runner.utils.console import plain_console

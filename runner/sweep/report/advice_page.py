@@ -7,9 +7,10 @@ from rich.console import Console
 
 from runner.sweep.report.columns import advice_table, advice_terminal_table
 from runner.sweep.report.compare import BASELINE
-from runner.sweep.report.non_inferiority import ERROR_RATE
-from runner.sweep.report.number_text import format_interval, format_ratio
+from runner.sweep.report.number_text import format_interval
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
+from runner.sweep.report.statistics import ERROR_RATE, Verdict
+from runner.sweep.report.wording import memory_words, speed_words
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number
 from runner.utils.markup import Block, Commands, Heading, Items, Table, Text
@@ -29,9 +30,9 @@ def advice_sentence(advice: Advice) -> str:
             f"No advice: {BASELINE} itself did not train in every trial, and others are judged "
             "by it."
         )
-    unclear = [line for line in advice.verdicts if line.rating == "unclear"]
-    judged = [line for line in advice.verdicts if line.test and line.rating != "unclear"]
-    if unclear and not judged:
+    unclear = _unclear(advice)
+    tested = [line for line in advice.verdicts if line.test]
+    if unclear and all(line.rating is Verdict.UNCLEAR for line in tested):
         return f"Stay with {BASELINE} for now: nothing could be judged."
     if pick.group.name == BASELINE:
         return _stay_sentence(advice)
@@ -57,48 +58,32 @@ def _stay_sentence(advice: Advice) -> str:
 
 def _gain_words(verdict: PrecisionVerdict) -> str:
     """Return speed, memory and loss of the recommended precision, compared with 32-true."""
-    gains = " and ".join(filter(None, [_speed_gain(verdict), _memory_gain(verdict)]))
-    if not gains:
-        gains = "no costlier"
-    return f"{gains}, and its loss is {_loss_words(verdict)}"
+    comparison = verdict.comparison
+    gains = []
+    if comparison is not None:
+        if comparison.speed_verdict in ("faster", "slower"):
+            gains.append(speed_words(comparison))
+        gains.append(memory_words(comparison))
+    gain = " and ".join(filter(None, gains)) or "no costlier"
+    return f"{gain}, and its loss is {_loss_words(verdict)}"
 
 
 def _loss_words(verdict: PrecisionVerdict) -> str:
     test = verdict.test
     if test is None:
         return "the baseline"
-    if test.decision == "better":
-        return f"lower by {format_interval(-test.mean_difference, test.ci_half_width)}"
+    if test.verdict is Verdict.BETTER:
+        return f"lower by {format_interval(-test.value, test.ci_half_width)}"
     return f"indistinguishable from {BASELINE}'s"
-
-
-def _speed_gain(verdict: PrecisionVerdict) -> str:
-    comparison = verdict.comparison
-    if comparison is None or comparison.speed_ratio is None:
-        return ""
-    if comparison.speed_verdict not in ("faster", "slower"):
-        return ""
-    return f"{format_ratio(comparison.speed_ratio)} × as fast as {BASELINE}"
-
-
-def _memory_gain(verdict: PrecisionVerdict) -> str:
-    comparison = verdict.comparison
-    if comparison is None or comparison.memory_ratio is None:
-        return ""
-    ratio = f"{comparison.memory_ratio:.2f}"
-    if ratio == "1.00":
-        return ""
-    memory = "weights and optimizer state" if verdict.group.is_on_cpu else "peak memory"
-    return f"{ratio} × its {memory}"
 
 
 def other_sentences(advice: Advice) -> str:
     """Return the reservations about the answer: missing evidence, emulation, a busy machine."""
     sentences = []
-    unclear = [line for line in advice.verdicts if line.rating == "unclear"]
+    unclear = _unclear(advice)
     if unclear:
         sentences.append(_unclear_sentence(advice, unclear))
-    emulated = [line for line in advice.verdicts if line.is_emulated and line.rating == "fit"]
+    emulated = [line for line in advice.verdicts if line.is_emulated and line.is_acceptable]
     if emulated:
         names = ", ".join(line.name for line in emulated)
         sentences.append(
@@ -111,6 +96,10 @@ def other_sentences(advice: Advice) -> str:
             "began; speeds may differ on a quiet machine."
         )
     return " ".join(sentences)
+
+
+def _unclear(advice: Advice) -> list[PrecisionVerdict]:
+    return [line for line in advice.verdicts if line.rating is Verdict.UNCLEAR]
 
 
 def _unclear_sentence(advice: Advice, unclear: list[PrecisionVerdict]) -> str:
@@ -153,7 +142,7 @@ def _alternatives(advice: Advice) -> Iterator[Block]:
     native = []
     emulated = []
     for line in advice.verdicts:
-        if line.rating not in ("fit", "baseline"):
+        if line is advice.recommendation or not line.is_acceptable:
             continue
         if line.is_emulated:
             # On its own hardware the precision runs without emulation.

@@ -12,27 +12,21 @@ from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.modes.result import RunResult
 from runner.modes.tables import change_since_training
 from runner.sweep.report.compare import Comparison
-from runner.sweep.report.number_text import (
-    difference_words,
-    format_mean_sd,
-    format_range,
-    format_ratio,
-)
+from runner.sweep.report.number_text import format_mean_sd, format_range, format_ratio
 from runner.sweep.report.ranking import PrecisionVerdict
 from runner.sweep.report.statistics import Spread
-from runner.sweep.report.verdict import rating_reason, rating_words
+from runner.sweep.report.wording import (
+    VERDICT_TONES,
+    difference_words,
+    rating_reason,
+    rating_words,
+)
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number, format_percent
 from runner.utils.markup import Cell, Tone
 
 MAX_REASON_CHARACTERS = 80
 """Characters of an error in the cell of a group's status."""
-DIFFERENCE_TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "unjudged": "quiet"}
-RATING_TONES: dict[str, Tone] = {
-    "recommended": "good",
-    **dict.fromkeys(("worse", "diverged", "failed"), "bad"),
-    **dict.fromkeys(("unclear", "slow", "unavailable"), "quiet"),
-}
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ def group_status(c: Comparison, _: TableFacts) -> Cell:
 
 def verdict_rating(verdict: PrecisionVerdict) -> Cell:
     """Return the verdict on a precision, with its reason."""
-    tone = RATING_TONES.get(verdict.rating, "")
+    tone = VERDICT_TONES.get(verdict.rating, "")
     return Cell(rating_words(verdict), tone, rating_reason(verdict))
 
 
@@ -150,7 +144,7 @@ def group_difference(c: Comparison, _: TableFacts) -> Cell:
     if c.difference is None:
         return Cell("")
     verdict, numbers = difference_words(c.difference)
-    return Cell(verdict, DIFFERENCE_TONES.get(c.difference.verdict, ""), numbers)
+    return Cell(verdict, VERDICT_TONES.get(c.difference.verdict, ""), numbers)
 
 
 def group_speed_ratio(c: Comparison, facts: TableFacts) -> Cell:

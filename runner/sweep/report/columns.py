@@ -18,7 +18,7 @@ from runner.sweep.report import cells
 from runner.sweep.report.cells import TableFacts
 from runner.sweep.report.compare import BASELINE, Comparison
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
-from runner.sweep.report.verdict import health_words
+from runner.sweep.report.wording import health_words
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number
 from runner.utils.markup import Cell, Table

@@ -12,7 +12,15 @@ from typing import Literal
 
 from runner.modes.result import RunResult
 from runner.modes.tables import change_since_training, shared_settings
-from runner.sweep.report.statistics import Difference, Ratio, Spread, quality_difference
+from runner.sweep.report.statistics import (
+    Difference,
+    Ratio,
+    SeedValues,
+    Spread,
+    Verdict,
+    pair_by_seed,
+    quality_difference,
+)
 from runner.tracking.metric_names import VAL_LOSS
 
 BASELINE = "32-true"
@@ -183,6 +191,18 @@ class Comparison:
         return self.baseline is self.group
 
     @property
+    def is_judged(self) -> bool:
+        """Return whether the quality was tested against the baseline's."""
+        return self.difference is not None and self.difference.verdict is not Verdict.UNJUDGED
+
+    @property
+    def is_not_worse(self) -> bool:
+        """Return whether the quality was tested and not found worse; true of the baseline."""
+        if self.difference is None:
+            return self.is_baseline
+        return self.difference.verdict in (Verdict.SAME, Verdict.BETTER)
+
+    @property
     def speed_verdict(self) -> Literal["faster", "slower", "even", "unclear", ""]:
         """Return the verdict on speed by the range over seeds; empty without a ratio."""
         ratio = self.speed_ratio
@@ -255,7 +275,7 @@ def _difference(group: Group, baseline: Group) -> Difference | None:
     return quality_difference(_qualities_by_seed(group), _qualities_by_seed(baseline), direction)
 
 
-def _qualities_by_seed(group: Group) -> list[tuple[int | None, float]]:
+def _qualities_by_seed(group: Group) -> SeedValues:
     """Return (seed, quality) of each complete job."""
     complete = [job for job in group.jobs if job.outcome == "finished"]
     return [(job.seed, job.metrics[job.quality]) for job in complete]
@@ -268,14 +288,13 @@ def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
     """
     speeds = _speeds_by_seed(group)
     base_speeds = _speeds_by_seed(baseline)
-    if not speeds or not base_speeds:
+    pairs = pair_by_seed(speeds, base_speeds)
+    if pairs is not None:
+        return Ratio.of_values(speed / base_speed for speed, base_speed in pairs)
+    ordered = sorted(speed for _, speed in speeds if speed)
+    base_ordered = sorted(speed for _, speed in base_speeds if speed)
+    if not ordered or not base_ordered:
         return None
-    if _share_seeds(group, baseline):
-        base_by_seed = dict(base_speeds)
-        paired = [(seed, speed) for seed, speed in speeds if seed in base_by_seed]
-        return Ratio.of_values(speed / base_by_seed[seed] for seed, speed in paired)
-    ordered = sorted(speed for _, speed in speeds)
-    base_ordered = sorted(speed for _, speed in base_speeds)
     value = median(ordered) / median(base_ordered)
     count = min(len(ordered), len(base_ordered))
     # Without pairs any two seeds may meet: the widest range is the honest one.
@@ -284,21 +303,13 @@ def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
     return Ratio(value, count, low, high)
 
 
-def _share_seeds(group: Group, baseline: Group) -> bool:
-    """Return whether some seeds are in both groups, each at most once per group."""
-    seeds = [job.seed for job in group.jobs]
-    base_seeds = [job.seed for job in baseline.jobs]
-    # A seed that a group has twice has no single partner.
-    if len(set(seeds)) < len(seeds) or len(set(base_seeds)) < len(base_seeds):
-        return False
-    shared = set(seeds) & set(base_seeds)
-    return bool(shared - {None})
-
-
-def _speeds_by_seed(group: Group) -> list[tuple[int | None, float]]:
-    """Return (seed, examples/s) of each finished job that was long enough to have a speed."""
-    finished = [job for job in group.jobs if job.status == "finished"]
-    return [(job.seed, job.examples_per_second) for job in finished if job.examples_per_second]
+def _speeds_by_seed(group: Group) -> SeedValues:
+    """Return (seed, examples/s) of each job; None for one that failed or was too short."""
+    speeds = []
+    for job in group.jobs:
+        speed = job.examples_per_second if job.status == "finished" else None
+        speeds.append((job.seed, speed or None))
+    return speeds
 
 
 def pareto_front(comparisons: Sequence[Comparison]) -> list[Comparison]:

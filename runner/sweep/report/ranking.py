@@ -1,49 +1,37 @@
-"""Judge and rank the trials of mode=advise: one verdict per precision, the best one first.
-
-Three vocabularies meet here. A `PairedTest.decision` is the result of the statistical test, a
-`RunResult.outcome` says how one job ended, and a `Rating` is what the advice says of a precision.
-"""
+"""Judge and rank the trials of mode=advise: one verdict per precision, the best one first."""
 
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from runner.modes.result import RunResult
 from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.report.compare import BASELINE, Comparison, Group, compare_two_groups, group_jobs
-from runner.sweep.report.non_inferiority import (
+from runner.sweep.report.statistics import (
     MIN_SEEDS,
-    PairedTest,
+    Difference,
+    Ratio,
+    Verdict,
     baseline_spread,
     non_inferiority_test,
+    pair_by_seed,
 )
-from runner.sweep.report.statistics import Ratio
 from runner.tracking.metric_names import VAL_LOSS
 
-Rating = Literal[
-    "recommended",
-    "baseline",
-    "fit",
-    "unclear",
-    "worse",
-    "diverged",
-    "slow",
-    "failed",
-    "unavailable",
-]
-_RATING_ORDER: Mapping[Rating, int] = {
-    "recommended": 0,
-    "fit": 1,
-    "baseline": 1,
-    "unclear": 2,
-    "worse": 3,
-    "diverged": 4,
-    "slow": 5,
-    "failed": 6,
-    "unavailable": 7,
+_RANKS: Mapping[Verdict, int] = {
+    Verdict.RECOMMENDED: 0,
+    Verdict.INDISTINGUISHABLE: 1,
+    Verdict.BETTER: 1,
+    Verdict.BASELINE: 1,
+    Verdict.UNCLEAR: 2,
+    Verdict.WORSE: 3,
+    Verdict.DIVERGED: 4,
+    Verdict.SLOW: 5,
+    Verdict.FAILED: 6,
+    Verdict.UNAVAILABLE: 7,
 }
+_ACCEPTABLE = tuple(verdict for verdict, rank in _RANKS.items() if rank <= 1)
 MIN_MEMORY_GAIN = 0.02
 """A smaller share of memory saved counts as no gain."""
 LossBySeed = Mapping[int | None, float]
@@ -54,8 +42,9 @@ class PrecisionVerdict:
     """What the trials say about one precision, or about one with modules excluded from it.
 
     Attributes:
+        rating: the verdict of the test, or what mode=advise says instead of it.
         comparison: with 32-true; None without a baseline.
-        test: None if no seed finished in both.
+        test: of the final loss; None if no seed finished in both.
         diverged_step: optimizer step at which the first trial diverged.
         command: words of the command that trains in this precision.
         float32_finding: why the precision fails, as measured on float32's numbers.
@@ -65,9 +54,9 @@ class PrecisionVerdict:
     """
 
     group: Group
-    rating: Rating
+    rating: Verdict
     comparison: Comparison | None = None
-    test: PairedTest | None = None
+    test: Difference | None = None
     diverged_step: int | None = None
     is_emulated: bool = False
     command: Sequence[str] = ()
@@ -83,12 +72,12 @@ class PrecisionVerdict:
     @property
     def is_acceptable(self) -> bool:
         """Return whether it trains as well as float32."""
-        return self.rating in ("recommended", "baseline", "fit")
+        return self.rating in _ACCEPTABLE
 
     @property
     def is_failing(self) -> bool:
         """Return whether its numbers are the reason that it is not acceptable."""
-        return self.rating in ("worse", "diverged")
+        return self.rating in (Verdict.WORSE, Verdict.DIVERGED)
 
 
 @dataclass(frozen=True)
@@ -109,7 +98,7 @@ class Advice:
     @property
     def recommendation(self) -> PrecisionVerdict | None:
         """Return the recommended precision, None if 32-true itself did not train."""
-        return next((line for line in self.verdicts if line.rating == "recommended"), None)
+        return next((v for v in self.verdicts if v.rating is Verdict.RECOMMENDED), None)
 
 
 def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> Advice:
@@ -177,8 +166,8 @@ def _loss_differences(
     # The seed that chose the modules to exclude would favour them: it does not judge them.
     if group.settings and seeds:
         del losses[min(seeds)]
-    paired = [seed for seed in losses if seed in base_losses]
-    return [losses[seed] - base_losses[seed] for seed in paired]
+    pairs = pair_by_seed(list(losses.items()), list(base_losses.items()))
+    return [loss - base_loss for loss, base_loss in pairs or ()]
 
 
 def _first_difference(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> float:
@@ -210,16 +199,16 @@ def _baseline_verdict(base: Group, settings: AdviseSettings) -> PrecisionVerdict
     """Return the verdict on 32-true, which is not compared: it is the baseline if it trains."""
     verdict = _verdict(base, base, None, settings)
     if base.finished_count and not verdict.is_failing:
-        return replace(verdict, rating="baseline")
+        return replace(verdict, rating=Verdict.BASELINE)
     return verdict
 
 
 def _verdict(
-    group: Group, base: Group | None, test: PairedTest | None, settings: AdviseSettings
+    group: Group, base: Group | None, test: Difference | None, settings: AdviseSettings
 ) -> PrecisionVerdict:
     rating = _rating(group, test, settings)
     diverged_step = None
-    if rating == "diverged":
+    if rating is Verdict.DIVERGED:
         diverged_step = min(_last_step(job) for job in group.jobs if job.outcome == "diverged")
     # What was measured on float32's numbers belongs to the precision without excluded modules.
     is_plain = not group.settings
@@ -245,20 +234,18 @@ def _comparison(group: Group, base: Group | None) -> Comparison:
     return replace(comparison, speed_ratio=None)
 
 
-def _rating(group: Group, test: PairedTest | None, settings: AdviseSettings) -> Rating:
+def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> Verdict:
     """Return the rating of a group, before one is recommended."""
     # A trial that diverged outweighs the test, which sees only the seeds that finished.
     if group.counts.get("unavailable"):
-        return "unavailable"
+        return Verdict.UNAVAILABLE
     if group.counts.get("diverged"):
-        return "diverged"
+        return Verdict.DIVERGED
     if group.counts.get("failed") and not group.finished_count:
-        return "failed"
+        return Verdict.FAILED
     if any(job.status == "finished" and job.steps < settings.steps for job in group.jobs):
-        return "slow"
-    if test is None or test.decision == "unclear":
-        return "unclear"
-    return "worse" if test.decision == "worse" else "fit"
+        return Verdict.SLOW
+    return test.verdict if test else Verdict.UNCLEAR
 
 
 def _last_step(job: RunResult) -> int:
@@ -283,16 +270,16 @@ def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list
     best = _best_index(verdicts, merits)
     rated = list(verdicts)
     if best is not None:
-        rated[best] = replace(rated[best], rating="recommended")
+        rated[best] = replace(rated[best], rating=Verdict.RECOMMENDED)
 
     def place(index: int) -> tuple[float, ...]:
         verdict = rated[index]
         # Among worse precisions the least harmful is first, whatever it gains.
         harm = 0.0
-        if verdict.rating == "worse" and verdict.test:
-            harm = verdict.test.mean_difference
+        if verdict.rating is Verdict.WORSE and verdict.test:
+            harm = verdict.test.value
         negated = (-merit for merit in merits[index])
-        return _RATING_ORDER[verdict.rating], verdict.is_emulated, harm, *negated
+        return _RANKS[verdict.rating], verdict.is_emulated, harm, *negated
 
     return [rated[index] for index in sorted(range(len(rated)), key=place)]
 
@@ -305,10 +292,10 @@ def _best_index(
     fit = [
         index
         for index, verdict in enumerate(verdicts)
-        if verdict.rating in ("fit", "baseline") and not verdict.is_emulated
+        if verdict.is_acceptable and not verdict.is_emulated
     ]
     # If 32-true itself did not train, nothing was measured against it.
-    if not any(verdicts[index].rating == "baseline" for index in fit):
+    if not any(verdicts[index].rating is Verdict.BASELINE for index in fit):
         return None
     return max(fit, key=lambda index: merits[index])
 
@@ -353,14 +340,14 @@ def _merit_key(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple
     if memory is None or abs(memory - 1) <= MIN_MEMORY_GAIN:
         memory = 1.0
     quality = 0.0
-    if test and test.decision == "better":
-        quality = -test.mean_difference
+    if test and test.verdict is Verdict.BETTER:
+        quality = -test.value
     # Emulation distorts both: they would be the emulation's merits.
     if verdict.is_emulated:
         speed = 1.0
         memory = 1.0
     # Among equals float32 itself is the simpler choice.
-    is_baseline = float(verdict.rating == "baseline")
+    is_baseline = float(verdict.rating is Verdict.BASELINE)
     keys = {
         "time": (speed, is_baseline, -memory, quality),
         "memory": (-memory, speed, is_baseline, quality),

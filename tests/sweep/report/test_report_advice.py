@@ -18,7 +18,7 @@ from runner.sweep.report.jobs import Job, SweepData
 from runner.sweep.report.pages import write_report
 from runner.sweep.report.ranking import Advice, rank_precisions
 from runner.sweep.report.statistics import Ratio
-from runner.sweep.report.verdict import health_words, reason_sentence
+from runner.sweep.report.wording import health_words, reason_sentence
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.markup import to_markdown
 
@@ -87,7 +87,7 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
     ]
     assert outcomes(found) == {
         "bf16-mixed": "recommended",
-        "16-mixed": "fit",
+        "16-mixed": "indistinguishable",
         "32-true": "baseline",
         "bf16-true": "worse",
     }

@@ -7,8 +7,9 @@ from runner.modes.result import RunResult
 from runner.sweep.report.columns import sweep_table
 from runner.sweep.report.compare import compare_with_baselines, group_jobs, pareto_front
 from runner.sweep.report.conclusion import conclusion_text, recommended_precision
-from runner.sweep.report.number_text import difference_words, format_interval, format_mean_sd
+from runner.sweep.report.number_text import format_interval, format_mean_sd
 from runner.sweep.report.statistics import Spread, quality_difference
+from runner.sweep.report.wording import difference_words
 
 CPU, GPU = "Some CPU (2 of 2 threads)", "NVIDIA H100"
 
@@ -161,7 +162,7 @@ def test_values_without_a_spread_do_not_divide_by_zero():
 
 def test_the_difference_of_one_seed_is_shown_and_not_judged():
     c = of([result("32-true"), result("b", quality=0.99)], "b")
-    assert (c.difference.verdict, c.difference.ci_half_width) == ("unjudged", None)
+    assert (c.difference.verdict, c.difference.ci_half_width) == ("unjudged", math.inf)
     assert difference_words(c.difference) == ("no verdict", "+0.09, one seed: no spread")
 
 
