@@ -62,7 +62,7 @@ class AdviseRequest:
         precisions: to try, the baseline first.
         precision_overrides: further overrides of each precision.
         emulated_precisions: precisions that this machine emulates.
-        missing_precisions: precisions that this machine lacks, as `tf32: <reason>`.
+        missing_precisions: precisions that this machine lacks, with the reason.
         seed: the first one.
         config_dir: the user's configs, among them further precisions; None without --config-dir.
     """
@@ -74,7 +74,7 @@ class AdviseRequest:
     precisions: Sequence[str]
     precision_overrides: Mapping[str, Sequence[str]]
     emulated_precisions: Sequence[str]
-    missing_precisions: Sequence[str]
+    missing_precisions: Mapping[str, str]
     seed: int
     config_dir: Path | None = None
 
@@ -111,7 +111,7 @@ class AdviseRequest:
             precisions=precisions,
             precision_overrides=fitting,
             emulated_precisions=[name for name in precisions if name in emulatable],
-            missing_precisions=[] if typed else [*_describe_missing(supported, chosen)],
+            missing_precisions={} if typed else _missing_precisions(supported, chosen),
             seed=spec.seed,
             config_dir=config_dir,
         )
@@ -325,13 +325,11 @@ def _emulatable(
     return [name for name in lacking if _has_key(name, "emulate", config_dir)]
 
 
-def _describe_missing(
+def _missing_precisions(
     supported: Sequence[PrecisionSupport], chosen: Collection[str]
-) -> Iterator[str]:
-    """Yield the precisions that this machine lacks, each with the reason."""
-    for row in supported:
-        if row.why and row.name not in chosen:
-            yield f"{row.name}: {row.why}"
+) -> dict[str, str]:
+    """Return the precisions that this machine lacks, each with the reason."""
+    return {row.name: row.why for row in supported if row.why and row.name not in chosen}
 
 
 def _trainable_here(

@@ -6,6 +6,7 @@ and search for modules to keep out of them; at last forecast the memory of the o
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from runner.modes.result import RunResult
 from runner.sweep.advisor.diagnosis import describe_shortage, suspect_modules
 from runner.sweep.advisor.fp32_search import Float32ModuleSearch
 from runner.sweep.advisor.request import AdviseRequest
-from runner.sweep.advisor.settings import AdviseSettings
+from runner.sweep.advisor.settings import AdviseSettings, memory_forecast
 from runner.sweep.advisor.system_load import other_programs_load
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASELINE
@@ -123,31 +124,33 @@ class TrialScheduler:
 
     def _forecast_memory(self) -> None:
         """Write the forecast memory of the precisions that train as well as float32."""
-        texts = []
+        forecasts = {}
         for verdict in self._advice().verdicts:
             # The forecast knows no excluded modules; an emulated precision takes other memory here
             # than on its hardware.
             is_forecastable = not (verdict.group.settings or verdict.is_emulated)
             if verdict.is_acceptable and is_forecastable:
-                texts.append(self._memory_text(verdict.group.precision))
-        self._write(replace(self.settings, memory=[text for text in texts if text]))
+                name = verdict.group.precision
+                # Precisions are judged without a forecast, too.
+                with suppress(RunnerError):
+                    forecasts[name] = self._memory_forecast(name)
+        self._write(replace(self.settings, memory=forecasts))
 
-    def _memory_text(self, name: str) -> str:
-        """Return a precision's entry of AdviseSettings.memory, empty without a forecast."""
+    def _memory_forecast(self, name: str) -> dict[str, float]:
+        """Return a precision's entry of AdviseSettings.memory.
+
+        Raises:
+            RunnerError: the memory cannot be forecast.
+        """
         spec = self.request.spec
         device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
         precision = self.request.load_precision(name)
         batch_size = spec.train.batch_size
-        try:
-            forecast = peak_forecast(spec, precision, device)
-            peak = forecast(batch_size).total / MIB
-            largest = largest_fitting_batch(
-                forecast, batch_size, free_memory(device) * USABLE_MEMORY_SHARE
-            )
-        except RunnerError:
-            # Precisions are judged without a forecast, too.
-            return ""
-        return f"{name}: {peak:.4g} {largest or 0}"
+        forecast = peak_forecast(spec, precision, device)
+        peak = forecast(batch_size).total / MIB
+        usable = free_memory(device) * USABLE_MEMORY_SHARE
+        largest = largest_fitting_batch(forecast, batch_size, usable)
+        return memory_forecast(peak, largest or 0)
 
     def _diagnose(self, failing: Sequence[str]) -> dict[str, list[str]]:
         """Train float32 once more with snapshots of its numbers, and write what they say.
@@ -173,12 +176,12 @@ class TrialScheduler:
         except RunnerError:
             return {}
         nothing = f"in every module {BASELINE}'s numbers fit its formats"
-        findings: list[str] = []
+        findings: dict[str, str] = {}
         suspects: dict[str, list[str]] = {}
         # A precision may fail both by itself and with a set of modules.
         for name in dict.fromkeys(failing):
             precision = self.request.load_precision(name)
-            findings.append(f"{name}: {describe_shortage(numbers, precision) or nothing}")
+            findings[name] = describe_shortage(numbers, precision) or nothing
             suspects[name] = suspect_modules(numbers, precision)
         self._write(replace(self.settings, found=findings))
         return suspects
@@ -237,11 +240,6 @@ class TrialScheduler:
         slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
         accelerator = request.spec.accelerator
         device = choose_accelerator(accelerator.name, accelerator.index).device
-        precision_overrides = [
-            f"{name} {word}"
-            for name, words in request.precision_overrides.items()
-            for word in words
-        ]
         self._written = AdviseSettings(
             objective=options.objective,
             tolerance=options.tolerance,
@@ -251,7 +249,7 @@ class TrialScheduler:
             budget=options.budget,
             command=[*request.command, *request.overrides, *request.seed_override],
             emulated=request.emulated_precisions,
-            own=precision_overrides,
+            own={name: words for name, words in request.precision_overrides.items() if words},
             absent=request.missing_precisions,
             # No job runs now, so that what is measured are other programs.
             busy=other_programs_load(device),

@@ -163,8 +163,7 @@ def _unavailable(advice: Advice) -> Iterator[Block]:
     if not advice.settings.absent:
         return
     yield Heading("Not on this machine")
-    parts = [text.partition(": ") for text in advice.settings.absent]
-    yield Items([(name, reason) for name, _, reason in parts])
+    yield Items(list(advice.settings.absent.items()))
     if not advice.settings.emulated:
         yield Text(
             "precision.emulate=true tries the numbers of those that can be emulated, "

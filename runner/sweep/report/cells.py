@@ -189,12 +189,13 @@ def verdict_forecast(verdict: PrecisionVerdict) -> Cell:
     """Return the predicted peak of memory with the largest batch that fits."""
     if verdict.forecast is None:
         return Cell("")
-    peak, batch = verdict.forecast
+    peak = format_mib(verdict.forecast.get("peak_mib"))
+    batch = verdict.forecast.get("largest_batch")
     if not batch:
-        return Cell(format_mib(peak))
+        return Cell(peak)
     # The forecast tries no larger batch.
     more = " or more" if batch == MAX_FORECAST_BATCH_SIZE else ""
-    return Cell(format_mib(peak), note=f"largest batch {batch}{more}")
+    return Cell(peak, note=f"largest batch {batch}{more}")
 
 
 def job_loss(job: RunResult, _: TableFacts) -> str:

@@ -48,7 +48,7 @@ class PrecisionVerdict:
         diverged_step: optimizer step at which the first trial diverged.
         command: words of the command that trains in this precision.
         float32_finding: why the precision fails, as measured on float32's numbers.
-        forecast: see AdviseSettings.memory_forecast.
+        forecast: an entry of AdviseSettings.memory.
         attempted_module_sets: overrides that exclude modules, each with the first seed's loss minus
             32-true's; NaN if that trial did not finish. Empty if any of them is acceptable.
     """
@@ -61,7 +61,7 @@ class PrecisionVerdict:
     is_emulated: bool = False
     command: Sequence[str] = ()
     float32_finding: str = ""
-    forecast: tuple[float, int] | None = None
+    forecast: Mapping[str, float] | None = None
     attempted_module_sets: Sequence[tuple[str, float]] = ()
 
     @property
@@ -220,8 +220,8 @@ def _verdict(
         diverged_step,
         group.precision in settings.emulated,
         _command(group, settings),
-        settings.float32_finding(group.precision) if is_plain else "",
-        settings.memory_forecast(group.precision) if is_plain else None,
+        settings.found.get(group.precision, "") if is_plain else "",
+        settings.memory.get(group.precision) if is_plain else None,
     )
 
 
@@ -256,11 +256,9 @@ def _last_step(job: RunResult) -> int:
 
 def _command(group: Group, settings: AdviseSettings) -> Sequence[str]:
     """Return the words of the command that trains in a group's precision and settings."""
-    # settings.own holds "<precision> <override>" for the keys that only some precisions take.
-    prefix = f"{group.precision} "
-    of_precision = [words for words in settings.own if words.startswith(prefix)]
-    overrides = [words.removeprefix(prefix) for words in of_precision]
-    return [*settings.command, f"precision={group.precision}", *overrides, *group.settings.split()]
+    precision = group.precision
+    overrides = settings.own.get(precision, ())
+    return [*settings.command, f"precision={precision}", *overrides, *group.settings.split()]
 
 
 def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:

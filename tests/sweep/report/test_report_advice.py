@@ -1,12 +1,12 @@
 """runner.sweep.report.ranking and advice_page: the ranking, the recommendation, the words."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweep.advisor.settings import AdviseSettings
+from runner.sweep.advisor.settings import AdviseSettings, memory_forecast
 from runner.sweep.report.advice_page import (
     advice_blocks,
     advice_sentence,
@@ -148,7 +148,9 @@ def test_a_trial_that_ran_out_of_time_is_slow_and_not_judged() -> None:
 
 def test_an_emulated_precision_has_a_verdict_on_quality_and_no_speed() -> None:
     question = replace(
-        ASKED, emulated=["float8-tensorwise"], own=["float8-tensorwise precision.emulate=true"]
+        ASKED,
+        emulated=["float8-tensorwise"],
+        own={"float8-tensorwise": ["precision.emulate=true"]},
     )
     found = asked(BASE, trials("float8-tensorwise", 0.001, 900.0, 1.0), question=question)
     assert found.recommendation is not None
@@ -227,13 +229,37 @@ def test_the_report_has_the_next_command_and_the_method(tmp_path: Path) -> None:
 
 
 def test_settings_read_back_from_their_file_and_a_damaged_file_has_none(tmp_path: Path) -> None:
-    question = replace(ASKED, command=("python",), own=("a b",), emulated=("a",))
+    question = replace(
+        ASKED,
+        emulated=["a"],
+        own={"a": ["b=1", "c=2"]},
+        absent={"tf32": "needs: a GPU"},
+        found={"a": "short of range"},
+        memory={"a": memory_forecast(12.5, 64)},
+    )
     question.write(tmp_path)
     assert AdviseSettings.read(tmp_path) == question
     (tmp_path / "advise.json").write_text("{]")
     assert AdviseSettings.read(tmp_path) is None
     assert AdviseSettings.read(tmp_path / "none") is None
     assert AdviseSettings.from_json({"objective": 3}) is None
+    assert AdviseSettings.from_json({**asdict(ASKED), "memory": {"a": "12.5 64"}}) is None
+
+
+def test_the_lists_of_version_0_1_are_read_as_mappings() -> None:
+    old = {
+        "own": ["a b=1", "a c=[2, 3]", "d e=4"],
+        "absent": ["tf32: needs: a GPU"],
+        "found": ["a: short of range"],
+        "memory": ["a: 12.5 64"],
+    }
+    assert AdviseSettings.from_json({**asdict(ASKED), **old}) == replace(
+        ASKED,
+        own={"a": ["b=1", "c=[2, 3]"], "d": ["e=4"]},
+        absent={"tf32": "needs: a GPU"},
+        found={"a": "short of range"},
+        memory={"a": memory_forecast(12.5, 64)},
+    )
 
 
 def test_speeds_missing_in_some_jobs_are_compared_by_the_other_seeds() -> None:
