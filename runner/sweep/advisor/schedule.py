@@ -24,7 +24,6 @@ from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.ranking import Advice, rank_precisions
 from runner.sweep.report.statistics import MIN_SEEDS
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.accelerator import choose_accelerator
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.tensors import MIB
@@ -143,10 +142,9 @@ class TrialScheduler:
             RunnerError: the memory cannot be forecast.
         """
         spec = self.request.spec
-        device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
-        precision = self.request.load_precision(name)
+        device = self.request.device
         batch_size = spec.train.batch_size
-        forecast = peak_forecast(spec, precision, device)
+        forecast = peak_forecast(spec, self.request.load_precision(name), device)
         peak = forecast(batch_size).total / MIB
         usable = free_memory(device) * USABLE_MEMORY_SHARE
         largest = largest_fitting_batch(forecast, batch_size, usable)
@@ -200,8 +198,8 @@ class TrialScheduler:
             words.append(f"train.max_steps={min(limits)}")
         self.console.print(f"{BASELINE} for {seconds:.0f} s at most, to measure its step time")
         # The job is deleted below, and a store would keep its run.
-        trial = self.request.untracked_trial_overrides(BASELINE, self.request.seed, *words)
-        self._record_shared_overrides(trial)
+        trial = self.request.trial_overrides(BASELINE, self.request.seed, *words, is_tracked=False)
+        self.trials.record_shared_overrides(trial)
         result = self.trials.launch([trial])[0]
         self.trials.delete_jobs()
         if result.status != "finished" or not result.step_ms:
@@ -238,8 +236,6 @@ class TrialScheduler:
         steps = min(timing.planned_steps, options.steps or self._choose_steps(timing))
         float32_seconds = steps * timing.step_seconds
         slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
-        accelerator = request.spec.accelerator
-        device = choose_accelerator(accelerator.name, accelerator.index).device
         self._written = AdviseSettings(
             objective=options.objective,
             tolerance=options.tolerance,
@@ -252,25 +248,16 @@ class TrialScheduler:
             own={name: words for name, words in request.precision_overrides.items() if words},
             absent=request.missing_precisions,
             # No job runs now, so that what is measured are other programs.
-            busy=other_programs_load(device),
+            busy=other_programs_load(request.device),
         )
         # Typed keys under precision follow from a trial's precision: no job is named after them.
         shared = {word for words in request.precision_overrides.values() for word in words}
         trial = request.trial_overrides(BASELINE, request.seed, *self._length_overrides())
-        self._record_shared_overrides([*trial, *sorted(shared)])
+        self.trials.record_shared_overrides([*trial, *sorted(shared)])
         self._write(self._written)
         self._warn_of_small_budget(float32_seconds + timing.overhead_seconds)
         text = f"{steps} steps, {options.seeds} seeds, {len(request.precisions)} precisions"
         self.console.print(f"{text}: {', '.join(request.precisions)}")
-
-    def _record_shared_overrides(self, words: Sequence[str]) -> None:
-        """Record what trials share, so that they are named by precision, seed and excluded modules.
-
-        Args:
-            words: overrides of a trial.
-        """
-        shared = [word for word in words if not word.startswith(("precision=", "seed="))]
-        self.trials.record_shared_overrides(shared)
 
     def _warn_of_small_budget(self, trial_seconds: float) -> None:
         """Print a warning if the budget is too small for verdicts, by float32's step time."""

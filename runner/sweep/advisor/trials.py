@@ -75,10 +75,15 @@ class Trials:
         return number
 
     def record_shared_overrides(self, words: Sequence[str]) -> None:
-        """Write the overrides that all jobs share to the manifest: no job is named after them."""
+        """Write the overrides that all jobs share to the manifest: no job is named after them.
+
+        Args:
+            words: overrides of a job; its precision and seed are not shared.
+        """
         sweep = Sweep.current
         if sweep is not None:
-            sweep.manifest = replace(sweep.manifest, overrides=[*words])
+            shared = [word for word in words if not word.startswith(("precision=", "seed="))]
+            sweep.manifest = replace(sweep.manifest, overrides=shared)
             sweep.manifest.write(self.folder)
 
     def results(self) -> list[RunResult]:

@@ -115,9 +115,10 @@ def _unclear_sentence(advice: Advice, unclear: list[PrecisionVerdict]) -> str:
 def advice_blocks(advice: Advice) -> Iterator[Block]:
     """Yield the report's parts: answer, next command, table, alternatives, method."""
     yield from _answer(advice)
-    if advice.recommendation is not None:
+    command = next_command(advice)
+    if command:
         yield Text("Next:")
-        yield Commands(next_commands(advice))
+        yield Commands([command])
     yield advice_table(advice)
     yield from _alternatives(advice)
     yield from _unavailable(advice)
@@ -127,7 +128,9 @@ def advice_blocks(advice: Advice) -> Iterator[Block]:
 
 def advice_markdown(advice: Advice) -> tuple[list[Block], Table]:
     """Return the answer with its command, and the table, for the note of the parent run."""
-    return [*_answer(advice), Commands(next_commands(advice))], advice_table(advice)
+    command = next_command(advice)
+    commands = [Commands([command])] if command else []
+    return [*_answer(advice), *commands], advice_table(advice)
 
 
 def _answer(advice: Advice) -> Iterator[Text]:
@@ -211,11 +214,9 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
     )
 
 
-def next_commands(advice: Advice) -> list[str]:
+def next_command(advice: Advice) -> str:
     """Return the command to run next; empty without a recommended precision."""
-    if advice.recommendation is None:
-        return []
-    return [quote_command(advice.recommendation.command)]
+    return quote_command(advice.recommendation.command) if advice.recommendation else ""
 
 
 def print_advice(console: Console, advice: Advice) -> None:
@@ -223,5 +224,6 @@ def print_advice(console: Console, advice: Advice) -> None:
     console.print(advice_terminal_table(advice))
     sentences = filter(None, [advice_sentence(advice), other_sentences(advice)])
     console.print(" ".join(sentences), soft_wrap=True)
-    for command in next_commands(advice):
+    command = next_command(advice)
+    if command:
         console.print(f"Next: {command}", soft_wrap=True)

@@ -21,7 +21,6 @@ from runner.sweep.report.wording import (
     rating_reason,
     rating_words,
 )
-from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number, format_percent
 from runner.utils.markup import Cell, Tone
 
@@ -102,11 +101,6 @@ def verdict_rating(verdict: PrecisionVerdict) -> Cell:
     """Return the verdict on a precision, with its reason."""
     tone = VERDICT_TONES.get(verdict.rating, "")
     return Cell(rating_words(verdict), tone, rating_reason(verdict))
-
-
-def has_several_devices(facts: TableFacts) -> bool:
-    """Return whether the groups ran on several devices."""
-    return len({c.group.device for c in facts.groups}) > 1
 
 
 def group_quality(c: Comparison, facts: TableFacts) -> Cell:
@@ -198,24 +192,9 @@ def verdict_forecast(verdict: PrecisionVerdict) -> Cell:
     return Cell(peak, note=f"largest batch {batch}{more}")
 
 
-def job_loss(job: RunResult, _: TableFacts) -> str:
-    """Return the last validation loss."""
-    return format_number(job.metrics.get(VAL_LOSS))
-
-
-def has_separate_loss(facts: TableFacts) -> bool:
-    """Return whether evaluations have a loss next to another quality."""
-    return facts.is_evaluation and facts.quality != VAL_LOSS
-
-
 def job_trains(job: RunResult, _: TableFacts) -> str:
     """Return the share of the parameters' elements that train; empty for all."""
     return "" if job.trains in (None, 1.0) else format_percent(job.trains)
-
-
-def has_several_optimizer_sizes(facts: TableFacts) -> bool:
-    """Return whether the jobs' optimizer states differ in size."""
-    return len({job.optimizer_mib for job in facts.jobs if job.optimizer_mib}) > 1
 
 
 def peak_title(facts: TableFacts) -> str:
@@ -223,11 +202,6 @@ def peak_title(facts: TableFacts) -> str:
     # A CPU has no allocator to ask: its peak is the resident set of the process.
     is_on_cpu = any("threads)" in job.device for job in facts.jobs)
     return "process MiB" if is_on_cpu else "peak MiB"
-
-
-def job_skipped(job: RunResult, _: TableFacts) -> str:
-    """Return how many steps the loss scale skipped."""
-    return "" if job.skipped_steps is None else str(job.skipped_steps)
 
 
 def mean_cell(spread: Spread | None) -> Cell:

@@ -10,7 +10,7 @@ from runner.sweep.advisor.settings import AdviseSettings, memory_forecast
 from runner.sweep.report.advice_page import (
     advice_blocks,
     advice_sentence,
-    next_commands,
+    next_command,
     other_sentences,
 )
 from runner.sweep.report.columns import advice_table
@@ -91,7 +91,7 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
         "32-true": "baseline",
         "bf16-true": "worse",
     }
-    assert next_commands(found) == ["python -m runner model=mlp precision=bf16-mixed"]
+    assert next_command(found) == "python -m runner model=mlp precision=bf16-mixed"
     assert advice_sentence(found).startswith(
         "Use bf16-mixed: 1.50 × as fast as 32-true, and its loss is"
     )
@@ -173,7 +173,7 @@ def test_a_module_set_that_heals_has_a_row_and_a_failed_attempt_has_none() -> No
         "32-true": "baseline",
         "16-mixed": "worse",
     }
-    assert next_commands(found) == [f"python -m runner model=mlp precision=16-mixed '{settings}'"]
+    assert next_command(found) == f"python -m runner model=mlp precision=16-mixed '{settings}'"
 
 
 def test_attempted_module_sets_are_listed_if_none_heals() -> None:
