@@ -3,7 +3,7 @@
 One seed chooses the set of modules, other seeds verify it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf, isnan
 from time import perf_counter
 
@@ -15,9 +15,10 @@ from runner.modes.result import RunResult
 from runner.precision.precision import Precision
 from runner.sweep.advisor.minimal_set import Modules, find_minimal_set
 from runner.sweep.advisor.request import AdviseRequest
+from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASELINE
-from runner.sweep.report.ranking import Advice, PrecisionVerdict
+from runner.sweep.report.ranking import Advice, PrecisionVerdict, rank_precisions
 from runner.sweep.report.statistics import Verdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
@@ -33,21 +34,13 @@ class Float32ModuleSearch:
     Args:
         request: the command.
         trials: runs the jobs.
-        length_overrides: returns the overrides that set the length of a precision's trial.
-        advice: returns what the trials so far say.
+        settings: set the length of a trial.
     """
 
-    def __init__(
-        self,
-        request: AdviseRequest,
-        trials: Trials,
-        length_overrides: Callable[[str], Sequence[str]],
-        advice: Callable[[], Advice],
-    ) -> None:
+    def __init__(self, request: AdviseRequest, trials: Trials, settings: AdviseSettings) -> None:
         self.request = request
         self.trials = trials
-        self.length_overrides = length_overrides
-        self.advice = advice
+        self.settings = settings
         self.console = plain_console()
         self._longest_trial_seconds = 0.0
 
@@ -57,7 +50,7 @@ class Float32ModuleSearch:
         Args:
             suspects: modules by dotted name for each precision, the most suspicious first.
         """
-        advice = self.advice()
+        advice = rank_precisions(self.trials.results(), self.settings)
         tree = _module_tree(self.request)
         # Without a spread of float32's loss between seeds there is no gap to accept a set by.
         if isnan(advice.baseline_spread):
@@ -118,15 +111,13 @@ class Float32ModuleSearch:
             has_time = self.trials.remaining_seconds > self._longest_trial_seconds
             # float32 has no loss for the last seed, which is one after those of the rounds.
             if seed not in self._base_losses() and has_time:
-                trial = self.request.trial_overrides(
-                    BASELINE, seed, *self.length_overrides(BASELINE)
-                )
-                self.trials.launch([trial])
+                length = self.settings.length_overrides(BASELINE)
+                self.trials.launch(self.request.trial_overrides(BASELINE, seed, *length))
             if self._run_trial(name, key, modules, seed) is None:
                 break
         verified = f"{name} {override}"
-        failing = {verdict.name for verdict in self.advice().verdicts if verdict.is_failing}
-        if verified in failing:
+        advice = rank_precisions(self.trials.results(), self.settings)
+        if any(verdict.name == verified and verdict.is_failing for verdict in advice.verdicts):
             self.console.print(f"{verified}: with other seeds it does not help")
 
     def _failing(self, advice: Advice) -> Iterator[PrecisionVerdict]:
@@ -149,8 +140,8 @@ class Float32ModuleSearch:
         if self.trials.remaining_seconds < self._longest_trial_seconds:
             return None
         began = perf_counter()
-        words = [*self.length_overrides(name), _override(key, modules)]
-        result = self.trials.launch([self.request.trial_overrides(name, seed, *words)])[0]
+        words = [*self.settings.length_overrides(name), _override(key, modules)]
+        result = self.trials.launch(self.request.trial_overrides(name, seed, *words))
         self._longest_trial_seconds = max(self._longest_trial_seconds, perf_counter() - began)
         return result
 

@@ -17,7 +17,11 @@ from runner.modes.result import RunResult
 from runner.sweep.advisor.diagnosis import describe_shortage, suspect_modules
 from runner.sweep.advisor.fp32_search import Float32ModuleSearch
 from runner.sweep.advisor.request import AdviseRequest
-from runner.sweep.advisor.settings import AdviseSettings, memory_forecast
+from runner.sweep.advisor.settings import (
+    EMULATED_STEP_TIME_RATIO,
+    AdviseSettings,
+    memory_forecast,
+)
 from runner.sweep.advisor.system_load import other_programs_load
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASELINE
@@ -35,8 +39,6 @@ TRIALS_BUDGET_SHARE = 0.6
 fail take further trials."""
 EXPECTED_STEP_TIME_RATIO = 1.5
 """Expected step time of a precision over float32's, before it is measured."""
-EMULATED_STEP_TIME_RATIO = 5.0
-"""Expected step time of an emulated precision over float32's."""
 MIN_TRIAL_STEPS = 20
 """Fewest optimizer steps of a trial, unless the whole run has fewer."""
 DIAGNOSIS_SNAPSHOTS = 4
@@ -116,10 +118,7 @@ class TrialScheduler:
             return
         suspects = self._diagnose(failing)
         if self.options.islands:
-            search = Float32ModuleSearch(
-                self.request, self.trials, self._length_overrides, self._advice
-            )
-            search.run(suspects)
+            Float32ModuleSearch(self.request, self.trials, self.settings).run(suspects)
 
     def _forecast_memory(self) -> None:
         """Write the forecast memory of the precisions that train as well as float32."""
@@ -162,12 +161,13 @@ class TrialScheduler:
         every = max(1, self.settings.steps // DIAGNOSIS_SNAPSHOTS)
         # Numbers are read by hooks, which need eager modules: a config with train.compile is
         # refused together with numerics.every.
-        words = [*self._length_overrides(), f"numerics.every={every}", "train.compile=false"]
+        length = self.settings.length_overrides(BASELINE)
+        words = [*length, f"numerics.every={every}", "train.compile=false"]
         if self.trials.remaining_seconds <= 0:
             return {}
         trial = self.request.trial_overrides(BASELINE, self.request.seed, *words)
-        result = self.trials.launch([trial])[0]
-        if result.status != "finished":
+        result = self.trials.launch(trial)
+        if result is None or result.status != "finished":
             return {}
         try:
             numbers = read(self.trials.folder / Path(result.folder).name)
@@ -200,12 +200,11 @@ class TrialScheduler:
         # The job is deleted below, and a store would keep its run.
         trial = self.request.trial_overrides(BASELINE, self.request.seed, *words, is_tracked=False)
         self.trials.record_shared_overrides(trial)
-        result = self.trials.launch([trial])[0]
+        result = self.trials.launch(trial)
         self.trials.delete_jobs()
-        if result.status != "finished" or not result.step_ms:
-            raise ConfigError(
-                result.error or f"{BASELINE} took no step: there is nothing to compare."
-            )
+        if result is None or result.status != "finished" or not result.step_ms:
+            error = result.error if result else ""
+            raise ConfigError(error or f"{BASELINE} took no step: there is nothing to compare.")
         if VAL_LOSS not in result.metrics:
             raise ConfigError(f"mode=advise judges by {VAL_LOSS}, which task= does not measure.")
         step_seconds = result.step_ms / 1e3
@@ -252,7 +251,8 @@ class TrialScheduler:
         )
         # Typed keys under precision follow from a trial's precision: no job is named after them.
         shared = {word for words in request.precision_overrides.values() for word in words}
-        trial = request.trial_overrides(BASELINE, request.seed, *self._length_overrides())
+        length = self._written.length_overrides(BASELINE)
+        trial = request.trial_overrides(BASELINE, request.seed, *length)
         self.trials.record_shared_overrides([*trial, *sorted(shared)])
         self._write(self._written)
         self._warn_of_small_budget(float32_seconds + timing.overhead_seconds)
@@ -266,22 +266,6 @@ class TrialScheduler:
             time = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
             text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
             self.console.print(f"{text}, and advise.budget={self.options.budget}.")
-
-    def _length_overrides(self, precision: str = BASELINE) -> list[str]:
-        """Return the overrides that set the length of a precision's trial."""
-        steps = self.settings.steps
-        seconds = self.settings.seconds
-        if precision in self.request.emulated_precisions:
-            # Emulation is slow by itself, which is no reason to call the precision too slow.
-            seconds = math.ceil(EMULATED_STEP_TIME_RATIO * seconds)
-        return [
-            f"train.max_steps={steps}",
-            # One evaluation, at the end: precisions are judged by its loss.
-            f"train.eval_every={steps}",
-            f"train.max_seconds={seconds}",
-            # Losses after unequal numbers of steps could not be compared.
-            "train.early_stop=null",
-        ]
 
     def _run_rounds(self) -> None:
         """Run one trial of each precision per seed.
@@ -317,8 +301,10 @@ class TrialScheduler:
             if number and self.trials.remaining_seconds <= 0:
                 self.console.print(f"the budget ends before {', '.join(order[number:])}")
                 break
-            trial = self.request.trial_overrides(name, seed, *self._length_overrides(name))
-            results += self.trials.launch([trial])
+            length = self.settings.length_overrides(name)
+            result = self.trials.launch(self.request.trial_overrides(name, seed, *length))
+            if result is not None:
+                results.append(result)
         return results
 
     def _affordable(

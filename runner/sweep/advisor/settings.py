@@ -4,6 +4,7 @@ The report is made from this file and the trials' results. Its field names are k
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,9 @@ from runner.config.targets import dataclass_fields_from_json
 from runner.utils.files import write_text
 from runner.utils.layout import ADVICE
 from runner.utils.secrets import redact_values
+
+EMULATED_STEP_TIME_RATIO = 5.0
+"""Expected step time of an emulated precision over float32's."""
 
 
 def memory_forecast(peak_mib: float, largest_batch: int) -> dict[str, float]:
@@ -60,6 +64,21 @@ class AdviseSettings:
     found: Mapping[str, str] = field(default_factory=dict)
     memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     busy: float = 0.0
+
+    def length_overrides(self, precision: str) -> list[str]:
+        """Return the overrides that set the length of a precision's trial."""
+        seconds = self.seconds
+        if precision in self.emulated:
+            # Emulation is slow by itself, which is no reason to call the precision too slow.
+            seconds = math.ceil(EMULATED_STEP_TIME_RATIO * seconds)
+        return [
+            f"train.max_steps={self.steps}",
+            # One evaluation, at the end: precisions are judged by its loss.
+            f"train.eval_every={self.steps}",
+            f"train.max_seconds={seconds}",
+            # Losses after unequal numbers of steps could not be compared.
+            "train.early_stop=null",
+        ]
 
     @classmethod
     def from_json(cls, values: object) -> "AdviseSettings | None":
