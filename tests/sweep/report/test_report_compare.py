@@ -235,67 +235,74 @@ def test_a_group_with_a_failed_seed_is_not_recommended():
     assert text.endswith("Diverged: b (1 of 3).")
 
 
-def test_conclusion_of_one_seed_each():
-    text = conclusion_of(result("32-true"), result("b", quality=0.8, speed=150.0))
-    assert "b trains 1.50 × as fast as 32-true, with the same peak memory" in text
-    assert "quality not judged (-0.1 val/accuracy): one seed each; add seed=0,1,2." in text
-    assert (
-        recommended_precision(compare_with_baselines([result("32-true"), result("b", speed=200.0)]))
-        is None
-    )
-
-
-def test_the_conclusion_names_the_groups_with_one_seed():
-    text = conclusion_of(*seeds("32-true", NOISY), result("b", quality=0.8, speed=150.0))
-    assert text.endswith("quality not judged (-0.11 val/accuracy): one seed of b; add seed=0,1,2.")
-
-
-def test_a_baseline_that_failed_is_not_asked_for_again():
-    gone = conclusion_of(result("32-true", quality=math.nan), result("b"))
-    assert gone == (
+CONCLUSIONS = {
+    "one seed each": (
+        [result("32-true"), result("b", quality=0.8, speed=150.0)],
+        "b trains 1.50 × as fast as 32-true, with the same peak memory; quality not judged "
+        "(-0.1 val/accuracy): one seed each; add seed=0,1,2.",
+    ),
+    "one seed of one group": (
+        [*seeds("32-true", NOISY), result("b", quality=0.8, speed=150.0)],
+        "b trains 1.50 × as fast as 32-true, with the same peak memory; quality not judged "
+        "(-0.11 val/accuracy): one seed of b; add seed=0,1,2.",
+    ),
+    "a baseline that diverged is not asked for again": (
+        [result("32-true", quality=math.nan), result("b")],
         "32-true reached no finite result to compare with. Fastest: b: val/accuracy 0.9, "
-        "100 examples/s. Diverged: 32-true."
-    )
-    alone = conclusion_of(result("32-true"), result("b", quality=math.nan))
-    assert alone == "Only 32-true ended: val/accuracy 0.9, 100 examples/s. Diverged: b."
-
-
-def test_conclusion_without_a_baseline():
-    assert conclusion_of(result("b"), result("c", speed=150.0)).startswith(
-        "No 32-true job to compare with; add precision=32-true. Fastest: c"
-    )
-    broken = conclusion_of(lost("32-true"), result("b"), result("c"))
-    assert broken.startswith("32-true reached no finite result to compare with. Fastest: b")
-    assert broken.endswith("Failed: 32-true.")
-
-
-def test_conclusions_of_one_job_no_job_and_no_result():
-    assert conclusion_of(result("b")) == (
-        "Only b ended: val/accuracy 0.9, 100 examples/s; to compare, add precision=32-true."
-    )
-    assert conclusion_of(lost("b"), lost("c", "unavailable")) == (
-        "No job finished with a finite result. Failed: b; unavailable here: c."
-    )
-    assert conclusion_of() == "No job wrote a result."
-    assert conclusion_of(RunResult("b", "b", "/x")) == "Nothing was trained or evaluated."
-
-
-def test_conclusion_names_three_and_counts_the_rest():
-    text = conclusion_of(
-        result("32-true"), *(lost(f"p{i}") for i in range(6)), missing="only 9 of 12 began"
-    )
-    assert text.endswith("Only 9 of 12 began; failed: p0, p1, p2 and 3 more.")
-
-
-def test_conclusion_of_a_search():
-    sweep = [
-        result(p, quality=q, extra=f"optimizer.lr={q}")
-        for p, q in (("32-true", 0.7), ("b", 0.9), ("b", 0.8), ("32-true", 0.75))
-    ]
-    assert conclusion_of(*sweep) == (
+        "100 examples/s. Diverged: 32-true.",
+    ),
+    "a baseline that failed": (
+        [lost("32-true"), result("b"), result("c")],
+        "32-true reached no finite result to compare with. Fastest: b: val/accuracy 0.9, "
+        "100 examples/s. Failed: 32-true.",
+    ),
+    "only the baseline": (
+        [result("32-true"), result("b", quality=math.nan)],
+        "Only 32-true ended: val/accuracy 0.9, 100 examples/s. Diverged: b.",
+    ),
+    "no baseline": (
+        [result("b"), result("c", speed=150.0)],
+        "No 32-true job to compare with; add precision=32-true. Fastest: c: val/accuracy 0.9, "
+        "150 examples/s.",
+    ),
+    "one job": (
+        [result("b")],
+        "Only b ended: val/accuracy 0.9, 100 examples/s; to compare, add precision=32-true.",
+    ),
+    "no job that finished": (
+        [lost("b"), lost("c", "unavailable")],
+        "No job finished with a finite result. Failed: b; unavailable here: c.",
+    ),
+    "no job": ([], "No job wrote a result."),
+    "no quality": ([RunResult("b", "b", "/x")], "Nothing was trained or evaluated."),
+    "three names and the number of the rest": (
+        [result("32-true"), *(lost(f"p{i}") for i in range(6))],
+        "Only 32-true ended: val/accuracy 0.9, 100 examples/s. Failed: p0, p1, p2 and 3 more.",
+    ),
+    "a search": (
+        [
+            result(p, quality=q, extra=f"optimizer.lr={q}")
+            for p, q in (("32-true", 0.7), ("b", 0.9), ("b", 0.8), ("32-true", 0.75))
+        ],
         "Best val/accuracy: b optimizer.lr=0.9 with 0.9; best of the other precisions: "
-        "32-true optimizer.lr=0.75 with 0.75; one seed each: no verdict."
-    )
+        "32-true optimizer.lr=0.75 with 0.75; one seed each: no verdict.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("jobs", "text"), CONCLUSIONS.values(), ids=CONCLUSIONS)
+def test_the_conclusion_of(jobs, text):
+    assert conclusion_of(*jobs) == text
+
+
+def test_the_conclusion_names_the_jobs_that_did_not_begin():
+    text = conclusion_of(lost("b"), missing="only 9 of 12 began")
+    assert text == "No job finished with a finite result. Only 9 of 12 began; failed: b."
+
+
+def test_one_seed_recommends_nothing():
+    jobs = [result("32-true"), result("b", speed=200.0)]
+    assert recommended_precision(compare_with_baselines(jobs)) is None
 
 
 def evaluated(precision, quality, weights, **more):
