@@ -4,7 +4,7 @@ One seed chooses the set of modules, other seeds verify it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf, isnan
+from math import inf
 from time import perf_counter
 
 import torch
@@ -50,10 +50,10 @@ class Float32ModuleSearch:
         Args:
             suspects: modules by dotted name for each precision, the most suspicious first.
         """
-        advice = rank_precisions(self.trials.results(), self.settings)
+        advice = self._advice()
         tree = _module_tree(self.request)
         # Without a spread of float32's loss between seeds there is no gap to accept a set by.
-        if isnan(advice.baseline_spread):
+        if len(advice.baseline_losses) < 2:
             self.console.print("no time to search for modules to keep out of what fails")
             return
         # The budget may end during any of the searches: the one that gains most comes first.
@@ -79,7 +79,7 @@ class Float32ModuleSearch:
         key = _exclusion_key(self.request.load_precision(name))
         seed = self.request.seed
         max_gap = self._max_gap(verdict, advice)
-        base_loss = self._base_losses()[seed]
+        base_loss = advice.baseline_losses[seed]
         # A precision that converts no module at all is float32: that set needs no trial.
         every_module = frozenset(tree[""]) if key == _IGNORE_KEY else None
         tried: dict[frozenset[str] | None, bool] = {every_module: True}
@@ -110,14 +110,14 @@ class Float32ModuleSearch:
         for seed in range(first, first + self.request.spec.advise.seeds):
             has_time = self.trials.remaining_seconds > self._longest_trial_seconds
             # float32 has no loss for the last seed, which is one after those of the rounds.
-            if seed not in self._base_losses() and has_time:
+            if seed not in self._advice().baseline_losses and has_time:
                 length = self.settings.length_overrides(BASELINE)
                 self.trials.launch(self.request.trial_overrides(BASELINE, seed, *length))
             if self._run_trial(name, key, modules, seed) is None:
                 break
         verified = f"{name} {override}"
-        advice = rank_precisions(self.trials.results(), self.settings)
-        if any(verdict.name == verified and verdict.is_failing for verdict in advice.verdicts):
+        verdicts = self._advice().verdicts
+        if any(verdict.name == verified and verdict.is_failing for verdict in verdicts):
             self.console.print(f"{verified}: with other seeds it does not help")
 
     def _failing(self, advice: Advice) -> Iterator[PrecisionVerdict]:
@@ -145,13 +145,9 @@ class Float32ModuleSearch:
         self._longest_trial_seconds = max(self._longest_trial_seconds, perf_counter() - began)
         return result
 
-    def _base_losses(self) -> dict[int | None, float]:
-        """Return float32's final losses by seed."""
-        losses: dict[int | None, float] = {}
-        for result in self.trials.results():
-            if result.group == BASELINE and result.outcome == "finished":
-                losses[result.seed] = result.metrics[VAL_LOSS]
-        return losses
+    def _advice(self) -> Advice:
+        """Return what the trials so far say."""
+        return rank_precisions(self.trials.results(), self.settings)
 
     def _max_gap(self, verdict: PrecisionVerdict, advice: Advice) -> float:
         """Return the largest gap to float32's loss with which a set of modules is accepted.

@@ -1,7 +1,7 @@
 """Present the answer of mode=advise: in the terminal, in the report and in MLflow's note."""
 
-import math
 from collections.abc import Iterator
+from statistics import fmean
 
 from rich.console import Console
 
@@ -182,10 +182,11 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
         f"{settings.steps} optimizer steps each; every precision from the same weights on the same "
         f"batches as {BASELINE}, for each seed. Jobs ran in turn, seed by seed.",
     )
-    if not math.isnan(advice.baseline_spread):
+    if len(advice.baseline_losses) > 1:
+        loss = fmean(advice.baseline_losses.values())
         yield (
             "Baseline",
-            f"{BASELINE} ends at {VAL_LOSS} {format_number(advice.baseline_loss)}; its seeds "
+            f"{BASELINE} ends at {VAL_LOSS} {format_number(loss)}; its seeds "
             f"differ by a standard deviation of {format_number(advice.baseline_spread)}. "
             f"Tolerated are {settings.tolerance:g} of them (advise.tolerance).",
         )

@@ -86,14 +86,17 @@ class Advice:
 
     Attributes:
         verdicts: best first.
-        baseline_spread: standard deviation of 32-true's final loss over seeds; NaN below two.
-        baseline_loss: mean of 32-true's final loss; NaN without one.
+        baseline_losses: 32-true's final losses by seed.
     """
 
     settings: AdviseSettings
     verdicts: Sequence[PrecisionVerdict]
-    baseline_spread: float
-    baseline_loss: float
+    baseline_losses: LossBySeed
+
+    @property
+    def baseline_spread(self) -> float:
+        """Return the standard deviation of 32-true's final loss over seeds; NaN below two."""
+        return baseline_spread([*self.baseline_losses.values()])
 
     @property
     def recommendation(self) -> PrecisionVerdict | None:
@@ -113,10 +116,6 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
     base = next((group for group in trials if group.name == BASELINE), None)
     base_losses = _final_losses(base, settings) if base else {}
     spread = baseline_spread([*base_losses.values()])
-    mean = math.nan
-    if base_losses:
-        mean = sum(base_losses.values()) / len(base_losses)
-
     others = [group for group in trials if group is not base]
     differences = [_loss_differences(group, base_losses, settings) for group in others]
     # Too few seeds get no verdict, so they cannot get a false one.
@@ -136,7 +135,7 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
         if _is_search_trial(group)
     ]
     with_attempts = [_add_attempted_sets(verdict, verdicts, attempts) for verdict in verdicts]
-    return Advice(settings, _rank_verdicts(with_attempts, settings.objective), spread, mean)
+    return Advice(settings, _rank_verdicts(with_attempts, settings.objective), base_losses)
 
 
 def _is_search_trial(group: Group) -> bool:
