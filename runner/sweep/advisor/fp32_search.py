@@ -172,9 +172,8 @@ def _gap(result: RunResult, base_loss: float) -> float:
 
 def _expected_gain(verdict: PrecisionVerdict) -> float:
     """Return a precision's speed over float32's, 0 if it is unknown."""
-    if verdict.comparison is None or verdict.comparison.speed_ratio is None:
-        return 0.0
-    return verdict.comparison.speed_ratio.value
+    ratio = verdict.comparison.speed_ratio
+    return ratio.value if ratio else 0.0
 
 
 def _exclusion_key(precision: Precision) -> str:

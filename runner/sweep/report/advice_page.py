@@ -45,7 +45,7 @@ def _stay_sentence(advice: Advice) -> str:
     rivals = [line for line in advice.verdicts if line.name != BASELINE and not line.is_emulated]
     if not rivals:
         return f"Stay with {BASELINE} on this machine: whatever else was tried is emulated."
-    is_timed = any(line.comparison and line.comparison.speed_ratio for line in rivals)
+    is_timed = any(line.comparison.speed_ratio for line in rivals)
     if objective == "time" and not is_timed:
         return (
             f"Stay with {BASELINE} for now: too few trials were long enough to measure a speed. "
@@ -59,11 +59,8 @@ def _stay_sentence(advice: Advice) -> str:
 def _gain_words(verdict: PrecisionVerdict) -> str:
     """Return speed, memory and loss of the recommended precision, compared with 32-true."""
     comparison = verdict.comparison
-    gains = []
-    if comparison is not None:
-        if comparison.speed_verdict in ("faster", "slower"):
-            gains.append(speed_words(comparison))
-        gains.append(memory_words(comparison))
+    has_speed = comparison.speed_verdict in ("faster", "slower")
+    gains = [speed_words(comparison) if has_speed else "", memory_words(comparison)]
     gain = " and ".join(filter(None, gains)) or "no costlier"
     return f"{gain}, and its loss is {_loss_words(verdict)}"
 

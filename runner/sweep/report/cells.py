@@ -151,7 +151,7 @@ def verdict_speed_ratio(verdict: PrecisionVerdict) -> Cell:
     """Return the ratio of speeds with its range over seeds; unknown if emulated."""
     if verdict.is_emulated:
         return Cell("unknown", "quiet", "emulated")
-    ratio = verdict.comparison.speed_ratio if verdict.comparison else None
+    ratio = verdict.comparison.speed_ratio
     return Cell(format_ratio(ratio), note=format_range(ratio))
 
 
@@ -172,8 +172,7 @@ def group_memory(c: Comparison, _: TableFacts) -> Cell:
 def verdict_memory_ratio(verdict: PrecisionVerdict) -> Cell:
     """Return the ratio of memory with the MiB; empty if emulation distorts it."""
     # Weights take as much emulated; an accelerator's peak does not.
-    is_comparable = verdict.group.is_on_cpu or not verdict.is_emulated
-    if verdict.comparison is None or not is_comparable:
+    if verdict.is_emulated and not verdict.group.is_on_cpu:
         return Cell("")
     ratio = verdict.comparison.memory_ratio
     return Cell("" if ratio is None else f"{ratio:.2f}", note=format_mib(verdict.group.memory_mib))

@@ -28,7 +28,7 @@ from runner.sweep.report.jobs import Job, SweepData
 from runner.sweep.report.point_labels import label_points
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.markup import LegendEntry
-from runner.utils.plots import FONT, plain_label
+from runner.utils.plots import chart_style, plain_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,7 +109,6 @@ def _drawable_panels(data: SweepData) -> "list[DrawPanel]":
 
 
 def _figure(data: SweepData, drawn: "Sequence[DrawPanel]", has_legend: bool) -> "Figure":
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     jobs = _trained_jobs(data)
@@ -120,8 +119,7 @@ def _figure(data: SweepData, drawn: "Sequence[DrawPanel]", has_legend: bool) -> 
     if has_legend:
         width += LEGEND_WIDTH_INCHES
     size = (width, CHART_HEIGHT_INCHES * down)
-    # A user's matplotlibrc would change the report: LaTeX may be missing on this machine.
-    with rc_context({"font.size": 9, "font.family": FONT, "text.usetex": False}):
+    with chart_style(font_size=9):
         figure = Figure(figsize=size, layout="constrained")
         if has_legend:
             _draw_legend(figure, legend_entries(data))

@@ -46,7 +46,6 @@ class Group:
             over all jobs that finished or were stopped as diverged.
         change: in mode=evaluate, quality minus what the checkpoint reached in its own precision.
         speed: training speed in examples/s.
-        step_ms: host milliseconds per step.
         peak_mib, weights_mib, optimizer_mib: MiB.
         reasons: why jobs did not finish, each reason once.
     """
@@ -61,7 +60,6 @@ class Group:
     loss: Spread | None
     change: Spread | None
     speed: Spread | None
-    step_ms: Spread | None
     peak_mib: Spread | None
     weights_mib: Spread | None
     optimizer_mib: Spread | None
@@ -156,7 +154,6 @@ def _group(
             change_since_training(job.quality, job, sweep_results) for job in complete
         ),
         speed=spread(lambda job: job.examples_per_second),
-        step_ms=spread(lambda job: job.step_ms),
         peak_mib=spread(lambda job: job.peak_memory_mib),
         weights_mib=spread(lambda job: job.weights_mib),
         optimizer_mib=spread(lambda job: job.optimizer_mib),

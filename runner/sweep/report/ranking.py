@@ -42,9 +42,8 @@ class PrecisionVerdict:
     """What the trials say about one precision, or about one with modules excluded from it.
 
     Attributes:
+        comparison: with 32-true, by non_inferiority_test() of the final loss.
         rating: the verdict of the test, or what mode=advise says instead of it.
-        comparison: with 32-true; None without a baseline.
-        test: of the final loss; None if no seed finished in both.
         diverged_step: optimizer step at which the first trial diverged.
         command: words of the command that trains in this precision.
         float32_finding: why the precision fails, as measured on float32's numbers.
@@ -53,16 +52,24 @@ class PrecisionVerdict:
             32-true's; NaN if that trial did not finish. Empty if any of them is acceptable.
     """
 
-    group: Group
+    comparison: Comparison
     rating: Verdict
-    comparison: Comparison | None = None
-    test: Difference | None = None
     diverged_step: int | None = None
     is_emulated: bool = False
     command: Sequence[str] = ()
     float32_finding: str = ""
     forecast: Mapping[str, float] | None = None
     attempted_module_sets: Sequence[tuple[str, float]] = ()
+
+    @property
+    def group(self) -> Group:
+        """Return the trials."""
+        return self.comparison.group
+
+    @property
+    def test(self) -> Difference | None:
+        """Return the difference of the final loss, None if no seed finished in both."""
+        return self.comparison.difference
 
     @property
     def name(self) -> str:
@@ -212,10 +219,8 @@ def _verdict(
     # What was measured on float32's numbers belongs to the precision without excluded modules.
     is_plain = not group.settings
     return PrecisionVerdict(
-        group,
+        _comparison(group, base, test),
         rating,
-        _comparison(group, base),
-        test,
         diverged_step,
         group.precision in settings.emulated,
         _command(group, settings),
@@ -224,13 +229,13 @@ def _verdict(
     )
 
 
-def _comparison(group: Group, base: Group | None) -> Comparison:
+def _comparison(group: Group, base: Group | None, test: Difference | None) -> Comparison:
     """Compare with the baseline; drop the speed ratio if too few seeds measured it."""
     comparison = compare_two_groups(group, base)
     ratio = comparison.speed_ratio
-    if ratio is not None and ratio.n >= MIN_SEEDS:
-        return comparison
-    return replace(comparison, speed_ratio=None)
+    if ratio is not None and ratio.n < MIN_SEEDS:
+        ratio = None
+    return replace(comparison, speed_ratio=ratio, difference=test)
 
 
 def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> Verdict:
@@ -305,11 +310,9 @@ def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
     """
     measured: list[tuple[int, Ratio]] = []
     for verdict in verdicts:
-        comparison = verdict.comparison
-        if comparison is None or comparison.speed_ratio is None:
-            continue
-        if comparison.speed_verdict in ("faster", "slower"):
-            measured.append((id(verdict), comparison.speed_ratio))
+        ratio = verdict.comparison.speed_ratio
+        if ratio is not None and verdict.comparison.speed_verdict in ("faster", "slower"):
+            measured.append((id(verdict), ratio))
     speeds = dict.fromkeys(map(id, verdicts), 1.0)
     leader: Ratio | None = None
     for key, ratio in sorted(measured, key=lambda pair: pair[1].value, reverse=True):
@@ -331,9 +334,8 @@ def _merit_key(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple
 
     What was not measured to be a gain counts as none.
     """
-    comparison = verdict.comparison
     test = verdict.test
-    memory = comparison.memory_ratio if comparison else None
+    memory = verdict.comparison.memory_ratio
     if memory is None or abs(memory - 1) <= MIN_MEMORY_GAIN:
         memory = 1.0
     quality = 0.0
