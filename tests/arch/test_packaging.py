@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-SUFFIXES = (".json", ".py", ".typed", ".yaml")
+SUFFIXES = (".json", ".py", ".typed", ".yaml", ".css", ".j2")
 
 NET = """
 from torch import nn
