@@ -9,6 +9,8 @@ import subprocess
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from subprocess import PIPE
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -18,15 +20,19 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from command_server import ForkedProcess, Server
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 
 from runner.cli import main as command_line
 from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema, resolve_spec
+from runner.sweep.launcher import job_process
 from runner.utils.stop_signals import SIGNALS as STOP_SIGNALS
 
 ROOT = Path(__file__).parents[1]
+COMMAND_SECONDS = 600
+"""Longer than any command takes on a machine whose load is ten times its cores."""
 QUICK = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
 
 
@@ -94,22 +100,81 @@ def clean():
     return clean_env()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _command_server(_key_of_the_tests):
+    """Forks the processes of commands: a new interpreter would import torch for seconds.
+
+    A sweep inside this process gets the fork server of its jobs in the same way.
+    """
+    if sys.platform != "linux":  # Apple's frameworks break in a forked process
+        yield
+        return
+    ForkedProcess.server = server = Server()
+    with pytest.MonkeyPatch.context() as patch:
+        faster = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProcess})
+        patch.setattr(job_process, "subprocess", faster)
+        yield
+    ForkedProcess.server = None
+    server.close()
+
+
+def _runner_command(popen, folder):
+    """Return a function that runs a command to its end, in a process that `popen` starts."""
+
+    def run(*args, cwd=folder, env=None, timeout=COMMAND_SECONDS):
+        command = [sys.executable, "-m", "runner", *map(str, args)]
+        environment = clean_env(**(env or {}))
+        with popen(
+            command, cwd=cwd, env=environment, stdout=PIPE, stderr=PIPE, text=True
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return Done(process.returncode, out, err)
+
+    return run
+
+
 @pytest.fixture
 def cli(tmp_path):
     """`python -m runner <args>` as a process of its own."""
+    return _runner_command(ForkedProcess, tmp_path)
 
-    def run(*args, cwd=tmp_path, env=None, timeout=120):
-        done = subprocess.run(
-            [sys.executable, "-m", "runner", *map(str, args)],
+
+@pytest.fixture
+def fresh_cli(tmp_path):
+    """The same in a new interpreter, for what happens before or while it imports its modules."""
+    return _runner_command(subprocess.Popen, tmp_path)
+
+
+@pytest.fixture
+def start_command(tmp_path):
+    """Start `python -m <module> <args>`, runner by default, in a process group of its own.
+
+    It returns a subprocess.Popen with text pipes. What still runs after the test is killed.
+    """
+    started = []
+
+    def start(*args, module="runner", cwd=tmp_path, env=None):
+        process = ForkedProcess(
+            [sys.executable, "-m", module, *map(str, args)],
             cwd=cwd,
             env=clean_env(**(env or {})),
-            capture_output=True,
+            stdout=PIPE,
+            stderr=PIPE,
             text=True,
-            timeout=timeout,
+            start_new_session=True,
         )
-        return Done(done.returncode, done.stdout, done.stderr)
+        started.append(process)
+        return process
 
-    return run
+    yield start
+    for process in started:
+        with process:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextmanager
