@@ -154,11 +154,12 @@ def start_command(tmp_path):
     """Start `python -m <module> <args>`, runner by default, in a process group of its own.
 
     It returns a subprocess.Popen with text pipes. What still runs after the test is killed.
+    With `fresh`, a new interpreter runs the command.
     """
     started = []
 
-    def start(*args, module="runner", cwd=tmp_path, env=None):
-        process = ForkedProcess(
+    def start(*args, module="runner", cwd=tmp_path, env=None, fresh=False):
+        process = (subprocess.Popen if fresh else ForkedProcess)(
             [sys.executable, "-m", module, *map(str, args)],
             cwd=cwd,
             env=clean_env(**(env or {})),

@@ -2,15 +2,11 @@
 whatever folder; where it cannot, nothing is trained."""
 
 import json
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
-import time
 
 import pytest
 from serving import Server, free_port
+from waiting import wait_for
 
 QUICK = ("model=mlp", "model.hidden=[4]", "train.log_every=1", "checkpoint.every_steps=1")
 PLAIN = ("tracking.log_model=false", "tracking.system_metrics=null")
@@ -24,27 +20,20 @@ def state_of(folder):
 
 
 @pytest.fixture
-def killed(tmp_path, clean):
-    """Starts a run in a process of its own and kills it after a few steps; its folder."""
+def killed(tmp_path, start_command):
+    """Return a function that kills a run after a few steps and returns its folder."""
 
     def run(*typed, recorded=True, **env):
-        with subprocess.Popen(
-            [sys.executable, "-m", "runner", *QUICK, "train.max_steps=1000000", *typed],
-            cwd=tmp_path,
-            env={**clean, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        ) as process:
-            end = time.monotonic() + 240
-            while True:
-                folder = next(iter(tmp_path.glob("outputs/runs/*/checkpoints/step-*.pt")), None)
-                folder = folder and folder.parents[1]
-                if folder and (not recorded or state_of(folder).get("run_id")):
-                    break
-                assert process.poll() is None, process.stdout.read()
-                assert time.monotonic() < end
-                time.sleep(0.05)
-            os.kill(process.pid, signal.SIGKILL)
+        process = start_command(*QUICK, "train.max_steps=1000000", *typed, env=env)
+
+        def resumable():
+            found = next(iter(tmp_path.glob("outputs/runs/*/checkpoints/step-*.pt")), None)
+            folder = found and found.parents[1]
+            return folder if folder and (not recorded or state_of(folder).get("run_id")) else None
+
+        folder = wait_for(resumable, process)
+        process.kill()
+        process.wait()
         return folder
 
     return run

@@ -15,6 +15,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import runpy
 import select
 import signal
@@ -49,8 +50,9 @@ MODULES = (
     "torch.export",
 )
 """What the server imports; a name that leads nowhere costs time, nothing else."""
-READ_AT_IMPORT = "CUDA KMP_ LANG LC_ LD_ MKL_ OMP_ PJRT_ PYTHON TORCH_ TPU_ XLA_".split()
-"""Prefixes of variables that a forked process reads too late."""
+READ_AT_IMPORT = re.compile("CUDA|KMP_|LANG|LC_|LD_|MKL_|OMP_|PJRT_|PYTHON|TORCH_|TPU_|XLA_")
+"""Matches variables that a forked process reads too late."""
+SET_BY_TORCHRUN = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
 MAX_FDS = 16
 """File descriptors of a message: request, status pipe, stdin, stdout, stderr, the passed ones."""
 _FIRST_MOVED_FD = 512
@@ -83,9 +85,9 @@ class Program(NamedTuple):
         return cls("", words[0], words[1:], *flags)
 
     @property
-    def children(self):
-        """How many processes it starts at most that a standby can become."""
-        return 2 if self.kind == "-m" else 0
+    def is_command(self):
+        """Whether it is a command of the runner."""
+        return (self.kind, self.name) == ("-m", "runner")
 
     def path(self, folder, environment):
         """Return the entries of sys.path before those of the installation."""
@@ -148,16 +150,24 @@ class Request(NamedTuple):
         if not data:
             return None
         message, status, *files = fds
-        with open(message, encoding="utf-8") as file:
+        with os.fdopen(message, encoding="utf-8") as file:
             program, *more = json.load(file)
         return cls(Program(*program), *more), status, files
 
-    def run(self, files, standbys):
-        """Run the program in this process, which was just forked, and exit."""
+    def run(self, files, server):
+        """Run the program in this process, which was just forked, and exit.
+
+        Args:
+            files: what become its standard files and those that it inherits.
+            server: forks what it starts, None if that are real processes.
+        """
         status = 1
         try:
             self._enter(files)
-            Standby.prepare(standbys)
+            if self.program.is_command:
+                os.closerange(_FIRST_MOVED_FD, 2 * _FIRST_MOVED_FD)
+                server = Standbys(2)
+            ForkedProcess.server = server
             self.program.run()
             status = 0
         except SystemExit as stop:
@@ -195,61 +205,63 @@ class Request(NamedTuple):
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked_signals)
 
 
-class Standby:
-    """A child of a command, forked before the command began, which becomes what it starts first.
+class Standbys:
+    """Children of a command, forked before it begins, which become what the command starts first.
 
-    A tracking writer must be the child of its trainer, so no server can fork it.
+    A tracking writer must be the child of its trainer, so the server cannot fork it.
     """
 
-    waiting: "list[Standby]" = []
-
-    def __init__(self):
-        self._connection, other_end = socket.socketpair()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._connection.close()
-            null = os.open(os.devnull, os.O_RDWR)
-            for number in range(3):
-                os.dup2(null, number)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
-            received = Request.receive(other_end)
-            if received is None:
-                os._exit(0)
-            request, _, files = received
-            request.run(files, 0)
-        other_end.close()
-
-    @classmethod
-    def prepare(cls, count):
-        """Fork as many; the programs that this process then starts are run by them."""
-        cls.waiting = []
+    def __init__(self, count):
+        self._waiting = []
         for _ in range(count):
-            cls.waiting.append(cls())
-        subprocess.Popen = ForkedProcess if count else _OwnPopen
-        ForkedProcess.server = cls if count else None
+            own_end, other_end = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                own_end.close()
+                self._wait_for_program(other_end)
+            other_end.close()
+            self._waiting.append((pid, own_end))
 
-    @classmethod
-    def can_run(cls, request):
-        """Return whether a standby is left for a program."""
-        return bool(cls.waiting)
+    def _wait_for_program(self, connection):
+        for _, other in self._waiting:
+            other.close()
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):  # a pipe of the command's must end with the command
+            os.dup2(null, number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        received = Request.receive(connection)
+        if received is None:
+            os._exit(0)
+        request, _, files = received
+        request.run(files, None)
 
-    @classmethod
-    def start(cls, request, files):
-        """Have one of them run the program; it is a child, of which the kernel has the status."""
-        standby = cls.waiting.pop()
-        request.send(standby._connection, 2, files)
-        standby._connection.close()
-        return standby.pid, None
+    def can_run(self, request):
+        """Return whether a child is left for a program."""
+        return bool(self._waiting)
+
+    def start(self, request, files):
+        """Return the id of the child that runs a program; no pipe, the kernel has its status."""
+        pid, connection = self._waiting.pop()
+        request.send(connection, 2, files)
+        connection.close()
+        return pid, None
 
 
 class Server:
-    """A process that forks others, for this one; it starts with the first of them."""
+    """A process that forks others, for this one and for those; it starts with the first."""
 
     def __init__(self):
-        self.environment = dict(os.environ)
+        self._environment = dict(os.environ)
         self._connection: socket.socket | None = None
         self._process = None
+
+    @classmethod
+    def in_fork(cls, connection):
+        """Return the server that has forked this process, for the processes that this one wants."""
+        server = cls()
+        server._connection = connection
+        return server
 
     def _begin(self):
         """Start the server's process; return the socket that takes requests."""
@@ -262,17 +274,17 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**self.environment, "MLFLOW_DISABLE_TELEMETRY": "true"},
+                env={**self._environment, "MLFLOW_DISABLE_TELEMETRY": "true"},
             )
         return connection
 
     def can_run(self, request):
         """Return whether a forked process would be the same as a new one."""
-        names = {*request.environment, *self.environment} - {"PYTHONPATH"}
+        names = {*request.environment, *self._environment} - {"PYTHONPATH", *SET_BY_TORCHRUN}
         return all(
-            request.environment.get(name) == self.environment.get(name)
+            request.environment.get(name) == self._environment.get(name)
             for name in names
-            if name.startswith(tuple(READ_AT_IMPORT))
+            if READ_AT_IMPORT.match(name)
         )
 
     def start(self, request, files):
@@ -288,8 +300,9 @@ class Server:
     def close(self):
         """End the server and what it has forked."""
         if self._connection and self._process:
-            self._connection.close()
+            self._connection.shutdown(socket.SHUT_RDWR)  # processes that it forked hold it, too
             self._process.wait()
+            self._connection.close()
 
 
 class ForkedProcess(subprocess.Popen):
@@ -357,7 +370,7 @@ def serve(connection):
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                request.run(files, request.program.children)
+                request.run(files, Server.in_fork(connection))
             running[pid] = status
             os.write(status, STATUS.pack(pid))
             for fd in files:
@@ -381,6 +394,7 @@ def _report_ended(running):
 
 def main():
     sys.path.insert(0, str(Path(__file__).parents[2]))
+    subprocess.Popen = ForkedProcess  # also where a module imports it by name
     for name in MODULES:
         with suppress(ImportError):
             import_module(name)
@@ -388,7 +402,10 @@ def main():
     # A collection in a forked process would copy every page that it shares with the server.
     gc.collect()
     gc.freeze()
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    # Where a forked process that closes its files keeps it.
+    fd = fcntl.fcntl(int(sys.argv[1]), fcntl.F_DUPFD_CLOEXEC, _FIRST_MOVED_FD)
+    os.close(int(sys.argv[1]))
+    serve(socket.socket(fileno=fd))
 
 
 if __name__ == "__main__":
