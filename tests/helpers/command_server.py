@@ -46,17 +46,18 @@ MODULES = (
     "sklearn.model_selection",
     "torch._dynamo",
     "torch._functorch.aot_autograd",
-    "torch.distributed.run",
+    "torch.distributed.launcher.api",
     "torch.export",
 )
 """What the server imports; a name that leads nowhere costs time, nothing else."""
-READ_AT_IMPORT = re.compile("CUDA|KMP_|LANG|LC_|LD_|MKL_|OMP_|PJRT_|PYTHON|TORCH_|TPU_|XLA_")
+READ_AT_IMPORT = re.compile("CUDA_VISIBLE|LANG|LC_|LD_|MKL_|OMP_|PJRT_|PYTHON|TORCH_|TPU_|XLA_")
 """Matches variables that a forked process reads too late."""
 SET_BY_TORCHRUN = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
 MAX_FDS = 16
 """File descriptors of a message: request, status pipe, stdin, stdout, stderr, the passed ones."""
 _FIRST_MOVED_FD = 512
 _OwnPopen = subprocess.Popen
+_ENVIRONMENT = dict(os.environ)
 
 
 class Program(NamedTuple):
@@ -252,7 +253,6 @@ class Server:
     """A process that forks others, for this one and for those; it starts with the first."""
 
     def __init__(self):
-        self._environment = dict(os.environ)
         self._connection: socket.socket | None = None
         self._process = None
 
@@ -274,15 +274,15 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**self._environment, "MLFLOW_DISABLE_TELEMETRY": "true"},
+                env={**_ENVIRONMENT, "MLFLOW_DISABLE_TELEMETRY": "true"},
             )
         return connection
 
     def can_run(self, request):
         """Return whether a forked process would be the same as a new one."""
-        names = {*request.environment, *self._environment} - {"PYTHONPATH", *SET_BY_TORCHRUN}
+        names = {*request.environment, *_ENVIRONMENT} - {"PYTHONPATH", *SET_BY_TORCHRUN}
         return all(
-            request.environment.get(name) == self._environment.get(name)
+            request.environment.get(name) == _ENVIRONMENT.get(name)
             for name in names
             if READ_AT_IMPORT.match(name)
         )
@@ -300,9 +300,8 @@ class Server:
     def close(self):
         """End the server and what it has forked."""
         if self._connection and self._process:
-            self._connection.shutdown(socket.SHUT_RDWR)  # processes that it forked hold it, too
-            self._process.wait()
             self._connection.close()
+            self._process.wait()
 
 
 class ForkedProcess(subprocess.Popen):
@@ -356,25 +355,38 @@ def serve(connection):
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakeup_write)
     running: dict[int, int] = {}
+    # Forked processes send their own requests through this one. Its numbers are those that a
+    # forked process does not close.
+    requests, forks_end = map(_move, socket.socketpair())
     while True:
-        ready = select.select([connection, wakeup], [], [])[0]
+        ready = select.select([connection, requests, wakeup], [], [])[0]
         if wakeup in ready:
             os.read(wakeup, 4096)
             _report_ended(running)
-        if connection in ready:
-            received = Request.receive(connection)
+        for source in {connection, requests}.intersection(ready):
+            received = Request.receive(source)
             if received is None:
-                break
+                _end(running)
             request, status, files = received
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                request.run(files, Server.in_fork(connection))
+                request.run(files, Server.in_fork(forks_end))
             running[pid] = status
             os.write(status, STATUS.pack(pid))
             for fd in files:
                 os.close(fd)
+
+
+def _move(connection):
+    """Return a socket as one with a high number."""
+    fd = fcntl.fcntl(connection.detach(), fcntl.F_DUPFD_CLOEXEC, _FIRST_MOVED_FD)
+    return socket.socket(fileno=fd)
+
+
+def _end(running):
+    """Kill the processes that still run, and exit."""
     for pid in running:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -402,10 +414,7 @@ def main():
     # A collection in a forked process would copy every page that it shares with the server.
     gc.collect()
     gc.freeze()
-    # Where a forked process that closes its files keeps it.
-    fd = fcntl.fcntl(int(sys.argv[1]), fcntl.F_DUPFD_CLOEXEC, _FIRST_MOVED_FD)
-    os.close(int(sys.argv[1]))
-    serve(socket.socket(fileno=fd))
+    serve(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":
