@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+import warnings
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
@@ -173,9 +174,9 @@ def start_command(tmp_path):
 
     yield start
     for process in started:
-        with process:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        # Also where it has ended: what it has started may outlive it.
+        with process, suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -232,6 +233,25 @@ def compose():
             return resolve_spec(hydra_compose("config", rewrite_arguments(overrides)))
 
     return made
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory):
+    """Copy a SQLite store without runs to a path and return its URI: making one takes seconds."""
+    template = tmp_path_factory.mktemp("empty") / "mlflow.db"
+
+    def copy(path):
+        if not template.exists():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # mlflow's, of SQLAlchemy
+                from mlflow import MlflowClient
+
+                MlflowClient(tracking_uri=f"sqlite:///{template}")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(template, path)
+        return f"sqlite:///{path}"
+
+    return copy
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -268,11 +268,11 @@ def nested(group, call, depth):
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_no_forged_signature_has_a_target_called(made, forgery):
-    """Twelve targets with each: in every group, nested up to three deep, by both commands."""
+    """Three targets with each, all of them together: nested up to three deep, by both commands."""
     main, content = made
     calls = sorted({**CALLS, **MORE_CALLS}.items()) * 2
-    first = 5 * [*FORGERIES].index(forgery) % 27
-    for number, (target, arguments) in enumerate(calls[first : first + 12], first):
+    first = 3 * [*FORGERIES].index(forgery)
+    for number, (target, arguments) in enumerate(calls[first : first + 3], first):
         theirs = content()
         assert checkpoint_file.is_signed_by_user(theirs)  # before it was changed
         group, way = GROUPS[number % 5], ("resume", "evaluate")[number // 5 % 2]

@@ -32,8 +32,8 @@ def cut(folder, *steps):
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path):
-    uri = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path, empty_store):
+    uri = f"tracking.uri={empty_store(tmp_path / 'mlflow.db')}"
     assert main(*QUICK, uri).rc == 0
     folder = folder_of(tmp_path)
     run_id = json.loads((folder / "result.json").read_text())["run_id"]

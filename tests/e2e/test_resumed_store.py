@@ -54,10 +54,11 @@ def rows(database, run_id):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["default", "relative", "environment"])
 def test_a_killed_run_continues_in_its_store_from_another_folder(
-    way, killed, main, tmp_path, tmp_path_factory, monkeypatch
+    way, killed, main, tmp_path, tmp_path_factory, monkeypatch, empty_store
 ):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     database = tmp_path / ("outputs/mlflow.db" if way == "default" else "mine/runs.db")
+    empty_store(database)
     named = {"relative": "tracking.uri=sqlite:///mine/runs.db"}
     env = {"MLFLOW_TRACKING_URI": "sqlite:///mine/runs.db"} if way == "environment" else {}
     folder = killed(*PLAIN, *([named[way]] if way in named else []), **env)
@@ -81,8 +82,9 @@ def test_a_killed_run_without_a_record_continues_without_one(killed, main, tmp_p
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
+def server(tmp_path_factory, empty_store):
+    folder = tmp_path_factory.mktemp("server")
+    server = Server(folder, empty_store(folder / "mlflow.db"))
     server.start()
     yield server
     server.stop()
@@ -107,8 +109,9 @@ def test_a_killed_run_continues_on_its_server(killed, main, server, monkeypatch)
 
 
 @pytest.fixture
-def made(main, tmp_path):
-    """A run of four steps in a store of its own; its folder and its id."""
+def finished(main, tmp_path, empty_store):
+    """Return the folder and the id of a run of four steps in a store of its own."""
+    empty_store(tmp_path / "mine" / "runs.db")
     done = main(*SHORT, "tracking.uri=sqlite:///mine/runs.db")
     assert done.rc == 0, done.stderr
     (folder,) = (path.parent for path in tmp_path.glob("outputs/runs/*/result.json"))
@@ -116,8 +119,8 @@ def made(main, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_store_that_cannot_be_the_runs_is_refused_before_training(made, main, tmp_path):
-    folder, run_id = made
+def test_a_store_that_cannot_be_the_runs_is_refused_before_training(finished, main, tmp_path):
+    folder, run_id = finished
     own = f"sqlite:///{tmp_path}/mine/runs.db"
     typed = (f"checkpoint.resume={folder}", "train.max_steps=6")
 
@@ -158,8 +161,8 @@ def test_a_store_that_cannot_be_the_runs_is_refused_before_training(made, main, 
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_the_other_keys_of_tracking(made, main):
-    folder, _ = made
+def test_a_resumed_run_keeps_the_other_keys_of_tracking(finished, main):
+    folder, _ = finished
     done = main(f"checkpoint.resume={folder}", "train.max_steps=5", "tracking.tags.more=yes")
     assert done.rc == 0, done.stderr
     config = (folder / "config.yaml").read_text()

@@ -23,7 +23,7 @@ from lab.data import Rows
 from lab.nets import Net
 
 
-def stay(seconds=600):
+def stay(seconds=300):
     Path("here").touch()
     time.sleep(seconds)
 

@@ -89,8 +89,8 @@ def final_state(folder):
 
 
 @pytest.mark.slow
-def test_a_resumed_sweep_ends_like_an_uninterrupted_one(interrupted, main, lab, tmp_path_factory):
-    uri = f"tracking.uri=sqlite:///{lab}/mlflow.db"
+def test_a_resumed_sweep_ends_like_an_uninterrupted_one(interrupted, main, lab, empty_store):
+    uri = f"tracking.uri={empty_store(lab / 'mlflow.db')}"
     status, out, err, folder = interrupted(signal.SIGTERM, uri, "tracking.log_model=false")
     assert (status, "Traceback" in err) == (143, False)
     assert "Only 2 of the sweep's 3 jobs began" in " ".join(out.split())
@@ -121,9 +121,9 @@ def test_a_resumed_sweep_ends_like_an_uninterrupted_one(interrupted, main, lab, 
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_restarts_jobs_without_a_checkpoint(interrupted, main, lab):
+def test_a_killed_sweep_restarts_jobs_without_a_checkpoint(interrupted, main, lab, empty_store):
     """In the store that the environment named, which it need not name again."""
-    uri = f"tracking.uri=sqlite:///{lab}/mlflow.db"
+    uri = f"tracking.uri={empty_store(lab / 'mlflow.db')}"
     named = {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}
     status, *_, folder = interrupted(signal.SIGKILL, "tracking.log_model=false", **named)
     assert status == -9

@@ -57,6 +57,7 @@ MAX_FDS = 16
 """File descriptors of a message: request, status pipe, stdin, stdout, stderr, the passed ones."""
 _FIRST_MOVED_FD = 512
 _OwnPopen = subprocess.Popen
+_register_exit_function = atexit.register
 _ENVIRONMENT = dict(os.environ)
 
 
@@ -87,8 +88,8 @@ class Program(NamedTuple):
 
     @property
     def is_command(self):
-        """Whether it is a command of the runner."""
-        return (self.kind, self.name) == ("-m", "runner")
+        """Whether it is a command whose own children have to be its children."""
+        return self.kind == "-m" and self.name in ("mlflow", "runner")
 
     def path(self, folder, environment):
         """Return the entries of sys.path before those of the installation."""
@@ -169,6 +170,8 @@ class Request(NamedTuple):
                 os.closerange(_FIRST_MOVED_FD, 2 * _FIRST_MOVED_FD)
                 server = Standbys(2)
             ForkedProcess.server = server
+            if self.program.is_command:
+                atexit.register = _register_to_run_last
             self.program.run()
             status = 0
         except SystemExit as stop:
@@ -404,7 +407,26 @@ def _report_ended(running):
         os.close(pipe)
 
 
+_last_exit_functions = []
+
+
+def _register_to_run_last(function):
+    """Take the place of atexit.register once.
+
+    The runner registers a function before its imports, so that it runs after what those register:
+    here they were imported before.
+    """
+    _last_exit_functions.append(function)
+    atexit.register = _register_exit_function
+
+
+def _run_last_exit_functions():
+    for function in _last_exit_functions:
+        function()
+
+
 def main():
+    atexit.register(_run_last_exit_functions)
     sys.path.insert(0, str(Path(__file__).parents[2]))
     subprocess.Popen = ForkedProcess  # also where a module imports it by name
     for name in MODULES:
