@@ -10,6 +10,7 @@ def only_run(folder):
     return found
 
 
-def job_results(sweep):
-    """Return the results of a sweep's jobs by their order of names, as dictionaries."""
-    return [json.loads(path.read_text()) for path in sorted(Path(sweep).glob("*/result.json"))]
+def job_results(folder, sweeps="outputs/sweeps/*"):
+    """Return the results of all jobs of the sweeps below a working directory, as dictionaries."""
+    paths = sorted(Path(folder).glob(f"{sweeps}/*/result.json"))
+    return [json.loads(path.read_text()) for path in paths]
