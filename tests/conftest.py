@@ -66,18 +66,18 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """A run collects garbage when it begins; what the imports left is none of its business."""
+    """Keep what the imports made out of the collections of garbage that each run begins with."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    """Else the interpreter could not take the imports down, and triton would list its leaks."""
+    """Undo gc.freeze: without it triton prints a list of leaks when the interpreter exits."""
     gc.unfreeze()
 
 
 class Done(NamedTuple):
-    """What a command came to."""
+    """The exit status and the output of a command."""
 
     rc: int
     stdout: str

@@ -229,6 +229,7 @@ class Standbys:
     def _wait_for_program(self, connection):
         for _, other in self._waiting:
             other.close()
+        os.chdir("/")  # the command's folder may be unmounted once the command has ended
         null = os.open(os.devnull, os.O_RDWR)
         for number in range(3):  # a pipe of the command's must end with the command
             os.dup2(null, number)
