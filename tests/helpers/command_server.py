@@ -277,6 +277,7 @@ class Server:
                 pass_fds=[other_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                cwd="/",
                 start_new_session=True,
                 env={**_ENVIRONMENT, "MLFLOW_DISABLE_TELEMETRY": "true"},
             )
