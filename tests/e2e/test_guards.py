@@ -368,7 +368,7 @@ def check_worker_death(done, faults, *parts):
 
 @pytest.mark.parametrize("fault", ["exit", "kill"])
 def test_a_process_that_dies_while_training_is_reported_with_its_samples(faults, cli, fault):
-    done = cli(*OWN, f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1", timeout=100)
+    done = cli(*OWN, f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1")
     check_worker_death(done, faults, "DataLoader worker (pid")
 
 

@@ -68,5 +68,5 @@ class Server:
         """Kill the server: its workers take long to end on request."""
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(timeout=20)
+            self.process.wait(timeout=SECONDS)
             self.process = None
