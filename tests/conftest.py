@@ -21,7 +21,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from command_server import ForkedProcess, Server
+from forked_process import ForkedProcess, Server, run_forked
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 
@@ -125,15 +125,8 @@ def _runner_command(popen, folder):
     def run(*args, cwd=folder, env=None, timeout=COMMAND_SECONDS):
         command = [sys.executable, "-m", "runner", *map(str, args)]
         environment = clean_env(**(env or {}))
-        with popen(
-            command, cwd=cwd, env=environment, stdout=PIPE, stderr=PIPE, text=True
-        ) as process:
-            try:
-                out, err = process.communicate(timeout=timeout)
-            except BaseException:
-                process.kill()
-                raise
-        return Done(process.returncode, out, err)
+        done = run_forked(command, timeout, popen, cwd=cwd, env=environment)
+        return Done(done.returncode, done.stdout, done.stderr)
 
     return run
 

@@ -2,21 +2,17 @@
 
 import re
 import sys
-from subprocess import PIPE
 
 import pytest
-from command_server import ForkedProcess
+from forked_process import run_forked
 
 
 def table_of(root, clean, script, *arguments):
     """Return the cells of the table that a script of bench/ prints."""
     command = [sys.executable, str(root / "bench" / script), "--dry", *arguments]
-    with ForkedProcess(
-        command, stdout=PIPE, stderr=PIPE, text=True, cwd=root, env=clean
-    ) as process:
-        out, err = process.communicate()
-    assert process.returncode == 0, err[-2000:]
-    return [re.split(r" *\| *", line.strip("| ")) for line in out.splitlines()[2:]]
+    done = run_forked(command, cwd=root, env=clean)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [re.split(r" *\| *", line.strip("| ")) for line in done.stdout.splitlines()[2:]]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from urllib.request import urlopen
 
-from command_server import ForkedProcess
+from forked_process import ForkedProcess
 from waiting import SECONDS
 
 
