@@ -45,7 +45,7 @@ class Program(NamedTuple):
 
     def path(self, folder, environment):
         """Return the entries of sys.path before those of the installation."""
-        first = folder if self.kind else str(Path(self.name).parent)
+        first = {"-m": folder, "-c": ""}.get(self.kind, str(Path(self.name).parent))
         entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
         return entries if self.safe_path else [first, *entries]
 
