@@ -83,6 +83,8 @@ class Server:
     def close(self):
         """End the server and what it has forked."""
         if self._connection and self._process:
+            # A loading process that a test has forked may hold a copy of the socket.
+            self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             self._process.wait()
 
