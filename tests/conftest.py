@@ -103,20 +103,24 @@ def clean():
 
 @pytest.fixture(scope="session", autouse=True)
 def _command_server(_key_of_the_tests):
-    """Forks the processes of commands: a new interpreter would import torch for seconds.
-
-    A sweep inside this process gets the fork server of its jobs in the same way.
-    """
+    """Forks the processes of commands: a new interpreter would import torch for seconds."""
     if sys.platform != "linux":  # Apple's frameworks break in a forked process
         yield
         return
     ForkedProcess.server = server = Server()
-    with pytest.MonkeyPatch.context() as patch:
-        faster = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProcess})
-        patch.setattr(job_process, "subprocess", faster)
-        yield
+    yield
     ForkedProcess.server = None
     server.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_launcher(request, _command_server):
+    """Fork the fork server of a sweep inside this process, too, but in tests of the launcher."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name not in ("test_isolated.py", "test_launchers.py"):
+            forked = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProcess})
+            patch.setattr(job_process, "subprocess", forked)
+        yield
 
 
 def _runner_command(popen, folder):

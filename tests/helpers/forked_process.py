@@ -121,10 +121,18 @@ class ForkedProcess(subprocess.Popen):
                 self._handle_exitstatus(status)
         return self.returncode
 
+    def _is_running(self):
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] != "Z"
+
     def _try_wait(self, wait_flags):
         if self._status is None:
             return super()._try_wait(wait_flags)
-        timeout = 0 if wait_flags & os.WNOHANG else None
+        # The status of a process that has ended may still be on its way from the server.
+        timeout = 0 if wait_flags & os.WNOHANG and self._is_running() else None
         if not select.select([self._status], [], [], timeout)[0]:
             return 0, 0
         data = os.read(self._status, STATUS.size)
