@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from run_folders import only_run
+from run_folders import finished_run
 
 QUICK = (
     "model=mlp",
@@ -31,7 +31,7 @@ def make_unfinished(folder, *steps):
 def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path, empty_store):
     uri = f"tracking.uri={empty_store(tmp_path / 'mlflow.db')}"
     assert main(*QUICK, uri).rc == 0
-    folder = only_run(tmp_path)
+    folder = finished_run(tmp_path)
     run_id = json.loads((folder / "result.json").read_text())["run_id"]
     make_unfinished(folder, 2, 4)
     damaged = folder / "checkpoints" / "step-00000004.pt"
@@ -71,7 +71,7 @@ def test_what_cannot_be_resumed(main, tmp_path):
     assert "no checkpoint is there" in refused("checkpoint.resume=no/where")
     assert "resumes nothing" in refused("checkpoint.resume=last", "mode=plan")
     assert main(*QUICK, "tracking=none").rc == 0
-    folder = only_run(tmp_path)
+    folder = finished_run(tmp_path)
     assert "it is finished" in refused("checkpoint.resume=last")
     assert "train.max_steps=<more" in refused(f"checkpoint.resume={folder}")
     assert "resumes one run" in refused("-m", "checkpoint.resume=last", "seed=0,1")
@@ -94,7 +94,7 @@ def test_what_cannot_be_resumed(main, tmp_path):
 def test_another_precision_or_optimizer(main, tmp_path):
     """Each continues and says what changes, or is refused before it trains."""
     assert main(*QUICK, "tracking=none", "precision=16-mixed").rc == 0
-    folder = only_run(tmp_path)
+    folder = finished_run(tmp_path)
 
     def resumed(*typed):
         make_unfinished(folder, 4)
@@ -140,7 +140,7 @@ def test_the_best_checkpoint_and_the_weights_alone_are_written(main, tmp_path):
 
     more = ("checkpoint.best=true", "checkpoint.safetensors=true", "tracking=none")
     assert main(*QUICK, *more).rc == 0
-    folder = only_run(tmp_path)
+    folder = finished_run(tmp_path)
     assert (folder / "checkpoints" / "best.pt").exists()
     assert set(load_file(folder / "model.safetensors"))
     done = main(

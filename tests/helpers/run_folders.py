@@ -10,6 +10,12 @@ def only_run(folder):
     return found
 
 
+def finished_run(folder):
+    """Return the folder of the only run that has a result; refused ones may have folders, too."""
+    (found,) = Path(folder).glob("outputs/runs/*/result.json")
+    return found.parent
+
+
 def job_results(folder, sweeps="outputs/sweeps/*"):
     """Return the results of all jobs of the sweeps below a working directory, as dictionaries."""
     paths = sorted(Path(folder).glob(f"{sweeps}/*/result.json"))
