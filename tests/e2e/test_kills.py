@@ -12,11 +12,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 
 
 def test_a_kill_during_a_save_costs_no_checkpoint(tmp_path, clean):
-    found = killed_saves(tmp_path, clean, kills=25, mebibytes=8)
+    found = killed_saves(tmp_path, clean, kills=12, mebibytes=8)
     assert found["in_a_write"] > 0
     assert found["lost"] == 0
 
 
 def test_a_run_killed_at_random_steps_ends_as_one_that_was_not(tmp_path, clean):
-    found = compare_with_undisturbed(tmp_path, clean, kills=2, steps=120)
+    found = compare_with_undisturbed(tmp_path, clean, kills=2, steps=80)
     assert (found.runs, found.lost, found.doubled, found.changed) == (1, 0, 0, 0)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from run_folders import job_results
 
 from runner.modes.result import RunResult
 
@@ -99,10 +100,7 @@ def test_the_report_is_rebuilt_from_the_folder_or_from_mlflow_alone(
 def test_old_names_of_precisions_and_flags_in_any_place(quick, tmp_path):
     done = quick("--multirun", "precision=32,'16',\"bf16\"")
     assert done.rc == 0, done.stderr
-    names = [
-        json.loads(path.read_text())["precision"]
-        for path in sorted(tmp_path.glob("outputs/sweeps/*/*/result.json"))
-    ]
+    names = [job["precision"] for job in job_results(tmp_path)]
     assert names == ["32-true", "16-mixed", "bf16-mixed"]
 
 
@@ -139,10 +137,7 @@ def test_a_wrong_override_stops_the_sweep_before_its_first_job(quick, tmp_path, 
 def test_jobs_begin_from_the_same_state(quick, tmp_path):
     """The third job repeats the first, after one in another precision."""
     assert quick("-m", "precision=32-true,16-true,32-true", "optimizer=sgd").rc == 0
-    jobs = [
-        json.loads(path.read_text())
-        for path in sorted(tmp_path.glob("outputs/sweeps/*/*/result.json"))
-    ]
+    jobs = job_results(tmp_path)
     assert jobs[0]["train_loss"] == jobs[2]["train_loss"] != jobs[1]["train_loss"]
     assert jobs[0]["metrics"] == jobs[2]["metrics"] != jobs[1]["metrics"]
 
