@@ -1,7 +1,7 @@
 """Does a change of the code leave every bit of a training run as it was?
 
-    python bench/bit_identity.py record FILE.json     before the change
-    python bench/bit_identity.py compare FILE.json    after it; exit status 1 if anything differs
+    python -m bench.bit_identity record FILE.json     before the change
+    python -m bench.bit_identity compare FILE.json    after it; exit status 1 if anything differs
 
 Tiny models train 20 steps in every precision (emulated where this machine lacks the hardware),
 with several models, optimizers, adapters and options, through the command line alone. Each job's
@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import commit, versions
+
+from bench.common import commit, versions
 
 ROOT = Path(__file__).parents[1]
 STEPS = 20
@@ -134,21 +135,21 @@ def train(lane: Mapping[str, str], folder: Path) -> None:
         print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
 
 
-def exact(value: object) -> str:
+def exact_text(value: object) -> str:
     """Return a text that differs if any bit of a value does."""
     return value.hex() if isinstance(value, float) else json.dumps(value, default=str)
 
 
-def numbers(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
     """Yield the name and the exact text of a value, or of each in a mapping."""
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from numbers(part, f"{name} {key}")
+            yield from leaves(part, f"{name} {key}")
     else:
-        yield name, exact(value)
+        yield name, exact_text(value)
 
 
-def feed(digest: Any, value: Any) -> None:
+def update_digest(digest: Any, value: Any) -> None:
     """Add a checkpoint's mapping, list, tensor or plain value to a digest."""
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
@@ -156,13 +157,13 @@ def feed(digest: Any, value: Any) -> None:
     elif isinstance(value, Mapping):
         for key, part in value.items():
             digest.update(f"{key}:".encode())
-            feed(digest, part)
+            update_digest(digest, part)
     elif isinstance(value, list | tuple):
         digest.update(f"{len(value)} values".encode())
         for part in value:
-            feed(digest, part)
+            update_digest(digest, part)
     else:
-        digest.update(f"{type(value).__name__} {exact(value)}".encode())
+        digest.update(f"{type(value).__name__} {exact_text(value)}".encode())
 
 
 def read_job(folder: Path) -> Record:
@@ -171,7 +172,7 @@ def read_job(folder: Path) -> Record:
     record = {
         metric: {END: text}
         for key in RESULT
-        for metric, text in numbers(result.get(key), f"result {key}")
+        for metric, text in leaves(result.get(key), f"result {key}")
     }
     if (folder / "history.npz").exists():
         with np.load(folder / "history.npz") as history:
@@ -185,7 +186,7 @@ def read_job(folder: Path) -> Record:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         for state in STATES:
             digest = hashlib.sha256()
-            feed(digest, checkpoint[state])
+            update_digest(digest, checkpoint[state])
             record[f"sha256 of {state} in {path.name}"] = {END: digest.hexdigest()}
     return record
 
@@ -215,15 +216,17 @@ def differences(before: Mapping[str, Record], after: Mapping[str, Record]) -> It
             was, now = old.get(metric, {}), new.get(metric, {})
             for step in sorted({*was, *now}, key=lambda step: (step == END, step.zfill(9))):
                 if was.get(step) != now.get(step):
-                    found = f"{was.get(step, 'nothing')} -> {now.get(step, 'nothing')}"
-                    yield f"{job}, step {step}, {metric}: {found}"
+                    change = f"{was.get(step, 'nothing')} -> {now.get(step, 'nothing')}"
+                    yield f"{job}, step {step}, {metric}: {change}"
 
 
 def machine() -> str:
+    """Return what two records must share to be comparable."""
     return f"{versions(*PACKAGES)}, CPU kernels {torch.backends.cpu.get_cpu_capability()}"
 
 
 def main() -> int:
+    """Record, or compare and print the differences."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["record", "compare"])
     parser.add_argument("file", type=Path)
@@ -233,8 +236,8 @@ def main() -> int:
         sys.exit(f"recorded with {before['machine']}; here is {machine()}. Record anew.")
     jobs = run_all()
     if args.command == "record":
-        found = {"commit": commit(), "machine": machine(), "jobs": jobs}
-        args.file.write_text(json.dumps(found, indent=1) + "\n")
+        results = {"commit": commit(), "machine": machine(), "jobs": jobs}
+        args.file.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{len(jobs)} runs of {STEPS} steps: recorded in {args.file}")
         return 0
     lines = list(differences(before["jobs"], jobs))

@@ -1,15 +1,18 @@
-"""Helpers of the benchmarks: interleaved timing, machine and versions, Markdown tables."""
+"""Helpers of the benchmarks: interleaved timing, machine and versions, result files."""
 
+import json
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
 
 
 def interleave(
@@ -18,7 +21,7 @@ def interleave(
     """Run the contenders in turn, A B C A B C ..., after one round that is not counted.
 
     Returns:
-        For each, (CPU seconds of the process, wall seconds) per round.
+        For each contender, (CPU seconds of the process, wall seconds) per round.
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
@@ -32,26 +35,29 @@ def interleave(
 
 
 def median(values: Sequence[float]) -> float:
+    """Return the median."""
     return statistics.median(values)
 
 
 def spread(values: Sequence[float], form: str = ".1f") -> str:
-    """Median with the least and the greatest."""
+    """Return the text of the median with the least and the greatest value."""
     low, high = min(values), max(values)
     return f"{median(values):{form}} ({low:{form}} to {high:{form}})"
 
 
 def versions(*packages: str) -> str:
-    found = []
+    """Return the names of packages with their installed versions."""
+    texts = []
     for package in packages:
         try:
-            found.append(f"{package} {version(package)}")
+            texts.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            found.append(f"{package} not installed")
-    return ", ".join(found)
+            texts.append(f"{package} not installed")
+    return ", ".join(texts)
 
 
 def machine() -> str:
+    """Return the names of the processor, the operating system, Python and torch."""
     from runner.utils.accelerator import cpu_name
 
     python = sys.version.split()[0]
@@ -59,6 +65,7 @@ def machine() -> str:
 
 
 def commit() -> str:
+    """Return the short hash of the checked-out commit."""
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
@@ -66,13 +73,51 @@ def commit() -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def write(name: str, question: str, body: str, command: str = "", at: str = "") -> None:
-    """Print a result and keep it under bench/results/. at: the commit, other than the present."""
-    command = command or f"python bench/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
-    text = f"# {question}\n\n`{command}`, commit {at or commit()}, {machine()}\n\n{body}\n"
+    """Print a result and write it to bench/results/NAME.md.
+
+    Args:
+        command: what was run, if it is not this process's own command.
+        at: the commit that was measured, if it is not the present one.
+    """
+    own = f"python -m bench.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip()
+    text = f"# {question}\n\n`{command or own}`, commit {at or commit()}, {machine()}\n\n{body}\n"
     print(text)
     (RESULTS / f"{name}.md").write_text(text)
+
+
+def write_rows(path: Path, results: Any) -> None:
+    """Write results as JSON with one measurement per line."""
+    path.write_text("".join(_json_lines(results, "")) + "\n")
+
+
+def _json_lines(value: Any, indent: str) -> Iterator[str]:
+    """Yield the JSON text of a value, with a line for each measurement that it holds."""
+    if not isinstance(value, list | tuple | Mapping) or _is_measurement(value):
+        yield json.dumps(value)
+        return
+    inner = f"{indent} "
+    is_mapping = isinstance(value, Mapping)
+    yield "{" if is_mapping else "["
+    for number, item in enumerate(value):
+        yield f",\n{inner}" if number else f"\n{inner}"
+        if is_mapping:
+            yield f"{json.dumps(str(item))}: "
+        yield from _json_lines(value[item] if is_mapping else item, inner)
+    yield f"\n{indent}" + ("}" if is_mapping else "]")
+
+
+def _is_measurement(value: Sequence[Any] | Mapping[str, Any]) -> bool:
+    """Return whether a list or mapping goes on one line: a list of scalars, or a mapping to them
+    and to lists of them.
+    """
+    containers = list | tuple | Mapping
+    if isinstance(value, Mapping):
+        parts = [part for part in value.values() if isinstance(part, containers)]
+        return not any(isinstance(part, Mapping) or not _is_measurement(part) for part in parts)
+    return not any(isinstance(part, containers) for part in value)

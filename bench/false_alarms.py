@@ -1,5 +1,7 @@
 """How often does mode=advise call a precision worse that is not?
 
+    python -m bench.false_alarms [--comparisons 120]
+
 Two kinds of comparison in which nothing is worse, by real trainings of an MLP on digits: float32
 against float32 from weights that differ in their last bits (what rounding alone does), and against
 float32 from other seeds (unpaired: as much noise as there can be). Each is judged as mode=advise
@@ -13,14 +15,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from common import table, write
 
+from bench.common import table, write
+from models.mlp import MLP
 from runner.config.schema import TrainSpec
 from runner.data.datasets.digits import digits
 from runner.data.loader import Loader
-from runner.models.mlp import MLP
 from runner.precision.registry import load_precision
-from runner.sweep.report.non_inferiority import ERROR_RATE, baseline_spread, non_inferiority_test
+from runner.sweep.report.statistics import ERROR_RATE, baseline_spread, non_inferiority_test
 from runner.tracking.metric_names import VAL_LOSS
 from runner.training.loop import fit
 from runner.training.records import EvalRecord
@@ -33,17 +35,21 @@ ORDER = ("indistinguishable", "unclear", "worse", "better")
 SPLITS = digits()
 
 
-def loss(seed: int, nudge: int = 0, steps: int = 60) -> float:
-    """val/loss of a training; nudge: which last bits of the first weights are turned."""
+def validation_loss(seed: int, nudge: int = 0, steps: int = 60) -> float:
+    """Train, and return val/loss.
+
+    Args:
+        nudge: which last bits of the first weights are changed; 0 for none.
+    """
     torch.manual_seed(seed)
-    policy, model = load_precision("32-true"), MLP([1, 8, 8], 10, [32])
+    precision, model = load_precision("32-true"), MLP([1, 8, 8], 10, [32])
     if nudge:
         turn = torch.Generator().manual_seed(nudge)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + (torch.rand(p.shape, generator=turn) - 0.5) * 2**-22)
-    driven = [ScheduledOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))]
-    state = TrainState(model, policy, Classification(), policy.scale(CPU), driven, CPU)
+    optimizers = [ScheduledOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))]
+    state = TrainState(model, precision, Classification(), precision.scale(CPU), optimizers, CPU)
     loader = Loader(SPLITS.train, 32, shuffle=True, seed=seed, device=CPU)
     validation = Loader(SPLITS.val, 512, shuffle=False, seed=0, device=CPU)
     train = TrainSpec(max_steps=steps, eval_every=steps, log_every=steps)
@@ -51,43 +57,49 @@ def loss(seed: int, nudge: int = 0, steps: int = 60) -> float:
     return next(r.metrics[VAL_LOSS] for r in records if isinstance(r, EvalRecord))
 
 
-def real(comparisons: int, paired: bool) -> Counter[str]:
-    found: Counter[str] = Counter()
+def count_trained(comparisons: int, paired: bool) -> Counter[str]:
+    """Count the verdicts on trainings of which none is worse."""
+    counts: Counter[str] = Counter()
     for number in range(comparisons):
         seeds = range(number * SEEDS, (number + 1) * SEEDS)
-        base = [loss(seed) for seed in seeds]
-        other = [loss(s, nudge=s + 1) if paired else loss(s + 10**6) for s in seeds]
+        base = [validation_loss(seed) for seed in seeds]
+        if paired:
+            other = [validation_loss(seed, nudge=seed + 1) for seed in seeds]
+        else:
+            other = [validation_loss(seed + 10**6) for seed in seeds]
         gaps = [a - b for a, b in zip(other, base, strict=True)]
-        found[non_inferiority_test(gaps, baseline_spread(base), 1.0, JUDGED).decision] += 1
-    return found
+        counts[non_inferiority_test(gaps, baseline_spread(base), 1.0, JUDGED).verdict] += 1
+    return counts
 
 
-def simulated(effect: float, noise: float, count: int) -> Counter[str]:
-    """Verdicts on gaps of this mean and standard deviation, in standard deviations of float32."""
-    draw, found = random.Random(0), Counter[str]()
+def count_simulated(effect: float, noise: float, count: int) -> Counter[str]:
+    """Count the verdicts on normal gaps, whose sizes are in standard deviations of float32."""
+    draw, counts = random.Random(0), Counter[str]()
     for _ in range(count):
         base = [draw.gauss(0, 1) for _ in range(SEEDS)]
         gaps = [draw.gauss(effect, noise) for _ in range(SEEDS)]
-        found[non_inferiority_test(gaps, baseline_spread(base), 1.0, JUDGED).decision] += 1
-    return found
+        counts[non_inferiority_test(gaps, baseline_spread(base), 1.0, JUDGED).verdict] += 1
+    return counts
 
 
-def row(name: Sequence[str], found: Counter[str]) -> list[str]:
-    total = sum(found.values())
-    return [*name, str(total), *(f"{found[verdict] / total:.1%}" for verdict in ORDER)]
+def row(name: Sequence[str], counts: Counter[str]) -> list[str]:
+    """Return the cells of a row of the table."""
+    total = sum(counts.values())
+    return [*name, str(total), *(f"{counts[verdict] / total:.1%}" for verdict in ORDER)]
 
 
 def main() -> None:
+    """Count the verdicts on trained and on simulated comparisons."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--comparisons", type=int, default=120)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     trained = [
-        row(["last bits of the weights"], real(chosen.comparisons, paired=True)),
-        row(["other seeds, unpaired"], real(chosen.comparisons, paired=False)),
+        row(["last bits of the weights"], count_trained(chosen.comparisons, paired=True)),
+        row(["other seeds, unpaired"], count_trained(chosen.comparisons, paired=False)),
     ]
     made = [
-        row([f"{effect:g}", f"{noise:g}"], simulated(effect, noise, 4000))
+        row([f"{effect:g}", f"{noise:g}"], count_simulated(effect, noise, 4000))
         for noise in (0.1, 0.5, 1.4)
         for effect in (0.0, 0.5, 1.0, 2.0, 4.0)
     ]

@@ -7,7 +7,6 @@ of every allocation, on CUDA torch.cuda.max_memory_allocated. MiB of 2^20 bytes.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from hydra import compose, initialize_config_module
 
-from bench.common import RESULTS, table, versions, write
+from bench.common import RESULTS, table, versions, write, write_rows
 from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
@@ -85,6 +84,8 @@ WHY = (
 
 
 class Row(NamedTuple):
+    """A prediction with its measurement."""
+
     run: str
     case: str
     size: int
@@ -93,15 +94,18 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float:
+        """Return the relative error of the prediction."""
         return self.peak.total / self.measured - 1
 
     def cells(self) -> list[str]:
+        """Return the cells of a row of the table."""
         parts = [f"{part / MIB:.1f}" for part in self.peak]
         both = f"{self.peak.total / MIB:.2f}", f"{self.measured / MIB:.2f}"
         return [self.run, self.case, str(self.size), *parts, *both, f"{100 * self.error:+.1f} %"]
 
 
-def spec_of(run: str, precision: str, size: int, more: tuple[str, ...], device: str) -> RunSpec:
+def build_spec(run: str, precision: str, size: int, more: tuple[str, ...], device: str) -> RunSpec:
+    """Return the spec of a case, with STEPS steps and one evaluation."""
     overrides = [
         *RUNS[run][0],
         f"precision={precision}",
@@ -115,35 +119,33 @@ def spec_of(run: str, precision: str, size: int, more: tuple[str, ...], device: 
     return replace(spec, train=replace(spec.train, max_steps=STEPS, eval_every=STEPS))
 
 
-def trained(
+def train(
     spec: RunSpec, precision: Precision, device: torch.device, loaders: tuple[Loader, Loader]
 ) -> None:
     """Train a model as runner.modes.train does, without observers and checkpoints."""
     model = build_model(spec, precision, device).model
-    task, driven = (
-        build_group("task", spec.task),
-        build_scheduled_optimizers(spec, model, precision, STEPS),
-    )
+    task = build_group("task", spec.task)
+    optimizers = build_scheduled_optimizers(spec, model, precision, STEPS)
     with precision.session(model, device):
-        state = TrainState(model, precision, task, precision.scale(device), driven, device)
+        state = TrainState(model, precision, task, precision.scale(device), optimizers, device)
         prepare_model(spec, precision, device, model)
         for _ in fit(state, *loaders, spec.train):
             pass
 
 
-def measured(spec: RunSpec, precision: Precision, device: torch.device) -> int:
-    """Bytes at the allocator, above what it held before."""
+def measure_peak(spec: RunSpec, precision: Precision, device: torch.device) -> int:
+    """Return the peak of the allocator in bytes, above what it held before."""
     loaders = build_loaders(spec, build_splits(spec), device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        trained(spec, precision, device, loaders)
+        train(spec, precision, device, loaders)
         return torch.cuda.max_memory_allocated(device) - before
-    return most_held(lambda: trained(spec, precision, device, loaders))
+    return peak_allocation(lambda: train(spec, precision, device, loaders))
 
 
-def most_held(run: Callable[[], object]) -> int:
-    """Bytes that the CPU's allocator held at once while something ran, above those before."""
+def peak_allocation(run: Callable[[], object]) -> int:
+    """Return the most bytes that the CPU's allocator held during a call, above those before."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
         run()
@@ -158,6 +160,7 @@ def most_held(run: Callable[[], object]) -> int:
 
 
 def cases(runs: list[str]) -> Iterator[tuple[str, str, int, tuple[str, ...]]]:
+    """Yield run, precision, batch size and further overrides."""
     for run in runs:
         _, sizes, precisions = RUNS[run]
         yield from ((run, name, size, ()) for name in precisions for size in sizes)
@@ -165,7 +168,7 @@ def cases(runs: list[str]) -> Iterator[tuple[str, str, int, tuple[str, ...]]]:
 
 
 def summary(rows: list[Row]) -> list[list[str]]:
-    """Of each model, and of all peaks from LARGE on."""
+    """Return a row for each model, for all peaks from LARGE on, and for all."""
     groups = {run: [row for row in rows if row.run == run] for run in RUNS}
     groups[f"all from {LARGE} MiB"] = [row for row in rows if row.measured >= LARGE * MIB]
     groups["all"] = rows
@@ -189,26 +192,27 @@ def summary(rows: list[Row]) -> list[list[str]]:
 
 
 def main() -> None:
+    """Predict and measure every case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="+", default=list(RUNS))
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     register_schema()
     torch.set_num_threads(1)
-    device, rows, left = torch.device(given.device), [], []
+    device, rows, failures = torch.device(given.device), [], []
     for run, name, size, more in cases(given.runs):
-        spec = spec_of(run, name, size, more, given.device)
+        spec = build_spec(run, name, size, more, given.device)
         precision: Precision = build_group("precision", spec.precision)
         case = " ".join([name, *more])
         try:
             precision.require(device)
             seed_all(0)
             peak = peak_forecast(spec, precision, device)(spec.train.batch_size)
-            found = measured(spec, precision, device)
+            measured = measure_peak(spec, precision, device)
         except RunnerError as error:
-            left.append(f"- not run: {run}, {case}: {error}")
+            failures.append(f"- not run: {run}, {case}: {error}")
             continue
-        rows.append(Row(run, case, size, peak, found))
+        rows.append(Row(run, case, size, peak, measured))
         print(*rows[-1].cells(), flush=True)
     means, head = summary(rows), ["trained", "cases", "MiB", "median", "worst", "where"]
     body = "\n\n".join(
@@ -218,15 +222,14 @@ def main() -> None:
                 table(head, means),
                 WHY,
                 table(HEAD, [row.cells() for row in rows]),
-                "\n".join(left),
+                "\n".join(failures),
                 f"{versions('torch', 'bitsandbytes')}, one thread, {given.device}",
             ],
         )
     )
     command = f"python -m bench.memory_plan {' '.join(sys.argv[1:])}".strip()
     write("memory_plan", (__doc__ or "").strip().splitlines()[0], body, command)
-    figures = json.dumps({"head": head, "rows": means}, indent=1)
-    (RESULTS / "memory_plan.json").write_text(figures + "\n")
+    write_rows(RESULTS / "memory_plan.json", {"head": head, "rows": means})
 
 
 if __name__ == "__main__":

@@ -1,271 +1,279 @@
 """What does each option of docs/performance.md buy on a CPU?
 
+    python -m bench.tuned [part ...]
+
 One thread, contenders in turn, medians of CPU time; cold starts with torch's own caches off and the
-compiler's time counted. `python bench/tuned.py [part ...]` runs some of the parts only, and puts
-them beside what bench/results/tuned.json holds of the others. Nothing here needs a GPU, and nothing
-here says what a GPU does.
+compiler's time counted. Parts that are not named stay as bench/results/tuned.json has them. Nothing
+here needs a GPU, and nothing here says what a GPU does.
 """
 
 import argparse
 import gc
 import json
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from common import RESULTS, interleave, median, table, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from bench.common import RESULTS, interleave, median, table, write, write_rows
+from models.gpt import GPT
+from models.resnet import resnet
 from runner.config.schema import RunSpec, TrainSpec
 from runner.data.loader import Loader, LoaderOptions
-from runner.models.gpt import GPT
-from runner.models.resnet import resnet
-from runner.precision import registry
+from runner.precision.registry import load_precision
 from runner.training.compile import prepare_model
 from runner.training.optimizers import build_optimizer
 
 CPU = torch.device("cpu")
-PLAIN = registry.load_precision("32-true")
+PRECISION = load_precision("32-true")
+LEARNING_RATES = {
+    "AdamW": 1e-3,
+    "Adam": 1e-3,
+    "SGD": 1e-2,
+    "Adagrad": 1e-2,
+    "RMSprop": 1e-3,
+    "NAdam": 1e-3,
+}
 Rows = list[list[str]]
 
 
-def gpt(vocab: int = 256, **sizes: float) -> nn.Module:
+def gpt(**sizes: float) -> nn.Module:
+    """Return a GPT of four layers, or of other sizes."""
     torch.manual_seed(0)
-    return GPT(vocab, 128, **{"layers": 4, "heads": 4, "width": 128, **sizes})
+    return GPT(256, 128, **{"layers": 4, "heads": 4, "width": 128, **sizes})
 
 
-def stepper(model: nn.Module, x: Tensor, y: Tensor, first: dict[str, float], name: str, **train):
-    """A training step of a model that is shaped so."""
-    prepare_model(replace(RunSpec(), train=TrainSpec(**train)), PLAIN, CPU, model)
-    node = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
-    optimizer = build_optimizer("optimizer", node, list(model.parameters()))
+def random_tokens() -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of eight sequences."""
+    tokens = torch.randint(256, (8, 129), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
 
-    def step() -> None:
-        output = model(x)
-        loss = F.cross_entropy(output.flatten(0, -2), y.flatten())
+
+class TrainingStep:
+    """A training step of a model under options of train.*.
+
+    Attributes:
+        first_loss: loss of the first call.
+    """
+
+    def __init__(self, model: nn.Module, x: Tensor, y: Tensor, **train: Any) -> None:
+        prepare_model(replace(RunSpec(), train=TrainSpec(**train)), PRECISION, CPU, model)
+        node = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
+        self.optimizer = build_optimizer("optimizer", node, list(model.parameters()))
+        self.model, self.x, self.y = model, x, y
+        self.first_loss: float | None = None
+
+    def __call__(self) -> None:
+        """Train one step."""
+        output = self.model(self.x)
+        loss = F.cross_entropy(output.flatten(0, -2), self.y.flatten())
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        first.setdefault(name, loss.item())
-
-    return step
-
-
-def ratios(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """CPU time of each over that of the first."""
-    found = {name: median([cpu for cpu, _ in t]) for name, t in interleave(steps, rounds).items()}
-    base = next(iter(found.values()))
-    return {name: value / base for name, value in found.items()}
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.first_loss is None:
+            self.first_loss = loss.item()
 
 
-def agree(first: dict[str, float], within: float = 1e-4) -> None:
-    losses = list(first.values())
-    assert max(losses) - min(losses) <= within, first
+def cpu_ratios(steps: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Return the CPU time of each over that of the first."""
+    times = interleave(steps, rounds)
+    medians = {name: median([cpu for cpu, _ in pairs]) for name, pairs in times.items()}
+    base = next(iter(medians.values()))
+    return {name: value / base for name, value in medians.items()}
 
 
-def tokens(rows: int, vocab: int = 256) -> tuple[Tensor, Tensor]:
-    made = torch.randint(vocab, (rows, 129), generator=torch.Generator().manual_seed(0))
-    return made[:, :-1], made[:, 1:]
+def assert_close(losses: list[float | None], within: float = 1e-4) -> None:
+    """Refuse contenders that compute something else."""
+    values = [loss for loss in losses if loss is not None]
+    assert max(values) - min(values) <= within, losses
 
 
-def spent() -> float:
-    """CPU seconds of this process and of the compilers that it has started."""
-    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return sum(r.ru_utime + r.ru_stime for r in map(resource.getrusage, whose))
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of the compilers that it has started."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def compilation() -> Rows:
-    """Steps of model=gpt, and the first of them, with its 4 layers and with 12."""
+    """Time steps of model=gpt, and the first of them, with its 4 layers and with 12."""
     torch._inductor.config.force_disable_caches = True
     torch._inductor.config.compile_threads = 1
-    x, y = tokens(8)
-    first: dict[str, float] = {}
-    eager = stepper(gpt(), x, y, first, "false")
+    x, y = random_tokens()
+    eager = TrainingStep(gpt(), x, y)
     torch.compile(nn.Linear(128, 128))(torch.ones(8, 128)).sum().backward()  # loads the compiler
     rows = [["`train.compile=false`", "1.00", "none", "none"]]
     for mode in ("default", "regional"):
-        cold = {}
-        for layers in (12, 4):
-            label = f"{mode} {layers}" if layers == 12 else mode
-            seen = {} if layers == 12 else first
-            step, begun = stepper(gpt(layers=layers), x, y, seen, label, compile=mode), spent()
-            step()
-            cold[layers] = f"{spent() - begun:.0f} s"
-        ratio = ratios({"false": eager, mode: step}, 15)[mode]
-        rows.append([f"`train.compile={mode}`", f"{ratio:.2f}", cold[4], cold[12]])
-    agree(first)
+        deep = cold_start(TrainingStep(gpt(layers=12), x, y, compile=mode))
+        step = TrainingStep(gpt(), x, y, compile=mode)
+        cold = cold_start(step)
+        ratio = cpu_ratios({"false": eager, mode: step}, 15)[mode]
+        assert_close([eager.first_loss, step.first_loss])
+        rows.append([f"`train.compile={mode}`", f"{ratio:.2f}", cold, deep])
     return rows
 
 
-class Kept:
-    """Counts the bytes that autograd keeps for the backward, parameters left out."""
+def cold_start(step: Callable[[], None]) -> str:
+    """Return the text of the CPU seconds of a first step."""
+    began = cpu_seconds()
+    step()
+    return f"{cpu_seconds() - began:.0f} s"
 
-    def __init__(self, model: nn.Module) -> None:
-        self.params = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.seen: dict[int, int] = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+def bytes_for_backward(model: nn.Module, run: Callable[[], object]) -> int:
+    """Return the bytes that autograd saves for the backward, parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.params:
-            self.seen[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(saved.values())
 
 
 def checkpointing() -> Rows:
-    """Steps of model=gpt with 12 layers, and what they keep for the backward."""
-    x, y = tokens(8)
-    first: dict[str, float] = {}
-    steps, kept = {}, {}
-    for what in (False, True):
+    """Time steps of model=gpt with 12 layers; measure what they keep for the backward."""
+    x, y = random_tokens()
+    steps, saved = {}, {}
+    for name, is_on in (("false", False), ("true", True)):
         model = gpt(layers=12, dropout=0.1)
-        steps[str(what)] = stepper(model, x, y, first, str(what), activation_checkpointing=what)
+        steps[name] = TrainingStep(model, x, y, activation_checkpointing=is_on)
         torch.manual_seed(1)
-        count = Kept(model)
-        with count.hooks:
-            steps[str(what)]()
-        kept[str(what)] = sum(count.seen.values())
-    agree(first, 0.0)
-    found = ratios(steps, 9)
-    return [
-        [
-            f"`train.activation_checkpointing={name.lower()}`",
-            f"{found[name]:.2f}",
-            f"{kept[name] / kept['False']:.2f}",
-        ]
-        for name in found
-    ]
+        saved[name] = bytes_for_backward(model, steps[name])
+    assert_close([step.first_loss for step in steps.values()], 0.0)
+    ratios = cpu_ratios(steps, 9)
+    rows = []
+    for name, ratio in ratios.items():
+        key = f"`train.activation_checkpointing={name}`"
+        rows.append([key, f"{ratio:.2f}", f"{saved[name] / saved['false']:.2f}"])
+    return rows
 
 
-class Short(Dataset):
-    """A few examples that are not in memory."""
+class FewExamples(Dataset):
+    """Examples that are not in memory."""
 
     def __len__(self) -> int:
+        """Return the number of examples."""
         return 64
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return an example and its label."""
         return torch.full((16,), float(index)), index
 
 
 def loading() -> Rows:
-    """Epochs of 8 batches from two processes, wall time."""
+    """Time epochs of 8 batches from two processes, wall time."""
     options = LoaderOptions(workers=2)
-    loaders = [
-        Loader(Short(), 8, shuffle=True, seed=0, device=CPU, options=options) for _ in range(2)
-    ]
+    make = partial(Loader, FewExamples(), 8, shuffle=True, seed=0, device=CPU, options=options)
+    anew, kept = make(), make()
 
-    def epoch(loader: Loader, close: bool) -> None:
+    def read_epoch(loader: Loader) -> None:
         assert sum(len(y) for _, y in loader.epoch(1)) == 64
-        if close:
-            loader.close()
 
-    steps = {
-        "anew in each epoch": lambda: epoch(loaders[0], True),
-        "kept": lambda: epoch(loaders[1], False),
-    }
-    times = {name: median([wall for _, wall in t]) for name, t in interleave(steps, 25).items()}
-    loaders[1].close()
-    base = times["anew in each epoch"]
-    return [[name, f"{value / base:.2f}", f"{value * 1e3:.0f} ms"] for name, value in times.items()]
+    def read_epoch_anew() -> None:
+        read_epoch(anew)
+        anew.close()
+
+    steps = {"anew in each epoch": read_epoch_anew, "kept": partial(read_epoch, kept)}
+    times = interleave(steps, 25)
+    kept.close()
+    medians = {name: median([wall for _, wall in pairs]) for name, pairs in times.items()}
+    base = medians["anew in each epoch"]
+    return [[name, f"{v / base:.2f}", f"{v * 1e3:.0f} ms"] for name, v in medians.items()]
 
 
 def optimizers() -> Rows:
-    """The update alone, of model=gpt's parameters: what the runner picks, and the others."""
+    """Time updates of model=gpt's parameters: what the runner picks, and the others."""
     rows = []
-    for name, lr in (
-        ("AdamW", 1e-3),
-        ("Adam", 1e-3),
-        ("SGD", 1e-2),
-        ("Adagrad", 1e-2),
-        ("RMSprop", 1e-3),
-        ("NAdam", 1e-3),
-    ):
+    for name, lr in LEARNING_RATES.items():
         node = {"_target_": f"torch.optim.{name}", "lr": lr}
-        node |= {"momentum": 0.9} if name == "SGD" else {}
-        steps = {}
-        for how in ("picked", "for-loop", "foreach"):
-            params = list(gpt().parameters())
-            for p in params:
-                p.grad = torch.ones_like(p)
-            flag = {} if how == "picked" else {"foreach": how == "foreach", "fused": False}
-            flag = {
-                k: v
-                for k, v in flag.items()
-                if k in signature(getattr(torch.optim, name)).parameters
-            }
-            made = build_optimizer("optimizer", {**node, **flag}, params)
-            steps[how] = made.step
-            if how == "picked":
-                label = "fused" if made.defaults.get("fused") else "torch's default"
-        found = ratios(steps, 25)
-        rows.append([f"{name}: {label}", *(f"{found[how]:.2f}" for how in steps)])
+        if name == "SGD":
+            node["momentum"] = 0.9
+        accepted = signature(getattr(torch.optim, name)).parameters
+        others = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}}
+        if "fused" in accepted:
+            others = {how: {**flags, "fused": False} for how, flags in others.items()}
+        built = {}
+        for how, flags in ({"picked": {}} | others).items():
+            parameters = list(gpt().parameters())
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            built[how] = build_optimizer("optimizer", {**node, **flags}, parameters)
+        ratios = cpu_ratios({how: optimizer.step for how, optimizer in built.items()}, 25)
+        label = "fused" if built["picked"].defaults.get("fused") else "torch's default"
+        rows.append([f"{name}: {label}", *(f"{ratio:.2f}" for ratio in ratios.values())])
     return rows
 
 
 def memory_format() -> Rows:
-    """Steps of model=resnet on 32x32 images."""
+    """Time steps of model=resnet on 32x32 images."""
     x, y = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
-    first: dict[str, float] = {}
     steps = {}
-    for on in (False, True):
+    for name, layout in (("false", torch.contiguous_format), ("true", torch.channels_last)):
         torch.manual_seed(0)
-        net = resnet(18, 10, [3, 32, 32])
-        given = x.to(memory_format=torch.channels_last) if on else x
-        steps[str(on)] = stepper(net, given, y, first, str(on), channels_last=on)
-    found = ratios(steps, 7)
-    agree(first, 1e-3)
-    return [[f"`train.channels_last={name.lower()}`", f"{v:.2f}"] for name, v in found.items()]
+        model, images = resnet(18, 10, [3, 32, 32]), x.to(memory_format=layout)
+        steps[name] = TrainingStep(model, images, y, channels_last=name == "true")
+    ratios = cpu_ratios(steps, 7)
+    assert_close([step.first_loss for step in steps.values()], 1e-3)
+    return [[f"`train.channels_last={name}`", f"{ratio:.2f}"] for name, ratio in ratios.items()]
 
 
 def cross_entropy() -> Rows:
-    """Head and loss of 1024 tokens of width 128 on a vocabulary of 32768."""
+    """Time head and loss of 1024 tokens of width 128 on a vocabulary of 32768."""
     torch.manual_seed(0)
     hidden = torch.randn(1024, 128, requires_grad=True)
-    weight = torch.randn(32768, 128).mul_(0.02).requires_grad_()
+    weight = nn.Parameter(torch.randn(32768, 128).mul_(0.02))
     target = torch.randint(32768, (1024,))
-    first: dict[str, float] = {}
-    kept: dict[str, int] = {}
 
-    def run(name: str, loss_of: Callable[[], Tensor]) -> None:
-        hidden.grad = weight.grad = None
-        count = Kept(nn.ParameterList([weight]))
-        with count.hooks:
-            loss = loss_of()
-        kept[name] = sum(count.seen.values())
-        first.setdefault(name, loss.item())
-        loss.backward()
-
-    def plain() -> Tensor:
+    def whole_logits() -> Tensor:
         return F.cross_entropy(F.linear(hidden, weight), target)
 
-    def chunked() -> Tensor:
+    def in_chunks() -> Tensor:
         options = nn.LinearCrossEntropyOptions()
         return F.linear_cross_entropy(hidden, weight, target, options=options)
 
-    steps = {"logits, then cross_entropy": lambda: run("logits, then cross_entropy", plain)}
+    def train(loss_of: Callable[[], Tensor]) -> None:
+        hidden.grad = weight.grad = None
+        loss_of().backward()
+
+    losses = {"logits, then cross_entropy": whole_logits}
     if hasattr(F, "linear_cross_entropy"):
-        steps["linear_cross_entropy"] = lambda: run("linear_cross_entropy", chunked)
-    found = ratios(steps, 5)
-    agree(first, 1e-3)
-    return [[n, f"{found[n]:.2f}", f"{kept[n] / 2**20:.1f} MiB"] for n in found]
+        losses["linear_cross_entropy"] = in_chunks
+    assert_close([loss_of().item() for loss_of in losses.values()], 1e-3)
+    parameters = nn.ParameterList([weight])
+    saved = {name: bytes_for_backward(parameters, loss_of) for name, loss_of in losses.items()}
+    ratios = cpu_ratios({name: partial(train, loss_of) for name, loss_of in losses.items()}, 5)
+    return [[name, f"{ratios[name]:.2f}", f"{saved[name] / 2**20:.1f} MiB"] for name in losses]
 
 
-PARTS: dict[str, tuple[Callable[[], Rows], list[str]]] = {
-    "compilation": (
-        compilation,
-        ["model=gpt", "step", "cold start, CPU time", "with model.layers=12"],
+class Part(NamedTuple):
+    """A question: its measurement, and the head of its table."""
+
+    measure: Callable[[], Rows]
+    head: list[str]
+
+
+PARTS = {
+    "compilation": Part(
+        compilation, ["model=gpt", "step", "cold start, CPU time", "with model.layers=12"]
     ),
-    "checkpointing": (checkpointing, ["model=gpt, 12 layers", "step", "kept for the backward"]),
-    "loading": (loading, ["two processes", "epoch of 8 batches, wall time", "median"]),
-    "optimizers": (optimizers, ["update: the runner picks", "picked", "for-loop", "foreach"]),
-    "memory_format": (memory_format, ["model=resnet, 32x32", "step"]),
-    "cross_entropy": (
+    "checkpointing": Part(checkpointing, ["model=gpt, 12 layers", "step", "kept for the backward"]),
+    "loading": Part(loading, ["two processes", "epoch of 8 batches, wall time", "median"]),
+    "optimizers": Part(optimizers, ["update: the runner picks", "picked", "for-loop", "foreach"]),
+    "memory_format": Part(memory_format, ["model=resnet, 32x32", "step"]),
+    "cross_entropy": Part(
         cross_entropy,
         ["32768 classes, 1024 tokens", "forward and backward", "kept for the backward"],
     ),
@@ -273,24 +281,26 @@ PARTS: dict[str, tuple[Callable[[], Rows], list[str]]] = {
 
 
 def main() -> None:
+    """Measure the chosen parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
     chosen = parser.parse_args().parts or list(PARTS)
     torch.set_num_threads(1)
     path = RESULTS / "tuned.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in chosen:
-        begun, (measure, head) = perf_counter(), PARTS[name]
-        found[name] = {"head": head, "rows": measure()}
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"{name}: {perf_counter() - begun:.0f} s", flush=True)
+        began = perf_counter()
+        results[name] = {"head": PARTS[name].head, "rows": PARTS[name].measure()}
+        write_rows(path, results)
+        print(f"{name}: {perf_counter() - began:.0f} s", flush=True)
         gc.collect()
-    body = "\n\n".join(
-        f"{measure.__doc__}\n\n{table(found[name]['head'], found[name]['rows'])}"
-        for name, (measure, _) in PARTS.items()
-        if name in found
-    )
-    write("tuned", "What does each option of docs/performance.md buy on a CPU?", body)
+    texts = [
+        f"{part.measure.__doc__}\n\n{table(results[name]['head'], results[name]['rows'])}"
+        for name, part in PARTS.items()
+        if name in results
+    ]
+    question = "What does each option of docs/performance.md buy on a CPU?"
+    write("tuned", question, "\n\n".join(texts))
 
 
 if __name__ == "__main__":

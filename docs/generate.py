@@ -19,13 +19,13 @@ from unittest.mock import patch
 import torch
 from omegaconf import OmegaConf
 
+from runner.config.commands import COMMANDS
 from runner.config.schema import RunSpec
 from runner.precision.registry import load_precision, precision_names, yaml_header
 from runner.tracking.metric_names import METRICS
 from runner.utils.errors import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # bench/ is in the checkout only
 RESULTS = ROOT / "bench" / "results"
 CONF = Path(str(files("runner.conf")))
 
@@ -172,6 +172,16 @@ def attribute_texts(cls: type) -> dict[str, str]:
     return {n: " ".join(t.split()).rstrip(".") for n, t in zip(names, texts, strict=True)}
 
 
+def commands() -> str:
+    """Return the table of the commands other than runs, with their arguments."""
+    rows = []
+    for command in COMMANDS.values():
+        text = command.description.replace("\n", " ")
+        rows.append([f"`python -m runner {command.name}`", text])
+        rows += [[f"`{argument}`", meaning] for argument, meaning in command.rows()]
+    return table(["command or argument", "what it does"], rows)
+
+
 def groups() -> str:
     """Return the table of all options, with the first line of each option's yaml."""
     rows = []
@@ -195,6 +205,7 @@ TABLES = {
     "optimizers": optimizers,
     "memory_plan": memory_plan,
     "gpu": gpu,
+    "commands": commands,
     "keys": keys,
     "groups": groups,
     "metrics": metrics,
@@ -204,9 +215,7 @@ TABLES = {
 
 def render(text: str) -> str:
     """Return a page with new tables between each `<!-- table:NAME -->` and its `<!-- end -->`."""
-    from bench.scaling.tables import TABLES as SCALING
-
-    for name, make in (TABLES | SCALING).items():
+    for name, make in TABLES.items():
         start, end = f"<!-- table:{name} -->", "<!-- end -->"
         if start in text:
             before, rest = text.split(start, 1)

@@ -7,8 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+import warnings
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from subprocess import PIPE
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -18,15 +21,19 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from forked_process import ForkedProcess, Server, run_forked
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 
 from runner.cli import main as command_line
 from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema, resolve_spec
+from runner.sweep.launcher import job_process
 from runner.utils.stop_signals import SIGNALS as STOP_SIGNALS
 
 ROOT = Path(__file__).parents[1]
+COMMAND_SECONDS = 600
+"""Longer than any command takes on a machine whose load is ten times its cores."""
 QUICK = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
 
 
@@ -59,18 +66,18 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """A run collects garbage when it begins; what the imports left is none of its business."""
+    """Keep what the imports made out of the collections of garbage that each run begins with."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    """Else the interpreter could not take the imports down, and triton would list its leaks."""
+    """Undo gc.freeze: without it triton prints a list of leaks when the interpreter exits."""
     gc.unfreeze()
 
 
 class Done(NamedTuple):
-    """What a command came to."""
+    """The exit status and the output of a command."""
 
     rc: int
     stdout: str
@@ -94,22 +101,79 @@ def clean():
     return clean_env()
 
 
-@pytest.fixture
-def cli(tmp_path):
-    """`python -m runner <args>` as a process of its own."""
+@pytest.fixture(scope="session", autouse=True)
+def _command_server(_key_of_the_tests):
+    """Forks the processes of commands: a new interpreter would import torch for seconds."""
+    if sys.platform != "linux":  # Apple's frameworks break in a forked process
+        yield
+        return
+    ForkedProcess.server = server = Server()
+    yield
+    ForkedProcess.server = None
+    server.close()
 
-    def run(*args, cwd=tmp_path, env=None, timeout=120):
-        done = subprocess.run(
-            [sys.executable, "-m", "runner", *map(str, args)],
-            cwd=cwd,
-            env=clean_env(**(env or {})),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_launcher(request, _command_server):
+    """Fork the fork server of a sweep inside this process, too, but in tests of the launcher."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name not in ("test_isolated.py", "test_launchers.py"):
+            forked = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProcess})
+            patch.setattr(job_process, "subprocess", forked)
+        yield
+
+
+def _runner_command(popen, folder):
+    """Return a function that runs a command to its end, in a process that `popen` starts."""
+
+    def run(*args, cwd=folder, env=None, timeout=COMMAND_SECONDS):
+        command = [sys.executable, "-m", "runner", *map(str, args)]
+        environment = clean_env(**(env or {}))
+        done = run_forked(command, timeout, popen, cwd=cwd, env=environment)
         return Done(done.returncode, done.stdout, done.stderr)
 
     return run
+
+
+@pytest.fixture
+def cli(tmp_path):
+    """`python -m runner <args>` as a process of its own."""
+    return _runner_command(ForkedProcess, tmp_path)
+
+
+@pytest.fixture
+def fresh_cli(tmp_path):
+    """The same in a new interpreter, for what happens before or while it imports its modules."""
+    return _runner_command(subprocess.Popen, tmp_path)
+
+
+@pytest.fixture
+def start_command(tmp_path):
+    """Start `python -m <module> <args>`, runner by default, in a process group of its own.
+
+    It returns a subprocess.Popen with text pipes. What still runs after the test is killed.
+    With `fresh`, a new interpreter runs the command.
+    """
+    started = []
+
+    def start(*args, module="runner", cwd=tmp_path, env=None, fresh=False):
+        process = (subprocess.Popen if fresh else ForkedProcess)(
+            [sys.executable, "-m", module, *map(str, args)],
+            cwd=cwd,
+            env=clean_env(**(env or {})),
+            stdout=PIPE,
+            stderr=PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        # Also where it has ended: what it has started may outlive it.
+        with process, suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -168,6 +232,25 @@ def compose():
     return made
 
 
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory):
+    """Copy a SQLite store without runs to a path and return its URI: making one takes seconds."""
+    template = tmp_path_factory.mktemp("empty") / "mlflow.db"
+
+    def copy(path):
+        if not template.exists():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # mlflow's, of SQLAlchemy
+                from mlflow import MlflowClient
+
+                MlflowClient(tracking_uri=f"sqlite:///{template}")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(template, path)
+        return f"sqlite:///{path}"
+
+    return copy
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _key_of_the_tests(tmp_path_factory):
     """Runs are signed with a key of this session's, not with the developer's."""
@@ -194,4 +277,5 @@ def small(tmp_path):
     if mount is None or os.geteuid() or subprocess.run(command, check=False).returncode:
         pytest.skip("no file system can be mounted here")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    # Lazily: the writer of a run may outlive it in this folder.
+    subprocess.run(["umount", "-l", str(folder)], check=True)

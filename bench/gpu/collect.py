@@ -1,4 +1,4 @@
-"""gpu.json and gpu.md of a run of bench/gpu/run.sh: python bench/gpu/collect.py OUT SWEEP
+"""Write gpu.json and gpu.md of a run of bench/gpu/run.sh: python bench/gpu/collect.py OUT SWEEP
 
 Copy both to bench/results/gpu/ under the device's name; `make docs` puts them into the pages.
 """
@@ -13,16 +13,18 @@ from typing import Any
 
 import torch
 
+from bench.common import write_rows
 from runner.modes.run_metadata import git_tags
 
 PACKAGES = ("torch", "transformer_engine", "bitsandbytes", "torchao")
 
 
 def main(folder: Path, sweep: Path) -> None:
-    found = collect(folder, sweep)
-    (folder / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / "gpu.md").write_text(markdown(found))
-    print(markdown(found))
+    """Write both files to the folder, and print the second."""
+    results = collect(folder, sweep)
+    write_rows(folder / "gpu.json", results)
+    (folder / "gpu.md").write_text(markdown(results))
+    print(markdown(results))
 
 
 def collect(folder: Path, sweep: Path) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def collect(folder: Path, sweep: Path) -> dict[str, Any]:
         "commit": _commit(),
         "command": "bench/gpu/run.sh WHEELS OUT",
         "stages": dict(line.split() for line in status),
-        "tests": _summary(tests.read_text()) if tests.exists() else "not run",
+        "tests": _test_counts(tests.read_text()) if tests.exists() else "not run",
         "ceilings": next((row for row in rows if row["kind"] == "ceilings"), None),
         "gpt": [row for row in rows if row["kind"] == "gpt"],
         "sweep": [_job(json.loads(path.read_text())) for path in results],
@@ -47,7 +49,7 @@ def collect(folder: Path, sweep: Path) -> dict[str, Any]:
 
 
 def _job(result: dict[str, Any]) -> dict[str, Any]:
-    kept = (
+    keys = (
         "label",
         "status",
         "error",
@@ -58,11 +60,11 @@ def _job(result: dict[str, Any]) -> dict[str, Any]:
         "examples_per_second",
         "skipped_steps",
     )
-    return {key: result.get(key) for key in kept}
+    return {key: result.get(key) for key in keys}
 
 
-def _summary(log: str) -> str:
-    """pytest's last line, with its counts."""
+def _test_counts(log: str) -> str:
+    """Return pytest's last line, with its counts."""
     counts = re.findall(
         r"^=*\s*(\d+ (?:passed|failed|skipped|error).* in [\d.]+s.*?)\s*=*$", log, re.M
     )
@@ -82,23 +84,26 @@ def _commit() -> str:
     return f"{commit} (changed)" if tags.get("git_dirty") == "true" else commit
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(results: dict[str, Any]) -> str:
     """Return the figures as tables."""
-    versions = ", ".join(f"{name} {text}" for name, text in found["versions"].items())
+    versions = ", ".join(f"{name} {text}" for name, text in results["versions"].items())
     parts = [
-        f"# GPU suite on {found['device']}",
-        f"`{found['command']}`, commit {found['commit']}; {versions}",
-        f"Tests: {found['tests']}. Stages and their exit status: {found['stages']}.",
+        f"# GPU suite on {results['device']}",
+        f"`{results['command']}`, commit {results['commit']}; {versions}",
+        f"Tests: {results['tests']}. Stages and their exit status: {results['stages']}.",
     ]
-    if found["ceilings"]:
-        c = found["ceilings"]
+    if results["ceilings"]:
+        c = results["ceilings"]
         parts.append(
             f"Ceilings: bfloat16 product {c['tflops']:.0f} TFLOP/s, copy {c['tbps']:.2f} TB/s."
         )
-    return "\n\n".join([*parts, _throughput(found["gpt"]), _sweep(found["sweep"])]) + "\n"
+    return (
+        "\n\n".join([*parts, _throughput_table(results["gpt"]), _sweep_table(results["sweep"])])
+        + "\n"
+    )
 
 
-def _throughput(rows: list[dict[str, Any]]) -> str:
+def _throughput_table(rows: list[dict[str, Any]]) -> str:
     base = {
         row["width"]: row["tokens_per_second"]
         for row in rows
@@ -125,7 +130,7 @@ def _throughput(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _sweep(jobs: list[dict[str, Any]]) -> str:
+def _sweep_table(jobs: list[dict[str, Any]]) -> str:
     lines = [
         "## Every precision, GPT on text, 100 steps",
         "",

@@ -1,4 +1,4 @@
-"""Tokens per second of a GPT in every precision against bf16-mixed, by hidden size.
+"""Measure tokens per second of a GPT in every precision against bf16-mixed, by hidden size.
 
 One process, contenders one after the other on the same shapes, timed with device events around
 blocks of steps on random tokens; bf16-mixed and float8-* eagerly and through torch.compile.
@@ -24,11 +24,12 @@ from runner.training.step import train_step
 from runner.training.tasks.language import Language
 
 VOCABULARY = 50304  # GPT-2's, rounded up to a multiple of 128
-LEFT_OUT = ("64-true", "32-true", "16-true")  # nobody trains a GPT in them for speed
+NOT_MEASURED = ("64-true", "32-true", "16-true")  # nobody trains a GPT in them for speed
 COMPILED = ("bf16-mixed", "float8-")  # what compiling is compared for
 
 
 def main() -> None:
+    """Write one JSON line for each measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
@@ -48,11 +49,15 @@ def main() -> None:
 
 
 def measure(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The ceilings, then every contender at every width. Packed weights do not get faster, and so
-    are measured at the last width only."""
+    """Yield the ceilings, then every precision at every width.
+
+    Packed weights do not get faster, and so are measured at the last width only.
+    """
     yield {"kind": "ceilings", **ceilings(device)}
     runs = [
-        row.name for row in supported_precisions(device) if row.runs and row.name not in LEFT_OUT
+        row.name
+        for row in supported_precisions(device)
+        if row.runs and row.name not in NOT_MEASURED
     ]
     names = ["bf16-mixed", *(name for name in runs if name != "bf16-mixed")]
     for width in options.widths:
@@ -63,18 +68,18 @@ def measure(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
             for compiled in ways:
                 row = {"kind": "gpt", "precision": name, "width": width, "compiled": compiled}
                 try:
-                    yield row | gpt(options, device, name, width, compiled)
+                    yield row | measure_gpt(options, device, name, width, compiled)
                 except Exception as error:
                     yield row | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-                finally:  # nothing of one contender stays for the next
+                finally:  # nothing of one precision stays for the next
                     torch._dynamo.reset()
                     gc.collect()
                     if device.type == "cuda":
                         torch.cuda.empty_cache()
 
 
-def seconds(device: torch.device, run: Callable[[], None]) -> float:
-    """Device seconds of a call."""
+def device_seconds(device: torch.device, run: Callable[[], None]) -> float:
+    """Return the device seconds of a call."""
     if device.type != "cuda":
         began = time.perf_counter()
         run()
@@ -88,20 +93,20 @@ def seconds(device: torch.device, run: Callable[[], None]) -> float:
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of a bfloat16 product and TB/s of a copy, on random numbers larger than caches."""
+    """Measure TFLOP/s of a bfloat16 product and TB/s of a copy, on tensors larger than caches."""
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     big = torch.randn(2**28 if device.type == "cuda" else 2**20, device=device)
     other = torch.empty_like(big)
-    product = min(seconds(device, lambda: torch.mm(a, b)) for _ in range(20))
-    copy = min(seconds(device, lambda: other.copy_(big)) for _ in range(20))
+    product = min(device_seconds(device, lambda: torch.mm(a, b)) for _ in range(20))
+    copy = min(device_seconds(device, lambda: other.copy_(big)) for _ in range(20))
     return {"tflops": 2 * size**3 / product / 1e12, "tbps": 2 * big.nbytes / copy / 1e12}
 
 
-def gpt(
+def measure_gpt(
     options: Any, device: torch.device, name: str, width: int, compiled: bool
 ) -> dict[str, float]:
-    """Median tokens per second with the least and greatest, and peak memory in GiB."""
+    """Measure tokens per second (median, least and greatest), and peak memory in GiB."""
     precision = load_precision(name)
     torch.manual_seed(0)
     batch, length = options.tokens // options.context, options.context
@@ -124,20 +129,22 @@ def gpt(
         tuple(torch.randint(VOCABULARY, (batch, length), device=device) for _ in range(2))
         for _ in range(3)
     ]
-    taken = 0
+    count_of_steps = 0
 
     def steps(count: int) -> None:
-        nonlocal taken
+        nonlocal count_of_steps
         for _ in range(count):
-            train_step(state, [batches[taken % len(batches)]])  # type: ignore[list-item]
-            taken += 1
+            train_step(state, [batches[count_of_steps % len(batches)]])  # type: ignore[list-item]
+            count_of_steps += 1
 
     with precision.session(model, device):
         steps(4)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-        blocks = [seconds(device, lambda: steps(options.steps)) for _ in range(options.blocks)]
+        blocks = [
+            device_seconds(device, lambda: steps(options.steps)) for _ in range(options.blocks)
+        ]
     rates = [options.steps * batch * length / block for block in blocks]
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     return {

@@ -8,7 +8,7 @@ Accelerate: the same model, batches, optimizer and seed, each in a process of it
 segment in turn; who begins changes from round to round. A contender whose first losses are not
 raw's, or which computes in another dtype than it was asked for, is not compared. The runner is
 measured as a user runs it, by its command, with and without MLflow; what its writer process costs
-is told beside it. CPU time is the whole process's.
+is reported, too. CPU time is the whole process's.
 
 Writes bench/results/peers.md, peers.json and peers.png.
 """
@@ -22,13 +22,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, commit, table, write
+from bench.common import RESULTS, commit, table, write, write_rows
 from bench.peers import measure
+from bench.peers.contenders import CONTENDERS
 from bench.peers.environment import interpreter, versions
 from bench.peers.jobs import Job, jobs
 from bench.peers.plot import draw
 from bench.peers.report import Result, import_table, profile_table
-from bench.peers.worker import CONTENDERS
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 DEFAULT = {"cpu": ("mlp", "resnet18", "gpt"), "cuda": ("mlp", "resnet50", "gpt124m")}
@@ -36,7 +36,8 @@ BUSY = 3.0  # load average above what two contenders and a writer make
 QUESTION = "As fast as hand-written PyTorch?"
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
+    """Return the command's options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +51,7 @@ def options() -> argparse.Namespace:
 
 
 def plan(chosen: argparse.Namespace) -> Iterator[tuple[Job, str]]:
-    """Every job in every precision that it can be done in."""
+    """Yield every job in every precision that can train it."""
     for name in chosen.jobs or DEFAULT[chosen.device]:
         job = jobs(chosen.device)[name]
         if chosen.quick:
@@ -66,7 +67,7 @@ def plan(chosen: argparse.Namespace) -> Iterator[tuple[Job, str]]:
 
 
 def run(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is measured."""
+    """Measure everything."""
     python = interpreter(chosen.venv).absolute()
     os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else we are compiled anew at every start
@@ -74,20 +75,22 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
     mlp = jobs(device)["mlp"]
     starters = [name for name in names if name != "raw, recording"]
     busiest = os.getloadavg()[0]
-    with measure.scratch() as made:
+    with measure.scratch_folder() as made:
         folder = Path(made)
-        say("start-up")
-        start = measure.start(python, mlp, starters, device, folder, 2 if chosen.quick else 4)
+        show_progress("start-up")
+        start = measure.measure_start(
+            python, mlp, starters, device, folder, 2 if chosen.quick else 4
+        )
         for job, precision in plan(chosen):
-            say(f"{job.name} {precision}")
+            show_progress(f"{job.name} {precision}")
             asked = starters if job.real else names
-            found = measure.measure(python, job, precision, asked, device, folder)
-            rows += [asdict(row) for row in found]
+            results = measure.measure_job(python, job, precision, asked, device, folder)
+            rows += [asdict(row) for row in results]
             busiest = max(busiest, os.getloadavg()[0])
-        say("where the rest goes")
-        paths = measure.profiles(python, mlp, "32-true", device, folder)
+        show_progress("where the rest goes")
+        paths = measure.profile_steps(python, mlp, "32-true", device, folder)
         profile = profile_table(paths, mlp.steps)
-        imported = import_table(measure.imports(python, mlp, device, folder))
+        imported = import_table(measure.import_times(python, mlp, device, folder))
     return {
         "device": device,
         "threads": chosen.threads,
@@ -102,40 +105,42 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def say(what: str) -> None:
+def show_progress(what: str) -> None:
+    """Print what is measured now."""
     print(f"{what} ...", file=sys.stderr, flush=True)
 
 
-def report(found: dict[str, Any]) -> None:
-    result = Result(found)
-    threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
+def write_report(results: dict[str, Any]) -> None:
+    """Write peers.md and peers.png from the contents of peers.json."""
+    result = Result(results)
+    threads = f"{results['threads']} thread{'s' if results['threads'] > 1 else ''}"
     parts = {
-        "Targets": result.targets(),
+        "Targets": result.target_lines(),
         "The cost of a step": f"MLP 16-16-4, batch 8.\n\n{result.step_table()}",
         "Realistic jobs": result.real_table(),
         "From exec to the first finished step": result.start_table(),
         "Where the rest goes": "\n\n".join(
             [
                 "The cost of a step, µs of CPU time:",
-                result.rest(),
+                result.breakdown_table(),
                 "Functions whose own time is more than raw's (MLP, 32-true; cProfile, which makes "
                 "calls dearer, so the shares count):",
-                table(["function", "calls per step", "µs per step over raw"], found["profile"]),
+                table(["function", "calls per step", "µs per step over raw"], results["profile"]),
                 "Start-up: packages that the runner imports and raw does not:",
-                table(["package", "own ms"], found["imports"]),
+                table(["package", "own ms"], results["imports"]),
                 "Beside the training process, for the record in MLflow:",
-                result.beside_table(),
+                result.writer_table(),
             ]
         ),
     }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
     note = (
-        f"Contenders in turn, {threads} each, {os.cpu_count()} cores; {found['versions']}. Medians "
-        "(quartiles); over raw: of the differences and ratios round by round."
+        f"Contenders in turn, {threads} each, {os.cpu_count()} cores; {results['versions']}. "
+        "Medians (quartiles); over raw: of the differences and ratios round by round."
     )
-    if found["load"] > BUSY:
+    if results["load"] > BUSY:
         note += (
-            f" **The machine was busy with other work (load average {found['load']:.0f}): wall "
+            f" **The machine was busy with other work (load average {results['load']:.0f}): wall "
             "times mean nothing, and CPU times are too long.**"
         )
     draw(result, RESULTS / "peers.png")
@@ -143,17 +148,18 @@ def report(found: dict[str, Any]) -> None:
         "peers",
         QUESTION,
         f"{note}\n\n![The same as a picture](peers.png)\n\n{body}",
-        found["command"],
-        found["commit"],
+        results["command"],
+        results["commit"],
     )
 
 
 def main() -> None:
-    chosen = options()
+    """Measure, unless --render is given, and write the report."""
+    chosen = parse_options()
     path = RESULTS / "peers.json"
     if not chosen.render:
-        path.write_text(json.dumps(run(chosen), indent=1))
-    report(json.loads(path.read_text()))
+        write_rows(path, run(chosen))
+    write_report(json.loads(path.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every contender trains. Nothing here imports torch, which is for the contenders to do."""
+"""The jobs that every contender trains. Nothing here imports torch, which the contenders do."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -95,4 +95,5 @@ GPU_JOBS = {
 
 
 def jobs(device: str) -> dict[str, Job]:
+    """Return the jobs for a device, by name."""
     return GPU_JOBS if device == "cuda" else JOBS

@@ -1,4 +1,4 @@
-"""The parent's side: starts the contenders, lets them train in turn, and reads their clocks."""
+"""Start the contenders, let them train in turn, and read their clocks."""
 
 import json
 import math
@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
+from bench.peers.contenders import FOLDER
 from bench.peers.jobs import Job
-from bench.peers.runner_ import FOLDER
 from bench.peers.worker import PROFILE, Order
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ class Row:
     """Measurements of one contender.
 
     Attributes:
-        void: why it is no comparison; empty where it is one.
+        void: why the row is not compared; empty where it is.
         dtype: in which it computed.
         difference: largest relative difference of the first losses from raw's.
         cpu, wall: seconds per step of each segment.
@@ -73,7 +73,7 @@ class Worker:
             )
 
     def read(self) -> dict[str, Any]:
-        """The next report.
+        """Return the next report.
 
         Raises:
             RuntimeError: there is none.
@@ -86,25 +86,30 @@ class Worker:
             raise RuntimeError(f"{self.order} gave no report:\n{end}")
         return json.loads(line)
 
-    def go(self) -> None:
+    def resume(self) -> None:
+        """Let the contender train on from its gate."""
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
     def close(self) -> None:
-        """Ends it wherever it is: it reads the end of the file in place of `go`."""
+        """End the contender at its gate, where it reads the end of its input."""
         with suppress(BrokenPipeError):
             self.process.communicate(timeout=LIMIT)
 
     def finish(self) -> None:
-        """Lets the training end by itself; what did not end well is no contender."""
-        self.go()
+        """Let the training end by itself.
+
+        Raises:
+            RuntimeError: it does not end with success.
+        """
+        self.resume()
         self.close()
         if self.process.returncode:
             raise RuntimeError(f"{self.order} ended with {self.process.returncode}: {self.log}")
 
-    def others(self) -> tuple[float, int]:
-        """CPU seconds and resident bytes of the processes that it started."""
+    def children_usage(self) -> tuple[float, int]:
+        """Return CPU seconds and resident bytes of the processes that the contender started."""
         cpu, memory = 0.0, 0
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -112,18 +117,20 @@ class Worker:
                 cpu, memory = cpu + times.user + times.system, memory + child.memory_info().rss
         return cpu, memory
 
-    def settled(self) -> tuple[float, int]:
-        """The same, once they have nothing left to do: they disturb nobody then."""
+    def wait_for_idle_children(self) -> tuple[float, int]:
+        """Wait until the processes that the contender started are idle; return their usage."""
         before, deadline = -1.0, time.monotonic() + LIMIT
-        while (now := self.others())[0] - before > IDLE and time.monotonic() < deadline:
+        while (now := self.children_usage())[0] - before > IDLE and time.monotonic() < deadline:
             before = now[0]
             time.sleep(0.5)
         return now
 
 
 @contextmanager
-def workers(python: Path, orders: Sequence[Order], folder: Path) -> Iterator[dict[str, Worker]]:
-    """Contenders side by side; none is left over."""
+def running_workers(
+    python: Path, orders: Sequence[Order], folder: Path
+) -> Iterator[dict[str, Worker]]:
+    """Run contenders at once; end those that still run."""
     started = {order.contender: Worker(python, order, folder) for order in orders}
     try:
         yield started
@@ -133,30 +140,30 @@ def workers(python: Path, orders: Sequence[Order], folder: Path) -> Iterator[dic
                 worker.close()
 
 
-def measure(
+def measure_job(
     python: Path, job: Job, precision: str, names: Sequence[str], device: str, folder: Path
 ) -> list[Row]:
-    """All contenders of one job in one precision, a segment each in turn; who begins changes."""
+    """Measure the contenders of a job, a segment each in turn; who begins changes."""
     orders = [
         Order(name, job.name, precision, device, job.steps, job.steps, job.rounds) for name in names
     ]
-    with workers(python, orders, folder) as running:
+    with running_workers(python, orders, folder) as running:
         first = {name: worker.read() for name, worker in running.items()}
-        rows = {name: judged(job, precision, name, first, device) for name in names}
+        rows = {name: compare_losses(job, precision, name, first, device) for name in names}
         for name, row in rows.items():
             if row.void:
                 running.pop(name).close()
-        before = {name: worker.settled()[0] for name, worker in running.items()}
+        before = {name: worker.wait_for_idle_children()[0] for name, worker in running.items()}
         for turn in range(job.rounds):
             order = [*running][turn % len(running) :] + [*running][: turn % len(running)]
             for name in order:
-                running[name].go()
+                running[name].resume()
                 report = running[name].read()
                 rows[name].cpu.append(report["cpu"] / job.steps)
                 rows[name].wall.append(report["wall"] / job.steps)
                 first[name] = report
         for name, worker in running.items():
-            cpu, memory = worker.settled()
+            cpu, memory = worker.wait_for_idle_children()
             rows[name] = replace(
                 rows[name],
                 peak=first[name]["peak"],
@@ -168,12 +175,12 @@ def measure(
     return list(rows.values())
 
 
-def judged(job: Job, precision: str, name: str, first: dict[str, Any], device: str) -> Row:
-    """A row with what the first losses tell."""
+def compare_losses(job: Job, precision: str, name: str, first: dict[str, Any], device: str) -> Row:
+    """Return a row that says whether the first losses and the dtype are those asked for."""
     mine, raw = first[name], first["raw"]
     pairs = zip(mine["first"], raw["first"], strict=True)
-    found = [abs(a - b) / abs(b) for a, b in pairs]
-    difference = next((d for d in found if math.isnan(d)), max(found))
+    differences = [abs(a - b) / abs(b) for a, b in pairs]
+    difference = next((d for d in differences if math.isnan(d)), max(differences))
     void = ""
     if mine["dtype"] != DTYPES[precision]:
         void = f"computes in {mine['dtype']}"
@@ -182,58 +189,63 @@ def judged(job: Job, precision: str, name: str, first: dict[str, Any], device: s
     return Row(job.name, precision, name, mine["dtype"], difference, void)
 
 
-def start(
+def measure_start(
     python: Path, job: Job, names: Sequence[str], device: str, folder: Path, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """CPU and wall seconds from exec until the second step's loss: then the first is finished, with
-    all that a contender does between two. In turn, after a round that is not counted, which also
-    makes the store."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    """Measure CPU and wall seconds from exec until the second step's loss.
+
+    By then the first step is finished, with all that a contender does between two. Contenders run
+    in turn, after a round that is not counted, which also creates the store.
+    """
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for name in names:
             worker = Worker(python, Order(name, job.name, "32-true", device, 1, 1, 1), folder)
             report = worker.read()
-            _brief(worker)
+            _run_one_segment(worker)
             if turn:
-                found[name].append((report["total_cpu"], report["now"] - worker.began))
-    return found
+                results[name].append((report["total_cpu"], report["now"] - worker.began))
+    return results
 
 
-def profiles(python: Path, job: Job, precision: str, device: str, folder: Path) -> dict[str, Path]:
-    """cProfile's statistics of one segment of raw and of the runner."""
-    found = {}
+def profile_steps(
+    python: Path, job: Job, precision: str, device: str, folder: Path
+) -> dict[str, Path]:
+    """Return the files with cProfile's statistics of one segment of raw and of the runner."""
+    results = {}
     for name in ("raw", "runner"):
-        path = found[name] = folder / f"{name}.prof"
+        path = results[name] = folder / f"{name}.prof"
         order = Order(name, job.name, precision, device, job.steps, job.steps, 1)
         worker = Worker(python, order, folder, **{PROFILE: str(path)})
         worker.read()
-        _brief(worker)
-    return found
+        _run_one_segment(worker)
+    return results
 
 
-def _brief(worker: Worker) -> None:
+def _run_one_segment(worker: Worker) -> None:
     """Run the one segment of a worker, then end it."""
-    worker.go()
+    worker.resume()
     worker.read()
     worker.finish()
 
 
-def imports(python: Path, job: Job, device: str, folder: Path) -> dict[str, dict[str, float]]:
-    """Seconds that importing each package takes by itself, by contender."""
-    found: dict[str, dict[str, float]] = {}
+def import_times(python: Path, job: Job, device: str, folder: Path) -> dict[str, dict[str, float]]:
+    """Return the seconds that importing each package takes by itself, by contender."""
+    results: dict[str, dict[str, float]] = {}
     for name in ("raw", "runner"):
         order = Order(name, job.name, "32-true", device, 1, 1, 1)
         worker = Worker(python, order, folder, "-X", "importtime")
         worker.read()
-        _brief(worker)
-        packages = found[name] = {}
+        _run_one_segment(worker)
+        packages = results[name] = {}
         for line in worker.log.read_text().splitlines():
             if line.startswith("import time:") and "imported package" not in line:
                 alone, _, module = line.removeprefix("import time:").split("|")
                 package = module.strip().partition(".")[0]
                 packages[package] = packages.get(package, 0.0) + int(alone) / 1e6
-    return found
+    return results
 
 
-def scratch() -> tempfile.TemporaryDirectory[str]:
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that is deleted after use."""
     return tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True)

@@ -1,5 +1,6 @@
-"""What the hand-written loops share: model, batches, optimizer and loss, from the same seed. The
-runner gets the same values by its command (runner_.py) and builds them itself.
+"""Model, batches, optimizer and loss of the hand-written loops, from the same seed.
+
+The runner gets the same values by its command (contenders.py) and builds them itself.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,17 +32,22 @@ def _call(path: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def model(job: Job, device: str) -> nn.Module:
+    """Return the job's model."""
     torch.manual_seed(SEED)
     return _call(MODELS[job.model], job.model_args).to(device)
 
 
 def optimizer(net: nn.Module) -> Optimizer:
+    """Return the optimizer of all contenders."""
     return AdamW(net.parameters(), lr=1e-3, fused=True)
 
 
 class Batches:
-    """As many batches as there are steps, shuffled anew in each pass; slices of tensors in memory,
-    without the cost of a DataLoader. It has a length, so that the Trainer takes it as a loader."""
+    """As many batches as there are steps, shuffled anew in each pass.
+
+    They are slices of tensors in memory, without the cost of a DataLoader. The length is for
+    Lightning's Trainer, which takes the object as a loader.
+    """
 
     def __init__(self, job: Job, steps: int, device: str) -> None:
         self.job, self.steps, self.device = job, steps, device
@@ -66,8 +72,10 @@ class Batches:
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross entropy, per token for sequences. The name is looked up at each call, because the
-    worker counts steps there."""
+    """Return the mean cross entropy, per token for sequences.
+
+    The function is looked up at each call, because the worker counts steps there.
+    """
     if output.dim() == 3:
         output, target = output.flatten(0, 1), target.flatten()
     return nn.functional.cross_entropy(output, target)

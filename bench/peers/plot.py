@@ -1,4 +1,4 @@
-"""The picture of a measurement: medians as dots, quartiles as lines."""
+"""Draw a measurement: medians as dots, quartiles as lines."""
 
 import statistics
 from pathlib import Path
@@ -9,7 +9,16 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-from bench.peers.report import MEMORY, MICRO, SPEED, START, STEP_US, Result, paired, quartiles
+from bench.peers.report import (
+    MEMORY,
+    MICRO,
+    SPEED,
+    START,
+    STEP_US,
+    Result,
+    differences_and_ratios,
+    quartiles,
+)
 
 COLOURS = {
     "raw, recording": "0.45",
@@ -22,6 +31,7 @@ COLOURS = {
 
 
 def draw(result: Result, path: Path) -> None:
+    """Write the picture of a measurement."""
     figure, axes = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
     _steps(axes[0, 0], result)
     _speeds(axes[0, 1], result)
@@ -35,10 +45,10 @@ def draw(result: Result, path: Path) -> None:
 
 
 def _dots(axis: Any, groups: dict[str, dict[str, list[float]]], limit: float, title: str) -> None:
-    """A cluster of dots per group, one dot per contender, and the target as a line."""
-    for place, found in enumerate(groups.values()):
-        for number, (name, values) in enumerate(found.items()):
-            x, mid = place + (number - (len(found) - 1) / 2) * 0.12, statistics.median(values)
+    """Draw a cluster of dots per group, one dot per contender, and the target as a line."""
+    for place, contenders in enumerate(groups.values()):
+        for number, (name, values) in enumerate(contenders.items()):
+            x, mid = place + (number - (len(contenders) - 1) / 2) * 0.12, statistics.median(values)
             low, high = quartiles(values)
             errors = [[max(0.0, mid - low)], [max(0.0, high - mid)]]
             axis.errorbar(x, mid, yerr=errors, fmt="o", color=COLOURS[name], label=name, capsize=3)
@@ -56,11 +66,11 @@ def _dots(axis: Any, groups: dict[str, dict[str, list[float]]], limit: float, ti
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _told(clock: str) -> str:
+def _clock_name(clock: str) -> str:
     return "CPU" if clock == "cpu" else clock
 
 
-def _valid(rows: list[Any]) -> list[Any]:
+def _compared(rows: list[Any]) -> list[Any]:
     return [row for row in rows if not row["void"] and row["contender"] != "raw"]
 
 
@@ -68,13 +78,16 @@ def _steps(axis: Any, result: Result) -> None:
     clock = result.clock
     groups = {
         precision: {
-            row["contender"]: [v * MICRO for v in paired(row[clock], raw[clock])[0]]
-            for row in _valid(rows)
+            row["contender"]: [v * MICRO for v in differences_and_ratios(row[clock], raw[clock])[0]]
+            for row in _compared(rows)
         }
         for _, precision, raw, rows in result.groups(real=False)
     }
     _dots(
-        axis, groups, STEP_US, f"MLP: µs of {_told(clock)} time per step over raw (lower is better)"
+        axis,
+        groups,
+        STEP_US,
+        f"MLP: µs of {_clock_name(clock)} time per step over raw (lower is better)",
     )
 
 
@@ -82,19 +95,19 @@ def _speeds(axis: Any, result: Result) -> None:
     clock = result.clock
     groups = {
         f"{job}\n{precision}": {
-            row["contender"]: [1 / v for v in paired(row[clock], raw[clock])[1]]
-            for row in _valid(rows)
+            row["contender"]: [1 / v for v in differences_and_ratios(row[clock], raw[clock])[1]]
+            for row in _compared(rows)
         }
         for job, precision, raw, rows in result.groups(real=True)
     }
-    _dots(axis, groups, SPEED, f"Speed over raw, {_told(clock)} time (higher is better)")
+    _dots(axis, groups, SPEED, f"Speed over raw, {_clock_name(clock)} time (higher is better)")
 
 
 def _start(axis: Any, result: Result) -> None:
-    start = result.found["start"]
+    start = result.results["start"]
     groups = {
         kind: {
-            name: paired([p[i] for p in pairs], [p[i] for p in start["raw"]])[1]
+            name: differences_and_ratios([p[i] for p in pairs], [p[i] for p in start["raw"]])[1]
             for name, pairs in start.items()
             if name != "raw"
         }
@@ -107,7 +120,7 @@ def _memory(axis: Any, result: Result) -> None:
     groups: dict[str, dict[str, list[float]]] = {}
     for real in (False, True):
         for job, _, raw, rows in result.groups(real):
-            for row in _valid(rows):
-                found = groups.setdefault(job, {}).setdefault(row["contender"], [])
-                found.append((row["peak"] / raw["peak"] - 1) * 100)
+            for row in _compared(rows):
+                percentages = groups.setdefault(job, {}).setdefault(row["contender"], [])
+                percentages.append((row["peak"] / raw["peak"] - 1) * 100)
     _dots(axis, groups, (MEMORY - 1) * 100, "Peak memory, % over raw (lower is better)")

@@ -1,4 +1,4 @@
-"""One contender in a process of its own; a parent reads its clocks and says when to continue.
+"""Run one contender in a process of its own; a parent reads its clocks and says when to continue.
 
     python -m bench.peers.worker '{"contender": "raw", "job": "mlp", ...}'
 
@@ -18,24 +18,19 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.peers.contenders import CONTENDERS
 from bench.peers.jobs import jobs
 
-CONTENDERS = {
-    "raw": ("raw", "train"),
-    "raw, recording": ("raw", "recording"),
-    "runner": ("runner_", "train"),
-    "runner, tracking=none": ("runner_", "untracked"),
-    "Fabric": ("fabric", "train"),
-    "Trainer": ("trainer", "train"),
-    "Accelerate": ("accelerate_", "train"),
-}
 PROFILE = "PEERS_PROFILE"
 """Environment variable: the file for cProfile's statistics of the segments."""
 
 
 class Order(NamedTuple):
-    """What a worker is to do: warm-up steps, then so many segments of so many steps; first says of
-    how many steps it reports the losses."""
+    """What a worker trains: warm-up steps, then segments of steps.
+
+    Attributes:
+        first: of how many first steps it reports the losses.
+    """
 
     contender: str
     job: str
@@ -48,12 +43,12 @@ class Order(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Steps of the whole training: the last one's loss ends the last segment."""
+        """Return the steps of the whole training: the last one's loss ends the last segment."""
         return self.warmup + self.segments * self.steps + 1
 
 
-class Gate:
-    """Counts steps, reports at the end of the warm-up and of each segment, and waits there."""
+class StepGate:
+    """A counter of steps that reports at the end of the warm-up and of each segment, and waits."""
 
     def __init__(self, order: Order, reports: Any) -> None:
         self.order, self.reports = order, reports
@@ -66,7 +61,7 @@ class Gate:
             self.profile = import_module("cProfile").Profile(time.process_time)
 
     def step(self, loss: Any) -> None:
-        """One more loss, of a training step."""
+        """Count a training step with its loss."""
         self.count += 1
         if self.count <= self.order.first:
             self.first.append(loss.item())
@@ -74,10 +69,11 @@ class Gate:
             self.wait()
 
     def wait(self) -> None:
+        """Report the clocks, and wait for the parent."""
         if self.profile:
             self.profile.disable()
         if self.order.device == "cuda":
-            torch().cuda.synchronize()
+            imported_torch().cuda.synchronize()
         cpu, wall, now = time.process_time(), time.perf_counter(), time.monotonic()
         report = {
             "cpu": cpu - self.cpu,
@@ -90,7 +86,7 @@ class Gate:
             "dtype": self.dtype,
         }
         if self.order.device == "cuda":
-            report["device_peak"] = torch().cuda.max_memory_allocated()
+            report["device_peak"] = imported_torch().cuda.max_memory_allocated()
         self.next += self.order.steps
         print(json.dumps(report), file=self.reports, flush=True)
         if not sys.stdin.readline():
@@ -100,25 +96,29 @@ class Gate:
         self.cpu, self.wall = time.process_time(), time.perf_counter()
 
 
-def torch() -> Any:
+def imported_torch() -> Any:
+    """Return torch, whose import is left to the contender."""
     return import_module("torch")
 
 
 def peak_memory() -> int:
-    """Greatest resident memory of this process so far, in bytes."""
+    """Return the greatest resident memory of this process so far, in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-class Attach(MetaPathFinder):
-    """Has the gate see each loss of a training step, from the import of torch.nn.functional on,
-    which is left to the contender; and in which dtype the last linear layer of the first one
-    computed."""
+class LossHook(MetaPathFinder):
+    """A hook on the import of torch.nn.functional that shows the gate each training step's loss.
 
-    def __init__(self, gate: Gate) -> None:
+    The import is left to the contender. The gate also gets the dtype in which the last linear layer
+    of the first step computed.
+    """
+
+    def __init__(self, gate: StepGate) -> None:
         self.gate, self.seen = gate, list[str]()
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return torch.nn.functional's spec with a loader that attaches the hook."""
         if name != "torch.nn.functional":
             return None
         sys.meta_path.remove(self)
@@ -135,6 +135,7 @@ class Attach(MetaPathFinder):
         return spec
 
     def attach(self, functional: Any) -> None:
+        """Replace cross_entropy and linear by functions that notify the gate."""
         cross_entropy, linear = functional.cross_entropy, functional.linear
 
         def counted(output: Any, target: Any, **options: Any) -> Any:
@@ -154,13 +155,13 @@ class Attach(MetaPathFinder):
 
 
 def main() -> None:
+    """Train the job of the order on the command line."""
     order = Order(**json.loads(sys.argv[1]))
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a contender prints is no report
-    gate = Gate(order, reports)
-    sys.meta_path.insert(0, Attach(gate))
-    module, function = CONTENDERS[order.contender]
-    train = getattr(import_module(f"bench.peers.{module}"), function)
+    gate = StepGate(order, reports)
+    sys.meta_path.insert(0, LossHook(gate))
+    train = CONTENDERS[order.contender]
     train(jobs(order.device)[order.job], order.precision, order.total, order.device)
     if gate.profile:
         gate.profile.dump_stats(os.environ[PROFILE])

@@ -3,7 +3,6 @@
 The answers are those of each precision's require(), which a run asks, too.
 """
 
-import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,9 +11,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from runner.config.overrides import config_dir
+from runner.config.commands import DOCTOR
+from runner.config.overrides import no_config_folder
 from runner.precision.registry import supported_precisions, yaml_header
 from runner.utils.accelerator import available_kinds, choose_accelerator
+from runner.utils.errors import ConfigError
 
 # Packages that only some precisions, adapters and TPUs need.
 LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu", "torch_xla")
@@ -28,17 +29,16 @@ def _installed_version(library: str) -> str:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print the support table; return the exit status, 2 for arguments that it does not take."""
-    console = Console(highlight=False, markup=False)
-    folder = config_dir(argv)
-    if argv and (folder is None or len(argv) > 2 or not argv[0].startswith("-")):
-        text = f"doctor takes no arguments but --config-dir, and was given: {' '.join(argv)}."
-        print(f"error: {text} Type doctor.", file=sys.stderr)
-        return 2
+    """Print the support table and return the exit status.
+
+    Raises:
+        ConfigError: an argument that it does not take, or a folder that does not exist.
+    """
+    typed_folder = DOCTOR.parse(argv).values.get("--config-dir")
+    folder = None if typed_folder is None else Path(typed_folder)
     if folder is not None and not folder.is_dir():
-        text = f"--config-dir={folder} is no folder in {Path.cwd()}."
-        print(f"error: {text} Type --config-dir <folder of your configs>.", file=sys.stderr)
-        return 2
+        raise ConfigError(no_config_folder(folder))
+    console = Console(highlight=False, markup=False)
     console.print(", ".join([f"torch {torch.__version__}", *map(_installed_version, LIBRARIES)]))
     for kind in available_kinds():
         accelerator = choose_accelerator(name=kind)

@@ -24,19 +24,28 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from runner.cli.help import COMMAND_HELP, print_help
+from runner.cli.help import print_help
+from runner.config import commands
+from runner.config.hydra_mode import single_composition
 from runner.config.hydra_plugins import ADVISE
 from runner.config.messages import explain
-from runner.config.overrides import config_dir, rewrite_arguments, shadowed_configs
+from runner.config.overrides import (
+    config_dir,
+    no_config_folder,
+    rewrite_arguments,
+    shadowed_configs,
+)
 from runner.config.precision_keys import remove_keys
 from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import AUTO
 from runner.distributed import torchrun
 from runner.sweep.job_result import (
+    is_sweep_job,
     job_origin,
     job_overrides,
     keys_left_out_of_job,
     record_result,
+    use_sweep_time,
 )
 from runner.utils.errors import RunnerError, Unavailable
 from runner.utils.layout import ADVICE
@@ -68,10 +77,7 @@ def _run_command(argv: Sequence[str]) -> int:
         return 2
     _prepare_process()
     if argv and argv[0] in COMMANDS:
-        if _asks_for_help(argv):
-            print(COMMAND_HELP[argv[0]])
-            return 0
-        return COMMANDS[argv[0]](argv[1:])
+        return _run_other_command(argv[0], argv[1:])
     try:
         argv = torchrun.command_of_rank(rewrite_arguments(_expand_resumed_sweep(argv)))
     except RunnerError as error:
@@ -86,6 +92,18 @@ def _run_command(argv: Sequence[str]) -> int:
     if not _check_config_dir(config_dir(argv)):
         return 2
     return _run_hydra(argv)
+
+
+def _run_other_command(name: str, argv: Sequence[str]) -> int:
+    """Run a command that trains nothing, print its errors and return the exit status."""
+    if _asks_for_help(argv):
+        print(commands.COMMANDS[name].help())
+        return 0
+    try:
+        return COMMANDS[name](argv)
+    except RunnerError as error:
+        print_error(str(error))
+        return error.exit_status
 
 
 HELP_FLAGS = ("--help", "-h")
@@ -110,8 +128,7 @@ def _check_config_dir(folder: Path | None) -> bool:
     if folder is None:
         return True
     if not folder.is_dir():
-        text = f"{folder} is no folder in {Path.cwd()}. Type --config-dir <folder of your configs>."
-        _print_error_once(f"--config-dir={text}")
+        _print_error_once(no_config_folder(folder))
         return False
     for warning in shadowed_configs(folder):
         if torchrun.claim_message(warning):
@@ -158,7 +175,8 @@ def _run_hydra(argv: Sequence[str]) -> int:
         as_main = hydra.main(
             version_base="1.3", config_path="pkg://runner.conf", config_name="config"
         )
-        as_main(run_job)()
+        with single_composition(argv):
+            as_main(run_job)()
     except _COMPOSE_ERRORS as error:
         print_error(explain(error, argv))
         status = 2
@@ -218,11 +236,11 @@ def run_job(config: DictConfig) -> float | None:
         then counts a failed trial and continues, while NaN would end its study.
 
     Raises:
-        SystemExit: a signal ended the job, or a single run failed. A sweep continues after a
-            failed job, whose result is recorded here.
+        SystemExit: a signal ended the job, or a job failed that has this process for itself. The
+            result of a sweep's job is recorded before.
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
-    sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
+    sweeping = is_sweep_job()
     try:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
@@ -238,7 +256,8 @@ def run_job(config: DictConfig) -> float | None:
         record_result(config, folder, failure.status, failure.message)
     # Outside of `except`: the traceback, whose frames hold the model, is free to be collected.
     gc.collect()
-    if failure.exit_status > 128 or not sweeping:
+    # Hydra's own launcher runs the jobs of a sweep in one process, which continues with the next.
+    if failure.exit_status > 128 or HydraConfig.get().mode == RunMode.RUN:
         raise SystemExit(failure.exit_status)
     return None
 
@@ -275,6 +294,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     if sweeping and not is_trial:
         overrides = one_line(" ".join(job_overrides()))
         print(f"\njob {HydraConfig.get().job.num}: {overrides}", flush=True)
+        use_sweep_time()
         remove_keys(config, keys_left_out_of_job())
     finished = _finished_before(config, folder, sweeping)
     if finished is not None:
@@ -294,8 +314,9 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         import torch._dynamo  # noqa: F401
 
         from runner.modes.run import run
-        from runner.sweep.advisor.trials import print_one_line_result
     if is_trial:
+        from runner.sweep.advisor.trials import print_one_line_result
+
         return print_one_line_result(lambda console: run(spec, folder, invocation, console))
     return run(spec, folder, invocation)
 

@@ -10,15 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.config.commands import SYNC
 from runner.tracking import journal as journals
 from runner.tracking import pending
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.upload_state import UploadState
 from runner.tracking.uri import resolve_uri
 from runner.tracking.writer_process import WriterProcess
-from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact
-from runner.utils.terminal import print_error
 
 IDLE_TIMEOUT_SECONDS = 30.0
 """Seconds without progress after which the remaining uploads count as failed."""
@@ -34,13 +33,17 @@ def sync(argv: Sequence[str]) -> int:
             `tracking.experiment=...` change where the remaining records go.
 
     Returns:
-        0 if everything is stored, 1 if something could not be uploaded, 2 for wrong arguments.
+        0 if everything is stored, 1 if something could not be uploaded.
+
+    Raises:
+        ConfigError: an argument that it does not take, or a store that no MLflow can read.
     """
-    try:
-        folders, uri, experiment = _arguments(argv)
-    except ConfigError as error:
-        print_error(str(error))
-        return 2
+    arguments = SYNC.parse(argv)
+    folders = [Path(word).absolute() for word in arguments.words or ["outputs"]]
+    experiment = arguments.values.get("tracking.experiment")
+    uri = arguments.values.get("tracking.uri")
+    if uri is not None:
+        uri = resolve_uri(uri, os.environ, Path.cwd())
     # A run may be in several of the typed folders: a dict holds its journal once.
     states = {}
     for folder in folders:
@@ -68,18 +71,29 @@ def _upload(paths: Sequence[Path], uri: str | None, experiment: str | None) -> i
     try:
         journals_of_writer = []
         for path in paths:
+            _forget_troubles(path)
             problem = _redirect(path, uri, experiment)
             if problem:
                 print(f"{path.parent}: failed: {problem}.", flush=True)
             else:
-                journals_of_writer.append(writer.add_journal(path))
+                writer.add_journal(path)
+                journals_of_writer.append(JournalStatus(path))
         writer.finish()
-        for status in _wait_until_closed(journals_of_writer):
-            uploaded += status.is_complete
+        for status in _wait_until_closed(writer, journals_of_writer):
+            uploaded += status.state.done
             print(f"{status.journal.parent}: {_outcome(status)}", flush=True)
     finally:
         writer.kill()
     return uploaded
+
+
+def _forget_troubles(path: Path) -> None:
+    """Clear what earlier writers reported, unless a writer has the journal at the moment."""
+    state = UploadState(path)
+    if state.acquire_lock():
+        if not state.done:
+            state.forget_troubles()
+        state.release_lock()
 
 
 def _redirect(path: Path, uri: str | None, experiment: str | None) -> str | None:
@@ -106,18 +120,23 @@ def _redirect(path: Path, uri: str | None, experiment: str | None) -> str | None
     return None
 
 
-def _wait_until_closed(statuses: Sequence[JournalStatus]) -> Iterator[JournalStatus]:
+def _wait_until_closed(
+    writer: WriterProcess, statuses: Sequence[JournalStatus]
+) -> Iterator[JournalStatus]:
     """Yield each journal when it is closed, and the rest after too long a time without progress."""
     open_journals = list(statuses)
     while open_journals:
-        closed = [status for status in open_journals if status.closed_event.is_set()]
+        for status in open_journals:
+            status.refresh()
+        closed = [status for status in open_journals if status.is_closed]
         for status in closed:
             open_journals.remove(status)
             yield status
         # One process uploads all of them: the progress of any counts for those that wait.
         idle_seconds = time.monotonic() - max(status.progress_at for status in statuses)
         is_idle = idle_seconds > IDLE_TIMEOUT_SECONDS and not any(map(_is_busy, open_journals))
-        if is_idle or idle_seconds > BUSY_TIMEOUT_SECONDS:
+        is_dead = bool(open_journals) and writer.keep_alive() is not None
+        if is_dead or is_idle or idle_seconds > BUSY_TIMEOUT_SECONDS:
             yield from open_journals
             return
         time.sleep(0.05)
@@ -128,13 +147,15 @@ def _is_busy(status: JournalStatus) -> bool:
 
     A writer whose call fails unlocks the journal until its next try, so an outage ends this state.
     """
-    return status.sending_file or pending.journal_state(status.journal) == "sending"
+    return status.state.sending_file or pending.journal_state(status.journal) == "sending"
 
 
 def _outcome(one: JournalStatus) -> str:
     """Return a line about a journal: where it was uploaded to, or why that failed."""
-    if not one.is_complete:
-        return f"failed: {one.outage or one.last_error or 'no answer'}."
+    state = one.state
+    if not state.done:
+        reason = state.refusal or state.failure or state.outage or state.first_error
+        return f"failed: {reason or 'no answer'}."
     points = 0
     # Only a run that was killed writes no end.
     status = "KILLED"
@@ -143,36 +164,13 @@ def _outcome(one: JournalStatus) -> str:
             points += len(record["values"])
         elif record["kind"] == "end":
             status = record["status"]
-    progress = UploadState(one.journal)
-    progress.read_without_lock()
-    if progress.run_id is None:
+    if state.run_id is None:
         return "nothing was recorded"
-    store = redact(progress.uri or _first_record(one.journal)["uri"])
-    without = f"; left out: {one.last_error}" if one.last_error else ""
-    return f"uploaded to {store} as run {progress.run_id}, {status}, {points:,} points{without}"
+    store = redact(state.uri or _first_record(one.journal)["uri"])
+    without = f"; left out: {state.first_error}" if state.first_error else ""
+    return f"uploaded to {store} as run {state.run_id}, {status}, {points:,} points{without}"
 
 
 def _first_record(journal: Path) -> dict[str, Any]:
     """Return a journal's first record; empty if even that was not written completely."""
     return next((record for record, _ in journals.read_records(journal)), {})
-
-
-def _arguments(argv: Sequence[str]) -> tuple[list[Path], str | None, str | None]:
-    """Return the folders, the store and the experiment that were typed."""
-    folders = []
-    given = {}
-    for text in argv:
-        key, mark, value = text.partition("=")
-        if mark and key in ("tracking.uri", "tracking.experiment"):
-            given[key] = value
-        elif Path(text).is_dir():
-            folders.append(Path(text).absolute())
-        else:
-            raise ConfigError(
-                f"sync does not take {text}: there is no such folder. Allowed: folders of runs or "
-                "sweeps, tracking.uri=..., tracking.experiment=..."
-            )
-    uri = given.get("tracking.uri")
-    if uri is not None:
-        uri = resolve_uri(uri, os.environ, Path.cwd())
-    return folders or [Path("outputs").absolute()], uri, given.get("tracking.experiment")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 
+from runner.config.commands import UI
 from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri
-from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact
 from runner.utils.stop_signals import Stopped, StopSignals
-from runner.utils.terminal import print_error
 
 FIRST_PORT = 5000
 LAST_PORT = 5100
@@ -28,23 +28,22 @@ def ui(argv: Sequence[str]) -> int:
 
     Args:
         argv: `tracking.uri=...`, `tracking.experiment=...` or `port=...`, each optional.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: an argument that it does not take, or a port that cannot be used.
+        TrackingError: the store does not answer.
     """
-    try:
-        given = _arguments(argv)
-        uri = resolve_uri(given.get("tracking.uri"), os.environ, Path.cwd())
-        port = _port(given.get("port"))
-    except ConfigError as error:
-        print_error(str(error))
-        return 2
+    given = UI.parse(argv).values
+    uri = resolve_uri(given.get("tracking.uri"), os.environ, Path.cwd())
+    port = _port(given.get("port"))
     name = resolve_experiment(given.get("tracking.experiment"), os.environ)
     base = redact(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
     print(f"store: {redact(uri)}")
     upload_in_background(Path("outputs"))
-    try:
-        found = dict(dashboard_urls(uri, base, name, make="tracking.uri" not in given))
-    except RunnerError as error:
-        print_error(str(error))
-        return error.exit_status
+    found = dict(dashboard_urls(uri, base, name, make="tracking.uri" not in given))
     for what, url in found.items():
         print(f"{what}: {url}", flush=True)
     first = next(iter(found.values()))
@@ -115,17 +114,6 @@ def dashboard_urls(
 
     for what, path in Reader(uri, make).pages(experiment):
         yield what, f"{base}{path}"
-
-
-def _arguments(argv: Sequence[str]) -> dict[str, str]:
-    allowed = ("tracking.uri", "tracking.experiment", "port")
-    given = {}
-    for text in argv:
-        key, mark, value = text.partition("=")
-        if not mark or key not in allowed:
-            raise ConfigError(f"ui does not take {text}. Allowed: {'=..., '.join(allowed)}=...")
-        given[key] = value
-    return given
 
 
 def _port(text: str | None) -> int:

@@ -1,9 +1,12 @@
 """Describe the command that a run's spec was composed from, and derive the run's labels from it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
 from runner.utils.formatting import shorten_override
 
@@ -54,8 +57,7 @@ class Invocation:
 
     def overrides_key(self, key: str) -> bool:
         """Return whether an override sets this top-level key or a key under it."""
-        # Without the marks of Hydra's grammar: + adds a key, ++ adds or sets it, ~ deletes it.
-        keys = [text.lstrip("+~").partition("=")[0] for text in self.overrides]
+        keys = map(override_key, self.overrides)
         return any(each == key or each.startswith(f"{key}.") for each in keys)
 
     def label(self, spec: RunSpec) -> str:
@@ -76,3 +78,11 @@ class Invocation:
         """Return the label without the seed, which runs that differ only in their seed share."""
         unseeded = tuple(text for text in self.swept_overrides if not text.startswith("seed="))
         return replace(self, swept_overrides=unseeded).label(spec)
+
+
+def override_texts(overrides: Sequence[str]) -> list[str]:
+    """Return a list of overrides that Hydra has stored, as they were typed."""
+    # Reading one element would resolve the ${...} in its text, which may not be possible yet.
+    texts = OmegaConf.to_container(overrides)
+    assert isinstance(texts, list)
+    return [str(text) for text in texts]

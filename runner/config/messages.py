@@ -260,11 +260,9 @@ def has_key(config: object, key: str) -> bool:
 def precisions_with_key(key: str) -> list[str]:
     """Return the names of the built-in precisions that have a key, given without `precision.`."""
     folder = Path(str(files("runner.conf"))) / "precision"
-    return [path.stem for path in sorted(folder.glob("*.yaml")) if has_key(_load(path), key)]
-
-
-def _load(path: Path) -> object:
-    return OmegaConf.load(path)
+    return [
+        path.stem for path in sorted(folder.glob("*.yaml")) if has_key(OmegaConf.load(path), key)
+    ]
 
 
 def _typed(key: str, argv: Sequence[str]) -> str | None:

@@ -22,6 +22,8 @@ _FLAGS_WITH_VALUE = (
 """Hydra's flags that take the next word as their value."""
 
 _PRECISION = "precision."
+_JOB_KEYS = {"hydra.sweep.dir", "hydra.job.num"}
+_JOB_FOLDER = "hydra.run.dir=${hydra.sweep.dir}/${hydra.sweep.subdir}"
 _SWEEPER = "hydra/sweeper=advise"
 _ADVISE_WORDS = (_SWEEPER, "--multirun")
 _QUERY_FLAGS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
@@ -31,7 +33,8 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     """Return a command in the form that Hydra parses, with its overrides before its flags.
 
     Short precision names become full ones, numbers that name an option are quoted,
-    `checkpoint=<file>` becomes checkpoint.path=, and tags are marked as new keys.
+    `checkpoint=<file>` becomes checkpoint.path=, and tags are marked as new keys. A command with
+    hydra.sweep.dir and hydra.job.num is one job of a sweep, and runs in that job's folder.
     """
     # Hydra fails at `precision=16`, which it reads as a number, and at `model=vit -m seed=0,1`:
     # its parser wants all overrides next to each other.
@@ -46,6 +49,9 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
         flags.append(text)
         if text in _FLAGS_WITH_VALUE and rest and "=" not in rest[0]:
             flags.append(rest.pop(0))
+    keys = {text.partition("=")[0] for text in overrides}
+    if keys >= _JOB_KEYS and not _is_multirun(overrides, flags):
+        overrides.append(_JOB_FOLDER)
     advise_words = _advise_words(overrides, flags)
     if advise_words or _sweeps_precisions(overrides, flags):
         overrides = [_mark_precision_key(text) for text in overrides]
@@ -134,9 +140,14 @@ def _rewrite_path(text: str) -> str:
     if key not in _PATH_KEYS or not value:
         return text
     # Names of files may hold characters that Hydra's grammar refuses without quotes.
-    if _exists(value):
-        value = f"'{_BEFORE_QUOTE.sub(_escaped, value)}'"
+    if path_exists(value):
+        value = quote_value(value)
     return f"{_PATH_KEYS[key]}={value}"
+
+
+def quote_value(text: str) -> str:
+    """Return a text as a quoted value of Hydra's grammar, which takes any character in it."""
+    return f"'{_BEFORE_QUOTE.sub(_escaped, text)}'"
 
 
 # Hydra's grammar: in quotes, backslashes count as escapes only before a quote.
@@ -148,7 +159,8 @@ def _escaped(match: re.Match[str]) -> str:
     return backslashes + ("\\'" if match[2] else "")
 
 
-def _exists(path: str) -> bool:
+def path_exists(path: str) -> bool:
+    """Return whether a text names an existing file or folder, whatever text it is."""
     try:
         return Path(path).exists()
     except (OSError, ValueError):
@@ -161,6 +173,11 @@ def _mark_tag(text: str) -> str:
     return f"++{text}" if text.startswith("tracking.tags.") else text
 
 
+def override_key(override: str) -> str:
+    """Return the key of an override, without its marks (`+`, `~`) and its value."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def config_dir(argv: Sequence[str]) -> Path | None:
     """Return the folder that --config-dir (-cd) names, or None."""
     for i, text in enumerate(argv):
@@ -171,6 +188,14 @@ def config_dir(argv: Sequence[str]) -> Path | None:
             return Path(value)
         return Path(argv[i + 1]) if i + 1 < len(argv) else None
     return None
+
+
+def no_config_folder(folder: Path) -> str:
+    """Return the message for a --config-dir that is no folder."""
+    return (
+        f"--config-dir={folder} is no folder in {Path.cwd()}. "
+        "Type --config-dir <folder of your configs>."
+    )
 
 
 def shadowed_configs(folder: Path) -> Iterator[str]:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.hydra_plugins import REMOTE
+from runner.config.invocation import override_texts
 from runner.config.messages import has_key, precisions_with_key
 from runner.utils.errors import ConfigError
 
@@ -125,7 +126,7 @@ def _overrides(config: DictConfig) -> list[Override]:
     """Return a preset's overrides and those of the command, which come last."""
     params = config.hydra.sweeper.get("params") or {}
     words = [f"{key}={value}" for key, value in params.items()]
-    words += [str(text) for text in config.hydra.overrides.task]
+    words += override_texts(config.hydra.overrides.task)
     return OverridesParser.create(config_loader=_loader()).parse_overrides(words)
 
 
@@ -167,7 +168,7 @@ def _combinations(overrides: Sequence[Override]) -> Iterator[list[str]]:
 
 def _compose(config: DictConfig, words: Sequence[str]) -> DictConfig | None:
     """Return a job's config; None if it does not compose, which that job reports when it runs."""
-    hydra_overrides = [str(text) for text in config.hydra.overrides.hydra]
+    hydra_overrides = override_texts(config.hydra.overrides.hydra)
     with suppress(HydraException, OmegaConfBaseException):
         return _loader().load_configuration(
             config.hydra.job.config_name, [*hydra_overrides, *words], RunMode.RUN

@@ -188,7 +188,7 @@ def dataclass_fields_from_json(kind: type, values: object) -> dict[str, Any]:
     """Return the entries of a mapping, read from a file, that are fields of a dataclass.
 
     Raises:
-        ValueError: a value is missing or does not fit its annotation; mappings must hold numbers.
+        ValueError: a value is missing or does not fit its annotation.
     """
     hints = get_type_hints(kind)
     if not isinstance(values, Mapping):
@@ -212,8 +212,10 @@ def _fits_field(value: Any, hint: Any) -> bool:
         return False
     if get_origin(hint) is Literal and value not in get_args(hint):
         return False
-    numbers = value.values() if isinstance(value, Mapping) else ()
-    return all(fits_type(number, float) for number in numbers)
+    if isinstance(value, Mapping):
+        _, item_hint = get_args(hint)
+        return all(_fits_field(item, item_hint) for item in value.values())
+    return True
 
 
 def _typed(value: Any) -> str:

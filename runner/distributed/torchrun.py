@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from runner.config.overrides import override_key, quote_value
 from runner.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,18 +108,19 @@ def command_of_rank(argv: Sequence[str]) -> Sequence[str]:
     shared = rendezvous_store(here)
     extra = {}
     if here.restart and shared.check([_RESUME_KEY]):
-        extra = {"hydra.run.dir": shared.get(_RESUME_KEY).decode(), "checkpoint.resume": "auto"}
+        folder = shared.get(_RESUME_KEY).decode()
+        extra = {"hydra.run.dir": quote_value(folder), "checkpoint.resume": "auto"}
     if not here.is_main:
         if not extra:
             # Waits until the main process has published it; empty if that failed.
             folder = shared.get(_START_KEY).decode()
             if not folder:
                 raise MainRankFailed
-            extra["hydra.run.dir"] = folder
+            extra["hydra.run.dir"] = quote_value(folder)
         # Only the main process writes Hydra's files.
         extra["hydra.output_subdir"] = "null"
-    others = [text for text in argv if text.lstrip("+~").partition("=")[0] not in extra]
-    published = [f"{key}={_quoted(value)}" for key, value in extra.items()]
+    others = [text for text in argv if override_key(text) not in extra]
+    published = [f"{key}={value}" for key, value in extra.items()]
     # First: Hydra's parser takes overrides next to each other, and rewrite_arguments has put the
     # flags last.
     return [*published, *others]
@@ -181,7 +183,3 @@ def rendezvous_store(here: ProcessRank) -> "TCPStore":
         wait_for_workers=False,
         multi_tenant=True,
     )
-
-
-def _quoted(value: str) -> str:
-    return value if value in ("null", "auto") else "'" + value.replace("'", r"\'") + "'"

@@ -125,7 +125,7 @@ def _evaluate_checkpoint(
     if rate is not None:
         values["perf/examples_per_second"] = rate
     content = saved.content
-    run.tracker.metrics(content["step"], now_ms(), values)
+    run.tracker.log_metrics([(content["step"], now_ms(), values)])
     for name, value in metrics.items():
         if not math.isfinite(value):
             run.say(f"warning: {name} is {value}: the weights, or this precision, diverge.")

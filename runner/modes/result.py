@@ -9,9 +9,8 @@ from typing import Literal
 
 from runner.config.targets import dataclass_fields_from_json
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.files import write_text
+from runner.utils.files import write_json
 from runner.utils.layout import RESULT
-from runner.utils.secrets import redact_values
 
 Status = Literal["finished", "failed", "unavailable", "stopped"]
 """How a run ended."""
@@ -116,7 +115,7 @@ class RunResult:
 
         The file is replaced at once: a reader finds the new content or the one before.
         """
-        return write_text(folder / RESULT, json.dumps(redact_values(asdict(self)), indent=2) + "\n")
+        return write_json(folder / RESULT, asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult":

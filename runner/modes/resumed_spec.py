@@ -13,6 +13,7 @@ from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
 from runner.config.invocation import Invocation
+from runner.config.overrides import override_key
 from runner.config.resolve import flatten, resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
@@ -30,7 +31,7 @@ run_store.py chooses the store, and a run may be resumed with another number of 
 
 def typed_overrides(origin: Invocation) -> dict[str, str]:
     """Return the overrides that were typed, by their keys without marks (`+`, `~`)."""
-    return {text.lstrip("+~").partition("=")[0]: text for text in origin.overrides}
+    return {override_key(text): text for text in origin.overrides}
 
 
 def merge_choices(saved: LoadedCheckpoint, origin: Invocation) -> dict[str, str]:

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import yaml
 
 from runner.config.invocation import Invocation
+from runner.config.overrides import override_key
 from runner.config.renamed import current_path
 from runner.config.schema import RunSpec
 from runner.config.signature import describe_key_location, is_signed
@@ -164,7 +165,7 @@ def _store_of(path: Path) -> JournalStore | None:
 
 def _typed_tracking_keys(origin: Invocation) -> list[str]:
     """Return the keys of `tracking` that were typed; `tracking` itself where another option was."""
-    keys = (text.lstrip("+~").partition("=")[0] for text in origin.overrides)
+    keys = map(override_key, origin.overrides)
     return [key for key in keys if key.partition(".")[0] == "tracking"]
 
 

@@ -66,7 +66,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     modules = built.report.to_list()
     run.save_artifact(run.out / "conversion.json", lambda path: write_json(path, modules))
     # Step 0: before anything trains.
-    run.tracker.metrics(0, now_ms(), {"memory/weights_mib": weights_mib})
+    run.tracker.log_metrics([(0, now_ms(), {"memory/weights_mib": weights_mib})])
     return {
         "weights_mib": weights_mib,
         "plain_weights_mib": plain_mib,

@@ -13,6 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config.hydra_plugins import ADVISE, ISOLATED
+from runner.config.invocation import override_texts
 from runner.config.precision_keys import omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
@@ -58,7 +59,7 @@ class SweepCallback(Callback):
         assert isinstance(tracking, dict)
         if config.mode == "plan":
             tracking = {"_target_": "runner.tracking.tracker.NoTracker"}
-        overrides = [str(text) for text in config.hydra.overrides.task]
+        overrides = override_texts(config.hydra.overrides.task)
         folder = Path(config.hydra.sweep.dir).absolute()
         try:
             _prepare(config)

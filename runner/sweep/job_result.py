@@ -5,21 +5,39 @@ table and report are made from these files alone.
 """
 
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from runner.config.invocation import Invocation
+from runner.config.invocation import Invocation, override_texts
+from runner.config.overrides import override_key
 from runner.config.precision_keys import without_keys
 from runner.sweep.manifest import Manifest
+from runner.utils.layout import MANIFEST
 from runner.utils.secrets import redact_override
 
 if TYPE_CHECKING:
     from runner.modes.result import Status
+
+
+def is_sweep_job() -> bool:
+    """Return whether HydraConfig's job is one of a sweep: it has a number in a sweep's folder."""
+    settings = HydraConfig.get()
+    has_number = not OmegaConf.is_missing(settings.job, "num")
+    return has_number and Path(settings.sweep.dir, MANIFEST).is_file()
+
+
+def use_sweep_time() -> None:
+    """Let ${now:...} in the config of HydraConfig's job be the time when its sweep began.
+
+    Each job composes its own config, and all jobs of a sweep have one time.
+    """
+    began = datetime.fromtimestamp(Manifest.read(Path(HydraConfig.get().sweep.dir)).began_ms / 1000)
+    OmegaConf.register_new_resolver("now", began.strftime, use_cache=True, replace=True)
 
 
 def job_overrides() -> tuple[str, ...]:
@@ -27,8 +45,8 @@ def job_overrides() -> tuple[str, ...]:
 
     Keys that a sweep leaves out for the job's precision are missing.
     """
-    texts = tuple(redact_override(str(text)) for text in HydraConfig.get().overrides.task)
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
+    texts = tuple(map(redact_override, override_texts(HydraConfig.get().overrides.task)))
+    if is_sweep_job():
         return without_keys(texts, keys_left_out_of_job())
     return texts
 
@@ -60,7 +78,7 @@ def job_origin(sweeping: bool) -> Invocation:
     # Compared by key: the text of a value changes when Hydra quotes it again for a job.
     typed = OverridesParser.create().parse_overrides([*sweep.overrides])
     fixed = {override.key_or_group for override in typed if not override.is_sweep_override()}
-    keyed = ((text.lstrip("+~").partition("=")[0], text) for text in overrides)
+    keyed = ((override_key(text), text) for text in overrides)
     # Keys of tracking say where a run is recorded and name no job; sweep.resume may change them.
     swept = (text for key, text in keyed if key not in fixed and not key.startswith("tracking."))
     left_out = tuple(keys_left_out_of_job())

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from runner.config.targets import dataclass_fields_from_json
 from runner.utils.errors import ConfigError
-from runner.utils.files import write_text
+from runner.utils.files import write_json
 from runner.utils.layout import MANIFEST
-from runner.utils.secrets import redact_values
 
 _WORD_LIST_KEYS = ("command", "overrides", "left_out")
 
@@ -68,4 +67,4 @@ class Manifest:
         Raises:
             OSError: the file cannot be written.
         """
-        write_text(folder / MANIFEST, json.dumps(redact_values(asdict(self)), indent=2) + "\n")
+        write_json(folder / MANIFEST, asdict(self))

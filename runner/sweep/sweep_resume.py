@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.checkpoint import locate
+from runner.config.overrides import override_key, quote_value
 from runner.modes.result import RunResult
 from runner.modes.run_store import resumed_sweep_store
 from runner.sweep.manifest import Manifest
@@ -90,9 +91,8 @@ def _check_working_directory(manifest: Manifest, name: str) -> None:
 
 def _folder_overrides(folder: Path) -> list[str]:
     """Return the overrides that make Hydra run the sweep again in its own folder."""
-    quoted = str(folder.absolute()).replace("\\", "\\\\").replace("'", "\\'")
     return [
-        f"hydra.sweep.dir='{quoted}'",
+        f"hydra.sweep.dir={quote_value(str(folder.absolute()))}",
         "hydra.callbacks.sweep.resume=true",
         "hydra.mode=MULTIRUN",
     ]
@@ -112,11 +112,6 @@ def _select_recorded_store(folder: Path, words: Sequence[str]) -> None:
         print(sanitize(f"continues the sweep in {redact(uri)}"), flush=True)
         if not uris:
             os.environ["MLFLOW_TRACKING_URI"] = uri
-
-
-def override_key(override: str) -> str:
-    """Return the key of an override, without its marks (`+`, `~`) and its value."""
-    return override.lstrip("+~").partition("=")[0]
 
 
 def resume_command(folder: Path) -> list[str]:

@@ -2,7 +2,8 @@
 
 MLflow does not document the form of such a tag. It was read from the scripts of its pages: 3.10.1,
 3.14.0, 3.15.2, 3.16.1, 3.17.2 and 3.18.0. A browser test compares it with the installed version.
-This module computes tags only; dashboard_views.py stores them.
+The state of the page is in dashboard.json. This module computes tags only; dashboard_views.py
+stores them.
 """
 
 import base64
@@ -12,6 +13,7 @@ import json
 import re
 import zlib
 from collections.abc import Collection, Mapping
+from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
 
@@ -26,76 +28,16 @@ MAX_SWEEPS = 20
 CHARTS_VERSION = 1
 
 _MARK = "runner"
-"""Key of our mark in a state, and prefix of our ids in it."""
+"""Key of our mark in a state."""
 _PACKED_PREFIX = "deflate;"
 _OLDEST_VERSION = (3, 10)
 _NAMED_SINCE = (3, 15)
 """The MLflow version from which on a view has a name and two dates."""
-_SPEED = "perf/examples_per_second"
-_PEAK_MEMORY = "memory/peak_mib"
-_LOG = {"scaleType": "log"}
-_PARALLEL = {"selectedParams": ["precision.name"], "showAllRuns": False}
-_DIFFERENCE = {
-    "compareGroups": ["Model metrics", "Parameters"],
-    "chartName": "Differences",
-    "showChangeFromBaseline": False,
-    "showDifferencesOnly": True,
-    "baselineColumnUuid": "",
-}
-
-_Chart = tuple[str, list[str], dict[str, Any]]
-_SECTIONS: dict[str, list[_Chart]] = {
-    "Loss scale": [
-        ("LINE", ["loss_scale/changes"], _LOG),
-        ("LINE", ["loss_scale/skipped_steps"], {}),
-    ],
-    "Loss": [("LINE", ["train/loss"], _LOG), ("LINE", ["val/loss"], _LOG)],
-    "Quality": [
-        ("LINE", ["val/accuracy"], {}),
-        ("LINE", ["val/perplexity"], _LOG),
-        ("LINE", ["guard/stagnant_share"], {}),
-        ("LINE", ["numerics/underflow_share"], {}),
-        ("LINE", ["numerics/overflow_share"], {}),
-        ("LINE", ["numerics/swallowed_share"], {}),
-    ],
-    "Gradient norm": [("LINE", ["train/grad_norm"], _LOG), ("LINE", ["train/lr"], {})],
-    "Cost": [
-        ("BAR", [_SPEED], {}),
-        ("BAR", [_PEAK_MEMORY], {}),
-        ("BAR", ["perf/step_ms"], {}),
-        ("BAR", ["memory/weights_mib"], {}),
-        ("BAR", ["memory/optimizer_mib"], {}),
-    ],
-    "Trade-off": [
-        ("SCATTER", [_SPEED, "val/loss"], {}),
-        ("SCATTER", [_SPEED, "val/accuracy"], {}),
-        ("PARALLEL", [_SPEED, _PEAK_MEMORY, "val/accuracy"], _PARALLEL),
-        ("PARALLEL", [_SPEED, _PEAK_MEMORY, "val/perplexity"], _PARALLEL),
-    ],
-    "Differences": [("DIFFERENCE", [], _DIFFERENCE)],
-}
-# A line is drawn from a few hundred of its points: it would not show single dips and overflows.
-_UNCHARTED = ("loss_scale/value", "loss_scale/overflow")
-_COLUMNS = ("val/accuracy", "val/loss", _SPEED, _PEAK_MEMORY)
 # MLflow takes a run's color from its id, and gives two runs of a sweep the same one. A sweep
 # with more than these 16 runs begins again with the first.
 _COLORS = (
-    "#1f77b4",
-    "#ff7f0e",
-    "#2ca02c",
-    "#d62728",
-    "#9467bd",
-    "#8c564b",
-    "#e377c2",
-    "#7f7f7f",
-    "#bcbd22",
-    "#17becf",
-    "#003f5c",
-    "#ffa600",
-    "#00695c",
-    "#ad1457",
-    "#5c6bc0",
-    "#a1887f",
+    "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f "
+    "#bcbd22 #17becf #003f5c #ffa600 #00695c #ad1457 #5c6bc0 #a1887f"
 )
 
 
@@ -132,7 +74,8 @@ def dashboard_note(experiment_id: str) -> str:
 
 def run_color(number: int) -> str:
     """Return the color for the tag `mlflow.runColor` of a sweep's n-th run."""
-    return _COLORS[number % len(_COLORS)]
+    colors = _COLORS.split()
+    return colors[number % len(colors)]
 
 
 def dashboard_tag(
@@ -179,24 +122,41 @@ def dashboard_state(
             a section whose charts are all empty, and a scatter chart with one empty axis. Empty
             keeps all charts.
     """
-    if parent_run_id is None:
-        # Ordered by "Created": with the usual name of the start time MLflow would collapse the
-        # runs under their parents.
-        page = _page("tags.precision != ''", "attributes.Created", False)
-    else:
+    page = _page()
+    if parent_run_id is not None:
         # A quote cannot be escaped in a filter; MLflow's own ids hold none.
-        search_filter = "tags.`mlflow.parentRunId` = '{}'".format(parent_run_id.replace("'", ""))
-        page = _page(search_filter, "tags.`mlflow.runName`", True)
-    charts = []
-    for section, section_charts in _SECTIONS.items():
-        for number, chart in enumerate(section_charts):
-            if not metrics or set(chart[1]) <= set(metrics):
-                charts.append((section, _card(f"{section}-{number}", section, *chart)))
-    # Listed as deleted, because otherwise MLflow generates charts for them.
-    hidden = [_card(metric, "", "LINE", [metric], {"deleted": True}) for metric in _UNCHARTED]
-    page["compareRunSections"] = [_section(name) for name in dict(charts)]
-    page["compareRunCharts"] = [card for _, card in charts] + hidden
+        parent = parent_run_id.replace("'", "")
+        page["searchFilter"] = f"tags.`mlflow.parentRunId` = '{parent}'"
+        page["orderByKey"] = "tags.`mlflow.runName`"
+        page["orderByAsc"] = True
+    if metrics:
+        charts = page["compareRunCharts"]
+        charts = [card for card in charts if card["deleted"] or _axes(card) <= set(metrics)]
+        used = {card["metricSectionId"] for card in charts}
+        page["compareRunCharts"] = charts
+        page["compareRunSections"] = [
+            section for section in page["compareRunSections"] if section["uuid"] in used
+        ]
     return page
+
+
+def _page() -> dict[str, Any]:
+    """Return the page's state for an experiment, with every chart."""
+    # Where the values of dashboard.json come from:
+    # - every field is there, because MLflow before 3.15 fills in no defaults;
+    # - the order is "Created", because MLflow collapses runs that are sorted by the usual name of
+    #   the start time under their parents;
+    # - isAccordionReordered: else MLflow sorts the sections by their names;
+    # - two columns: in MLflow's three the names are truncated; a table needs the whole width;
+    # - metrics of which single dips and overflows count are listed as deleted: a line is drawn from
+    #   a few hundred of its points, and MLflow generates charts of metrics that are not listed.
+    return json.loads(files("runner.tracking").joinpath("dashboard.json").read_text())
+
+
+def _axes(card: Mapping[str, Any]) -> set[str]:
+    """Return the metrics that a chart shows."""
+    metrics = {card[axis]["key"] for axis in ("xaxis", "yaxis") if axis in card}
+    return metrics.union(card.get("selectedMetricKeys", ()), card.get("selectedMetrics", ()))
 
 
 def tags_to_set(
@@ -249,8 +209,8 @@ def tags_to_set(
 
 def _charted_metrics() -> set[str]:
     """Return the names of all metrics that some chart shows."""
-    charts = [chart for section_charts in _SECTIONS.values() for chart in section_charts]
-    return {name for _, metrics, _ in charts for name in metrics}
+    shown = [_axes(card) for card in _page()["compareRunCharts"] if not card["deleted"]]
+    return set().union(*shown)
 
 
 def tags_to_delete(existing: Mapping[str, str]) -> list[str]:
@@ -308,91 +268,3 @@ def _major_minor(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version; (0, 0) if it has none."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else (0, 0)
-
-
-def _page(search_filter: str, order: str, ascending: bool) -> dict[str, Any]:
-    """Return the page's state without its charts."""
-    # Every field is needed: versions before 3.15 fill in no defaults.
-    return {
-        "searchFilter": search_filter,
-        "orderByKey": order,
-        "orderByAsc": ascending,
-        "startTime": "ALL",
-        "lifecycleFilter": "Active",
-        "datasetsFilter": [],
-        "modelVersionFilter": "All Runs",
-        "selectedColumns": [f"metrics.`{metric}`" for metric in _COLUMNS],
-        "columnOrder": [],
-        "columnWidths": {},
-        "runsExpanded": {},
-        "runsPinned": [],
-        "runsHidden": [],
-        "runsVisibilityMap": {},
-        "runsHiddenMode": "FIRST_20_RUNS",
-        "viewMaximized": False,
-        "runListHidden": False,
-        # Without it MLflow sorts the sections by their names.
-        "isAccordionReordered": True,
-        "useGroupedValuesInCharts": True,
-        "hideEmptyCharts": True,
-        "groupBy": None,
-        "groupsExpanded": {},
-        "autoRefreshEnabled": True,
-        "globalLineChartConfig": {
-            "xAxisKey": "step",
-            "lineSmoothness": 0,
-            "selectedXAxisMetricKey": "",
-        },
-        "chartsSearchFilter": "",
-    }
-
-
-def _section(name: str) -> dict[str, Any]:
-    is_table = name == "Differences"
-    # In MLflow's default of three columns the names are truncated; a table needs the whole width.
-    return {
-        "uuid": f"{_MARK}-{name}",
-        "name": name,
-        "display": True,
-        "isReordered": True,
-        "deleted": False,
-        "isGenerated": False,
-        "columns": 1 if is_table else 2,
-        "cardHeight": 480 if is_table else 320,
-    }
-
-
-def _card(
-    uuid: str, section: str, kind: str, metrics: list[str], more: dict[str, Any]
-) -> dict[str, Any]:
-    card: dict[str, Any] = {
-        "uuid": f"{_MARK}-{uuid}",
-        "type": kind,
-        "metricSectionId": f"{_MARK}-{section}",
-        "runsCountToCompare": 100,
-        "deleted": False,
-        "isGenerated": False,
-    }
-    if kind in ("LINE", "BAR"):
-        card |= {"metricKey": metrics[0], "selectedMetricKeys": metrics}
-    if kind == "LINE":
-        card |= {
-            "lineSmoothness": 0,
-            "xAxisScaleType": "linear",
-            "scaleType": "linear",
-            "range": {},
-            "xAxisKey": "step",
-            "selectedXAxisMetricKey": "",
-            "yAxisKey": "metric",
-            "yAxisExpressions": [],
-            "ignoreOutliers": False,
-            "useGlobalXaxisKey": True,
-            "useGlobalLineSmoothing": True,
-        }
-    if kind == "SCATTER":
-        x_metric, y_metric = metrics
-        card["xaxis"] = {"key": x_metric, "type": "METRIC"}
-        card["yaxis"] = {"key": y_metric, "type": "METRIC"}
-    if kind == "PARALLEL":
-        card["selectedMetrics"] = metrics
-    return card | more

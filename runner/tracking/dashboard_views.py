@@ -3,11 +3,11 @@
 dashboard.py makes their content. This module is apart from it because it needs mlflow.
 """
 
-import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner.tracking import dashboard
+from runner.utils.formatting import now_ms
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -51,8 +51,7 @@ def ensure_dashboard(
         return None
     # Read now rather than cached: other runs, and users, change the tags meanwhile.
     tags = dict(client.get_experiment(experiment_id).tags)
-    now = time.time_ns() // 1_000_000
-    new = dashboard.tags_to_set(tags, experiment_id, version, now, metrics, sweep)
+    new = dashboard.tags_to_set(tags, experiment_id, version, now_ms(), metrics, sweep)
     for key, value in new.items():
         client.set_experiment_tag(experiment_id, key, value)
     for key in dashboard.tags_to_delete({**tags, **new}):

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.tracking.tracker import MetricRecord
+from runner.tracking.tracker import NOTE_TAG, MetricRecord, Status
 from runner.tracking.upload_state import STATE_FILE_BYTES
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ MAX_WAITING_MIB = 64
 END_RESERVE_BYTES = 16 * 1024
 """Bytes of disk reserved for the record of the run's end."""
 _RETRY_SECONDS = 0.25
+_END_BYTES = 65_536
+"""Bytes at the end of a journal in which the last line is looked for."""
 
 # default=float takes what is not a plain number but converts to one (numpy.float32).
 _encode = json.JSONEncoder(separators=(",", ":"), default=float).encode
@@ -178,6 +180,46 @@ def has_live_owner(path: Path) -> bool:
             # Locked; or a file system without locks, where it is safer to leave the run alone.
             return True
     return False
+
+
+def has_end(path: Path) -> bool:
+    """Return whether the last complete line of a journal is the end of its run."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _END_BYTES))
+        *_, last, _ = (b"\n" + file.read()).rsplit(b"\n", 2)
+    return last.startswith(b'{"kind":"end"')
+
+
+def append_end_for_owner(path: Path, note: str, status: Status, error: str) -> None:
+    """Append the end to the journal of a process that died, if it has none.
+
+    Args:
+        path: the journal.
+        note: text that the store shows with the run.
+        status: of the run.
+        error: why it ended.
+    """
+    if has_end(path):
+        return
+    now = time.time_ns() // 1_000_000
+    tags = _encode({"kind": "tags", "values": {NOTE_TAG: note}})
+    end = _encode({"kind": "end", "status": status, "error": error, "time": now})
+    # The process may have died in the middle of a line: an empty line is skipped by readers, and
+    # a partial one becomes a damaged record of its own.
+    text = f"\n{tags}\n{end}\n" if not _ends_with_newline(path) else f"{tags}\n{end}\n"
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read() in (b"\n", b"")
 
 
 def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:

@@ -1,128 +1,151 @@
-"""Upload status of one journal as reported by the writer, and the warnings shown to the user.
+"""The upload of one journal as its trainer sees it, and the warnings that the user is shown.
 
-The writer's events arrive in the trainer; the thread that reads them calls JournalStatus.update,
-and the trainer reads the attributes. Second stage of the way that runner/tracking/__init__.py
-describes, in the direction back.
+The trainer reads the state file that the writer saves (upload_state.py): the last stage of the way
+that runner/tracking/__init__.py describes. Nothing is sent to the trainer, and no thread listens,
+so a warning appears when the trainer next asks: MlflowTracker.check is called with every block.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from runner.tracking.upload_state import UploadState
 
 log = logging.getLogger(__name__)
 
+OUTAGE_SECONDS = 30.0
+"""Seconds without an answer of the store after which the user is warned."""
+_FILE_PATIENCE_FACTOR = 30
+"""How much longer a wait may last while a file is being uploaded: a file reports no progress."""
+_STOPPED_SECONDS = 4.0
+"""Upper bound on waiting for the store after a stop signal: batch systems kill after about 10 s."""
+_RETRY_SECONDS = 5.0
+"""Upper bound on waiting once an earlier wait has failed: time for one more attempt."""
+_SILENT_SECONDS = 5.0
+"""Seconds after which a wait is announced."""
+_POLL_SECONDS = 0.05
 
-@dataclass
+_last_wait_failed = False
+"""Whether the last run of this process to wait for its store gave up."""
+
+
 class JournalStatus:
-    """One journal's upload, as seen from the process that asked for it.
+    """One journal's upload, as last read from its state file.
+
+    Args:
+        journal: its path.
 
     Attributes:
-        journal: the journal's path.
-        forward_event: called with every event, for the process whose run it is. Only that process
-            warns its user, so with it this one does not.
-        opened_event: set when the store has opened the run, or has refused it.
-        closed_event: set when the writer has finished with the journal.
-        refusal: why the store does not take the run; None while it does.
-        last_error: the last error, even if it did not concern the whole run.
-        is_complete: everything in the journal is stored and the run has its status.
-        has_warned: the user was shown an error of this journal.
-        outage: why the store does not answer at the moment; None while it does.
-        sending_file: a file is being uploaded, which may take long.
-        offset: bytes of the journal that are stored.
-        dashboard: path, after the server's address, of the page that compares the run.
+        state: the writer's state as last read.
         progress_at: time.monotonic() of the last sign of progress.
     """
 
-    journal: Path
-    forward_event: Callable[[dict[str, Any]], None] | None = None
-    opened_event: threading.Event = field(default_factory=threading.Event)
-    closed_event: threading.Event = field(default_factory=threading.Event)
-    run_id: str | None = None
-    experiment_id: str | None = None
-    refusal: str | None = None
-    last_error: str | None = None
-    is_complete: bool = False
-    has_warned: bool = False
-    outage: str | None = None
-    sending_file: bool = False
-    offset: int = 0
-    dashboard: str | None = None
-    progress_at: float = field(default_factory=time.monotonic)
-
-    def update(self, event: dict[str, Any]) -> None:
-        """Apply one event of the writer."""
-        kind = event["event"]
-        if self.forward_event is not None:
-            self.forward_event(event)
-        self.sending_file = kind == "sending"
-        if kind in ("waiting", "away"):
-            self.outage = event["message"]
-        if kind == "away" and self.forward_event is None:
-            self._warn_of_outage(event["seconds"])
-        if kind in ("sending", "waiting", "away"):
-            return  # a started or failed attempt is no progress
+    def __init__(self, journal: Path) -> None:
+        self.journal = journal
+        self.state = UploadState(journal)
         self.progress_at = time.monotonic()
-        self.outage = None
-        self._apply_progress(event)
+        self._outage_shown = False
+        self._error_shown = False
+        self._notices_shown = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the writer has finished with the journal: stored it, or given it up."""
+        return self.state.done or bool(self.state.refusal or self.state.failure)
+
+    def refresh(self) -> None:
+        """Read the state file again."""
+        before = self.state
+        state = UploadState(self.journal)
+        if not state.read():
+            return
+        self.state = state
+        if (state.offset, state.run_id) != (before.offset, before.run_id) or self.is_closed:
+            self.progress_at = time.monotonic()
+
+    def warn(self) -> None:
+        """Show the user what is new in the state; a refusal is the tracker's to report."""
+        state = self.state
+        for notice in state.notices[self._notices_shown :]:
+            log.warning(notice)
+        self._notices_shown = len(state.notices)
+        if state.first_error and not self._error_shown:
+            self._error_shown = True
+            log.warning("%s The records are kept in %s.", state.first_error, self.journal)
+        if state.outage is None:
+            if self._outage_shown:
+                self._outage_shown = False
+                log.warning("The tracking store answers again; the records kept meanwhile follow.")
+            return
+        seconds = time.time() - (state.outage_since or time.time())
+        if seconds > OUTAGE_SECONDS and not self._outage_shown:
+            self._outage_shown = True
+            log.warning(
+                "No answer from the tracking store for %d s: %s. Training continues; the records "
+                "are kept in %s and are uploaded when the store answers. What is missing when the "
+                "run has ended, `python -m runner sync` uploads.",
+                seconds,
+                state.outage,
+                self.journal,
+            )
+
+    def wait(
+        self,
+        patience: float,
+        stopped: Callable[[], bool],
+        store: str,
+        keep_writer_alive: Callable[[], str | None],
+    ) -> bool:
+        """Wait until the journal is stored; announce it if that takes long.
+
+        Gives up after `patience` seconds without progress, or thirty times as many while a file is
+        being uploaded; after a few seconds once the run is asked to stop.
+
+        Args:
+            patience: seconds; 0 does not wait.
+            stopped: returns whether the run was asked to stop; called repeatedly.
+            store: the store's name in the announcement.
+            keep_writer_alive: restarts a dead writer, and returns why no writer runs any more;
+                called repeatedly.
+
+        Returns:
+            Whether everything is stored.
+        """
+        global _last_wait_failed
+        # The runs of one process must not all wait for a server that is gone.
+        patience = min(patience, _RETRY_SECONDS) if _last_wait_failed else patience
+        started_at = self.progress_at = time.monotonic()
+        stop_deadline = float("inf")
+        is_announced = False
+        while True:
+            failure = keep_writer_alive()
+            self.refresh()
+            if self.is_closed or failure:
+                break
+            now = time.monotonic()
+            if stopped():
+                stop_deadline = min(stop_deadline, now + min(patience, _STOPPED_SECONDS))
+            longest = patience * (_FILE_PATIENCE_FACTOR if self.state.sending_file else 1)
+            if now >= stop_deadline or now >= self.progress_at + longest:
+                break
+            if not is_announced and now - started_at > _SILENT_SECONDS:
+                is_announced = True
+                log.warning(self.waiting_message(store, patience))
+            time.sleep(_POLL_SECONDS)
+        self.warn()
+        # With patience=0 nothing was waited for, so nothing failed.
+        _last_wait_failed = patience > 0 and not self.is_closed
+        return self.state.done
 
     def waiting_message(self, store: str, patience: float) -> str:
         """Return the message shown while the end of a run waits for its upload."""
-        if self.outage:
+        if self.state.outage:
             return (
-                f"Uploading the last records to {store}: no answer yet ({self.outage}). Gives up "
-                f"after {patience:.0f} s without one; `python -m runner sync` then uploads the "
-                "rest."
+                f"Uploading the last records to {store}: no answer yet ({self.state.outage}). "
+                f"Gives up after {patience:.0f} s without one; `python -m runner sync` then "
+                "uploads the rest."
             )
-        percent = self._stored_percent()
+        percent = 100 * self.state.offset // max(1, self.journal.stat().st_size)
         progress = f" ({percent} % done)" if percent else ""
         return f"Uploading the last records to {store}{progress} ..."
-
-    def _stored_percent(self) -> int:
-        return 100 * self.offset // max(1, self.journal.stat().st_size)
-
-    def _apply_progress(self, event: dict[str, Any]) -> None:
-        """Apply an event that reports what the writer has achieved or given up."""
-        kind = event["event"]
-        if kind == "opened":
-            self.run_id = event["run_id"]
-            self.experiment_id = event["experiment_id"]
-            self.dashboard = event["dashboard"]
-            self.opened_event.set()
-        elif kind == "progress":
-            self.offset = event["offset"]
-        elif kind == "back" and self.forward_event is None:
-            log.warning("The tracking store answers again; the records kept meanwhile follow.")
-        elif kind == "notice" and self.forward_event is None:
-            log.warning(event["message"])
-        elif kind == "error":
-            self._record_error(event)
-        elif kind == "closed":
-            self.is_complete = event["complete"]
-            self.closed_event.set()
-
-    def _record_error(self, event: dict[str, Any]) -> None:
-        """Keep an error; warn of the first one that does not end the run.
-
-        A fatal error is reported by the tracker's check and close.
-        """
-        self.last_error = event["message"]
-        if event["fatal"]:
-            self.refusal = event["message"]
-            self.opened_event.set()
-        elif not (self.has_warned or self.forward_event):
-            self.has_warned = True
-            log.warning("%s The records are kept in %s.", event["message"], self.journal)
-
-    def _warn_of_outage(self, seconds: int) -> None:
-        log.warning(
-            "No answer from the tracking store for %d s: %s. Training continues; the records are "
-            "kept in %s and are uploaded when the store answers. What is missing when the run has "
-            "ended, `python -m runner sync` uploads.",
-            seconds,
-            self.outage,
-            self.journal,
-        )

@@ -26,7 +26,7 @@ from runner.tracking.tracker import (
     StopRequested,
     Tracker,
 )
-from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE
+from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
 from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
 from runner.tracking.writer_process import WriterProcess, shared_writer
 from runner.utils.errors import ConfigError, TrackingError
@@ -40,6 +40,8 @@ REFUSAL_STOP_SECONDS = 120.0
 
 Later, too much work would be lost.
 """
+CHECK_SECONDS = 0.5
+"""Seconds between readings of the state file, so that `check` costs a training step nothing."""
 DISK_WAIT_SECONDS = 10.0
 """Upper bound on waiting, at the end of a run, until a full disk has room."""
 
@@ -107,6 +109,7 @@ class MlflowTracker(Tracker):
         self._complete = False
         self._refusal_reported = False
         self._opened_at = 0.0
+        self._next_check_at = 0.0
 
     def open(self, info: RunInfo) -> None:
         reserved = {*info.tags, "sweep_id", "role"}
@@ -120,13 +123,11 @@ class MlflowTracker(Tracker):
         self._journal = Journal(info.folder)
         self._journal.append("start", **self._start_record(info))
         self._opened_at = time.monotonic()
+        self._status = JournalStatus(self._journal.path)
         self._writer = shared_writer()
-        self._status = self._writer.add_journal(self._journal.path)
+        self._writer.add_journal(self._journal.path)
 
-    def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None:
-        self._open_journal().append_metrics([(step, time_ms, values)])
-
-    def metrics_many(self, records: Iterable[MetricRecord]) -> None:
+    def log_metrics(self, records: Iterable[MetricRecord]) -> None:
         self._open_journal().append_metrics(records)
 
     def tags(self, values: Mapping[str, str]) -> None:
@@ -167,16 +168,27 @@ class MlflowTracker(Tracker):
         return self.log_model or self.register is not None
 
     def check(self) -> None:
-        if not (self._status and self._status.refusal):
+        if not (self._status and self._writer):
+            return
+        now = time.monotonic()
+        if not self._closed:
+            if now < self._next_check_at:
+                return
+            self._next_check_at = now + CHECK_SECONDS
+            self._writer.keep_alive()
+            self._status.refresh()
+            self._status.warn()
+        refusal = self._status.state.refusal
+        if refusal is None:
             return
         is_first_report = not self._refusal_reported
         self._refusal_reported = True
-        seconds = time.monotonic() - self._opened_at
+        seconds = now - self._opened_at
         # After close nothing is lost by an error, and the run's exit status shows it.
         if self._closed or seconds < REFUSAL_STOP_SECONDS:
-            raise TrackingError(self._explain(self._status.refusal))
+            raise TrackingError(self._explain(refusal))
         if is_first_report:
-            log.warning("%s Training continues.", self._explain(self._status.refusal))
+            log.warning("%s Training continues.", self._explain(refusal))
 
     def close(
         self, status: Status, error: str | None = None, stopped: StopRequested = lambda: False
@@ -191,9 +203,14 @@ class MlflowTracker(Tracker):
         self._journal.close()
         # Without its end in the journal the upload never ends, and waiting for it is in vain.
         if self._journal.has_end:
-            self._complete = self._writer.wait(
-                self._status, self.patience, lambda: killed or stopped(), redact(self.uri)
+            self._complete = self._status.wait(
+                self.patience,
+                lambda: killed or stopped(),
+                redact(self.uri),
+                self._writer.keep_alive,
             )
+        if killed or stopped():
+            self._writer.request_stop()
         self._warn_of_missing(status)
 
     @property
@@ -202,23 +219,22 @@ class MlflowTracker(Tracker):
 
     @property
     def run_id(self) -> str | None:
-        return self._status.run_id if self._status else None
+        return self._state().run_id
 
     @property
     def experiment_id(self) -> str | None:
-        return self._status.experiment_id if self._status else None
+        return self._state().experiment_id
 
     @property
     def dashboard(self) -> str | None:
-        return self._status.dashboard if self._status else None
+        return self._state().dashboard
 
-    def url(self, timeout: float = 10.0) -> str | None:
-        if not self._status or not self.uri.startswith("http"):
-            return None
-        self._status.opened_event.wait(timeout)
-        if not self.run_id:
-            return None
-        return f"{redact(self.uri)}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+    def _state(self) -> UploadState:
+        """Return the state of the upload as it is now; an empty one before the run is open."""
+        if self._status is None:
+            return UploadState(Path("journal"))
+        self._status.refresh()
+        return self._status.state
 
     def _open_journal(self) -> Journal:
         if self._journal is None or self._closed:
@@ -268,17 +284,21 @@ class MlflowTracker(Tracker):
                 self._journal.path,
             )
         # The command of a finished run calls check once more, which raises the refusal.
-        check_follows = self._status.refusal and status == "FINISHED"
+        state = self._status.state
+        check_follows = state.refusal and status == "FINISHED"
         if self._complete or self._refusal_reported or check_follows:
             return
-        reason = self._status.refusal or self._status.outage or self._status.last_error
+        writer_failure = self._writer.keep_alive() if self._writer else None
+        reason = (
+            state.refusal or state.failure or writer_failure or state.outage or state.first_error
+        )
         log.warning(self._explain(reason or "the upload did not end in the time that a run waits"))
 
     def _explain(self, reason: str) -> str:
         """Return why records are missing in the store, and how to upload them."""
         path = self._journal.path if self._journal else Path()
         command = f"`python -m runner sync {_shell_path(path.parent)}`"
-        if self._status and self._status.refusal:
+        if self._status and self._status.state.refusal:
             return (
                 f"{redact(self.uri)} does not take the run: {reason}. Its records are kept in "
                 f"{path}: {command} uploads them once that is fixed; with tracking.uri=... it "

@@ -4,7 +4,7 @@ Each of them writes its metrics to a file in its own folder; only the main proce
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TextIO
 
@@ -25,10 +25,7 @@ class ProcessJournal(NoTracker):
         with suppress(OSError):
             self._file = (info.folder / RANK_RECORD).open("a", buffering=1)
 
-    def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None:
-        self.metrics_many([(step, time_ms, values)])
-
-    def metrics_many(self, records: Iterable[MetricRecord]) -> None:
+    def log_metrics(self, records: Iterable[MetricRecord]) -> None:
         lines = [
             json.dumps({"step": step, "time_ms": time_ms, **values})
             for step, time_ms, values in records

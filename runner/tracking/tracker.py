@@ -48,18 +48,14 @@ class RunInfo:
 
 
 class Tracker(ABC):
-    """The record of one run. No method waits for the store, except close, check_sweep and url."""
+    """The record of one run. No method waits for the store, except close and check_sweep."""
 
     @abstractmethod
     def open(self, info: RunInfo) -> None:
         """Begin the run and return at once; check reports a store that refuses it."""
 
     @abstractmethod
-    def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None:
-        """Record values at an optimizer step and a Unix time in milliseconds."""
-
-    @abstractmethod
-    def metrics_many(self, records: Iterable[MetricRecord]) -> None:
+    def log_metrics(self, records: Iterable[MetricRecord]) -> None:
         """Record a block of metrics at the price of one write."""
 
     @abstractmethod
@@ -144,19 +140,13 @@ class Tracker(ABC):
         A sweep's parent run has the page of its jobs. None until the store has opened the run.
         """
 
-    @abstractmethod
-    def url(self, timeout: float = 10.0) -> str | None:
-        """Return the run's page, or None if the store has no server; wait at most `timeout` s."""
-
 
 class NoTracker(Tracker):
     """The tracker of tracking=none: accepts everything and stores nothing."""
 
     def open(self, info: RunInfo) -> None: ...
 
-    def metrics(self, step: int, time_ms: int, values: Mapping[str, float]) -> None: ...
-
-    def metrics_many(self, records: Iterable[MetricRecord]) -> None: ...
+    def log_metrics(self, records: Iterable[MetricRecord]) -> None: ...
 
     def tags(self, values: Mapping[str, str]) -> None: ...
 
@@ -196,7 +186,4 @@ class NoTracker(Tracker):
 
     @property
     def dashboard(self) -> str | None:
-        return None
-
-    def url(self, timeout: float = 10.0) -> str | None:
         return None

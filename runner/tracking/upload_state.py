@@ -1,12 +1,15 @@
 """The upload state of a journal: which run of the store it is, and up to where it is stored.
 
-Fourth stage of the way that runner/tracking/__init__.py describes. The writer saves the state
-after each answer of the store; `runner sync`, resume and reports read it.
+Fourth stage of the way that runner/tracking/__init__.py describes, and the only way back: the
+writer saves the state after each answer of the store; the trainer, sweeps, `runner sync`, resume
+and reports read it.
 """
 
 import fcntl
 import json
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,19 @@ _FIELDS = (
     "uri",
     "experiment",
     "signature",
+    "dashboard",
+    "sending_file",
+    "outage",
+    "outage_since",
+    "refusal",
+    "failure",
+    "first_error",
+    "notices",
 )
+_TEXT_BYTES = 500
+"""Upper bound on each text for the user, so that all fields fit into the file."""
+_TEXTS = ("outage", "refusal", "failure", "first_error")
+_MAX_NOTICES = 3
 
 
 class UploadState:
@@ -46,6 +61,14 @@ class UploadState:
         uri: the store that the journal was moved to; None for the one that its start names.
         experiment: the name of the experiment that it was moved to; None as for `uri`.
         signature: of `uri`, see runner.config.signature.
+        dashboard: path, after the server's address, of the page that compares the run.
+        sending_file: a file is being uploaded, which may take long.
+        outage: why the store does not answer at the moment; None while it does.
+        outage_since: Unix seconds of the first failed call of this outage.
+        refusal: why the store did not take the run; None while it may.
+        failure: why the writer gave the journal up without an answer of the store.
+        first_error: why a part of the record was skipped, the first that was; None without one.
+        notices: what the user should know about where the run is stored.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -58,6 +81,14 @@ class UploadState:
         self.uri: str | None = None
         self.experiment: str | None = None
         self.signature: str | None = None
+        self.dashboard: str | None = None
+        self.sending_file = False
+        self.outage: str | None = None
+        self.outage_since: float | None = None
+        self.refusal: str | None = None
+        self.failure: str | None = None
+        self.first_error: str | None = None
+        self.notices: list[str] = []
         self._path = journal.with_suffix(".state")
         self._file = -1
 
@@ -85,6 +116,21 @@ class UploadState:
         self._load(os.pread(file, STATE_FILE_BYTES, 0))
         return True
 
+    def read(self) -> bool:
+        """Read the state without the lock; return False where no whole state is in the file."""
+        try:
+            # Not to block: a stranger's folder may have a pipe of this name.
+            file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            self._set_fields(json.loads(os.pread(file, STATE_FILE_BYTES, 0)))
+        except (OSError, ValueError):  # not written yet, or read in the middle of a write
+            return False
+        finally:
+            os.close(file)
+        return True
+
     def read_without_lock(self) -> bool:
         """Read the state without the lock; return whether another process holds the lock."""
         # O_NONBLOCK: a pipe of this name, in a stranger's folder, must not stop the reader.
@@ -106,7 +152,7 @@ class UploadState:
     def save(self, **changes: Any) -> None:
         """Change fields and write the file."""
         for name, value in changes.items():
-            setattr(self, name, value)
+            setattr(self, name, _shorten(value) if name in _TEXTS else value)
         # Padded to the fixed size: nothing of a longer text remains, and a full disk has the room.
         text = json.dumps(self.as_dict()).ljust(STATE_FILE_BYTES - 1) + "\n"
         os.pwrite(self._file, text.encode(), 0)
@@ -128,6 +174,42 @@ class UploadState:
             signature=sign(STORE_SIGNATURE_PURPOSE, uri),
         )
 
+    def forget_troubles(self) -> None:
+        """Clear what an earlier writer said about its attempts, before a new attempt."""
+        self.save(
+            refused=False,
+            refusal=None,
+            failure=None,
+            first_error=None,
+            outage=None,
+            outage_since=None,
+            sending_file=False,
+        )
+
+    def save_outage(self, cause: str) -> None:
+        """Save why the store does not answer, unless another writer has the journal."""
+        if not self.has_lock:
+            return
+        since = self.outage_since or time.time()
+        with suppress(OSError):  # the disk of this file may be what fails
+            self.save(outage=cause, outage_since=since, sending_file=False)
+
+    def clear_outage(self) -> None:
+        """Save that the store answers again."""
+        if self.has_lock and self.outage is not None:
+            with suppress(OSError):
+                self.save(outage=None, outage_since=None)
+
+    def save_error(self, text: str) -> None:
+        """Save why a part of the record was skipped; later parts have the same reason as a rule."""
+        if self.first_error is None:
+            self.save(first_error=text)
+
+    def add_notice(self, text: str) -> None:
+        """Add a text that the trainer shows once; beyond a few, further ones are left out."""
+        if len(self.notices) < _MAX_NOTICES:
+            self.save(notices=[*self.notices, _shorten(text)])
+
     def release_lock(self) -> None:
         """Release the lock, so that another writer may upload the journal."""
         if self.has_lock:
@@ -142,9 +224,21 @@ class UploadState:
             # is looked up by its tag.
             self.tried = bool(data.strip(b"\0 \n"))
             return
+        self._set_fields(fields)
+
+    def _set_fields(self, fields: Any) -> None:
         for name in _FIELDS:
             if isinstance(fields, dict) and name in fields:
                 setattr(self, name, fields[name])
+
+
+def _shorten(text: str | None) -> str | None:
+    """Return a text cut to the bytes that the file has for it, as JSON with ASCII alone."""
+    if text is None:
+        return None
+    while len(json.dumps(text)) > _TEXT_BYTES:
+        text = text[: 9 * len(text) // 10 - 1] + "…"
+    return text
 
 
 def stored_run_id(journal: Path) -> str | None:

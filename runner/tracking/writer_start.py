@@ -20,12 +20,11 @@ _COMMAND += "from runner.tracking.writer.writer_main import run_writer; "
 _COMMAND += "run_writer(int(sys.argv[2]))"
 
 
-def start_writer(folder: Path, events: int, keep: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def start_writer(folder: Path, keep: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """Start a writer process.
 
     Args:
         folder: of its log.
-        events: its stdout, as subprocess takes it.
         keep: file descriptors that it inherits.
     """
     root = str(Path(__file__).resolve().parents[2])
@@ -35,7 +34,7 @@ def start_writer(folder: Path, events: int, keep: Sequence[int] = ()) -> subproc
             # of a module of the standard library.
             [sys.executable, "-P", "-c", _COMMAND, root, str(os.getpid())],
             stdin=subprocess.PIPE,
-            stdout=events,
+            stdout=log_file,
             stderr=log_file,
             bufsize=0,
             # A session of its own keeps Ctrl-C in the terminal from reaching it.
@@ -58,7 +57,7 @@ def start_detached_writer(journals: Sequence[Path], lock: int) -> None:
         journals: of runs that have ended; a hundred at most, so that their names fit into a pipe.
         lock: a file descriptor that the writer keeps open while it works.
     """
-    process = start_writer(journals[0].parent, subprocess.DEVNULL, [lock])
+    process = start_writer(journals[0].parent, [lock])
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.write(b"".join(map(journal_message, journals)))

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +25,14 @@ def plain_label(text: str, max_chars: int = 34) -> str:
         drawn = drawn[: max_chars - 1] + "…"
     # matplotlib leaves labels that begin with _ out of the legend.
     return f" {drawn}" if drawn.startswith("_") else drawn
+
+
+def chart_style(font_size: float) -> AbstractContextManager[None]:
+    """Return the context in which figures are drawn alike on every machine."""
+    from matplotlib import rc_context
+
+    # A user's matplotlibrc would change the fonts; LaTeX may be missing on this machine.
+    return rc_context({"font.size": font_size, "font.family": FONT, "text.usetex": False})
 
 
 def svg_element(figure: "Figure") -> str:

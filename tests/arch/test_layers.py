@@ -118,6 +118,13 @@ def test_mlflow_is_imported_where_it_is_spoken_to_only():
             assert "mlflow" not in tops(imports(path, top_only=True)), path
 
 
+def test_optional_libraries_are_imported_where_they_are_needed_only():
+    """Else a run would wait for those that its precision and optimizer do not use."""
+    optional = {"bitsandbytes", "torchao", "transformer_engine", "peft"}
+    users = {path for path in FILES if optional & tops(imports(path, top_only=True))}
+    assert not [path for path in users if path.parent != Path("runner/precision/layers")]
+
+
 def test_config_objects_stop_at_the_config_layer():
     """Below it nothing sees a DictConfig."""
     users = {str(path) for path in FILES if any(".DictConfig" in name for name in imports(path))}

@@ -39,7 +39,7 @@ def test_no_heavy_import_before_a_run_starts(tmp_path, root):
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1800,
         check=True,
     )
     found = json.loads(done.stdout.splitlines()[-1])

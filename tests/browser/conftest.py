@@ -46,6 +46,6 @@ def page(browser):
     """A page of a visitor who was never here before, tall enough for all charts."""
     context = browser.new_context(viewport={"width": 1600, "height": 4000})
     context.add_init_script(QUIET)
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(240_000)
     yield context.new_page()
     context.close()

@@ -81,12 +81,12 @@ def fill(store):
 
 
 @pytest.fixture(scope="module")
-def stored(browser, mlflow_server, tmp_path_factory):
+def stored(browser, mlflow_server, tmp_path_factory, empty_store):
     """A server on a store with a sweep, and the experiment's id."""
     folder = tmp_path_factory.mktemp("dashboard")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        experiment = fill(f"sqlite:///{folder}/mlflow.db")
+        experiment = fill(empty_store(folder / "mlflow.db"))
     return mlflow_server(folder), experiment
 
 

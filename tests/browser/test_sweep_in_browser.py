@@ -19,12 +19,12 @@ ARGS = (
 
 
 @pytest.fixture(scope="module")
-def swept(browser, mlflow_server, tmp_path_factory, inside):
+def swept(browser, mlflow_server, tmp_path_factory, inside, empty_store):
     """(the server's address, what the sweep printed, its folder)."""
     home = tmp_path_factory.mktemp("swept")
     with inside(home) as main, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        done = main(*ARGS, f"tracking.uri=sqlite:///{home}/mlflow.db")
+        done = main(*ARGS, f"tracking.uri={empty_store(home / 'mlflow.db')}")
     assert done.rc == 2, done.stderr
     (folder,) = home.glob("outputs/sweeps/*")
     return mlflow_server(home).url, done.stdout, folder

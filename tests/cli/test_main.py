@@ -113,13 +113,6 @@ def test_the_working_directory_is_on_the_path_last(main, monkeypatch, tmp_path):
     assert sys.path[-1] == str(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written(main):
-    done = main("hydra.run.dir=/proc/nothing")
-    assert done.rc == 2
-    assert "hydra.run.dir=<folder>" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_large_imports_leave_the_collector_as_it_was():
     before = gc.get_threshold()
     with command_line.rare_garbage_collection():
@@ -133,8 +126,8 @@ def test_signals_are_as_before(quick):
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-def test_a_process_ends_with_the_status_and_prints_no_traceback(cli):
-    done = cli("precision=nonsense")
+def test_a_process_ends_with_the_status_and_prints_no_traceback(fresh_cli):
+    done = fresh_cli("precision=nonsense")
     assert done.rc == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: precision=nonsense is not known. Allowed: ")

@@ -1,16 +1,12 @@
 """The pages that `runner ui` and `runner report` find, on real SQLite stores."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 
 import psutil
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from waiting import wait_for
 
 from runner.cli.ui import dashboard_urls
 from runner.tracking.dashboard import DASHBOARD_KEY
@@ -59,35 +55,16 @@ def test_a_report_of_a_store_that_is_not_there_makes_none(main, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_ui_listens_on_loopback_only(tmp_path, clean):
+def test_the_ui_listens_on_loopback_only(start_command):
     """As the kernel reports it of the server and its workers."""
-    ui = subprocess.Popen(
-        [sys.executable, "-m", "runner", "ui"],
-        cwd=tmp_path,
-        env=clean,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        assert ui.stdout is not None
-        port = next(int(found[1]) for line in ui.stdout if (found := re.search(r":(\d+)", line)))
-        end, heard = time.monotonic() + 90, []
-        while not heard:
-            assert ui.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.3)
-            ours = {
-                ui.pid,
-                *(child.pid for child in psutil.Process(ui.pid).children(recursive=True)),
-            }
-            heard = [
-                c.laddr
-                for c in psutil.net_connections("inet")
-                if c.pid in ours and c.status == psutil.CONN_LISTEN
-            ]
-        assert {(address.ip, address.port) for address in heard} == {("127.0.0.1", port)}
-    finally:
-        os.killpg(ui.pid, signal.SIGKILL)
-        ui.communicate()
+    ui = start_command("ui")
+    assert ui.stdout is not None
+    port = next(int(found[1]) for line in ui.stdout if (found := re.search(r":(\d+)", line)))
+
+    def addresses():
+        children = psutil.Process(ui.pid).children(recursive=True)
+        ours = {ui.pid, *(child.pid for child in children)}
+        found = [c for c in psutil.net_connections("inet") if c.pid in ours]
+        return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
+
+    assert wait_for(addresses, ui) == {("127.0.0.1", port)}

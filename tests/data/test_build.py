@@ -1,23 +1,129 @@
-"""data.meta of another type than its config states, as a damaged checkpoint may hold it."""
+"""Data sets and loaders as a config describes them."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
 
-from runner.data.build import build_splits
+from runner.config.schema import DebugSpec, RunSpec, TrainSpec
+from runner.data.build import build_loaders, build_splits
+from runner.data.splits import Splits
 from runner.utils.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def make_spec(function, **keywords):
+    """Return a spec whose data come from a function in this file."""
+    return RunSpec(data={"_target_": f"{__name__}.{function}", **keywords})
+
+
+class Images(Dataset):
+    classes = ("a", "b", "c")
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.zeros(1, 2, 2), index % 3
+
+
+class Empty(Images):
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, index):
+        raise IndexError(index)
+
+
+class Records(Images):
+    def __getitem__(self, index):
+        return {"x": 1}
+
+
+class Triples(Images):
+    def __getitem__(self, index):
+        return 1, 2, 3
+
+
+def tensors(classes=3):
+    labels = torch.arange(6) % classes
+    return Splits(
+        TensorDataset(torch.zeros(6, 1, 2, 2), labels), TensorDataset(torch.zeros(1), labels[:1])
+    )
+
+
+def images(kind="Images"):
+    return Splits(globals()[kind](), globals()[kind]())
+
+
+def unsized():
+    return iter([]), [1]
+
+
+def lonely():
+    return [1, 2, 3]
+
+
+def numbers():
+    both = TensorDataset(torch.zeros(6, 1, 2, 2), torch.rand(6) * 100)
+    return both, both
+
+
+@pytest.mark.parametrize("target", ["tensors", "images"])
+def test_true_descriptions_pass(target):
+    for meta in ({"input": [1, 2, 2], "classes": 3}, {"classes": 4}, {"classes": None}, {}, None):
+        build_splits(make_spec(target, meta=meta))
 
 
 @pytest.mark.parametrize(
-    ("meta", "message"),
+    ("target", "named"), [("tensors", ": sample 2 has the label 2"), ("images", "")]
+)
+def test_every_wrong_description_is_refused(target, named):
+    with pytest.raises(ConfigError) as error:
+        build_splits(make_spec(target, meta={"input": [3, 2, 2], "classes": 2}))
+    assert error.value.problems == (
+        "data.meta.input=[3, 2, 2], but an example has the shape [1, 2, 2]. "
+        "Type data.meta.input=[1,2,2].",
+        f"data.meta.classes=2, but the data have 3 classes{named}. Type data.meta.classes=3.",
+    )
+
+
+def test_real_targets_have_no_classes():
+    build_splits(make_spec("numbers", meta={"classes": 1}))
+
+
+@pytest.mark.parametrize(
+    ("function", "keywords", "message"),
     [
-        (5, "data.meta=5: it is a mapping"),
-        ({"input": 5}, r"data.meta.input=5, but an example has the shape \[1, 8, 8\]"),
-        ({"classes": "ten"}, "data.meta.classes=ten: type a whole number"),
+        ("lonely", {}, r"must return \(train, val\), two map-style data sets; it returned a list"),
+        ("unsized", {}, r"the train set is a list_iterator; it needs __len__ and __getitem__"),
+        ("images", {"kind": "Records"}, "yields a dict;"),
+        ("images", {"kind": "Triples"}, "a tuple of 3"),
+        ("images", {"kind": "Empty"}, "data: the train set is empty"),
+        # As a damaged checkpoint may hold it.
+        ("tensors", {"meta": 5}, "data.meta=5: it is a mapping"),
+        ("tensors", {"meta": {"input": 5}}, "data.meta.input=5, but an example has the shape"),
+        ("tensors", {"meta": {"classes": "ten"}}, "data.meta.classes=ten: type a whole number"),
     ],
 )
-def test_meta_of_a_wrong_type_is_refused(meta, message):
-    data = {"_target_": "runner.data.datasets.digits.digits", "meta": meta}
-    spec = SimpleNamespace(data=data, debug=SimpleNamespace(overfit=None), seed=0)
+def test_data_that_cannot_be_used_are_refused(function, keywords, message):
+    chosen = make_spec(function, **keywords)
     with pytest.raises(ConfigError, match=message):
-        build_splits(spec)
+        build_loaders(chosen, build_splits(chosen), CPU)
+
+
+def test_overfit_takes_the_same_few_examples():
+    for few, count in ((2, 2), (100, 6)):
+        train, val = build_splits(replace(make_spec("tensors"), debug=DebugSpec(overfit=few)))
+        assert train is val
+        assert len(train) == count
+
+
+def test_loaders_follow_the_spec():
+    chosen = replace(make_spec("tensors"), seed=5, train=TrainSpec(batch_size=4))
+    train, val = build_loaders(chosen, build_splits(chosen), CPU)
+    assert (train.shuffle, train.seed, train.batch_size, val.shuffle) == (True, 5, 4, False)
+    unshuffled = make_spec("tensors", shuffle=False)
+    assert not build_loaders(unshuffled, build_splits(unshuffled), CPU)[0].shuffle

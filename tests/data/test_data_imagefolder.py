@@ -8,7 +8,7 @@ from runner.utils.errors import ConfigError
 COLOURS = {"green": (0, 255, 0), "red": (255, 0, 0)}
 
 
-def write(folder, classes=("green", "red"), count=5):
+def write(folder, classes=COLOURS, count=5):
     for name in classes:
         (folder / name).mkdir(parents=True)
         for i in range(count):
@@ -52,26 +52,19 @@ def test_missing_folder(tmp_path):
         imagefolder(str(tmp_path / "nowhere"))
 
 
-def test_no_classes(tmp_path):
-    with pytest.raises(ConfigError, match="no classes"):
-        imagefolder(str(tmp_path))
-
-
-def test_a_class_without_images(tmp_path):
-    write(tmp_path)
-    (tmp_path / "violet").mkdir()
-    with pytest.raises(ConfigError, match="violet"):
-        imagefolder(str(tmp_path))
-
-
-def test_train_without_val(tmp_path):
-    write(tmp_path / "train")
-    with pytest.raises(ConfigError, match="val"):
-        imagefolder(str(tmp_path))
-
-
-def test_sides_with_other_classes_would_number_them_differently(tmp_path):
-    write(tmp_path / "train")
-    write(tmp_path / "val", classes=("red",))
-    with pytest.raises(ConfigError, match="green on one side only"):
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        ({}, "no classes"),
+        ({".": COLOURS, "violet": ()}, "violet"),  # a class without images
+        ({"train": COLOURS}, "val"),
+        # Each side would number its classes in its own way.
+        ({"train": COLOURS, "val": ["red"]}, "green on one side only"),
+    ],
+)
+def test_folders_without_images_of_every_class_are_refused(tmp_path, folders, message):
+    for name, classes in folders.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        write(tmp_path / name, classes)
+    with pytest.raises(ConfigError, match=message):
         imagefolder(str(tmp_path))

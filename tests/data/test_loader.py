@@ -108,14 +108,6 @@ def test_batches_move_to_the_device(dataset):
         assert first.device.type == target.device.type == "meta"
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own, from Python 3.12 on
-def test_loading_processes_repeat_their_random_numbers():
-    """Their seeds come from the run's, so that augmentation repeats too."""
-    first = [x.tolist() for x, _ in loader(Drawn(), workers=2).epoch(1)]
-    assert [x.tolist() for x, _ in loader(Drawn(), workers=2).epoch(1)] == first
-    assert targets(loader(Items(), workers=2), 1) == targets(loader(Items()), 1)
-
-
 class Who(Items):
     """The process that loads an example."""
 
@@ -128,13 +120,13 @@ def pids(batches):
 
 
 @pytest.fixture
-def forking():
+def without_fork_warnings():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # torch's own, from 3.12 on
         yield
 
 
-def test_processes_stay_until_they_are_closed(forking):
+def test_processes_stay_until_they_are_closed(without_fork_warnings):
     loading = loader(Who(), workers=2)
     first = pids(loading.epoch(1))
     assert len(first) == 2
@@ -156,7 +148,7 @@ class Gathered(Items):
         return (X[indices], torch.full((len(indices),), os.getpid()), drawn), Y[indices]
 
 
-def test_processes_gather_whole_batches(forking):
+def test_processes_gather_whole_batches(without_fork_warnings):
     loading, plain = loader(Gathered(), workers=2), loader(Gathered())
     seen = set()
     for epoch, start in ((1, 0), (2, 1)):
@@ -170,7 +162,7 @@ def test_processes_gather_whole_batches(forking):
     loading.close()
 
 
-def test_what_a_gathered_batch_draws_depends_on_the_batch_alone(forking):
+def test_what_a_gathered_batch_draws_depends_on_the_batch_alone(without_fork_warnings):
     drawn = [x[2].tolist() for x, _ in loader(Gathered(), workers=2).epoch(2)]
     assert [x[2].tolist() for x, _ in loader(Gathered(), workers=1).epoch(2, 1)] == drawn[1:]
 
@@ -213,12 +205,14 @@ class Changing(Items):
         (Changing(), r"inputs of different structure \(\['key0'\] and \['key1'\]\)"),
     ],
 )
-def test_examples_that_cannot_be_stacked_are_refused(dataset, message, workers, forking):
+def test_examples_that_cannot_be_stacked_are_refused(
+    dataset, message, workers, without_fork_warnings
+):
     with pytest.raises(ConfigError, match=message):
         next(loader(dataset, shuffle=False, workers=workers).epoch(0))
 
 
-def test_an_epoch_that_was_not_iterated_to_its_end_does_not_reach_the_next(forking):
+def test_an_epoch_that_was_not_iterated_to_its_end_does_not_reach_the_next(without_fork_warnings):
     loading, plain = loader(Items(), workers=2), loader(Items())
     for start in range(3):
         next(loading.epoch(1))
@@ -228,7 +222,7 @@ def test_an_epoch_that_was_not_iterated_to_its_end_does_not_reach_the_next(forki
             assert torch.equal(y, labels)
 
 
-def test_what_is_drawn_does_not_depend_on_what_was_loaded_before(forking):
+def test_what_is_drawn_does_not_depend_on_what_was_loaded_before(without_fork_warnings):
     drawn = loader(Drawn(), workers=2)
     first, second = ([x.tolist() for x, _ in drawn.epoch(epoch)] for epoch in (1, 2))
     assert first != second

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from states import count_hooks
 from torch import nn
 
 from runner.diagnostics.dtype_trace import DtypeProbe
@@ -111,18 +112,13 @@ def test_the_probe_changes_no_bit_of_the_step():
         assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
 
 
-def hooks(model):
-    held = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    return sum(held) + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
-
-
 def test_hooks_and_mode_are_removed_after_an_exception_too():
     model = nn.Sequential(nn.Linear(2, 2))
     probe = DtypeProbe(model)
     with pytest.raises(RuntimeError), probe:  # noqa: PT012
-        assert hooks(model) == 5 + 1
+        assert count_hooks(model) == 5 + 1
         model(torch.ones(1, 3))
-    assert hooks(model) == 0
+    assert count_hooks(model) == 0
     before = probe.table()
     model(torch.ones(1, 2))
     assert probe.table() == before

@@ -2,6 +2,8 @@
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,29 +14,41 @@ from processes import Outcome
 WORKER = Path(__file__).parents[1] / "helpers" / "worker.py"
 ROOT = WORKER.parents[2]
 PATH = f"{ROOT}:{ROOT / 'tests' / 'helpers'}"
+TIMEOUT = 1800
+"""Seconds that jobs may take: they hang or end long before, on a loaded machine, too."""
 
 
 @pytest.fixture(scope="session")
-def together():
-    """Has jobs {folder: overrides} run by several processes, in turn; outcomes by folder."""
+def worker():
+    """Return the process of tests/helpers/worker.py."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
+    process = subprocess.Popen(
+        [sys.executable, str(WORKER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        env={**kept, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
+    )
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
-    def run(processes, jobs, folder, timeout=300):
-        file = folder / f"jobs-{processes}.json"
-        file.write_text(json.dumps({str(folder / name): typed for name, typed in jobs.items()}))
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
-        command = [sys.executable, str(WORKER), str(file), str(processes)]
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            text=True,
-            timeout=timeout,
-            env={**kept, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-        )
+
+@pytest.fixture(scope="session")
+def run_in_processes(worker):
+    """Have jobs {folder: overrides} run by several processes, in turn; outcomes by folder."""
+
+    def run(processes, jobs, folder):
+        named = {str(folder / name): typed for name, typed in jobs.items()}
+        request = {"processes": processes, "folder": str(folder), "jobs": named}
+        worker.stdin.write(json.dumps(request).encode() + b"\n")
+        ready, _, _ = select.select([worker.stdout], [], [], TIMEOUT)
+        assert ready, f"no end after {TIMEOUT} s"
         found = {name: Outcome(folder / name) for name in jobs}
-        assert done.returncode == 0, done.stderr[-3000:] + "".join(
-            one.text(f"failed-{rank}.txt") for one in found.values() for rank in range(processes)
-        )
+        written = [path.read_text()[-3000:] for path in sorted(folder.glob("output-*.txt"))]
+        failures = [one.text(f"failed-{rank}.txt") for one in found.values() for rank in (0, 1)]
+        assert worker.stdout.readline() == b"0\n", "".join(written + failures)
         return found
 
     return run

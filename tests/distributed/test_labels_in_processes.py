@@ -5,6 +5,8 @@ import torch
 from masked_language import GPT2, by_hand, pad, sets
 from processes import close
 
+pytestmark = pytest.mark.slow
+
 STEPS, LARGE = 6, 6
 OWN = (
     "~model",
@@ -23,7 +25,6 @@ OWN = (
     "precision=64-true",
 )
 BATCHES = {
-    "whole": ("train.batch_size=6",),
     "parts": ("train.batch_size=3", "train.accumulate=2"),  # one process has an example less
     "one-example": ("train.batch_size=1", "train.accumulate=6"),  # and here none
 }
@@ -48,16 +49,15 @@ def by_large_batches():
 
 
 @pytest.fixture(scope="module")
-def several(together, tmp_path_factory):
+def several(run_in_processes, tmp_path_factory):
     jobs = {
         f"{strategy}-{name}": [*OWN, f"strategy={strategy}", *typed]
         for strategy in ("ddp", "fsdp")
         for name, typed in BATCHES.items()
     }
-    return together(2, jobs, tmp_path_factory.mktemp("labels"))
+    return run_in_processes(2, jobs, tmp_path_factory.mktemp("labels"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_equal_one_large_batch(several, by_large_batches, strategy, name):

@@ -2,13 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import SECONDS, wait_for
 
 from runner.modes.result import RunResult
 
@@ -116,7 +114,7 @@ def test_missing_hardware_is_emulated_and_present_hardware_is_not(inside, tmp_pa
         "precision.emulate=true",
         "model.hidden=[32]",
         "tracking=none",
-        "advise.budget=3m",
+        "advise.budget=30m",
         "advise.islands=false",
     )
     with inside(tmp_path) as main:
@@ -132,42 +130,29 @@ def test_missing_hardware_is_emulated_and_present_hardware_is_not(inside, tmp_pa
 
 
 @pytest.fixture
-def resumed(clean, tmp_path):
-    """Stops a command where it is due, resumes it, and gives all results of both."""
-
-    def begun(*words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "runner", *words],
-            cwd=tmp_path,
-            env=clean,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+def resumed(start_command, cli, tmp_path):
+    """Stop a command where it is due, resume it, and return the results before and after."""
 
     def results() -> list[RunResult]:
         return [RunResult.read(p.parent) for p in tmp_path.glob("outputs/sweeps/*/*/result.json")]
 
-    def run(due: Callable[[list[RunResult]], bool], *words: str):
-        first, until = begun(*words), time.monotonic() + 120
-        while not due(results()):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+    def run(due: Callable[[list[RunResult]], bool], *words: str, **env: str):
+        first = start_command(*words, env=env)
+        wait_for(lambda: due(results()), first)
         first.send_signal(signal.SIGINT)
-        told = first.communicate(timeout=60)[0]
-        assert first.returncode == 130, told
-        assert "which precision?" in told
-        assert "sweep.resume=" in told
+        out, err = first.communicate(timeout=SECONDS)
+        assert first.returncode == 130, err
+        assert "which precision?" in out
+        assert "sweep.resume=" in out
         before = [r for r in results() if r.status == "finished" or r.diverged]
-        again = begun("sweep.resume=last")
-        told = again.communicate(timeout=180)[0]
-        assert again.returncode == 0, told
+        again = cli("sweep.resume=last", env=env)
+        assert again.rc == 0, again.stderr
         return before, results()
 
     return run
 
 
-def taken(results: list[RunResult]) -> set[tuple[str, float]]:
+def timings(results: list[RunResult]) -> set[tuple[str, float]]:
     return {(r.folder, r.seconds) for r in results}
 
 
@@ -180,12 +165,12 @@ def test_a_stopped_advice_keeps_its_trials_and_is_resumed(resumed):
     )
     assert len(before) >= 2
     assert len([r for r in after if r.status == "finished"]) == 6
-    assert taken(before) <= taken(after)  # not done again
+    assert timings(before) <= timings(after)  # not done again
 
 
 def test_a_stopped_search_for_module_sets_is_resumed(resumed, clean):
     here = Path(__file__).parents[1] / "helpers"
-    clean["PYTHONPATH"] = os.pathsep.join([str(here), clean.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(here), clean["PYTHONPATH"]])
     before, after = resumed(
         lambda found: any("keep_fp32" in r.group for r in found),
         "mode=advise",
@@ -197,8 +182,9 @@ def test_a_stopped_search_for_module_sets_is_resumed(resumed, clean):
         "accelerator=cpu",
         "advise.steps=200",
         "advise.seeds=3",
-        "advise.budget=3m",
+        "advise.budget=30m",
+        PYTHONPATH=path,
     )
-    assert taken(before) <= taken(after)
+    assert timings(before) <= timings(after)
     assert len({tuple(r.overrides) for r in after}) == len(after)  # none was laid out anew
     assert sum("keep_fp32=[wide]" in r.group for r in after) >= 3

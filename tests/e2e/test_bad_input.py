@@ -163,9 +163,11 @@ def test_a_config_that_is_no_yaml(quick, tmp_path, text, parts):
 @pytest.mark.parametrize(
     ("command", "parts"),
     [
-        ("doctor precision=tf32", ["doctor takes no arguments", "precision=tf32"]),
+        ("doctor precision=tf32", ["doctor does not take precision=tf32", "--config-dir=..."]),
         ("ui precision=tf32", ["ui does not take precision=tf32", "tracking.uri=...", "port=..."]),
         ("ui port=many", ["port=many is no port", "port=5000"]),
+        ("ui port=0", ["port=0"]),
+        ("ui port=99999", ["port=99999"]),
         ("ui tracking.uri=foo://x", ["tracking.uri=foo://x"]),
         ("report nowhere/at/all", ["nowhere/at/all"]),
         ("report", ["no sweep in outputs/sweeps"]),
@@ -175,6 +177,7 @@ def test_a_config_that_is_no_yaml(quick, tmp_path, text, parts):
 def test_subcommands_too(main, command, parts):
     done = main(*command.split())
     assert done.rc == 2
+    assert done.stderr.startswith("error: ")
     for part in parts:
         assert part in done.stderr
     assert "Traceback" not in done.stderr

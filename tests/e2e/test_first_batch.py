@@ -152,7 +152,7 @@ def odd(main, tmp_path):
     )
 
 
-TOLD = [
+MESSAGES = [
     ("Nothing", "", ["The model returns None", "end Nothing.forward with `return <output>`"]),
     (
         "Pair",
@@ -252,7 +252,7 @@ TOLD = [
 ]
 
 
-@pytest.mark.parametrize(("net", "typed", "parts"), TOLD)
+@pytest.mark.parametrize(("net", "typed", "parts"), MESSAGES)
 def test_a_failure_on_a_batch_gets_one_message(odd, net, typed, parts):
     words = typed.split()
     if "model=mlp" not in words:

@@ -5,6 +5,7 @@ import re
 import subprocess
 
 import pytest
+from run_folders import only_run
 
 pytestmark = pytest.mark.slow
 
@@ -70,32 +71,27 @@ def filling(small, cli):
     return lambda *args: cli(*RUN, "tracking=none", *args, cwd=small)
 
 
-def folder(small):
-    (found,) = small.glob("outputs/runs/*")
-    return found
-
-
-def quiet(done):
-    """No traceback, and no abort."""
+def check_no_traceback(done):
+    """Check that a command printed no traceback and no abort."""
     assert "Traceback" not in done.stderr, done.stderr
     assert "terminate called" not in done.stderr
 
 
 @pytest.mark.parametrize("left", [0, 20_000])
-def test_on_a_full_disk_nothing_is_begun(filling, small, left):
+def test_no_run_begins_on_a_full_disk(filling, small, left):
     (small / "fill").write_bytes(
         bytes(2**21 - sum(f.stat().st_blocks * 512 for f in small.rglob("*")) - left)
     )
     done = filling()
     assert done.rc == 2
-    quiet(done)
+    check_no_traceback(done)
     (line,) = done.stderr.splitlines()
     assert FULL in line
     assert "hydra.run.dir=<folder>" in line
     assert "train/loss" not in done.stdout
 
 
-def test_in_a_folder_that_may_not_be_written_nothing_is_begun(filling, small):
+def test_no_run_begins_in_a_read_only_folder(filling, small):
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
     done = filling()
     assert done.rc == 2
@@ -110,7 +106,7 @@ def test_a_run_that_can_save_nothing_prints_its_result(filling, small, at, saved
     given = ["checkpoint.every_steps=5", "checkpoint.safetensors=true", f"model.only='{saved}'"]
     done = filling(f"model.at={at}", *given)
     assert done.rc == 1
-    quiet(done)
+    check_no_traceback(done)
     for name in ("dtypes.json", "loss_scale.png", "result.json"):
         assert f"{name} was not written: {FULL}." in done.stdout
     assert re.search(r"│ val/accuracy +│ 0\.", done.stdout)
@@ -122,27 +118,27 @@ def test_a_run_that_can_save_nothing_prints_its_result(filling, small, at, saved
     assert not list(small.rglob("*.partial"))
 
 
-def test_a_picture_that_is_lost_costs_a_warning(filling, small):
+def test_a_picture_that_cannot_be_written_costs_a_warning(filling, small):
     done = filling("model.at=12", "model.left=12288", "checkpoint.final=false")
     assert done.rc == 0, done.stderr
     assert (
-        f"warning: outputs/runs/{folder(small).name}/loss_scale.png was not written: {FULL}."
+        f"warning: outputs/runs/{only_run(small).name}/loss_scale.png was not written: {FULL}."
         in (done.stdout)
     )
-    assert json.loads((folder(small) / "result.json").read_text())["status"] == "finished"
+    assert json.loads((only_run(small) / "result.json").read_text())["status"] == "finished"
 
 
-def test_a_result_that_is_lost_is_no_success(filling):
+def test_a_result_that_cannot_be_written_is_no_success(filling):
     done = filling("model.at=12", "checkpoint.final=false")
     assert done.rc == 1
     assert f"result.json was not written: {FULL}. The result is above." in done.stderr
     assert re.search(r"│ val/accuracy +│ 0\.", done.stdout)
 
 
-def test_the_store_knows_how_it_ended(small, cli, store, reader):
+def test_the_store_has_the_reason(small, cli, store, reader):
     done = cli(*RUN, f"tracking.uri={store}", "tracking.experiment=full", "model.at=12", cwd=small)
     assert done.rc == 1
-    quiet(done)
+    check_no_traceback(done)
     assert f"The model is not in MLflow, its checkpoint has the weights: {FULL}." in done.stdout
     client = reader()
     (run,) = client.search_runs([client.get_experiment_by_name("full").experiment_id])

@@ -4,15 +4,15 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from run_folders import only_run
 
 from runner.data.loader import Loader
 from runner.data.step_samples import samples_of_step
-from runner.diagnostics import saved_batch as kept
+from runner.diagnostics import saved_batch
 from runner.modes.rewind import rewind_to_step, saved_run_spec
 from runner.training.state_dict import checkpoint_state_dict
 
@@ -128,13 +128,8 @@ def faulty(faults, main):
     return lambda *args: main(*OWN, *args)
 
 
-def folder(where):
-    (found,) = Path(where).glob("outputs/runs/*")
-    return found
-
-
-def told(done, *parts):
-    """A guard ended it, in words and without a traceback."""
+def check_stopped(done, *parts):
+    """Check that a guard ended a run with a message that has these parts."""
     assert done.rc == 1
     assert "Traceback" not in done.stderr
     for part in parts:
@@ -148,35 +143,35 @@ def samples(step, size=8, count=60):
 
 def test_a_loss_that_is_not_finite_ends_the_run(faults, cli):
     done = cli(*OWN, *NAN, "checkpoint.every_steps=2")
-    told(
+    check_stopped(
         done,
         "error: guard.non_finite: the loss is nan at step 6.",
         "optimizer.lr=0.0001 or train.clip_norm=1.0",
         "guard.non_finite=warn",
         "debug=replay batch=outputs/runs/",
     )
-    out = folder(faults)
+    out = only_run(faults)
     (saved,) = out.glob("checkpoints/*.pt")
     assert saved.name == "step-00000004.pt"
     assert f"init.weights=outputs/runs/{out.name}/checkpoints/step-00000004.pt" in done.stderr
     weights = torch.load(saved, weights_only=True)["model"]
     assert all(w.isfinite().all() for w in weights.values())
-    kept = json.loads((out / "guard" / "batch-000006.json").read_text())
-    assert (kept["steps"], kept["epoch"], kept["seed"]) == ([6, 6], 1, 0)
-    assert kept["micro_batches"] == samples(6)
+    batch = json.loads((out / "guard" / "batch-000006.json").read_text())
+    assert (batch["steps"], batch["epoch"], batch["seed"]) == ([6, 6], 1, 0)
+    assert batch["micro_batches"] == samples(6)
     result = json.loads((out / "result.json").read_text())
     assert (result["status"], result["diverged"], result["steps"]) == ("failed", True, 6)
     assert "the loss is nan at step 6" in result["error"]
 
 
-def test_the_kept_leads_to_the_planted_module(faulty, faults):
+def test_a_replay_finds_the_planted_module(faulty, faults):
     faulty(*NAN)
-    (kept,) = (folder(faults) / "guard").iterdir()
+    (batch,) = (only_run(faults) / "guard").iterdir()
     done = faulty(
         *NAN,
         "model.at=1",
         "debug=replay",
-        f"batch={kept}",
+        f"batch={batch}",
         "precision=bf16-mixed",
         "hydra.run.dir=again",
     )
@@ -190,9 +185,9 @@ def test_the_kept_leads_to_the_planted_module(faulty, faults):
 
 
 def test_a_replay_has_the_weights_of_the_step(faults, cli):
-    told = cli(*OWN, *NAN, "checkpoint.every_steps=2").stderr
-    out, own = folder(faults), ["--config-dir", "lab/conf", "hydra.run.dir=again"]
-    again = shlex.split(next(t for t in told.splitlines() if "debug=replay" in t))[6:]
+    first = cli(*OWN, *NAN, "checkpoint.every_steps=2").stderr
+    out, own = only_run(faults), ["--config-dir", "lab/conf", "hydra.run.dir=again"]
+    again = shlex.split(next(t for t in first.splitlines() if "debug=replay" in t))[6:]
     for words in (again, ["debug=replay", again[-1]]):
         done = cli(*own, *words)
         assert done.rc == 0, done.stderr
@@ -213,14 +208,14 @@ def test_a_replay_trains_to_the_very_bits(faulty, faults):
         "precision=16-mixed",
         "guard.overflow_steps=1",
     )
-    out = folder(faults)
+    out = only_run(faults)
     batch = next((out / "guard").iterdir())
     path = out / "checkpoints" / "step-00000005.pt"
     wanted = torch.load(path, weights_only=True)
     path.unlink()
     spec = replace(saved_run_spec(batch), batch=str(batch))
     with rewind_to_step(
-        spec, kept.read_saved_batch(batch), torch.device("cpu"), Console(quiet=True)
+        spec, saved_batch.read_saved_batch(batch), torch.device("cpu"), Console(quiet=True)
     ) as reached:
         state, micros, _ = reached
         found = checkpoint_state_dict(state, spec)
@@ -236,11 +231,11 @@ def test_a_replay_trains_to_the_very_bits(faulty, faults):
 def test_a_replay_names_what_the_precision_alone_breaks(faulty, faults):
     big = ("model.factor=1e6", "model.at=1", "precision=16-mixed")
     faulty(*big, "guard.overflow_steps=2")
-    (kept,) = (folder(faults) / "guard").iterdir()
-    done = faulty(*big, "debug=replay", f"batch={kept}", "hydra.run.dir=again")
+    (batch,) = (only_run(faults) / "guard").iterdir()
+    done = faulty(*big, "debug=replay", f"batch={batch}", "hydra.run.dir=again")
     assert "at the output of body.2 (float16); in 32-true it is finite, at most " in done.stdout
     assert "precision.keep_fp32=[body.2]" in done.stdout
-    sound = faulty("debug=replay", f"batch={kept}", "hydra.run.dir=sound")
+    sound = faulty("debug=replay", f"batch={batch}", "hydra.run.dir=sound")
     assert "Everything is finite with these weights. Type init.weights=" in sound.stdout
 
 
@@ -248,11 +243,11 @@ def test_weights_that_are_not_finite_replace_no_good_ones(faulty, faults):
     done = faulty(*NAN, "guard.non_finite=warn", "checkpoint.every_steps=2")
     assert done.rc == 0
     assert "warning: the weights of step 12 are not finite and are not saved." in done.stdout
-    (saved,) = folder(faults).glob("checkpoints/*.pt")
+    (saved,) = only_run(faults).glob("checkpoints/*.pt")
     assert saved.name == "step-00000004.pt"
 
 
-def test_the_store_knows_the_reason_and_has_the_batch(faulty, store, reader):
+def test_the_store_has_the_reason_and_the_batch(faulty, store, reader):
     done = faulty(*NAN, "tracking=mlflow", f"tracking.uri={store}", "tracking.experiment=guards")
     assert done.rc == 1
     client = reader()
@@ -267,13 +262,13 @@ def test_the_store_knows_the_reason_and_has_the_batch(faulty, store, reader):
 
 def test_overflows_in_a_row_end_the_run_with_its_last_good_state(faulty, faults):
     done = faulty("precision=16-mixed", "precision.loss_scale.fixed=1e30", "guard.overflow_steps=5")
-    told(
+    check_stopped(
         done,
         "guard.overflow: 5 steps in a row overflowed, up to step 5",
         "Try precision.loss_scale.fixed=null",
         "init.weights=outputs/runs/",
     )
-    assert list(folder(faults).glob("checkpoints/*.pt"))
+    assert list(only_run(faults).glob("checkpoints/*.pt"))
 
 
 def test_a_scale_at_its_floor_warns(faulty):
@@ -303,8 +298,8 @@ def test_a_spike(faulty, action, rc):
     ],
 )
 def test_data_are_looked_at_before_training(faulty, faults, fault, parts):
-    told(faulty(f"data.fault={fault}"), *parts)
-    assert not list(folder(faults).glob("checkpoints/*"))
+    check_stopped(faulty(f"data.fault={fault}"), *parts)
+    assert not list(only_run(faults).glob("checkpoints/*"))
 
 
 def test_doubtful_data_can_be_trained_on(faulty):
@@ -323,18 +318,18 @@ def step_of(sample):
     return next(step for step in range(1, 9) if sample in samples(step)[0])
 
 
-def test_a_label_that_the_check_did_not_see_is_reported_at_its_step(faulty, faults):
+def test_a_label_that_was_not_checked_is_reported_at_its_step(faulty, faults):
     done = faulty("data.fault=label", "guard.data=ignore")
     step = step_of(17)
-    told(
+    check_stopped(
         done,
         f"error: At step {step}: Target 12 is out of bounds. Sample 17: label 12 is "
         "outside the 2 classes",
         "error.txt",
         f"guard/batch-{step:06d}.json",
     )
-    kept = json.loads((folder(faults) / "guard" / f"batch-{step:06d}.json").read_text())
-    assert kept["micro_batches"] == samples(step)
+    batch = json.loads((only_run(faults) / "guard" / f"batch-{step:06d}.json").read_text())
+    assert batch["micro_batches"] == samples(step)
 
 
 def test_a_late_device_assertion_is_searched_for_in_the_steps_before(faulty):
@@ -345,7 +340,7 @@ def test_a_late_device_assertion_is_searched_for_in_the_steps_before(faulty):
         f"model.at={step}",
         "model.crash='CUDA error: device-side assert triggered'",
     )
-    told(
+    check_stopped(
         done,
         f"At one of steps 1 to {step}: CUDA error: device-side assert triggered. Sample 17: "
         "label 12 is outside the 2 classes",
@@ -360,31 +355,37 @@ def test_another_error_keeps_its_traceback(faulty):
     assert "Traceback" in done.stderr
 
 
-def dead(done, faults, *parts):
+def check_worker_death(done, faults, *parts):
     """Check that a process died over sample 17."""
-    told(done, "A process that loads the train set for step", "train.num_workers=0", *parts)
-    (path,) = (folder(faults) / "guard").iterdir()
-    kept = json.loads(path.read_text())
-    assert 17 in [index for micro in kept["micro_batches"] for index in micro]
-    assert "Traceback" in (folder(faults) / "error.txt").read_text()
+    check_stopped(
+        done, "A process that loads the train set for step", "train.num_workers=0", *parts
+    )
+    (path,) = (only_run(faults) / "guard").iterdir()
+    batch = json.loads(path.read_text())
+    assert 17 in [index for micro in batch["micro_batches"] for index in micro]
+    assert "Traceback" in (only_run(faults) / "error.txt").read_text()
 
 
 @pytest.mark.parametrize("fault", ["exit", "kill"])
 def test_a_process_that_dies_while_training_is_reported_with_its_samples(faults, cli, fault):
-    done = cli(*OWN, f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1", timeout=100)
-    dead(done, faults, "DataLoader worker (pid")
+    done = cli(*OWN, f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1")
+    check_worker_death(done, faults, "DataLoader worker (pid")
 
 
 @forks
 def test_a_process_that_raises_names_its_batch(faulty, faults):
     done = faulty("data.fault=raise", "guard.data=ignore", "train.num_workers=1")
-    dead(done, faults, f"for step {step_of(17)} failed: ValueError: sample 17 is broken.")
+    check_worker_death(
+        done, faults, f"for step {step_of(17)} failed: ValueError: sample 17 is broken."
+    )
 
 
 @forks
 def test_a_process_that_dies_in_the_first_batches_is_reported(faulty):
     done = faulty("data.fault=raise", "train.num_workers=1")
-    told(done, "A process that loads the train set's first batches failed: ValueError: sample 17")
+    check_stopped(
+        done, "A process that loads the train set's first batches failed: ValueError: sample 17"
+    )
 
 
 def test_a_sweep_continues_and_reports_the_jobs_that_diverged(faults, main):

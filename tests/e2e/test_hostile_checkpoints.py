@@ -80,7 +80,7 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def made(inside, tmp_path_factory):
+def stranger(inside, tmp_path_factory):
     """(main, what a real checkpoint holds)."""
     home = tmp_path_factory.mktemp("strangers")
     (home / "mine.py").write_text("import os\n")
@@ -92,19 +92,19 @@ def made(inside, tmp_path_factory):
         yield main, lambda: deepcopy(content)
 
 
-def left(content):
-    """The file of a stranger's run."""
+def write_checkpoint(content):
+    """Write the checkpoint of a stranger's run and return its path."""
     path = Path.cwd() / "theirs" / "checkpoints" / "step-00000002.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, path)
     return path
 
 
-def used(main, way, path):
+def load_by(main, way, path):
     return main(*(text.format(path) for text in WAYS[way]), "tracking=none")
 
 
-def harmless():
+def nothing_was_called():
     return {p.name for p in Path.cwd().iterdir()} <= {"mine.py", "__pycache__", "theirs", "outputs"}
 
 
@@ -114,12 +114,12 @@ def harmless():
     target=st.sampled_from(sorted(CALLS)),
     way=st.sampled_from(sorted(WAYS)),
 )
-def test_no_target_of_a_strangers_is_called(made, group, target, way):
-    main, content = made
+def test_no_target_of_a_strangers_is_called(stranger, group, target, way):
+    main, content = stranger
     theirs = content()
     theirs["spec"][group] = {"_target_": target, **CALLS[target]}
-    done = used(main, way, left(theirs))
-    assert harmless()
+    done = load_by(main, way, write_checkpoint(theirs))
+    assert nothing_was_called()
     if way == "evaluate" and group in ("optimizer", "scheduler"):
         assert done.rc == 0, done.stderr  # it has none
         return
@@ -127,23 +127,23 @@ def test_no_target_of_a_strangers_is_called(made, group, target, way):
     assert f"names {group}._target_={target}, which is neither the runner's own" in done.stderr
 
 
-def test_nor_by_init_weights(made):
-    main, content = made
+def test_nor_by_init_weights(stranger):
+    main, content = stranger
     theirs = content()
     theirs["spec"]["adapter"] = {"_target_": "os.mkdir", "path": CANARY}
-    done = main(*QUICK, f"init.weights={left(theirs)}")
+    done = main(*QUICK, f"init.weights={write_checkpoint(theirs)}")
     assert done.rc == 2
     assert "names adapter._target_=os.mkdir" in done.stderr
-    assert harmless()
+    assert nothing_was_called()
 
 
-def test_the_environment_is_not_read_for_a_stranger(made, monkeypatch):
-    main, content = made
+def test_the_environment_is_not_read_for_a_stranger(stranger, monkeypatch):
+    main, content = stranger
     monkeypatch.setenv("SOME_NAME", "canary-1")
     theirs = content()
     theirs["spec"]["data"]["path"] = "${oc.env:SOME_NAME}"
     for way in WAYS:
-        done = used(main, way, left(theirs))
+        done = load_by(main, way, write_checkpoint(theirs))
         assert done.rc == 2
         assert "holds an interpolation" in done.stderr
         assert "canary-1" not in done.stderr
@@ -160,9 +160,9 @@ def paths_of(content, prefix=()):
 
 @cases(25)
 @given(place=st.integers(0, 10**6), way=st.sampled_from(sorted(WAYS)), number=st.integers(0, 15))
-def test_anything_in_its_place(made, place, way, number):
+def test_anything_in_its_place(stranger, place, way, number):
     """One item of a checkpoint is something else, or missing."""
-    main, content = made
+    main, content = stranger
     theirs, value = content(), ANYTHING[number]
     places = sorted(paths_of(theirs), key=str)
     *path, last = places[place % len(places)]
@@ -173,8 +173,8 @@ def test_anything_in_its_place(made, place, way, number):
         del holder[last]
     else:
         holder[last] = value
-    done = used(main, way, left(theirs))
-    assert harmless()
+    done = load_by(main, way, write_checkpoint(theirs))
+    assert nothing_was_called()
     # State of other shapes or kinds than its owner's fails in a step: status 1, with a traceback.
     owned = {"optimizers", "schedulers", "observers"} & {*path[:1]}
     if not (owned and done.rc == 1):
@@ -183,9 +183,9 @@ def test_anything_in_its_place(made, place, way, number):
 
 @cases(60)
 @given(data=st.data())
-def test_bytes_that_changed_or_are_gone(made, data):
-    _, content = made
-    path = left(content())
+def test_bytes_that_changed_or_are_gone(stranger, data):
+    _, content = stranger
+    path = write_checkpoint(content())
     raw = bytearray(path.read_bytes())
     if data.draw(st.booleans()):
         del raw[data.draw(st.integers(0, len(raw) - 1)) :]
@@ -214,14 +214,14 @@ class Bomb:
 @pytest.mark.parametrize(
     "typed", ["checkpoint.resume={}", "mode=evaluate checkpoint={}", "init.weights={}"]
 )
-def test_a_pickle_is_not_executed(made, wrap, typed):
-    main, content = made
-    path = left(content())
+def test_a_pickle_is_not_executed(stranger, wrap, typed):
+    main, content = stranger
+    path = write_checkpoint(content())
     wrap(path)
     done = main(*QUICK, *typed.format(path).split())
     assert done.rc == 2
     ended_well(done)
-    assert harmless()
+    assert nothing_was_called()
 
 
 # Files that pretend to be one's own
@@ -267,12 +267,12 @@ def nested(group, call, depth):
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_no_forged_signature_has_a_target_called(made, forgery):
-    """Twelve targets with each: in every group, nested up to three deep, by both commands."""
-    main, content = made
+def test_no_forged_signature_has_a_target_called(stranger, forgery):
+    """Three targets with each, all of them together: nested up to three deep, by both commands."""
+    main, content = stranger
     calls = sorted({**CALLS, **MORE_CALLS}.items()) * 2
-    first = 5 * [*FORGERIES].index(forgery) % 27
-    for number, (target, arguments) in enumerate(calls[first : first + 12], first):
+    first = 3 * [*FORGERIES].index(forgery)
+    for number, (target, arguments) in enumerate(calls[first : first + 3], first):
         theirs = content()
         assert checkpoint_file.is_signed_by_user(theirs)  # before it was changed
         group, way = GROUPS[number % 5], ("resume", "evaluate")[number // 5 % 2]
@@ -280,8 +280,8 @@ def test_no_forged_signature_has_a_target_called(made, forgery):
             group = "model"
         theirs["spec"][group] = nested(group, {"_target_": target, **arguments}, number % 4)
         theirs["signature"] = FORGERIES[forgery](theirs)
-        done = used(main, way, left(theirs))
-        assert harmless(), (target, forgery)
+        done = load_by(main, way, write_checkpoint(theirs))
+        assert nothing_was_called(), (target, forgery)
         assert done.rc == 2, (target, forgery, done)
         assert f"names {group}._target_={target}" in done.stderr
         assert "not signed with your key" in done.stderr
@@ -297,41 +297,41 @@ def test_no_forged_signature_has_a_target_called(made, forgery):
         lambda spec: spec["checkpoint"].update({"_target_": "os.mkdir", "path": CANARY}),
     ],
 )
-def test_nor_one_outside_the_groups(made, change):
-    main, content = made
+def test_nor_one_outside_the_groups(stranger, change):
+    main, content = stranger
     theirs = content()
     change(theirs["spec"])
     theirs["spec"].pop("launcher", None)
     for way in WAYS:
-        ended_well(used(main, way, left(theirs)))
-        assert harmless()
+        ended_well(load_by(main, way, write_checkpoint(theirs)))
+        assert nothing_was_called()
     assert "idlelib" not in sys.modules
 
 
-def test_a_folder_brings_no_proof_of_its_own(made):
+def test_a_folder_brings_no_proof_of_its_own(stranger):
     """A hostile checkpoint next to the config, journal and signatures of one's own run."""
-    main, content = made
+    main, content = stranger
     assert main(*QUICK).rc == 0
     own = max(Path.cwd().glob("outputs/runs/*/checkpoints")).parent
     whole = {p.name: p.read_bytes() for p in own.iterdir() if p.is_file()}
     theirs = content()
     theirs["spec"]["model"] = {"_target_": "os.mkdir", "path": CANARY}
-    path = left(theirs)
+    path = write_checkpoint(theirs)
     for name, text in whole.items():
         (path.parents[1] / name).write_bytes(text)
     (path.parents[1] / "key").write_bytes(b"k" * 32)
     for way in WAYS:
-        done = used(main, way, path)
-        assert (done.rc, harmless()) == (2, True)
+        done = load_by(main, way, path)
+        assert (done.rc, nothing_was_called()) == (2, True)
     linked = path.with_name("step-00000009.pt")
     linked.symlink_to(path)
-    assert used(main, "resume", linked).rc == 2
-    assert harmless()
+    assert load_by(main, "resume", linked).rc == 2
+    assert nothing_was_called()
     shutil.rmtree(path.parents[1])
     shutil.rmtree(Path.cwd() / "outputs")
 
 
-def test_a_replay_calls_nothing_of_a_hostile_config(made, compose):
+def test_a_replay_calls_nothing_of_a_hostile_config(stranger, compose):
     """debug=replay reads the config in the folder of the batch."""
     from types import SimpleNamespace
 
@@ -352,5 +352,5 @@ def test_a_replay_calls_nothing_of_a_hostile_config(made, compose):
             rewind.with_run_config(
                 replace(spec, batch=str(batch)), Invocation(), SimpleNamespace(names={})
             )
-        assert harmless()
+        assert nothing_was_called()
     shutil.rmtree(folder)

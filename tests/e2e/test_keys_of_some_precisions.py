@@ -1,17 +1,17 @@
 """Keys under precision that only some precisions of a sweep take: jobs of the others run without
 them, which is said once on the terminal and in the report."""
 
-import json
 from pathlib import Path
 
 import pytest
+from run_folders import job_results
 
 BASIC = ("hydra/launcher=basic", "accelerator=cpu")
 FIXED = "precision.loss_scale.fixed=8"
 
 
-def jobs(folder="outputs/sweeps/*/*"):
-    return [json.loads(path.read_text()) for path in sorted(Path().glob(f"{folder}/result.json"))]
+def jobs(*sweeps):
+    return job_results(Path(), *sweeps)
 
 
 def report():
@@ -83,7 +83,7 @@ def test_presets_of_a_sweep(quick, tmp_path):
     preset.write_text(PRESET)
     done = quick("--config-dir", "mine", "sweep=scales", *BASIC, "hydra.sweep.dir=own")
     assert done.rc == 0, done.stderr
-    assert [job["loss_scale"] for job in jobs("own/*")] == [None, 8.0]
+    assert [job["loss_scale"] for job in jobs("own")] == [None, 8.0]
 
 
 def test_a_search(quick):

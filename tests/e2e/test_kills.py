@@ -1,36 +1,22 @@
-"""Processes killed with SIGKILL: what they had saved and recorded is whole, and continues."""
+"""Processes killed with SIGKILL: what they had saved and recorded is whole, and continues.
 
-import os
-import re
-import subprocess
-import sys
+tests/soak/test_many_kills.py does the same with more kills.
+"""
 
 import pytest
+from killed_runs import compare_with_undisturbed
+from killed_saves import killed_saves
+
+# Of MLflow's client, which reads a database in this process.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
-def found(root, script, *arguments):
-    """The cells of the table that a script of bench/ prints."""
-    done = subprocess.run(
-        [sys.executable, str(root / "bench" / script), "--dry", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [re.split(r" *\| *", line.strip("| ")) for line in done.stdout.splitlines()[2:]]
+def test_a_kill_during_a_save_costs_no_checkpoint(tmp_path, clean):
+    found = killed_saves(tmp_path, clean, kills=12, mebibytes=8)
+    assert found["in_a_write"] > 0
+    assert found["lost"] == 0
 
 
-@pytest.mark.slow
-def test_a_kill_during_a_save_costs_no_checkpoint(root):
-    ours, plain = found(root, "kill_saves.py", "--kills", "25", "--megabytes", "8")
-    assert int(ours[2]) > 0  # some kills did hit a save
-    assert (ours[1], ours[3]) == ("25", "0")
-    assert plain[1] == "25"
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_random_steps_ends_as_one_that_was_not(root):
-    rows = found(root, "kill_runs.py", "--kills", "2", "--steps", "120")
-    assert [row[1].split(" of ")[0] for row in rows] == ["1", "0", "0", "0"]
+def test_a_run_killed_at_random_steps_ends_as_one_that_was_not(tmp_path, clean):
+    found = compare_with_undisturbed(tmp_path, clean, kills=2, steps=80)
+    assert (found.runs, found.lost, found.doubled, found.changed) == (1, 0, 0, 0)

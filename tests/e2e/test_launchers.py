@@ -139,7 +139,7 @@ def begin(jobs, clean):
         process.communicate()
 
 
-def wait_for(condition, process=None, seconds=120):
+def wait_for(condition, process=None, seconds=400):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "timed out"
@@ -206,7 +206,7 @@ def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, server):
     waiting.send_signal(signal.SIGUSR2)
     time.sleep(1)
     (jobs / "go").touch()
-    stdout, stderr = sweep.communicate(timeout=120)
+    stdout, stderr = sweep.communicate(timeout=400)
     assert sweep.returncode == 1, stderr
     assert "Traceback" not in stderr
     assert "--partition=gpu" in (slurm / "script").read_text()
@@ -257,7 +257,7 @@ def test_a_signal_stops_joblibs_jobs_and_the_sweep_is_resumed(begin, jobs):
     (folder,) = jobs.glob("outputs/sweeps/*")
     wait_for((folder / "stop").exists)
     (jobs / "go").touch()
-    stdout, stderr = sweep.communicate(timeout=180)
+    stdout, stderr = sweep.communicate(timeout=400)
     assert sweep.returncode == 143, stderr
     assert "Traceback" not in stderr
     told = results(jobs)
@@ -280,7 +280,7 @@ def begin_again(jobs, folder):
         cwd=jobs,
         text=True,
         capture_output=True,
-        timeout=180,
+        timeout=400,
         check=False,
         env={**kept, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
     )
@@ -326,7 +326,7 @@ def test_a_ray_cluster_runs_jobs_and_is_stopped(begin, jobs, with_ray):
     sweep.send_signal(signal.SIGTERM)
     wait_for((folder / "stop").exists)
     (jobs / "go").touch()
-    stdout, stderr = sweep.communicate(timeout=180)
+    stdout, stderr = sweep.communicate(timeout=400)
     assert sweep.returncode == 143, stderr
     assert "Traceback" not in stderr
     told = results(jobs)

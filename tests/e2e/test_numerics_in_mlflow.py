@@ -1,9 +1,7 @@
 """Files and metrics of numerics.every in a store, and with two processes."""
 
-import subprocess
-import sys
-
 import pytest
+from waiting import SECONDS
 
 from runner.diagnostics.numerics import read
 
@@ -33,23 +31,12 @@ def test_artifacts_and_metrics_are_in_the_store(main, store, run_named, reader, 
 
 
 @pytest.mark.slow
-def test_two_processes_leave_one(tmp_path, clean):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "runner",
-        *TYPED,
-        "strategy=ddp",
-        "tracking=none",
-    ]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+def test_two_processes_leave_one(tmp_path, start_command):
+    torchrun = ("--standalone", "--nproc-per-node=2", "-m", "runner")
+    typed = (*TYPED, "strategy=ddp", "tracking=none")
+    process = start_command(*torchrun, *typed, module="torch.distributed.run")
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
     (path,) = tmp_path.rglob("numerics.json")
     numbers = {(m.module, m.kind): m for m in read(path.parent).looks[0].measured}
     assert numbers["head", "activations"].elements == 32 * 10  # of a batch of 64, half

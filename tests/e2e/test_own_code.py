@@ -21,7 +21,7 @@ def script(*args, root, cwd, **env):
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from run_folders import finished_run
 
 QUICK = (
     "model=mlp",
@@ -18,13 +19,8 @@ QUICK = (
 )
 
 
-def folder_of(tmp_path):
-    (folder,) = (p.parent for p in tmp_path.glob("outputs/runs/*/result.json"))
-    return folder
-
-
-def cut(folder, *steps):
-    """As a run that died leaves it: no result, and these checkpoints only."""
+def make_unfinished(folder, *steps):
+    """Give a folder the files of a run that died: no result, and these checkpoints only."""
     (folder / "result.json").unlink(missing_ok=True)
     for path in folder.glob("checkpoints/*"):
         if int(path.stem.removeprefix("step-")) not in steps:
@@ -32,12 +28,12 @@ def cut(folder, *steps):
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path):
-    uri = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path, empty_store):
+    uri = f"tracking.uri={empty_store(tmp_path / 'mlflow.db')}"
     assert main(*QUICK, uri).rc == 0
-    folder = folder_of(tmp_path)
+    folder = finished_run(tmp_path)
     run_id = json.loads((folder / "result.json").read_text())["run_id"]
-    cut(folder, 2, 4)
+    make_unfinished(folder, 2, 4)
     damaged = folder / "checkpoints" / "step-00000004.pt"
     damaged.write_bytes(damaged.read_bytes()[:-100])
     done = main(f"checkpoint.resume={run_id}", "optimizer.lr=0.0001", "train.max_steps=8", uri)
@@ -75,7 +71,7 @@ def test_what_cannot_be_resumed(main, tmp_path):
     assert "no checkpoint is there" in refused("checkpoint.resume=no/where")
     assert "resumes nothing" in refused("checkpoint.resume=last", "mode=plan")
     assert main(*QUICK, "tracking=none").rc == 0
-    folder = folder_of(tmp_path)
+    folder = finished_run(tmp_path)
     assert "it is finished" in refused("checkpoint.resume=last")
     assert "train.max_steps=<more" in refused(f"checkpoint.resume={folder}")
     assert "resumes one run" in refused("-m", "checkpoint.resume=last", "seed=0,1")
@@ -98,10 +94,10 @@ def test_what_cannot_be_resumed(main, tmp_path):
 def test_another_precision_or_optimizer(main, tmp_path):
     """Each continues and says what changes, or is refused before it trains."""
     assert main(*QUICK, "tracking=none", "precision=16-mixed").rc == 0
-    folder = folder_of(tmp_path)
+    folder = finished_run(tmp_path)
 
     def resumed(*typed):
-        cut(folder, 4)
+        make_unfinished(folder, 4)
         return main(f"checkpoint.resume={folder}", *typed)
 
     wide = resumed("precision=64-true", "checkpoint.final=false")
@@ -127,10 +123,10 @@ def test_auto_begins_or_continues(main, tmp_path):
     folder = tmp_path / "outputs/runs/7"
     done = main(*typed)
     assert (done.rc, "7 holds no checkpoint: the run begins." in done.stdout) == (0, True)
-    cut(folder, 4)
+    make_unfinished(folder, 4)
     done = main(*typed)
     assert (done.rc, "resumed at step 4 of 6" in done.stdout) == (0, True)
-    cut(folder, 6)
+    make_unfinished(folder, 6)
     (damaged,) = folder.glob("checkpoints/*.pt")
     damaged.write_bytes(damaged.read_bytes()[:-100])
     done = main(*typed)
@@ -139,12 +135,12 @@ def test_auto_begins_or_continues(main, tmp_path):
     assert "finished before" in main(*typed).stdout
 
 
-def test_the_best_and_the_bare_weights_are_kept(main, tmp_path):
+def test_the_best_checkpoint_and_the_weights_alone_are_written(main, tmp_path):
     from safetensors.torch import load_file
 
     more = ("checkpoint.best=true", "checkpoint.safetensors=true", "tracking=none")
     assert main(*QUICK, *more).rc == 0
-    folder = folder_of(tmp_path)
+    folder = finished_run(tmp_path)
     assert (folder / "checkpoints" / "best.pt").exists()
     assert set(load_file(folder / "model.safetensors"))
     done = main(

@@ -2,15 +2,11 @@
 whatever folder; where it cannot, nothing is trained."""
 
 import json
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
-import time
 
 import pytest
 from serving import Server, free_port
+from waiting import wait_for
 
 QUICK = ("model=mlp", "model.hidden=[4]", "train.log_every=1", "checkpoint.every_steps=1")
 PLAIN = ("tracking.log_model=false", "tracking.system_metrics=null")
@@ -24,27 +20,20 @@ def state_of(folder):
 
 
 @pytest.fixture
-def killed(tmp_path, clean):
-    """Starts a run in a process of its own and kills it after a few steps; its folder."""
+def killed(tmp_path, start_command):
+    """Return a function that kills a run after a few steps and returns its folder."""
 
     def run(*typed, recorded=True, **env):
-        with subprocess.Popen(
-            [sys.executable, "-m", "runner", *QUICK, "train.max_steps=1000000", *typed],
-            cwd=tmp_path,
-            env={**clean, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        ) as process:
-            end = time.monotonic() + 240
-            while True:
-                folder = next(iter(tmp_path.glob("outputs/runs/*/checkpoints/step-*.pt")), None)
-                folder = folder and folder.parents[1]
-                if folder and (not recorded or state_of(folder).get("run_id")):
-                    break
-                assert process.poll() is None, process.stdout.read()
-                assert time.monotonic() < end
-                time.sleep(0.05)
-            os.kill(process.pid, signal.SIGKILL)
+        process = start_command(*QUICK, "train.max_steps=1000000", *typed, env=env)
+
+        def resumable():
+            found = next(iter(tmp_path.glob("outputs/runs/*/checkpoints/step-*.pt")), None)
+            folder = found and found.parents[1]
+            return folder if folder and (not recorded or state_of(folder).get("run_id")) else None
+
+        folder = wait_for(resumable, process)
+        process.kill()
+        process.wait()
         return folder
 
     return run
@@ -65,10 +54,11 @@ def rows(database, run_id):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["default", "relative", "environment"])
 def test_a_killed_run_continues_in_its_store_from_another_folder(
-    way, killed, main, tmp_path, tmp_path_factory, monkeypatch
+    way, killed, main, tmp_path, tmp_path_factory, monkeypatch, empty_store
 ):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     database = tmp_path / ("outputs/mlflow.db" if way == "default" else "mine/runs.db")
+    empty_store(database)
     named = {"relative": "tracking.uri=sqlite:///mine/runs.db"}
     env = {"MLFLOW_TRACKING_URI": "sqlite:///mine/runs.db"} if way == "environment" else {}
     folder = killed(*PLAIN, *([named[way]] if way in named else []), **env)
@@ -92,8 +82,9 @@ def test_a_killed_run_without_a_record_continues_without_one(killed, main, tmp_p
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
+def server(tmp_path_factory, empty_store):
+    folder = tmp_path_factory.mktemp("server")
+    server = Server(folder, empty_store(folder / "mlflow.db"))
     server.start()
     yield server
     server.stop()
@@ -118,8 +109,9 @@ def test_a_killed_run_continues_on_its_server(killed, main, server, monkeypatch)
 
 
 @pytest.fixture
-def made(main, tmp_path):
-    """A run of four steps in a store of its own; its folder and its id."""
+def finished(main, tmp_path, empty_store):
+    """Return the folder and the id of a run of four steps in a store of its own."""
+    empty_store(tmp_path / "mine" / "runs.db")
     done = main(*SHORT, "tracking.uri=sqlite:///mine/runs.db")
     assert done.rc == 0, done.stderr
     (folder,) = (path.parent for path in tmp_path.glob("outputs/runs/*/result.json"))
@@ -127,8 +119,8 @@ def made(main, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_store_that_cannot_be_the_runs_is_refused_before_training(made, main, tmp_path):
-    folder, run_id = made
+def test_a_store_that_cannot_be_the_runs_is_refused_before_training(finished, main, tmp_path):
+    folder, run_id = finished
     own = f"sqlite:///{tmp_path}/mine/runs.db"
     typed = (f"checkpoint.resume={folder}", "train.max_steps=6")
 
@@ -169,8 +161,8 @@ def test_a_store_that_cannot_be_the_runs_is_refused_before_training(made, main, 
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_the_other_keys_of_tracking(made, main):
-    folder, _ = made
+def test_a_resumed_run_keeps_the_other_keys_of_tracking(finished, main):
+    folder, _ = finished
     done = main(f"checkpoint.resume={folder}", "train.max_steps=5", "tracking.tags.more=yes")
     assert done.rc == 0, done.stderr
     config = (folder / "config.yaml").read_text()

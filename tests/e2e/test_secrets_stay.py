@@ -84,7 +84,7 @@ def home(tmp_path):
     return tmp_path
 
 
-def told(done):
+def shows_secret(done):
     return "canary" in done.stdout + done.stderr
 
 
@@ -98,7 +98,7 @@ def test_a_run_and_its_record(cli, home):
         env=ENVIRONMENT,
     )
     assert done.rc == 0, done.stderr
-    assert not told(done)
+    assert not shows_secret(done)
     # Only from the journal can the writer know how to open the store; it is for its owner alone.
     (run,) = home.glob("outputs/runs/*")
     assert holders(home) <= {str((run / "journal.jsonl").relative_to(home))}
@@ -112,7 +112,7 @@ def test_a_run_that_fails_and_one_that_is_resumed(cli, home):
     done = cli(*OWN, "tracking=none", env={**ENVIRONMENT, "FAIL": "1"})
     assert done.rc == 1
     assert "ArithmeticError" in done.stderr
-    assert not told(done)
+    assert not shows_secret(done)
     assert cli(*OWN, "tracking=none", env=ENVIRONMENT).rc == 0
     (path,) = home.glob("outputs/runs/*/checkpoints/*.pt")
     assert torch.load(path, weights_only=True)["spec"]["data"]["api_key"] == "***"
@@ -130,7 +130,7 @@ def test_a_run_that_fails_and_one_that_is_resumed(cli, home):
     done = cli(*again, "data=mine", "data.api_key='canary key,6'", env=ENVIRONMENT)
     assert done.rc == 0, done.stderr
     assert "resumed at step 2 of 4" in done.stdout
-    assert not told(done)
+    assert not shows_secret(done)
     assert holders(home) == set()
 
 
@@ -138,7 +138,7 @@ def test_a_run_that_fails_and_one_that_is_resumed(cli, home):
 def test_a_sweep(cli, home):
     done = cli(*OWN, "-m", "seed=0,1", "tracking=none", "hydra.launcher.n_jobs=2", env=ENVIRONMENT)
     assert done.rc == 0, done.stderr
-    assert not told(done)
+    assert not shows_secret(done)
     assert holders(home) == set()
     (folder,) = home.glob("outputs/sweeps/*")
     names = {path.name for path in folder.rglob("*")}
@@ -157,5 +157,5 @@ def test_what_is_typed_wrongly(cli, home):
     ):
         done = cli(*OWN, "tracking=none", typed, env=ENVIRONMENT)
         assert done.rc, typed
-        assert not told(done), done
+        assert not shows_secret(done), done
     assert holders(home) == set()

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from waiting import SECONDS, wait_for
 
 PHASES = '''
 """Code that prints where it is, and stays there."""
@@ -23,7 +23,7 @@ from lab.data import Rows
 from lab.nets import Net
 
 
-def stay(seconds=60):
+def stay(seconds=300):
     Path("here").touch()
     time.sleep(seconds)
 
@@ -58,7 +58,7 @@ class Slow(Net):
         if self.where == "export" and torch.compiler.is_exporting():
             stay()
         if self.where == "evaluation" and self.calls and not self.training:
-            stay(1)  # a batch; fifty of them
+            stay(1)  # a batch; a hundred of them
         if self.where == "step" and self.training and self.calls == 5:
             Path("here").touch()
             lock = ctypes.create_string_buffer(64)
@@ -73,78 +73,53 @@ SHORT = ("train.max_steps=8", "train.eval_every=4", "train.log_every=1", "train.
 ENDLESS = ("train.max_steps=10000000", "train.log_every=1", "train.eval_every=100000")
 
 
-def wait_for(condition, process=None, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.05)
-
-
 @pytest.fixture
-def start(tmp_path, root, lab_writer):
-    """Starts a run in a folder and a process group of its own; returns its process and the
-    folder."""
-    started = []
+def start(tmp_path, start_command, lab_writer):
+    """Start a run in a folder and a process group of its own; return its process and the folder."""
 
-    def run(name, *typed, model="lab.phases.Slow", where="nowhere"):
+    def run(name, *typed, where="nowhere", fresh=False):
         folder = lab_writer(tmp_path / name)
         (folder / "lab" / "phases.py").write_text(PHASES)
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "runner",
-                "--config-dir",
-                "lab/conf",
-                "model=net",
-                "data=mine",
-                f"model._target_={model}",
-                f"+model.where={where}",
-                "hydra.run.dir=outputs/runs/it",
-                *typed,
-            ],
+        process = start_command(
+            "--config-dir",
+            "lab/conf",
+            "model=net",
+            "data=mine",
+            "model._target_=lab.phases.Slow",
+            f"+model.where={where}",
+            "hydra.run.dir=outputs/runs/it",
+            *typed,
             cwd=folder,
-            env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+            fresh=fresh,
         )
-        started.append(process)
         return process, folder
 
-    yield run
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    return run
 
 
-def stopped(process, number, within=10):
-    """Its last line, once it has ended as it should."""
-    _, stderr = process.communicate(timeout=within)
+def last_error(process, number):
+    """Return the last line of a command that a signal ends as it should."""
+    _, stderr = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + number, stderr
     assert "Traceback" not in stderr
     assert "Exception ignored" not in stderr
     return stderr.splitlines()[-1]
 
 
-def saved(folder):
-    """The step of its only checkpoint; None without one."""
+def checkpoint_step(folder):
+    """Return the step of a run's only checkpoint; None without one."""
     found = [*folder.glob("outputs/runs/it/checkpoints/step-*.pt")]
     return torch.load(found[0], weights_only=True)["step"] if found else None
 
 
-def newest(folder):
-    """The step of its newest checkpoint, which may be dropped at any moment; 0 without one."""
+def newest_step(folder):
+    """Return the step in the name of a run's newest checkpoint; 0 without one."""
     found = folder.glob("outputs/runs/it/checkpoints/step-*.pt")
     return max((int(path.stem.removeprefix("step-")) for path in found), default=0)
 
 
-def killed(store, run_named, name):
-    """Whether it is so in the store, which a process that the run leaves may still make."""
+def is_killed(store, run_named, name):
+    """Return a function that looks in the store, which a run's writer may still make."""
 
     def look():
         if Path(store.removeprefix("sqlite:///")).exists():
@@ -170,9 +145,9 @@ def test_a_signal_leaves_a_checkpoint_and_a_killed_run(start, store, reader, run
     for number, (process, folder) in zip(numbers, running, strict=True):
         wait_for(lambda folder=folder: steps_taken(folder), process)
         os.killpg(process.pid, number)  # as a terminal and a batch system do it
-        assert stopped(process, number) == f"error: Stopped by {number.name}."
-        step = saved(folder)
-        wait_for(killed(store, run_named, number.name))
+        assert last_error(process, number) == f"error: Stopped by {number.name}."
+        step = checkpoint_step(folder)
+        wait_for(is_killed(store, run_named, number.name))
         run = run_named(number.name)
         assert run.data.tags["error"] == f"Stopped by {number.name}."
         last = max(p.step for p in reader().get_metric_history(run.info.run_id, "train/loss"))
@@ -189,13 +164,13 @@ def test_a_signal_in_every_phase(start, store, run_named):
 
     away = ("tracking.uri=http://127.0.0.1:1", "tracking.log_model=false")
     phases = {
-        "imports": start("imports", *SHORT, "tracking=none"),
+        "imports": start("imports", *SHORT, "tracking=none", fresh=True),
         "reading": start(
             "reading", *SHORT, "data._target_=lab.phases.slow_to_read", "tracking=none"
         ),
         "building": start("building", *SHORT, *stored("building"), where="constructor"),
         "evaluation": start(
-            "evaluation", *SHORT, *stored("evaluation"), "+data.val=200", where="evaluation"
+            "evaluation", *SHORT, *stored("evaluation"), "+data.val=400", where="evaluation"
         ),
         "loading": start(
             "loading",
@@ -216,8 +191,8 @@ def test_a_signal_in_every_phase(start, store, run_named):
         wait_for(reached[name], process)
         sent = (signal.SIGINT, signal.SIGTERM)[number % 2]
         os.killpg(process.pid, sent)
-        assert stopped(process, sent) == f"error: Stopped by {sent.name}.", name
-    steps = {name: saved(folder) for name, (_, folder) in phases.items()}
+        assert last_error(process, sent) == f"error: Stopped by {sent.name}.", name
+    steps = {name: checkpoint_step(folder) for name, (_, folder) in phases.items()}
     assert steps.pop("loading") > 0
     assert steps == {
         "imports": None,
@@ -228,7 +203,7 @@ def test_a_signal_in_every_phase(start, store, run_named):
         "store": 8,
     }
     for name in ("building", "evaluation", "export"):
-        wait_for(killed(store, run_named, name))
+        wait_for(is_killed(store, run_named, name))
 
 
 @pytest.mark.slow
@@ -237,9 +212,9 @@ def test_a_second_ctrl_c_ends_a_step_that_does_not(start):
     wait_for((folder / "here").exists, process)
     os.killpg(process.pid, signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1)
+        process.wait(1)  # a signal within half a second would count as the first
     os.killpg(process.pid, signal.SIGINT)
-    assert stopped(process, signal.SIGINT, within=5) == "error: Stopped by SIGINT."
+    assert last_error(process, signal.SIGINT) == "error: Stopped by SIGINT."
 
 
 @pytest.mark.slow
@@ -248,13 +223,13 @@ def test_a_command_that_is_typed_again_continues(start):
     often = ("checkpoint.resume=auto", "checkpoint.every_steps=5")
     typed = (*ENDLESS, "tracking=none", *often)
     process, folder = start("again", *typed)
-    wait_for(lambda: newest(folder) > 0, process)
+    wait_for(lambda: newest_step(folder) > 0, process)
     os.killpg(process.pid, signal.SIGUSR1)
-    assert stopped(process, signal.SIGUSR1).endswith("SIGUSR1.")
-    step = newest(folder)
+    assert last_error(process, signal.SIGUSR1).endswith("SIGUSR1.")
+    step = newest_step(folder)
     process, _ = start("again", *typed)
-    wait_for(lambda: newest(folder) > step, process)
+    wait_for(lambda: newest_step(folder) > step, process)
     os.killpg(process.pid, signal.SIGTERM)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=SECONDS)
     assert f"resumed at step {step} of" in out
-    assert newest(folder) > step
+    assert newest_step(folder) > step

@@ -4,14 +4,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 import warnings
 from importlib.util import find_spec
 
 import pytest
 import torch
+from waiting import SECONDS, wait_for
 
 from runner.utils.folder_lock import folder_lock
 
@@ -60,34 +58,23 @@ def lab(lab_writer, tmp_path):
 
 
 @pytest.fixture
-def cut(lab, clean):
-    """A sweep of three jobs that a signal reached in the sixth step of its second one."""
+def interrupted(lab, start_command):
+    """Run a sweep of three jobs that a signal reaches in the sixth step of its second one."""
 
     def run(number, *args, **env):
-        with subprocess.Popen(
-            [sys.executable, "-m", "runner", *SWEEP, *args],
-            cwd=lab,
-            env={**clean, **env},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        ) as process:
-            end = time.monotonic() + 90
-            while not (lab / "waits").exists():
-                assert time.monotonic() < end
-                time.sleep(0.05)
-            os.killpg(process.pid, number)
-            (lab / "go").touch()
-            out, err = process.communicate(timeout=60)
+        process = start_command(*SWEEP, *args, env=env)
+        wait_for((lab / "waits").exists, process)
+        os.killpg(process.pid, number)
+        (lab / "go").touch()
+        out, err = process.communicate(timeout=SECONDS)
         (folder,) = lab.glob("outputs/sweeps/*")
         return process.returncode, out, err, folder
 
     return run
 
 
-def final(folder):
-    """Weights and every recorded loss, learning rate and loss scale of a sweep's jobs."""
+def final_state(folder):
+    """Return weights and every recorded loss, rate and loss scale of a sweep's jobs."""
     from runner.tracking.history import from_folder
 
     found = []
@@ -102,9 +89,9 @@ def final(folder):
 
 
 @pytest.mark.slow
-def test_a_resumed_sweep_ends_like_an_uninterrupted_one(cut, main, lab, tmp_path_factory):
-    uri = f"tracking.uri=sqlite:///{lab}/mlflow.db"
-    status, out, err, folder = cut(signal.SIGTERM, uri, "tracking.log_model=false")
+def test_a_resumed_sweep_ends_like_an_uninterrupted_one(interrupted, main, lab, empty_store):
+    uri = f"tracking.uri={empty_store(lab / 'mlflow.db')}"
+    status, out, err, folder = interrupted(signal.SIGTERM, uri, "tracking.log_model=false")
     assert (status, "Traceback" in err) == (143, False)
     assert "Only 2 of the sweep's 3 jobs began" in " ".join(out.split())
     assert f"Resume with: python -m runner sweep.resume=outputs/sweeps/{folder.name}" in out
@@ -119,11 +106,11 @@ def test_a_resumed_sweep_ends_like_an_uninterrupted_one(cut, main, lab, tmp_path
     assert [r["status"] for r in results] == ["finished"] * 3
     assert [r["label"] for r in results] == [f"16-mixed seed={n}" for n in range(3)]
     assert [r["run_id"] for r in results[:2]] == ids
-    resumed = final(folder)
+    resumed = final_state(folder)
     shutil.rmtree(folder)
     assert main(*SWEEP, "tracking.log_model=false", uri).rc == 0
     (whole,) = lab.glob("outputs/sweeps/*")
-    assert resumed == final(whole)
+    assert resumed == final_state(whole)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mlflow's own, of SQLAlchemy
         from mlflow import MlflowClient
@@ -134,11 +121,11 @@ def test_a_resumed_sweep_ends_like_an_uninterrupted_one(cut, main, lab, tmp_path
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_restarts_jobs_without_a_checkpoint(cut, main, lab):
+def test_a_killed_sweep_restarts_jobs_without_a_checkpoint(interrupted, main, lab, empty_store):
     """In the store that the environment named, which it need not name again."""
-    uri = f"tracking.uri=sqlite:///{lab}/mlflow.db"
+    uri = f"tracking.uri={empty_store(lab / 'mlflow.db')}"
     named = {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}
-    status, *_, folder = cut(signal.SIGKILL, "tracking.log_model=false", **named)
+    status, *_, folder = interrupted(signal.SIGKILL, "tracking.log_model=false", **named)
     assert status == -9
     other = main(f"sweep.resume={folder}", "tracking.uri=sqlite:///other.db")
     assert (other.rc, "other.db does not hold its run" in other.stderr) == (2, True)

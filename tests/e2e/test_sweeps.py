@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from run_folders import job_results
 
 from runner.modes.result import RunResult
 
@@ -99,10 +100,7 @@ def test_the_report_is_rebuilt_from_the_folder_or_from_mlflow_alone(
 def test_old_names_of_precisions_and_flags_in_any_place(quick, tmp_path):
     done = quick("--multirun", "precision=32,'16',\"bf16\"")
     assert done.rc == 0, done.stderr
-    names = [
-        json.loads(path.read_text())["precision"]
-        for path in sorted(tmp_path.glob("outputs/sweeps/*/*/result.json"))
-    ]
+    names = [job["precision"] for job in job_results(tmp_path)]
     assert names == ["32-true", "16-mixed", "bf16-mixed"]
 
 
@@ -139,12 +137,33 @@ def test_a_wrong_override_stops_the_sweep_before_its_first_job(quick, tmp_path, 
 def test_jobs_begin_from_the_same_state(quick, tmp_path):
     """The third job repeats the first, after one in another precision."""
     assert quick("-m", "precision=32-true,16-true,32-true", "optimizer=sgd").rc == 0
-    jobs = [
-        json.loads(path.read_text())
-        for path in sorted(tmp_path.glob("outputs/sweeps/*/*/result.json"))
-    ]
+    jobs = job_results(tmp_path)
     assert jobs[0]["train_loss"] == jobs[2]["train_loss"] != jobs[1]["train_loss"]
     assert jobs[0]["metrics"] == jobs[2]["metrics"] != jobs[1]["metrics"]
+
+
+def test_a_job_can_be_typed_again(quick, tmp_path):
+    values = ("hydra.sweep.subdir=job-${hydra.job.num}", "seed=${hydra:job.num}")
+    assert quick("-m", "precision=32-true,bf16-mixed", *values).rc == 0
+    (sweep,) = tmp_path.glob("outputs/sweeps/*")
+    folder = sweep / "job-1"
+    result = RunResult.read(folder)
+    assert result.seed == 1
+    other = (sweep / "job-0/result.json").read_bytes()
+
+    again = quick("precision=bf16-mixed", *values, f"hydra.sweep.dir={sweep}", "hydra.job.num=1")
+    assert again.rc == 0, again.stderr
+    assert "job 1: " in again.stdout
+    repeated = RunResult.read(folder)
+    assert repeated.seconds != result.seconds
+    assert (repeated.label, repeated.train_loss) == ("bf16-mixed", result.train_loss)
+    assert (sweep / "job-0/result.json").read_bytes() == other
+
+
+def test_a_number_of_a_job_alone_is_no_sweep(quick, tmp_path):
+    assert quick("hydra.job.num=3", "seed=${hydra:job.num}").rc == 0
+    (result,) = tmp_path.glob("outputs/runs/*/result.json")
+    assert RunResult.read(result.parent).seed == 3
 
 
 def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):

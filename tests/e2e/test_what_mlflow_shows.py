@@ -20,10 +20,10 @@ ARGS = (
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory, inside, reader, result):
+def shown(tmp_path_factory, inside, result, empty_store):
     """A run: (its folder, its MLflow run, the client)."""
     folder = tmp_path_factory.mktemp("shown")
-    uri = f"sqlite:///{folder}/mlflow.db"
+    uri = empty_store(folder / "mlflow.db")
     with inside(folder) as main:
         done = main(*ARGS, f"tracking.uri={uri}", "tracking.register=digits-mlp")
     assert done.rc == 0, done.stderr
@@ -47,8 +47,8 @@ def test_the_note_shows_the_command_and_the_results(shown):
     assert "- skipped head (Linear" in note
 
 
-def test_a_run_that_fails_says_so_and_how_to_do_it_again(own, main, tmp_path, reader):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_a_run_that_fails_says_so_and_how_to_do_it_again(own, tmp_path, empty_store):
+    uri = empty_store(tmp_path / "mlflow.db")
     done = own("model.fail_at=2", "tracking=mlflow", f"tracking.uri={uri}", "data=mine")
     assert done.rc == 1
     from mlflow import MlflowClient

@@ -82,7 +82,7 @@ def test_a_precision_trains_from_float32s_loss_and_an_odd_last_batch_never_fails
 
 
 @pytest.mark.parametrize("name", registry.precision_names())
-def test_a_checkpoint_brings_back_the_outputs(name, tmp_path):
+def test_a_checkpoint_restores_the_outputs(name, tmp_path):
     state = state_of(name)
     precision, model = state.precision, state.model
     with precision.session(model, DEVICE):

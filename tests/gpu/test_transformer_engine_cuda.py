@@ -128,7 +128,7 @@ def test_emulation_computes_what_the_hardware_does(name, record_property):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_shape_rule_leaves_out(name, record_property, capsys):
+def test_the_library_at_shapes_that_the_rule_refuses(name, record_property, capsys):
     """A table for people: bare layers of the library at shapes that the rule forbids."""
     precision = load(name)
     import transformer_engine.pytorch as te

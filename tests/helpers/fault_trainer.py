@@ -34,7 +34,7 @@ def main(uri: str, folder: Path, pause: float, **options: str) -> None:
         block = range(step + 1, step + BLOCK + 1)
         step += BLOCK
         began = time.perf_counter()
-        tracker.metrics_many((n, BEGAN_MS + n, values(n)) for n in block)
+        tracker.log_metrics((n, BEGAN_MS + n, values(n)) for n in block)
         tracker.check()
         slowest = max(slowest, time.perf_counter() - began)
         time.sleep(BLOCK * pause)

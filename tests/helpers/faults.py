@@ -4,12 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 import warnings
 from collections import Counter
 from pathlib import Path
 
 from fault_trainer import BEGAN_MS, values
+from waiting import SECONDS, wait_for
 
 from runner.tracking import history
 from runner.tracking.upload_state import UploadState
@@ -53,15 +53,11 @@ class Trainer:
         """Ask the trainer to end its run."""
         self.folder.with_suffix(".stop").touch()
 
-    def opened(self, seconds=90):
+    def opened(self):
         """Wait until the run is in the store; return its id."""
-        end = time.monotonic() + seconds
-        while not (run_id := progress_of(self.folder).run_id):
-            assert time.monotonic() < end, "the run was not opened"
-            time.sleep(0.1)
-        return run_id
+        return wait_for(lambda: progress_of(self.folder).run_id)
 
-    def result(self, timeout=180):
+    def result(self, timeout=2 * SECONDS):
         """Wait for the end; return what the trainer printed as JSON, and its stderr."""
         stdout, stderr = self.process.communicate(timeout=timeout)
         assert self.process.returncode == 0, stderr

@@ -7,6 +7,9 @@ import torch
 NET = (
     "model=mlp",
     "model.hidden=[16,16]",
+    "data=synthetic_images",
+    "data.shape=[1,8,8]",
+    "data.count=300",
     "train.batch_size=30",
     "train.max_steps=6",
     "train.eval_every=3",

@@ -3,11 +3,13 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from urllib.request import urlopen
+
+from forked_process import ForkedProcess
+from waiting import SECONDS
 
 
 def free_port():
@@ -43,7 +45,7 @@ class Server:
         quick = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # eight processes more
         log = self.folder / "server.log"
         with log.open("ab") as out:
-            self.process = subprocess.Popen(
+            self.process = ForkedProcess(
                 [sys.executable, "-m", "mlflow", "server", *options],
                 stdout=out,
                 stderr=out,
@@ -51,7 +53,7 @@ class Server:
                 start_new_session=True,
                 env={**kept, **quick, "MLFLOW_DISABLE_TELEMETRY": "true"},
             )
-        end = time.monotonic() + 120
+        end = time.monotonic() + SECONDS
         while wait and not self.answers():
             assert self.process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
@@ -66,5 +68,5 @@ class Server:
         """Kill the server: its workers take long to end on request."""
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(timeout=20)
+            self.process.wait(timeout=SECONDS)
             self.process = None

@@ -23,7 +23,7 @@ def main(uri: str, folder: str, ending: str) -> None:
         signal.signal(number, lambda *_: stopped(tracker))
     for step in range(1, STEPS + 1):
         values = {"train/loss": 1 / step, "train/lr": step / 3}
-        tracker.metrics(step, 1_700_000_000_000 + step, values)
+        tracker.log_metrics([(step, 1_700_000_000_000 + step, values)])
     print("ready", flush=True)
     assert "mlflow" not in sys.modules
     end(tracker, ending)

@@ -1,4 +1,7 @@
-"""Several processes: run the jobs of a file, {folder: overrides}, one after the other."""
+"""A server that runs jobs in several processes: requests on stdin, an exit status each on stdout.
+
+It is started once: its processes are forked from it, and need not import torch again.
+"""
 
 import itertools
 import json
@@ -7,6 +10,7 @@ import signal
 import socket
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
@@ -21,32 +25,36 @@ from runner.distributed import torchrun
 from runner.modes.run import run
 from runner.utils.errors import RunnerError
 
-torch.set_num_threads(1)
-OWN = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
+# What a run imports when it needs it; each process would import it anew.
+PRELOADED = ("torch._dynamo", "torch.distributed.fsdp")
+RANK_JOURNAL = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
 
 
-def counted(folder, rank):
-    """Has FSDP's reductions of gradients counted."""
+def count_reductions(folder, rank):
+    """Write down how often FSDP reduces gradients."""
     name = "reduce_scatter_single"  # since torch 2.15
     name = name if hasattr(dist, name) else "reduce_scatter_tensor"
     count, reduce = itertools.count(1), getattr(dist, name)
 
-    def watched(*args, **how):
+    def counted(*args, **how):
         (folder / f"reductions-{rank}.txt").write_text(str(next(count)))
         return reduce(*args, **how)
 
-    return mock.patch.object(dist, name, watched)
+    return mock.patch.object(dist, name, counted)
 
 
-def job(folder, overrides):
+def compose_spec(overrides):
     with initialize_config_module(version_base="1.3", config_module="runner.conf"):
-        spec = resolve_spec(
-            compose("config", rewrite_arguments(["tracking=none", OWN, *overrides]))
-        )
+        typed = rewrite_arguments(["tracking=none", RANK_JOURNAL, *overrides])
+        return resolve_spec(compose("config", typed))
+
+
+def run_job(folder, spec, overrides):
+    """Run a spec in a folder; a refusal or an exception is written there."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = torchrun.process_rank().rank
     try:
-        with counted(folder, rank):
+        with count_reductions(folder, rank):
             run(spec, folder, Invocation(overrides=tuple(overrides)))
     except RunnerError as error:
         (folder / f"refused-{rank}.txt").write_text(str(error))
@@ -55,46 +63,63 @@ def job(folder, overrides):
         raise
 
 
-def work():
-    register_schema()
-    for name, typed in json.loads(Path(sys.argv[1]).read_text()).items():
-        job(Path(name), typed)
-
-
-def forked(rank, world, port):
-    """A process as torchrun would start it, but for the seconds that its imports take."""
+def fork_process(request, specs, rank, port):
+    """Fork a process that runs the jobs, with the environment that torchrun would give it."""
     if child := os.fork():
         return child
     status = 1
     try:
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(world),
-            LOCAL_RANK=str(rank),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
-        work()
+        os.chdir(request["folder"])
+        output = os.open(f"output-{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        for descriptor in (1, 2):
+            os.dup2(output, descriptor)
+        if request["processes"] > 1:
+            os.environ.update(
+                RANK=str(rank),
+                WORLD_SIZE=str(request["processes"]),
+                LOCAL_RANK=str(rank),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
+        for (name, overrides), spec in zip(request["jobs"].items(), specs, strict=True):
+            run_job(Path(name), spec, overrides)
         status = 0
     except BaseException:
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-if __name__ == "__main__":
-    if (world := int(sys.argv[2])) == 1:
-        work()
-        sys.exit()
+def serve(request):
+    """Return 0 where every process ran every job, else 1."""
+    for overrides in request["jobs"].values():
+        for typed in overrides:
+            key, _, target = typed.partition("=")
+            if key.endswith("._target_"):
+                import_module(target.rpartition(".")[0])
+    # Here, not in each process: a spec takes a quarter of a second.
+    specs = [compose_spec(overrides) for overrides in request["jobs"].values()]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    children = {forked(rank, world, port) for rank in range(world)}
+    children = {fork_process(request, specs, rank, port) for rank in range(request["processes"])}
+    failed = False
     while children:
         child, status = os.wait()
         children.discard(child)
-        if status:  # the others would wait for it
+        if status and not failed:  # the others would wait for it
+            failed = True
             for other in children:
                 os.kill(other, signal.SIGKILL)
-            sys.exit(1)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    register_schema()
+    for module in PRELOADED:
+        import_module(module)
+    for line in sys.stdin:
+        print(serve(json.loads(line)), flush=True)

@@ -55,8 +55,11 @@ def mib(text, row):
     return float(re.search(rf"{row}\s*│\s*([\d.]+) MiB", text)[1])
 
 
-def test_the_plan_shows_what_a_run_would_hold(main):
-    """MLP of 784 x 256 x 10 (with biases) in float32 with Adam's two states per element."""
+def test_the_plan_shows_what_a_run_would_hold_without_data_or_a_store(main, tmp_path):
+    """MLP of 784 x 256 x 10 (with biases) in float32 with Adam's two states per element.
+
+    The files of MNIST are not there, and the plan does not need them.
+    """
     text = plan(main, "model=mlp", "data=mnist", "model.hidden=[256]")
     count = 784 * 256 + 256 + 256 * 10 + 10
     assert f"{count:,}" in text
@@ -64,6 +67,8 @@ def test_the_plan_shows_what_a_run_would_hold(main):
     assert mib(text, "weights and buffers") == weights
     assert mib(text, "gradients") == weights
     assert mib(text, "optimizer state") == round(count * 8 / 2**20, 1)
+    assert not (tmp_path / "outputs" / "mlflow.db").exists()
+    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize(
@@ -77,19 +82,13 @@ def test_memory_follows_the_precision(main, precision, stored, share):
         assert mib(text, row) == pytest.approx(mib(base, row) * share, abs=0.15)
 
 
-def test_neither_data_nor_tracking_nor_training(main, tmp_path):
-    """MNIST's files are not there, and nothing asks for them."""
-    plan(main, "model=resnet", "model.depth=50", "data=mnist")
-    assert not (tmp_path / "outputs" / "mlflow.db").exists()
-    assert not (tmp_path / "data").exists()
-
-
 def test_says_the_peak_and_the_largest_batch(main):
-    text = plan(main, "accelerator=cpu", "model=resnet", "data=digits", "precision=16-mixed")
+    net = ("model=mlp", "model.hidden=[2048,2048]", "data=digits")
+    text = plan(main, "accelerator=cpu", *net, "precision=16-mixed")
     peak = mib(text, "peak of a step")
     parts = re.findall(r"(weights|gradients|optimizer|activations|temporaries) ([\d.]+)", text)
     assert sum(float(size) for _, size in parts) == pytest.approx(peak, abs=0.3)
-    assert dict(parts)["weights"] == "42.7"
+    assert dict(parts)["weights"] == "16.6"
     size, free = re.search(
         r"largest batch\s*│ (\d+)[^│]* in 0.8 of the ([\d.]+) GiB", text
     ).groups()
@@ -97,21 +96,19 @@ def test_says_the_peak_and_the_largest_batch(main):
     assert float(free) < psutil.virtual_memory().total / 2**30
 
 
-def test_a_shape_that_is_not_known_is_said(main):
+def test_a_plan_without_the_shape_of_a_batch_says_so(main):
     text = plan(main, "model=mlp", "~data.meta", "model.input_shape=[64]", "model.classes=10")
     assert "not predicted: the shape of a batch is not known without data.meta.input" in text
 
 
 def test_islands_and_the_loss_scale_are_named(main):
-    text = plan(main, "model=resnet", "precision=16-mixed", "precision.keep_fp32=[fc]")
-    assert "kept in float32: fc" in text
+    text = plan(main, "model=mlp", "precision=16-mixed", "precision.keep_fp32=[head]")
+    assert "kept in float32: head" in text
     assert "from 65536" in text
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["sgd", "muon", "lbfgs", "adagrad", "adamw8bit", "paged_lion8bit", "adamw4bit"]
-)
-def test_any_optimizer(main, optimizer):
+@pytest.mark.parametrize("optimizer", ["muon", "lbfgs", "adamw8bit", "adamw4bit"])
+def test_any_kind_of_optimizer(main, optimizer):
     plan(main, "model=mlp", f"optimizer={optimizer}")
 
 
@@ -122,21 +119,21 @@ def test_what_a_run_would_refuse_is_refused(main):
         assert done.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", STATEFUL)
-def test_the_planned_optimizer_state_is_that_of_training(compose, name, dtype):
-    model, node = Sizes(dtype), compose(f"optimizer={name}").optimizer
-    split = parameters_by_optimizer(node, model, dict(model.named_parameters()))
-    planned = sum(_state_bytes(*share, model) for share in split)
-    held = 0
-    for key, part, params in split:
-        made = build_optimizer(key, part, params, embedding_parameters(model))
-        for p in params:
-            p.grad = torch.ones_like(p)
-        made.step()
-        states = [v for values in made.state.values() for v in values.values()]
-        held += tensor_bytes(*(v for v in states if isinstance(v, torch.Tensor)))
-    assert planned == pytest.approx(held, rel=1e-3)
+def test_the_planned_optimizer_state_is_that_of_training(compose, name):
+    node = compose(f"optimizer={name}").optimizer
+    for dtype in (torch.float32, torch.bfloat16):
+        model, held = Sizes(dtype), 0
+        split = parameters_by_optimizer(node, model, dict(model.named_parameters()))
+        planned = sum(_state_bytes(*share, model) for share in split)
+        for key, part, params in split:
+            made = build_optimizer(key, part, params, embedding_parameters(model))
+            for p in params:
+                p.grad = torch.ones_like(p)
+            made.step()
+            states = [v for values in made.state.values() for v in values.values()]
+            held += tensor_bytes(*(v for v in states if isinstance(v, torch.Tensor)))
+        assert planned == pytest.approx(held, rel=1e-3), dtype
 
 
 @pytest.mark.parametrize(("least", "bits"), [(0, 8), (10**6, 32)])

@@ -30,7 +30,7 @@ DONE = RunResult(
 FAILED = RunResult("32-true", "32-true seed=1", "/out/2", "failed", "ValueError: boom\nmore")
 
 
-def shown(result):
+def printed(result):
     console = Console(file=io.StringIO(), width=200)
     print_result(console, result)
     return console.file.getvalue()
@@ -98,7 +98,7 @@ def test_numbers(value, text):
 
 
 def test_the_table_shows_every_value_of_a_result():
-    text = shown(DONE)
+    text = printed(DONE)
     for part in (
         "0.91",
         "best val/accuracy",
@@ -116,7 +116,7 @@ def test_the_table_shows_every_value_of_a_result():
 
 
 def test_the_table_leaves_out_missing_values():
-    text = shown(replace(DONE, loss_scale=None, skipped_steps=None, kernels="", best=0.91))
+    text = printed(replace(DONE, loss_scale=None, skipped_steps=None, kernels="", best=0.91))
     assert "skipped" not in text
     assert "best" not in text
     assert "kernels" not in text

@@ -1,5 +1,6 @@
 """A run that was interrupted and resumed computes what an uninterrupted one does, bit by bit."""
 
+import math
 import random
 import shutil
 
@@ -10,7 +11,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from runner.checkpoint import checkpoint_file, locate
+from runner.config.invocation import Invocation
 from runner.modes import train
+from runner.modes.run import run
 from runner.training.callbacks.callback import dispatch
 from runner.training.records import EvalRecord
 from runner.utils.reproducibility import rng_state, set_rng_state
@@ -23,14 +26,14 @@ QUICK = (
     "train.eval_every=5",
     "train.log_every=3",
     "train.batch_size=8",
-    "checkpoint.every_steps=1",
     "checkpoint.keep=99",
     "tracking=none",
 )
 MLP = ("model=mlp", "model.hidden=[16]")
 GPT = (
     "model=gpt",
-    "data=text",
+    "data=synthetic_tokens",
+    "data.count=80",
     "model.layers=1",
     "model.width=16",
     "model.heads=2",
@@ -41,7 +44,7 @@ GPT = (
 
 
 class Drawn(Dataset):
-    """Examples with noise of their own, drawn anew each time, as augmentation does."""
+    """Examples with noise of their own, noisy_data anew each time, as augmentation does."""
 
     def __len__(self):
         return 50
@@ -51,7 +54,7 @@ class Drawn(Dataset):
         return noise + index % 3, index % 3
 
 
-def drawn(**_):
+def noisy_data(**_):
     return Drawn(), Drawn()
 
 
@@ -66,7 +69,7 @@ class Net(nn.Module):
 
 OWN = (
     f"model._target_={__name__}.Net",
-    f"data._target_={__name__}.drawn",
+    f"data._target_={__name__}.noisy_data",
     "data.meta.input=[4]",
     "data.meta.classes=3",
 )
@@ -125,26 +128,31 @@ def same_numbers(one, other):
         assert torch.equal(bits(tensor), bits(second[name])), name
 
 
-def check(main, records, tmp_path, at, *typed):
-    """Runs twice, once cut at each of the steps `at`."""
-    done = main(*QUICK, *typed)
-    assert done.rc == 0, done.stderr
-    (folder,) = tmp_path.glob("outputs/runs/*")
-    whole, end = [*records], checkpoint_file.load(locate.find_checkpoint(str(folder)))
-    for step in at:
-        copy = tmp_path / f"cut-{step}"
-        shutil.copytree(folder, copy)
-        cut(copy, step)
-        records.clear()
-        done = main(f"checkpoint.resume={copy}")
-        assert done.rc == 0, done.stderr
-        assert f"resumed at step {step} of 12" in done.stdout
-        after = [r for r in whole if r.step > step]
-        assert repr(records) == repr(after)  # a NaN is itself
-        again = checkpoint_file.load(locate.find_checkpoint(str(copy)))
-        same_numbers(end, again)
-        for key in ("step", "epoch", "position", "loss_scale", "schedulers", "metrics"):
-            assert again[key] == end[key]
+@pytest.fixture
+def check(main, compose, records, tmp_path):
+    """Compare a run with one that is interrupted at each of some steps, and resumed."""
+
+    def compare(steps, *typed):
+        folder = tmp_path / "whole"
+        spec = compose(*QUICK, f"checkpoint.every_steps={math.gcd(*steps)}", *typed)
+        run(spec, folder, Invocation(overrides=typed))
+        whole, end = [*records], checkpoint_file.load(locate.find_checkpoint(str(folder)))
+        for step in steps:
+            copy = tmp_path / f"cut-{step}"
+            shutil.copytree(folder, copy)
+            cut(copy, step)
+            records.clear()
+            done = main(f"checkpoint.resume={copy}")
+            assert done.rc == 0, done.stderr
+            assert f"resumed at step {step} of 12" in done.stdout
+            after = [r for r in whole if r.step > step]
+            assert repr(records) == repr(after)  # a NaN is itself
+            again = checkpoint_file.load(locate.find_checkpoint(str(copy)))
+            same_numbers(end, again)
+            for key in ("step", "epoch", "position", "loss_scale", "schedulers", "metrics"):
+                assert again[key] == end[key]
+
+    return compare
 
 
 @pytest.mark.parametrize(
@@ -163,7 +171,7 @@ def check(main, records, tmp_path, at, *typed):
         "transformer-engine-nvfp4",
     ],
 )
-def test_every_precision_resumes_bit_by_bit(precision, main, records, tmp_path):
+def test_every_precision_resumes_bit_by_bit(precision, check):
     imitated = precision.startswith(("float8", "transformer-engine"))
     more = ("precision.emulate=true",) if imitated else ()
     if precision == "16-true":
@@ -171,13 +179,13 @@ def test_every_precision_resumes_bit_by_bit(precision, main, records, tmp_path):
     if precision == "16-mixed":
         more = ("precision.loss_scale.init_scale=1e9", "precision.loss_scale.growth_interval=3")
     more += ("model.hidden=[32]",)  # what NVFP4 takes
-    check(main, records, tmp_path, (1, 7), *MLP, f"precision={precision}", *more)
+    check((7,), *MLP, f"precision={precision}", *more)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bnb-nf4"])
-def test_dropout_and_adapters_resume_bit_by_bit(precision, main, records, tmp_path):
+def test_dropout_and_adapters_resume_bit_by_bit(precision, check):
     more = ("adapter=lora",) if precision == "bnb-nf4" else ()
-    check(main, records, tmp_path, (4,), *GPT, f"precision={precision}", *more)
+    check((4,), *GPT, f"precision={precision}", *more)
 
 
 @pytest.mark.parametrize(
@@ -193,19 +201,15 @@ def test_dropout_and_adapters_resume_bit_by_bit(precision, main, records, tmp_pa
         ("lbfgs", "constant"),
     ],
 )
-def test_every_optimizer_and_schedule_resumes_bit_by_bit(
-    optimizer, scheduler, main, records, tmp_path
-):
+def test_every_optimizer_and_schedule_resumes_bit_by_bit(optimizer, scheduler, check):
     typed = (f"optimizer={optimizer}", f"scheduler={scheduler}", "precision=bf16-true")
-    check(main, records, tmp_path, (5,), *MLP, *typed)
+    check((5,), *MLP, *typed)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_sample_of_an_interrupted_epoch_is_seen_once_with_its_noise(
-    workers, main, records, tmp_path
-):
+def test_each_sample_of_an_interrupted_epoch_is_seen_once_with_its_noise(workers, check):
     typed = (f"train.num_workers={workers}", "train.accumulate=2", "data=digits", *OWN)
-    check(main, records, tmp_path, (3, 5, 10), "model=mlp", *typed)
+    check((1, 5), "model=mlp", *typed)
 
 
 def test_generators_come_back(tmp_path):

@@ -91,7 +91,7 @@ def test_special_containers_keep_their_type(nest):
     assert first.dtype is torch.float64
 
 
-def test_what_is_no_tensor_passes():
+def test_values_that_are_no_tensors_are_returned_unchanged():
     packed = cast_nest(pack_sequence([torch.ones(3, 2)]), torch.float16)
     assert isinstance(packed, PackedSequence)
     assert packed.batch_sizes.dtype is torch.int64
@@ -154,7 +154,7 @@ def _fail_inside(context):
 
 
 @pytest.mark.parametrize("make", [default_dtype, DefaultDtype])
-def test_the_default_dtype_comes_back_after_an_exception(make):
+def test_the_default_dtype_is_restored_after_an_exception(make):
     with pytest.raises(RuntimeError, match="inside"):
         _fail_inside(make(torch.float64))
     assert torch.get_default_dtype() is torch.float32

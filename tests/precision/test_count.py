@@ -3,10 +3,11 @@
 import pytest
 import timm
 import torch
+from precision_models import load_precision
 from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
-from runner.precision import registry
+from runner.precision.precision import ConversionReport, ModuleConversion
 from runner.utils.errors import ConfigError
 
 LINEAR_ONLY = "precision=float8-rowwise converts linear layers only"
@@ -14,8 +15,7 @@ LOOKUP = "an embedding is a lookup without a product"
 
 
 def convert(model, name="float8-rowwise"):
-    emulate = {} if name.startswith("bnb") else {"emulate": True}
-    return registry.load_precision(name, **emulate).convert(model)[1]
+    return load_precision(name).convert(model)[1]
 
 
 def skipped(report):
@@ -123,7 +123,7 @@ def test_norms_are_counted_apart_from_layers():
     )
 
 
-def test_many_convolutions_take_one_line():
+def test_many_convolutions_are_reported_in_one_line():
     model = timm.create_model("resnet18", num_classes=16)
     convolutions = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv2d)]
     report = convert(model)
@@ -136,7 +136,7 @@ def test_many_convolutions_take_one_line():
     assert sum(convolutions) == 11_166_912
 
 
-def test_what_is_shared_counts_once_and_with_the_layer_that_converts_it():
+def test_a_shared_weight_counts_once_with_the_layer_that_is_converted():
     model = nn.ModuleDict({"words": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
     model["head"].weight = model["words"].weight
     model["body"] = nn.Linear(32, 32)
@@ -164,3 +164,50 @@ def test_a_model_without_a_linear_layer_names_what_its_weights_are_in():
         "would convert nothing of the model's 1,176 matrix weights: 0, 1 (Conv2d, 792 weights): "
         f"{LINEAR_ONLY}; 2 (LSTM, 384 weights): {LINEAR_ONLY}. Type"
     ) in str(caught.value)
+
+
+# The report's lines
+
+
+def rows(done, skipped):
+    made = [ModuleConversion(f"a{i}", "Linear", True, "", 8, 8) for i in range(done)]
+    skipped_rows = (
+        ModuleConversion(f"b{i}", "Own", False, f"reason {i}", 16) for i in range(skipped)
+    )
+    return (*made, *skipped_rows)
+
+
+def test_the_report_counts_and_names_the_skipped_layers():
+    report = ConversionReport(rows(8, 1))
+    assert str(report) == "8/9"
+    assert list(report.lines()) == [
+        "converted 8 of 9 layers, 64 of 80 matrix weights (80 %): a0, a1, a2, a3, a4, a5, a6, a7",
+        "  skipped b0 (Own, 16 weights): reason 0",
+    ]
+    assert list(ConversionReport(rows(2, 0)).lines()) == [
+        "converted 2 of 2 layers, 16 of 16 matrix weights (100 %): a0, a1"
+    ]
+    assert list(ConversionReport().lines()) == []
+    assert report.to_list()[-1] == {
+        "module": "b0",
+        "kind": "Own",
+        "done": False,
+        "why": "reason 0",
+        "elements": 16,
+        "converted": 0,
+        "counted_with": "",
+    }
+
+
+def test_the_report_names_a_limited_number_of_modules():
+    lines = list(ConversionReport(rows(1, 10)).lines())
+    assert len(lines) == 10
+    assert lines[-2:] == [
+        "  skipped b7 (Own, 16 weights): reason 7",
+        "  and 2 more, all in conversion.json",
+    ]
+    assert len(list(ConversionReport(rows(1, 8)).lines())) == 9
+    assert list(ConversionReport(rows(1, 2)).lines(limit=1))[1:] == [
+        "  skipped b0 (Own, 16 weights): reason 0",
+        "  and 1 more, all in conversion.json",
+    ]

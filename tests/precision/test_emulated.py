@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 from runner.precision import registry
 from runner.precision.emulation.formats import round_to_tf32
-from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
 
@@ -70,19 +69,3 @@ def test_tf32_rounds_what_a_product_takes_and_nothing_else():
         @ torch.complex(round_to_tf32(b), round_to_tf32(c)).conj()
     )
     assert torch.allclose(turned, fine, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["tf32", "16-mixed", "16-true", "bf16-mixed", "bf16-true"])
-def test_elsewhere_it_is_refused(name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))  # no GPU is used
-    with pytest.raises(Unavailable, match=f"precision={name} precision.emulate=true runs on a CPU"):
-        load(name).require(torch.device("cuda", 0))
-
-
-def test_bad_values():
-    with pytest.raises(ConfigError, match=r"emulate=yes is not known. Allowed: true, false"):
-        registry.load_precision("bf16-mixed", emulate="yes")
-    with pytest.raises(ConfigError, match="32-true runs everywhere as it is"):
-        load("32-true")
-    with pytest.raises(ConfigError, match=r"precision.emulate=2 is not known"):
-        registry.load_precision("transformer-engine", emulate=2)

@@ -23,12 +23,12 @@ OPTIMIZERS = {
 }
 
 
-def params(count=2):
+def seeded_parameters(count=2):
     torch.manual_seed(0)
     return [nn.Parameter(torch.randn(3, 2)) for _ in range(count)]
 
 
-def gradients(parameters, scale, seed, overflow):
+def set_gradients(parameters, scale, seed, overflow):
     """Set scaled gradients, the same for the same seed; overflow puts an inf or nan somewhere."""
     generator = torch.Generator().manual_seed(seed)
     for p in parameters:
@@ -38,22 +38,21 @@ def gradients(parameters, scale, seed, overflow):
         parameters[seed % len(parameters)].grad[0, 0] = bad
 
 
-def state_of(optimizer):
+def state_tensors(optimizer):
     return [v for values in optimizer.state.values() for v in values.values()]
 
 
-def same(a, b):
+def are_equal(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("setting", SETTINGS, ids=range(4))
-@pytest.mark.parametrize("seed", [0, 1])
-def test_equals_gradscaler_value_for_value(kind, setting, seed):
-    ours, theirs = params(), params()
+def test_a_dynamic_scale_equals_gradscaler_value_for_value(kind, setting):
+    ours, theirs = seeded_parameters(), seeded_parameters()
     our_optimizer, their_optimizer = OPTIMIZERS[kind](ours), OPTIMIZERS[kind](theirs)
     scale, scaler = DynamicLossScale(CPU, **setting), torch.amp.GradScaler("cpu", **setting)
-    chance = random.Random(seed)
+    chance = random.Random(0)
     skipped = grown = 0
     for step in range(40):
         # GradScaler leaves a fused optimizer's state unfilled where the first step overflows.
@@ -61,35 +60,35 @@ def test_equals_gradscaler_value_for_value(kind, setting, seed):
         loss = torch.tensor(1.5)
         before = scale.value
         assert torch.equal(scale.multiply(loss), scaler.scale(loss))
-        gradients(ours, scale.value, step, overflow)
-        gradients(theirs, scaler.get_scale(), step, overflow)
+        set_gradients(ours, scale.value, step, overflow)
+        set_gradients(theirs, scaler.get_scale(), step, overflow)
         found = scale.unscale([p.grad for p in ours])
         scaler.unscale_(their_optimizer)
-        assert same(*([torch.nan_to_num(p.grad, 9.0) for p in q] for q in (ours, theirs)))
+        assert are_equal(*([torch.nan_to_num(p.grad, 9.0) for p in q] for q in (ours, theirs)))
         weights = [p.detach().clone() for p in ours]
         scale.step(our_optimizer, found)
         scaler.step(their_optimizer)
         skipped += found.item() == 1.0
-        assert same(weights, ours) == (found.item() == 1.0)
+        assert are_equal(weights, ours) == (found.item() == 1.0)
         scale.update([found])
         scaler.update()
         grown += (scale.value > before).item()
-        assert same(ours, theirs)
-        assert same(state_of(our_optimizer), state_of(their_optimizer))
+        assert are_equal(ours, theirs)
+        assert are_equal(state_tensors(our_optimizer), state_tensors(their_optimizer))
         assert scale.value.item() == scaler.get_scale()
         assert scale.state_dict()["applied_in_a_row"] == scaler.state_dict()["_growth_tracker"]
     assert 0 < skipped < 40
     assert setting == {} or grown
 
 
-def test_a_fixed_scale_stays_and_skips_all_the_same():
-    parameters = params()
+def test_a_fixed_scale_stays_and_skips_overflows():
+    parameters = seeded_parameters()
     optimizer = OPTIMIZERS["sgd"](parameters)
     scale = DynamicLossScale(CPU, fixed=128.0, growth_interval=1)
     assert scale.value.item() == 128.0
     for overflow in (True, False, False):
         before = parameters[0].detach().clone()
-        gradients(parameters, 128.0, 2, overflow)
+        set_gradients(parameters, 128.0, 2, overflow)
         found = scale.unscale([p.grad for p in parameters])
         scale.step(optimizer, found)
         scale.update([found])
@@ -98,22 +97,22 @@ def test_a_fixed_scale_stays_and_skips_all_the_same():
 
 
 def test_an_overflow_in_one_optimizer_leaves_the_others_update_alone():
-    first, second = params(), params()
-    untouched, alone = [p.detach().clone() for p in first], params()
+    first, second = seeded_parameters(), seeded_parameters()
+    untouched, alone = [p.detach().clone() for p in first], seeded_parameters()
     optimizers = [OPTIMIZERS["adamw"](q) for q in (first, second)]
     reference = OPTIMIZERS["adamw"](alone)
     scale = DynamicLossScale(CPU, init_scale=1024.0)
-    gradients(first, 1024.0, 1, overflow=True)
-    gradients(second, 1024.0, 2, overflow=False)
-    gradients(alone, 1.0, 2, overflow=False)
+    set_gradients(first, 1024.0, 1, overflow=True)
+    set_gradients(second, 1024.0, 2, overflow=False)
+    set_gradients(alone, 1.0, 2, overflow=False)
     founds = [scale.unscale([p.grad for p in q]) for q in (first, second)]
     for optimizer, found in zip(optimizers, founds, strict=True):
         scale.step(optimizer, found)
     scale.update(founds)
     reference.step()
     assert [f.item() for f in founds] == [1.0, 0.0]
-    assert same(first, untouched)
-    assert same(second, alone)
+    assert are_equal(first, untouched)
+    assert are_equal(second, alone)
     assert not optimizers[0].state
     assert scale.value.item() == 512.0  # once for the iteration, not once for each
 
@@ -164,7 +163,7 @@ def test_the_default_dtype_does_not_matter():
     assert (scale.value.dtype, found.dtype) == (torch.float32, torch.float32)
 
 
-def test_the_state_comes_back_exactly():
+def test_the_state_is_restored_exactly():
     scale = DynamicLossScale(CPU, init_scale=3.7, growth_interval=3)
     scale.update([torch.zeros(())])
     other = DynamicLossScale(CPU, growth_interval=3)
@@ -186,9 +185,9 @@ def test_resuming_under_another_precision_says_so():
 
 
 def test_no_scale_does_nothing():
-    parameters = params()
+    parameters = seeded_parameters()
     optimizer, scale = OPTIMIZERS["sgd"](parameters), NoLossScale()
-    gradients(parameters, 1.0, 1, overflow=False)
+    set_gradients(parameters, 1.0, 1, overflow=False)
     before = [p.grad.clone() for p in parameters]
     loss = torch.tensor(2.0)
     assert scale.multiply(loss) is loss
@@ -196,8 +195,10 @@ def test_no_scale_does_nothing():
     assert scale.unscale([p.grad for p in parameters]) is None
     scale.step(optimizer, None)
     scale.update([None])
-    assert same(before, [p.grad for p in parameters])
-    assert same(parameters, [w - 0.1 * g for w, g in zip(params(), before, strict=True)])
+    assert are_equal(before, [p.grad for p in parameters])
+    assert are_equal(
+        parameters, [w - 0.1 * g for w, g in zip(seeded_parameters(), before, strict=True)]
+    )
 
 
 class OnDevice(DynamicLossScale):
@@ -222,7 +223,7 @@ def test_a_fused_kernel_skips_on_the_device(kind, first, monkeypatch):
     reads = []
     flag = HostFlag
     monkeypatch.setattr(scale_module, "HostFlag", lambda f: reads.append(1) or flag(f))
-    ours, theirs = params(), params()
+    ours, theirs = seeded_parameters(), seeded_parameters()
     optimizers = OPTIMIZERS[kind](ours), OPTIMIZERS[kind](theirs)
     torch.full((3, 2), 7.0)  # memory that an unfilled buffer would take
     for step, overflow in enumerate((first, False, True, False)):
@@ -232,23 +233,25 @@ def test_a_fused_kernel_skips_on_the_device(kind, first, monkeypatch):
             optimizers,
             strict=True,
         ):
-            gradients(q, 4.0, step, overflow)
+            set_gradients(q, 4.0, step, overflow)
             scale.step(optimizer, scale.unscale([p.grad for p in q]))
-        assert same(ours, theirs)
-        assert same(*map(state_of, optimizers)) or overflow  # Adam makes its state and skips
+        assert are_equal(ours, theirs)
+        assert (
+            are_equal(*map(state_tensors, optimizers)) or overflow
+        )  # Adam makes its state and skips
         assert not hasattr(optimizers[0], "found_inf")
     fused = kind.endswith("fused")
     unfilled = {"sgd-fused": 1 + first, "adamw-fused": 0}.get(kind, 4)
     assert len(reads) == 4 + (unfilled if fused else 4)
 
 
-def test_the_fused_flags_are_taken_back_after_an_exception():
+def test_the_fused_flags_are_removed_after_an_exception():
     class Fails(torch.optim.AdamW):
         def step(self, closure=None):
             assert (self.found_inf.item(), self.grad_scale) == (0.0, None)
             raise RuntimeError("inside")
 
-    parameters = params()
+    parameters = seeded_parameters()
     optimizer = Fails(parameters, fused=True)
     with pytest.raises(RuntimeError, match="inside"):
         OnDevice().step(optimizer, torch.zeros(()))
@@ -257,7 +260,7 @@ def test_the_fused_flags_are_taken_back_after_an_exception():
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])
-def test_a_flag_on_the_host(flag):
+def test_a_host_flag_has_the_value_of_the_devices(flag):
     assert HostFlag(torch.tensor(flag)).is_set is bool(flag)
 
 
@@ -299,6 +302,6 @@ def test_good_values_pass_and_a_whole_float_is_an_interval():
     assert scale.value.item() == 2.0
 
 
-def test_the_constructor_checks():
+def test_the_constructor_refuses_a_bad_value():
     with pytest.raises(ConfigError, match=r"growth_interval=0 .*\n?"):
         DynamicLossScale(CPU, growth_interval=0)

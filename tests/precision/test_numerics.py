@@ -13,18 +13,15 @@ the mean loss of a batch within that again.
 
 import pytest
 import torch
+from precision_models import CPU, load_precision, precisions_on_cpu, train_state
 
 from models.gpt import GPT
 from models.mlp import MLP
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.precision import registry
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import Language
-from runner.utils.errors import Unavailable
 
-CPU = torch.device("cpu")
 STEPS = 25
 UNIT = {
     "64-true": 2**-21,
@@ -73,21 +70,7 @@ STORES = {
 }
 
 
-def load(name):
-    imitated = name.startswith(("tf32", "float8", "transformer-engine"))
-    return registry.load_precision(name, **({"emulate": True} if imitated else {}))
-
-
-def here():
-    for name in registry.precision_names():
-        try:
-            load(name).require(CPU)
-        except Unavailable:
-            continue
-        yield name
-
-
-HERE = list(here())
+HERE = precisions_on_cpu()
 
 
 def mlp():
@@ -99,21 +82,17 @@ def mlp():
 
 def gpt():
     tokens = torch.randint(50, (8, 17), generator=torch.Generator().manual_seed(1))
-    model = GPT(64, 16, layers=2, width=64, heads=4)
+    model = GPT(64, 16, layers=1, width=64, heads=4)
     return model, Language(), (tokens[:, :-1], tokens[:, 1:]), "blocks.0.expand"
 
 
 def trained(name, make):
     """Losses of the first steps, the probe's rows by module, and a converted module's name."""
-    precision = load(name)
+    precision = load_precision(name)
     torch.manual_seed(0)
     model, task, batch, watched = make()
     model, _ = precision.convert(model)
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=3e-3, eps=1e-4)
-    state = TrainState(
-        model, precision, task, precision.scale(CPU), [ScheduledOptimizer(optimizer)], CPU
-    )
+    state = train_state(precision, model, task=task)
     with precision.session(model, CPU):
         with DtypeProbe(model) as probe:
             losses = [train_step(state, [batch]).loss.item()]

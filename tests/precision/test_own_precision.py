@@ -75,7 +75,7 @@ def in_order(text, *words):
     return places == sorted(places)
 
 
-def test_doctor_lists_it_by_its_width(own, monkeypatch):
+def test_doctor_lists_an_own_precision_by_its_width(own, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     done = own("doctor", *CONFIGS)
     assert done.rc == 0, done.stderr
@@ -113,7 +113,7 @@ def test_a_built_in_yaml_is_the_base_of_one(own, tmp_path):
     assert names[names.index("16-mixed") :][:2] == ["16-mixed", "own-16"]
 
 
-def test_what_a_name_told_once_follows_from_the_dtypes(own, tmp_path):
+def test_advice_for_an_own_precision_follows_from_its_dtypes(own, tmp_path):
     half, single = (
         registry.load_precision(name, tmp_path / "conf") for name in ("own-half", "own-single")
     )
@@ -126,7 +126,7 @@ def test_what_a_name_told_once_follows_from_the_dtypes(own, tmp_path):
     assert not half.converts_layers
 
 
-def test_plan_shows_it(own):
+def test_plan_shows_an_own_precision(own):
     done = own(*DIGITS, "model=mlp", "precision=own-half", "mode=plan")
     assert done.rc == 0, done.stderr
     assert "own-half" in done.stdout
@@ -138,7 +138,7 @@ def test_a_failing_run_gets_the_remedy_of_its_range(own):
     assert "Try precision=bf16-mixed or precision.keep_fp32=[<module>]" in done.stderr
 
 
-def test_a_sweep_reports_it(own, tmp_path):
+def test_a_sweep_reports_an_own_precision(own, tmp_path):
     words = ("model=mlp", "train.max_steps=3", "optimizer=sgd", "optimizer.lr=0.01")
     done = own(*DIGITS, *words, "-m", "precision=32-true,own-half")
     assert done.rc == 0, done.stderr

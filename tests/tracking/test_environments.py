@@ -30,7 +30,7 @@ def record(store, tmp_path, monkeypatch):
         monkeypatch.setattr("runner.tracking.mlflow.shared_writer", lambda: writer)
         tracker = MlflowTracker(uri=store.uri, **given)
         tracker.open(info or RunInfo(tmp_path / "run", {"a": "1"}, {"precision": "32-true"}))
-        tracker.metrics(1, 1, {"train/loss": 0.5})
+        tracker.log_metrics([(1, 1, {"train/loss": 0.5})])
         tracker.close("FINISHED")
         writer.wait_at_exit()
         tracker.check()

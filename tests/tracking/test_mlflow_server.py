@@ -37,9 +37,7 @@ def test_a_run_that_opens_before_its_server_is_stored_completely(
     tracker = MlflowTracker(uri=uri)
     tracker.open(RunInfo(tmp_path / "run", params={"a": "1"}))
     expected = [(step, 1_700_000_000_000 + step, step / 3) for step in range(1, 1501)]
-    tracker.metrics_many(
-        (step, time_ms, {"train/loss": value}) for step, time_ms, value in expected
-    )
+    tracker.log_metrics((step, time_ms, {"train/loss": value}) for step, time_ms, value in expected)
     (tmp_path / "run" / "note.txt").write_text("kept by the server")
     tracker.artifact(tmp_path / "run" / "note.txt")
     late_server.start(wait=False)
@@ -55,7 +53,6 @@ def test_a_run_that_opens_before_its_server_is_stored_completely(
         "history.npz",
         "note.txt",
     ]
-    assert tracker.url() == f"{uri}/#/experiments/{tracker.experiment_id}/runs/{tracker.run_id}"
 
 
 def model_folder(folder):
@@ -72,12 +69,12 @@ def test_model_and_data_sets_are_uploaded_when_the_server_is_back(
     uri = late_server.url
     if not late_server.process:
         late_server.start()
-    tracker = MlflowTracker(uri=uri, register="net")
+    tracker = MlflowTracker(uri=uri, register="net", patience=600)
     tracker.open(RunInfo(tmp_path / "run"))
-    tracker.metrics(1, 1000, {"train/loss": math.inf, "val/loss": 0.5})
+    tracker.log_metrics([(1, 1000, {"train/loss": math.inf, "val/loss": 0.5})])
     until(lambda: tracker.run_id is not None, seconds=120)
     late_server.stop()
-    tracker.metrics(2, 2000, {"train/loss": math.nan, "val/loss": 0.25})
+    tracker.log_metrics([(2, 2000, {"train/loss": math.nan, "val/loss": 0.25})])
     tracker.inputs(
         describe_data("digits", {"_target_": "d"}, Splits(*2 * [TensorDataset(torch.ones(3))]))
     )
@@ -88,7 +85,7 @@ def test_model_and_data_sets_are_uploaded_when_the_server_is_back(
     time.sleep(3)
     assert closing.is_alive()
     late_server.start()
-    closing.join(timeout=120)
+    closing.join(timeout=600)
     assert not closing.is_alive()
     tracker.check()
     store = reader(uri)

@@ -50,7 +50,7 @@ def test_a_finished_run_holds_everything(begin, store, tmp_path):
     params = {"model.width": "64", "a[1]@b": "x", "long": "y" * 20_000}
     params |= {f"many.{number}": str(number) for number in range(250)}
     tracker = begin("whole", params=params, tags={"precision": "32-true", "git_commit": "abc"})
-    tracker.metrics_many(block(1, 900))
+    tracker.log_metrics(block(1, 900))
     tracker.tags({"converted": "53/54"})
     (tmp_path / "whole" / "plot.txt").write_text("a plot")
     tracker.artifact(tmp_path / "whole" / "plot.txt", "plots")
@@ -75,7 +75,7 @@ def test_a_finished_run_holds_everything(begin, store, tmp_path):
 
 def test_a_record_of_more_values_than_one_call_takes(begin, store):
     tracker = begin("wide")
-    tracker.metrics(1, 1, {f"fp8/amax/{number}": number / 7 for number in range(2_500)})
+    tracker.log_metrics([(1, 1, {f"fp8/amax/{number}": number / 7 for number in range(2_500)})])
     tracker.close("FINISHED")
     metrics = store.run(tracker.run_id).data.metrics
     assert metrics == {f"fp8/amax/{number}": number / 7 for number in range(2_500)}
@@ -83,8 +83,8 @@ def test_a_record_of_more_values_than_one_call_takes(begin, store):
 
 def test_non_finite_values_do_not_stop_the_rest(begin, store):
     tracker = begin("overflow")
-    tracker.metrics(1, 1, {"a": math.inf, "b": math.nan, "c": 1.0})
-    tracker.metrics(2, 2, {"a": 2.0, "b": 2.0, "c": 2.0})
+    tracker.log_metrics([(1, 1, {"a": math.inf, "b": math.nan, "c": 1.0})])
+    tracker.log_metrics([(2, 2, {"a": 2.0, "b": 2.0, "c": 2.0})])
     tracker.close("FINISHED")
     assert [value for *_, value in store.points(tracker.run_id, "c")] == [1.0, 2.0]
     assert store.points(tracker.run_id, "a")[0][2] > 1e308
@@ -92,7 +92,7 @@ def test_non_finite_values_do_not_stop_the_rest(begin, store):
 
 def test_a_run_in_progress_shows_its_first_points_without_close(begin, store, until):
     tracker = begin("early")
-    tracker.metrics(1, 1, {"a": 1.0})
+    tracker.log_metrics([(1, 1, {"a": 1.0})])
     until(lambda: tracker.run_id is not None)
     until(lambda: store.points(tracker.run_id, "a") == [(1, 1, 1.0)], seconds=5)
 
@@ -105,7 +105,7 @@ def test_children_are_nested_under_the_sweeps_run(begin, store, tmp_path, traine
         parent = begin("parent", experiment="endings", sweep="night", role="sweep")
         children = [begin(f"job{n}", experiment="endings", sweep="night") for n in range(2)]
         for child in children:
-            child.metrics_many(block(1, 50))
+            child.log_metrics(block(1, 50))
             child.close("FINISHED")
         other.communicate(timeout=60)
     parent.close("FINISHED")
@@ -120,11 +120,11 @@ def test_children_are_nested_under_the_sweeps_run(begin, store, tmp_path, traine
 
 def test_a_killed_writer_is_replaced_and_nothing_is_lost_or_doubled(begin, store, until, caplog):
     tracker = begin("orphaned")
-    tracker.metrics_many(block(1, 600))
+    tracker.log_metrics(block(1, 600))
     until(lambda: tracker.run_id is not None)
     with caplog.at_level(logging.WARNING, "runner.tracking"):
         os.kill(shared_writer().process.pid, signal.SIGKILL)
-        tracker.metrics_many(block(601, 1200))
+        tracker.log_metrics(block(601, 1200))
         tracker.close("FINISHED")
     said = [record.getMessage() for record in caplog.records]
     assert sum("started again" in text for text in said) == 1
@@ -168,7 +168,7 @@ def _child(pid):
 def test_a_lost_offset_doubles_nothing(begin, store, tmp_path):
     """The writer died after a batch was stored and before it saved the offset."""
     tracker = begin("twice")
-    tracker.metrics_many(block(1, 300))
+    tracker.log_metrics(block(1, 300))
     tracker.close("FINISHED")
     state = tmp_path / "twice" / "journal.state"
     state.write_bytes(b'{"tried": true, "run_id": null, "offset": 0}')
@@ -209,7 +209,7 @@ def test_a_deleted_experiment_that_was_asked_for_by_its_id_is_refused(
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
     tracker = begin("refused", experiment=None)
-    until(lambda: tracker._status.refusal is not None)
+    until(lambda: tracker._state().refusal is not None)
     with pytest.raises(TrackingError, match=r"'gone' .* mlflow experiments restore"):
         tracker.check()
     start = time.monotonic()
@@ -220,7 +220,7 @@ def test_a_deleted_experiment_that_was_asked_for_by_its_id_is_refused(
 def test_a_missing_artifact_is_reported_and_the_run_continues(begin, store, tmp_path, caplog):
     tracker = begin("gap")
     tracker.artifact(tmp_path / "gap" / "no such file")
-    tracker.metrics(1, 1, {"a": 1.0})
+    tracker.log_metrics([(1, 1, {"a": 1.0})])
     with caplog.at_level(logging.WARNING, "runner.tracking"):
         tracker.close("FINISHED")
     assert "no such file" in caplog.text
@@ -257,7 +257,7 @@ def test_a_record_before_open_or_after_close_raises_an_error(begin):
     tracker = begin("closed")
     tracker.close("FINISHED")
     with pytest.raises(TrackingError, match="not open"):
-        tracker.metrics(1, 1, {"a": 1.0})
+        tracker.log_metrics([(1, 1, {"a": 1.0})])
     with pytest.raises(TrackingError, match="not open"):
         MlflowTracker().tags({})
 

@@ -18,15 +18,14 @@ def test_config_builds_a_tracker_that_can_be_closed_unopened(path):
     tracker = getattr(import_module(module), name)(**config)
     assert isinstance(tracker, Tracker)
     tracker.check()
-    assert (tracker.run_id, tracker.experiment_id, tracker.url()) == (None, None, None)
+    assert (tracker.run_id, tracker.experiment_id, tracker.dashboard) == (None, None, None)
     tracker.close("FAILED", "never opened")
 
 
 def test_no_tracker_takes_everything_and_leaves_nothing(tmp_path):
     tracker = NoTracker()
     tracker.open(RunInfo(tmp_path))
-    tracker.metrics(1, 1, {"a": 1.0})
-    tracker.metrics_many([(1, 1, {"a": 1.0})])
+    tracker.log_metrics([(1, 1, {"a": 1.0})])
     tracker.tags({"a": "b"})
     tracker.artifact(tmp_path / "missing")
     tracker.close("FINISHED")

@@ -1,6 +1,5 @@
 """The writer retries, skips or closes when a store fails. Without a real store."""
 
-import json
 import os
 import time
 
@@ -17,7 +16,6 @@ from runner.tracking.writer.store_errors import RefusedError, UnreachableError
 from runner.tracking.writer.uploader import JournalUploader
 
 START = {"id": "1", "time": 1, "uri": "fake", "experiment": "e", "name": None, "params": {}}
-QUIET = ("progress", "waiting", "back")
 START |= {"tags": {}, "sweep": None, "role": "run"}
 
 
@@ -59,14 +57,11 @@ def journal(tmp_path):
 
 @pytest.fixture
 def work(journal, monkeypatch):
-    """Return a writer on a fake store with one journal; `events` returns what it reported."""
-    receive, send = os.pipe()
-    one = writer_main.Writer(os.getpid(), send)
+    """Return a writer on a fake store with one journal; `saved` returns the state it saved."""
+    one = writer_main.Writer(os.getpid())
     store = one.store = FakeStore()
     name = one.name = str(journal.path)
-    one_uploader = JournalUploader(
-        journal.path, FakeStores(store), lambda *args, **kw: one._emit(name, *args, **kw)
-    )
+    one_uploader = JournalUploader(journal.path, FakeStores(store))
     task = one._tasks[name] = one.task = writer_main.JournalTask(one_uploader)
     monkeypatch.setattr(uploader, "PARTIAL_BATCH_SECONDS", 0.0)
     monkeypatch.setattr(pending, "upload_in_background", lambda folder: 0)
@@ -78,19 +73,14 @@ def work(journal, monkeypatch):
         while name in one._tasks and one._advance(name, task):
             pass
 
-    def events():
-        os.set_blocking(receive, False)
-        try:
-            lines = os.read(receive, 65536).splitlines()
-        except BlockingIOError:
-            return []
-        return [event for event in map(json.loads, lines) if event["event"] not in QUIET]
+    def saved():
+        state = UploadState(journal.path)
+        assert state.read()
+        return state
 
-    one.turn, one.events = turn, events
+    one.turn, one.saved = turn, saved
     yield one
     one_uploader.state.release_lock()
-    os.close(receive)
-    os.close(send)
 
 
 def test_a_failing_store_is_tried_again_with_growing_pauses(work, journal):
@@ -115,26 +105,28 @@ def test_no_attempt_is_made_during_a_pause(work, journal):
     assert work.store.calls == []
 
 
-def test_a_long_outage_is_reported_once_and_ends_when_the_store_answers(work, journal):
+def test_an_outage_is_saved_with_its_beginning_until_the_store_answers(work, journal):
     journal.append("start", **START)
     away = "request failed (NewConnectionError('[Errno 111] Connection refused'))"
     work.store.failures = [UnreachableError(away)] * 9
-    for _ in range(9):
-        work.turn(seconds_later=10)
-    (event,) = work.events()
-    assert (event["event"], event["message"]) == ("away", "[Errno 111] Connection refused")
-    assert event["seconds"] > 30
     work.turn(seconds_later=10)
-    assert [event["event"] for event in work.events()] == ["opened"]
+    since = work.saved().outage_since
+    assert abs(since - time.time()) < 60
+    for _ in range(8):
+        work.turn(seconds_later=10)
+    assert work.saved().outage == "[Errno 111] Connection refused"
+    assert work.saved().outage_since == since
+    work.turn(seconds_later=10)
+    assert (work.saved().outage, work.saved().run_id) == (None, "create_run")
 
 
 def test_a_refused_run_is_closed(work, journal):
     journal.append("start", **START)
     work.store.failures = [RefusedError("no such permission\n[SQL: ...]")]
     work.turn()
-    error, closed = work.events()
-    assert (error["fatal"], error["message"]) == (True, "no such permission")
-    assert (closed["event"], closed["complete"]) == ("closed", False)
+    state = work.saved()
+    assert (state.refusal, state.done) == ("no such permission", False)
+    assert not work._tasks
 
 
 def test_a_refused_batch_is_skipped_and_the_rest_is_uploaded(work, journal):
@@ -145,7 +137,8 @@ def test_a_refused_batch_is_skipped_and_the_rest_is_uploaded(work, journal):
     journal.append("end", status="FINISHED", error=None, time=9)
     work.store.failures = [RefusedError("bad tag")]
     work.turn()
-    assert [event["event"] for event in work.events()] == ["opened", "error", "closed"]
+    state = work.saved()
+    assert (state.first_error, state.refusal, state.done) == ("bad tag", None, True)
     assert work.store.named("log_tags") == [["create_run", {"good": "1"}]]
     assert work.store.named("end_run") == [["create_run", "FINISHED", 9]]
 
@@ -158,7 +151,7 @@ def test_points_are_never_given_up_for_a_doubtful_answer(work, journal):
     for _ in range(21):
         work.turn(seconds_later=10)
     assert work.store.named("log_points") == [["create_run", [("a", 1.0, 1, 1)]]]
-    assert [event["event"] for event in work.events()] == ["opened", "away"]
+    assert work.saved().first_error is None
 
 
 def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journal):
@@ -168,7 +161,7 @@ def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journa
     work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 5
     for _ in range(5):
         work.turn(seconds_later=10)
-    assert [event["event"] for event in work.events()] == ["opened", "error"]
+    assert work.saved().first_error == "pool used up"
 
 
 def test_a_disk_that_is_full_for_the_state_is_waited_for(work, journal, monkeypatch):
@@ -180,7 +173,7 @@ def test_a_disk_that_is_full_for_the_state_is_waited_for(work, journal, monkeypa
     assert work.store.named("create_run") == []
     monkeypatch.undo()
     work.turn(seconds_later=1000)
-    assert [event["event"] for event in work.events()] == ["away", "opened"]
+    assert work.saved().run_id == "create_run"
 
 
 def test_a_run_gets_its_status_even_if_its_artifacts_fail(work, journal):
@@ -192,13 +185,8 @@ def test_a_run_gets_its_status_even_if_its_artifacts_fail(work, journal):
     for _ in range(5):
         work.turn(seconds_later=10)
     assert work.store.named("end_run")[0] == ["create_run", "FINISHED", 9]
-    events = work.events()
-    assert [event["event"] for event in events if event["event"] != "sending"] == [
-        "opened",
-        "error",
-        "closed",
-    ]
-    assert work.task.uploader.state.done
+    assert "No space left" in work.saved().first_error
+    assert work.saved().done
 
 
 def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
@@ -213,17 +201,57 @@ def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
     assert work.store.named("end_run") == [["create_run", "FINISHED", 9]]
 
 
-def test_attempts_to_send_a_file_are_no_progress(tmp_path):
-    status = JournalStatus(tmp_path / "journal.jsonl")
-    status.update({"event": "waiting", "message": "away"})
+def test_attempts_to_send_a_file_are_no_progress(journal):
+    status = JournalStatus(journal.path)
+    writer = UploadState(journal.path)
+    assert writer.acquire_lock()
     before = status.progress_at
-    status.update({"event": "sending"})
-    assert (status.sending_file, status.progress_at) == (True, before)
-    status.update({"event": "waiting", "message": "still away"})
-    assert (status.sending_file, status.progress_at, status.outage) == (False, before, "still away")
-    status.update({"event": "progress", "offset": 7})
+    for attempt in ("away", "still away"):
+        writer.save(sending_file=True)
+        status.refresh()
+        assert (status.state.sending_file, status.progress_at) == (True, before)
+        writer.save_outage(attempt)
+        status.refresh()
+        assert (status.state.sending_file, status.progress_at) == (False, before)
+        assert status.state.outage == attempt
+    writer.save(offset=7)
+    writer.clear_outage()
+    status.refresh()
     assert status.progress_at > before
-    assert (status.outage, status.offset) == (None, 7)
+    assert (status.state.outage, status.state.offset) == (None, 7)
+    writer.release_lock()
+
+
+def test_the_user_is_warned_of_a_long_outage_once_and_of_its_end(journal, caplog):
+    status = JournalStatus(journal.path)
+    writer = UploadState(journal.path)
+    assert writer.acquire_lock()
+    for seconds_ago in (1, 31, 35):
+        writer.save(outage="refused", outage_since=time.time() - seconds_ago)
+        status.refresh()
+        status.warn()
+    writer.clear_outage()
+    for _ in range(2):
+        status.refresh()
+        status.warn()
+    writer.release_lock()
+    first, second = [record.getMessage() for record in caplog.records]
+    assert first.startswith("No answer from the tracking store for 31 s: refused.")
+    assert second.startswith("The tracking store answers again")
+
+
+def test_long_texts_fit_into_the_state_file(journal):
+    state = UploadState(journal.path)
+    assert state.acquire_lock()
+    text = "\u00fc\u4e2d" * 3000
+    state.save(refusal=text, failure=text, outage=text, first_error=text, uri="u" * 400)
+    for _ in range(9):
+        state.add_notice(text)
+    state.release_lock()
+    read = UploadState(journal.path)
+    assert read.read()
+    assert text.startswith(read.refusal.rstrip("…"))
+    assert len(read.notices) == 3
 
 
 def test_a_bug_or_a_lost_journal_ends_one_run_only(work, journal):
@@ -231,7 +259,8 @@ def test_a_bug_or_a_lost_journal_ends_one_run_only(work, journal):
     work.turn()
     journal.path.unlink()
     work.turn()
-    assert [event["event"] for event in work.events()] == ["opened", "error", "closed"]
+    assert "FileNotFoundError" in work.saved().failure
+    assert not work._tasks
 
 
 def test_a_creation_whose_answer_was_lost_is_looked_up(work, journal):
@@ -249,7 +278,8 @@ def test_a_child_waits_for_its_parent_but_not_for_ever(work, journal):
     assert work.store.named("create_run") == []
     for _ in range(2):
         work.turn(seconds_later=10)
-    assert [event["event"] for event in work.events()] == ["error", "opened"]
+    assert work.saved().first_error == "The sweep night has no parent run; this run stands alone."
+    assert work.saved().run_id == "create_run"
 
 
 def test_a_batch_fills_one_call_and_never_splits_a_record(journal):
@@ -289,7 +319,7 @@ def test_a_run_that_another_writer_ended_is_not_ended_again(work, journal):
     other.release_lock()
     work.turn(seconds_later=1)
     assert work.store.calls == []
-    assert [event["event"] for event in work.events()] == ["closed"]
+    assert not work._tasks
 
 
 def test_a_journal_is_uploaded_to_the_store_that_sync_gave_it(work, journal):
@@ -312,7 +342,7 @@ def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(
         file.write(b'{"kind":"sta\n')
     journal.append_metrics([(1, 1, {"a": 1.0})])
     work.turn()
-    assert [event["event"] for event in work.events()] == ["error", "closed"]
+    assert "does not begin with the start of a run" in work.saved().refusal
     assert not UploadState(journal.path).read_without_lock()
     journal.close()
     assert pending.journal_state(journal.path) == "refused"
@@ -326,7 +356,7 @@ def test_a_damaged_upload_state_starts_over_and_looks_for_the_run(journal):
     progress.release_lock()
 
 
-def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
+def test_the_writer_rests_while_the_trainer_trains_and_not_once_the_run_has_ended(journal):
     from runner.tracking.writer.writer_main import (
         IDLE_POLL_SECONDS,
         REST_FACTOR,
@@ -336,39 +366,42 @@ def test_the_writer_rests_while_the_trainer_trains_and_not_once_it_waits():
 
     class Idle:
         backlog = 0.0
+        journal = None
 
         def log_system_metrics(self):
             pass
 
+    Idle.journal = journal.path
+
     class Loop(Writer):
-        def __init__(self):
+        def __init__(self, ends):
             self._tasks = {"journal": JournalTask(Idle())}
             self._trainer_is_alive = True
             self.rests = []
+            self.ends = ends
 
         def _is_finished(self):
             return len(self.rests) == 3
 
         def _read_requests(self, patience):
             self.rests.append(patience)
-            if len(self.rests) == 2:
-                self._add_requests(b'{"journal": "journal"}\n')
+            if len(self.rests) == 2 and self.ends:
+                journal.append("end", status="FINISHED", error=None, time=9)
 
         def _advance(self, name, task):
             time.sleep(0.01)
             return True
 
-        _partial_line = b""
-
-    loop = Loop()
+    Idle.backlog = 3.0
+    busy = Loop(ends=False)
+    busy.run()
+    Idle.backlog = 0.0
+    loop = Loop(ends=True)
     loop.run()
     assert loop.rests[0] == IDLE_POLL_SECONDS
     assert loop.rests[1] >= REST_FACTOR * 0.01
     assert loop.rests[2] == 0.0
-    Idle.backlog = 3.0
-    loop = Loop()
-    loop.run()
-    assert loop.rests[1] < REST_FACTOR * 0.01
+    assert busy.rests[1] < loop.rests[1]
 
 
 @pytest.mark.parametrize(
@@ -388,6 +421,6 @@ def test_the_message_while_the_last_records_are_uploaded(tmp_path, offset, outag
     journal = tmp_path / "journal.jsonl"
     journal.write_text("x" * 100)
     status = JournalStatus(journal)
-    status.offset = offset
-    status.outage = outage
+    status.state.offset = offset
+    status.state.outage = outage
     assert status.waiting_message("mlruns", 60.0) == message

@@ -8,12 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_language import GPT2, IGNORED, LONGEST, by_hand, pad, sequences, sets
+from states import make_state, optimizer_gradients
 from torch import nn
 from torch.nn import functional as F
 
 from runner.modes.replay import _traced
-from runner.precision import registry
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import Language
@@ -21,26 +20,16 @@ from runner.training.tasks.regression import Regression
 from runner.training.tasks.task import Task
 from runner.utils.errors import ConfigError
 
-CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
-def state_of(model, task, name="64-true", **changes):
-    """A state of a converted model; its parameters keep the gradients that a step gave them."""
-    precision = registry.load_precision(name, **changes)
-    model, _ = precision.convert(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainState(
-        model, precision, task, precision.scale(CPU), [ScheduledOptimizer(optimizer)], CPU
-    )
+def float64_state(model, task):
+    return make_state(model, "64-true", task=task)
 
 
 def step_of(state, micros):
-    """The loss of a step, and the gradients that its optimizer is given."""
-    seen = []
-    state.scale.step = lambda optimizer, _: seen.extend(
-        p.grad.clone() for group in optimizer.param_groups for p in group["params"]
-    )
+    """Return the loss of a step, and the gradients that its optimizer is given."""
+    seen = optimizer_gradients(state)
     return train_step(state, micros).loss, seen
 
 
@@ -63,7 +52,7 @@ BATCHES = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     batches=BATCHES,
     shares=st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=5, max_size=5),
@@ -75,12 +64,12 @@ def test_padded_and_masked_micro_batches_of_gpt2_equal_one_large_batch(batches, 
     parts[0][0].counts[0] = True  # else no label may count at all
     whole = GPT2().double()
     wanted = by_hand(whole, *pad([one for part in parts for one in part]))
-    loss, found = step_of(state_of(GPT2(), Language()), [pad(part) for part in parts])
+    loss, found = step_of(float64_state(GPT2(), Language()), [pad(part) for part in parts])
     torch.testing.assert_close(loss, wanted, **CLOSE)
     close(found, gradients(whole))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=4), min_size=2, max_size=5),
     smoothing=st.sampled_from([0.0, 0.2]),
@@ -100,7 +89,7 @@ def test_masked_classes_with_label_smoothing_equal_one_large_batch(masks, smooth
         whole(inputs.double())[counted], target[counted], reduction="sum", label_smoothing=smoothing
     )
     (wanted / counted.sum()).backward()
-    loss, found = step_of(state_of(mlp(), Classification(smoothing)), micros)
+    loss, found = step_of(float64_state(mlp(), Classification(smoothing)), micros)
     torch.testing.assert_close(loss, (wanted / counted.sum()).detach(), **CLOSE)
     close(found, gradients(whole))
 
@@ -115,7 +104,7 @@ def test_signals_of_unequal_lengths_weigh_by_elements():
     errors = [(whole(x.double()) - y.double()).square().sum() for x, y in micros]
     wanted = sum(errors) / sum(y.numel() for _, y in micros)
     wanted.backward()
-    loss, found = step_of(state_of(net(), Regression()), micros)
+    loss, found = step_of(float64_state(net(), Regression()), micros)
     torch.testing.assert_close(loss, wanted.detach(), **CLOSE)
     close(found, gradients(whole))
 
@@ -142,7 +131,7 @@ class Examples(Classification):
 def test_a_task_of_ones_own_may_weigh_by_fractions():
     inputs, target = torch.randn(8, 3), torch.tensor([0, 0, 0, 1, 1, 2, 3, 1])
     micros = [*zip(inputs.split(3), target.split(3), strict=True)]
-    whole, ours = mlp().double(), state_of(mlp(), Weighted())
+    whole, ours = mlp().double(), float64_state(mlp(), Weighted())
     Weighted().loss(whole(inputs.double()), target).backward()
     close(step_of(ours, micros)[1], gradients(whole))
 
@@ -150,7 +139,7 @@ def test_a_task_of_ones_own_may_weigh_by_fractions():
 def test_without_a_count_of_labels_each_example_weighs_alike():
     inputs, target = torch.randn(7, 3), torch.tensor([0, 1, 2, 3, 1, 2, 0])
     micros = [*zip(inputs.split(3), target.split(3), strict=True)]
-    whole, ours = mlp().double(), state_of(mlp(), Examples())
+    whole, ours = mlp().double(), float64_state(mlp(), Examples())
     F.cross_entropy(whole(inputs.double()), target).backward()
     close(step_of(ours, micros)[1], gradients(whole))
 
@@ -167,7 +156,7 @@ class Number(Classification):
 
 @pytest.mark.parametrize(("task", "found"), [(Vector, r"a tensor \[2\]"), (Number, "returned 2")])
 def test_a_count_that_is_no_scalar_tensor_is_refused(task, found):
-    state = state_of(mlp(), task())
+    state = float64_state(mlp(), task())
     micro = torch.randn(2, 3), torch.tensor([1, 2])
     with pytest.raises(ConfigError, match=rf"labels\(\) .*{found}|{found}.*mask\.sum\(\)"):
         train_step(state, [micro, micro])
@@ -177,7 +166,7 @@ def test_a_count_that_is_no_scalar_tensor_is_refused(task, found):
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_step_without_a_label_has_no_loss_and_no_gradient(name, micros, smoothing):
-    state = state_of(mlp(), Classification(smoothing), name)
+    state = make_state(mlp(), name, task=Classification(smoothing))
     batch = torch.randn(4, 3), torch.full((4,), IGNORED)
     loss, found = step_of(state, [batch] * micros)
     assert math.isnan(loss.item())
@@ -192,7 +181,7 @@ def test_counting_reads_nothing_from_the_device(task):
 
 
 def test_a_replay_weighs_by_labels_and_passes_over_micro_batches_without_one():
-    state = state_of(mlp(), Classification())
+    state = float64_state(mlp(), Classification())
     inputs = torch.randn(6, 3).double()
     target = torch.tensor([IGNORED, IGNORED, IGNORED, 1, 2, 3])
     micros = [*zip(inputs.split(2), target.split(2), strict=True)]
@@ -224,7 +213,7 @@ OWN = (
 
 
 @pytest.fixture
-def trained(main, tmp_path):
+def run_gpt2(main, tmp_path):
     """Run with GPT-2 and masked sequences; the command's outcome and its result."""
 
     def run(*typed):
@@ -236,9 +225,9 @@ def trained(main, tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.1, 1.0])
-def test_validation_is_the_mean_over_the_labels_that_count(trained, tmp_path, share):
+def test_validation_is_the_mean_over_the_labels_that_count(run_gpt2, tmp_path, share):
     """With nine of ten labels at -100, and with padding alone."""
-    done, result = trained(f"+data.share={share}", "train.batch_size=13")
+    done, result = run_gpt2(f"+data.share={share}", "train.batch_size=13")
     assert done.rc == 0, done.stderr
     (path,) = tmp_path.glob("outputs/runs/*/checkpoints/step-*.pt")
     model = GPT2().double()
@@ -250,19 +239,19 @@ def test_validation_is_the_mean_over_the_labels_that_count(trained, tmp_path, sh
     assert result["metrics"]["val/perplexity"] == pytest.approx(math.exp(loss), rel=1e-12)
 
 
-def test_accumulation_trains_as_larger_batches_do(trained, tmp_path):
+def test_accumulation_trains_as_larger_batches_do(run_gpt2, tmp_path):
     """The loss of every step, with micro-batches of which some have no label."""
     losses = []
     for sizes in (("train.batch_size=4",), ("train.batch_size=1", "train.accumulate=4")):
-        done, result = trained(*sizes, f"hydra.run.dir=outputs/runs/{len(losses)}")
+        done, result = run_gpt2(*sizes, f"hydra.run.dir=outputs/runs/{len(losses)}")
         assert done.rc == 0, done.stderr
         losses.append(result["metrics"]["val/loss"])
         (tmp_path / f"outputs/runs/{len(losses) - 1}/result.json").unlink()
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-def test_a_step_without_a_label_is_named(trained):
-    done, _ = trained("train.batch_size=1", "data.shuffle=false", "guard.data=ignore")
+def test_a_step_without_a_label_is_named(run_gpt2):
+    done, _ = run_gpt2("train.batch_size=1", "data.shuffle=false", "guard.data=ignore")
     assert done.rc == 1
     assert "guard.non_finite: the loss is nan at step" in done.stderr
     assert "No label of its 1 samples counts (cross entropy leaves -100 out)" in done.stderr
@@ -270,8 +259,8 @@ def test_a_step_without_a_label_is_named(trained):
     assert "Traceback" not in done.stderr
 
 
-def test_a_set_without_a_label_is_refused_before_training(trained):
-    done, _ = trained("+data.share=0")
+def test_a_set_without_a_label_is_refused_before_training(run_gpt2):
+    done, _ = run_gpt2("+data.share=0")
     assert done.rc == 1
     for split, count in (("train", 13), ("val", 7)):
         message = f"data: no label of the {count} samples of the {split} set that were looked at"

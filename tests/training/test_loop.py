@@ -4,6 +4,7 @@ from time import perf_counter, sleep
 
 import pytest
 import torch
+from states import CPU, are_equal, make_state
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
@@ -11,17 +12,14 @@ from torch.utils.data import TensorDataset
 from runner.config.schema import TrainSpec
 from runner.data.loader import Loader
 from runner.precision import registry
-from runner.precision.loss_scale import DynamicLossScale
 from runner.training.evaluation import Stagnation, evaluate
 from runner.training.loop import accumulation_batches, fit, total_steps
 from runner.training.record_buffer import HostTransfer
 from runner.training.records import EvalRecord
-from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.state import ScheduledOptimizer
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 from runner.utils.stop_signals import Stopped
-
-CPU = torch.device("cpu")
 
 
 def data(count, seed=0):
@@ -36,22 +34,22 @@ def loader(count=10, size=4, *, shuffle=True, seed=0):
     return Loader(data(count), size, shuffle=shuffle, seed=seed, device=CPU)
 
 
-def made(name="32-true", lr=0.1, optimizer=torch.optim.SGD, **changes):
+def small_state(name="32-true", lr=0.1, **options):
     torch.manual_seed(0)
-    precision = registry.load_precision(name, **changes)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    model, _ = precision.convert(model)
-    chosen = optimizer(model.parameters(), lr=lr)
-    scheduler = LambdaLR(chosen, lambda step: 0.9**step)
-    driven = [ScheduledOptimizer(chosen, scheduler)]
-    return TrainState(model, precision, Classification(), precision.scale(CPU), driven, CPU)
+
+    def decaying_sgd(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=lr)
+        return ScheduledOptimizer(optimizer, LambdaLR(optimizer, lambda step: 0.9**step))
+
+    return make_state(model, name, task=Classification(), optimizer=decaying_sgd, **options)
 
 
 def run(state=None, batches=None, should_stop=lambda: False, flush_every=None, **train):
     """All records of a fit, and the shape of its course: lengths of blocks, E for evaluations."""
     records = list(
         fit(
-            state or made(),
+            state or small_state(),
             batches or loader(),
             loader(5),
             TrainSpec(**train),
@@ -104,12 +102,12 @@ def test_every_step_comes_once_in_order_with_true_numbers(log_every):
 def test_the_numbers_do_not_depend_on_the_flushing():
     wanted = [(s.step, s.loss, s.grad_norm) for s in steps(run(epochs=2, log_every=1)[0])]
     for log_every in (2, 100):
-        made_here = steps(run(epochs=2, log_every=log_every)[0])
-        assert [(s.step, s.loss, s.grad_norm) for s in made_here] == wanted
+        found = steps(run(epochs=2, log_every=log_every)[0])
+        assert [(s.step, s.loss, s.grad_norm) for s in found] == wanted
 
 
 @pytest.mark.parametrize(
-    ("train", "course"),
+    ("options", "course"),
     [
         ({"epochs": 2}, [3, "E", 3, "E"]),
         ({"epochs": 2, "log_every": 2}, [2, 1, "E", 1, 2, "E"]),
@@ -120,28 +118,27 @@ def test_the_numbers_do_not_depend_on_the_flushing():
         ({"max_steps": 7, "eval_every": 100, "log_every": 3}, [3, 3, 1, "E"]),
         ({"epochs": 2, "accumulate": 2}, [2, "E", 2, "E"]),
         ({"max_steps": 1}, [1, "E"]),
+        # Blocks end for checkpoints as well.
+        ({"max_steps": 7, "eval_every": 100, "flush_every": 3}, [3, 3, 1, "E"]),
+        (
+            {"max_steps": 7, "eval_every": 100, "log_every": 2, "flush_every": 3},
+            [2, 1, 1, 2, 1, "E"],
+        ),
     ],
 )
-def test_blocks_end_and_evaluations_fall_where_the_spec_says(train, course):
-    assert run(**train)[1] == course
-
-
-def test_blocks_end_for_checkpoints_as_well():
-    _, course = run(max_steps=7, eval_every=100, flush_every=3)
-    assert course == [3, 3, 1, "E"]
-    _, course = run(max_steps=7, eval_every=100, log_every=2, flush_every=3)
-    assert course == [2, 1, 1, 2, 1, "E"]
+def test_blocks_end_and_evaluations_fall_where_the_spec_says(options, course):
+    assert run(**options)[1] == course
 
 
 def test_a_block_ends_at_the_states_step():
-    state = made()
+    state = small_state()
     for record in fit(state, loader(), loader(5), TrainSpec(epochs=2, log_every=2)):
         last = record.step if isinstance(record, EvalRecord) else record[-1].step
         assert last == state.step
 
 
 def test_a_stop_ends_after_a_last_block():
-    state = made()
+    state = small_state()
     records, course = run(state, epochs=5, log_every=100, should_stop=lambda: state.step == 5)
     assert course == [3, "E", 2]
     assert steps(records)[-1].step == 5
@@ -149,7 +146,7 @@ def test_a_stop_ends_after_a_last_block():
 
 def test_a_stop_ends_an_evaluation_as_if_it_had_not_begun(monkeypatch):
     """Between its batches; what it has drawn at random is put back for the resumed run."""
-    state, batches = made(), loader(5)
+    state, batches = small_state(), loader(5)
 
     def drawing(epoch):
         for batch in Loader.epoch(batches, epoch):
@@ -173,7 +170,7 @@ def test_a_stop_ends_an_evaluation_as_if_it_had_not_begun(monkeypatch):
 
 def test_an_interrupted_wait_for_a_batch_ends_after_a_last_block():
     """The state is that of the step before."""
-    state, batches = made(), loader()
+    state, batches = small_state(), loader()
 
     def interrupted(epoch, start=0):
         yield from islice(Loader.epoch(batches, epoch, start), 2)
@@ -186,7 +183,7 @@ def test_an_interrupted_wait_for_a_batch_ends_after_a_last_block():
 
 
 def test_a_loop_that_its_caller_breaks_leaves_a_usable_state():
-    state = made()
+    state = small_state()
     for _ in fit(state, loader(), loader(5), TrainSpec(epochs=5, log_every=2)):
         break
     assert state.step == 2
@@ -204,7 +201,7 @@ def test_each_step_runs_in_the_context_of_its_number():
         def __exit__(self, *_):
             seen.append(state.step)
 
-    seen, state = [], made()
+    seen, state = [], small_state()
     list(fit(state, loader(), loader(5), TrainSpec(max_steps=2), step_context=Context))
     assert seen == [(1, 0), 1, (2, 1), 2]
     seen.clear()
@@ -234,7 +231,7 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
 
 
 def test_skipped_steps_are_counted_through_the_run():
-    state = made("16-mixed", loss_scale={"init_scale": 2.0**24, "growth_interval": 3})
+    state = small_state("16-mixed", loss_scale={"init_scale": 2.0**24, "growth_interval": 3})
     records, _ = run(state, max_steps=24, log_every=5)
     found = steps(records)
     assert (found[0].loss_scale, found[0].overflow) == (2.0**24, 1.0)
@@ -245,12 +242,6 @@ def test_skipped_steps_are_counted_through_the_run():
     assert 1 < total < 24
     assert state.skipped == total
     assert state.optimizers[0].scheduler.last_epoch == 24 - total
-
-
-def test_a_precision_without_a_scale_has_no_such_numbers():
-    assert {(s.loss_scale, s.overflow, s.skipped_steps) for s in steps(run(epochs=1)[0])} == {
-        (None, None, None)
-    }
 
 
 # Order of the data
@@ -269,7 +260,7 @@ class Noted(Loader):
 def orders(seed, state=None, epochs=3):
     """First inputs of each micro-batch of a run."""
     batches = Loader(data(10), 4, shuffle=True, seed=seed, device=CPU)
-    stream = accumulation_batches(state or made(), batches, 2)
+    stream = accumulation_batches(state or small_state(), batches, 2)
     return [[x.sum().item() for x, _ in next(stream)[0]] for _ in range(2 * epochs)]
 
 
@@ -282,20 +273,20 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     assert orders(1) != first
     by_epoch = [first[0], first[2], first[4]]
     assert len({tuple(x) for x in by_epoch}) == 3
-    resumed = made()
+    resumed = small_state()
     resumed.epoch = 1
     assert orders(0, resumed, epochs=2) == first[2:]
 
 
 def test_epochs_are_asked_for_in_order_and_counted():
     batches = Noted(data(10), 4, shuffle=True, seed=0, device=CPU)
-    state = made()
+    state = small_state()
     list(fit(state, batches, loader(5), TrainSpec(epochs=3)))
     assert (batches.epochs, state.epoch) == ([1, 2, 3], 3)
 
 
 def test_groups_end_with_an_epoch():
-    found = [*islice(accumulation_batches(made(), loader(), 2), 4)]
+    found = [*islice(accumulation_batches(small_state(), loader(), 2), 4)]
     assert [sizes for _, sizes in found] == [[4, 4], [2], [4, 4], [2]]
     assert [[len(x) for x, _ in group] for group, _ in found] == [[4, 4], [2], [4, 4], [2]]
 
@@ -305,7 +296,7 @@ def test_groups_end_with_an_epoch():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
 def test_a_partial_batch_weighs_what_it_should(size):
-    state = made()
+    state = small_state()
     dataset = data(7, seed=3)
     metrics = evaluate(state, Loader(dataset, size, shuffle=False, seed=0, device=CPU))
     inputs, target = dataset.tensors
@@ -319,7 +310,7 @@ def test_a_partial_batch_weighs_what_it_should(size):
 
 @pytest.mark.parametrize("name", [r.name for r in registry.supported_precisions(CPU) if r.runs])
 def test_an_evaluation_changes_nothing(name):
-    state = made(name)
+    state = small_state(name)
     state.model.train()
     before = {k: v.clone() for k, v in state.model.state_dict().items()}
     stream = torch.get_rng_state()
@@ -336,7 +327,7 @@ def test_an_evaluation_changes_nothing(name):
 def test_an_evaluation_is_in_the_runs_precision():
     seen = []
     for name in ("16-mixed", "bf16-true", "64-true"):
-        state = made(name)
+        state = small_state(name)
         state.model[3].register_forward_hook(
             lambda m, a, out: seen.append((out.dtype, out.requires_grad))
         )
@@ -346,7 +337,7 @@ def test_an_evaluation_is_in_the_runs_precision():
 
 
 def test_an_evaluation_settles_the_schedule():
-    state = made("16-mixed", loss_scale={"init_scale": 8.0})
+    state = small_state("16-mixed", loss_scale={"init_scale": 8.0})
     train_step(state, [next(loader().epoch(1))])
     assert state.optimizers[0].scheduler.last_epoch == 0
     evaluate(state, loader(3))
@@ -355,14 +346,11 @@ def test_an_evaluation_settles_the_schedule():
     assert state.optimizers[0].scheduler.last_epoch == 1
 
 
-def test_training_goes_on_as_without_evaluations():
-    often, never = made(), made()
+def test_evaluations_do_not_change_the_training():
+    often, never = small_state(), small_state()
     run(often, max_steps=6, eval_every=1)
     run(never, max_steps=6, eval_every=100)
-    for p, q in zip(
-        often.model.state_dict().values(), never.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(p, q)
+    assert are_equal(often.model.state_dict().values(), never.model.state_dict().values())
 
 
 # Stagnation
@@ -371,7 +359,7 @@ def test_training_goes_on_as_without_evaluations():
 @pytest.mark.parametrize(("lr", "low", "high"), [(1e-9, 0.99, 1.0), (0.1, 0.0, 0.05)])
 @pytest.mark.parametrize("name", ["bf16-true", "16-true"])
 def test_the_share_of_elements_that_did_not_move(name, lr, low, high):
-    state = made(name)
+    state = small_state(name)
     weights = [p for n, p in state.model.named_parameters() if n.startswith(("0.w", "3."))]
     state.optimizers = [ScheduledOptimizer(torch.optim.Adam(weights, lr=lr, eps=1e-4))]
     records, _ = run(state, epochs=2)
@@ -382,13 +370,13 @@ def test_the_share_of_elements_that_did_not_move(name, lr, low, high):
 
 @pytest.mark.parametrize("name", ["64-true", "32-true", "16-mixed", "bf16-mixed"])
 def test_unchanged_elements_are_counted_in_half_precision_only(name):
-    assert {r.stagnant_share for r in evaluations(run(made(name), epochs=1)[0])} == {None}
+    assert {r.stagnant_share for r in evaluations(run(small_state(name), epochs=1)[0])} == {None}
 
 
 def test_only_elements_with_a_gradient_count():
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    state = made("bf16-true")
+    state = small_state("bf16-true")
     state.optimizers = [ScheduledOptimizer(optimizer)]
     watch = Stagnation(state)
     # 1 - 1e-4 rounds to 1 in bfloat16; the last element has no gradient at all.
@@ -399,25 +387,14 @@ def test_only_elements_with_a_gradient_count():
 
 
 def test_float32_islands_do_not_count():
-    state = made("bf16-true", lr=1e-9, keep_fp32=["0", "1", "3"])
+    state = small_state("bf16-true", lr=1e-9, keep_fp32=["0", "1", "3"])
     assert evaluations(run(state, epochs=1)[0])[0].stagnant_share == 0.0
 
 
 def test_a_stop_leaves_no_hook():
-    state = made("bf16-true")
+    state = small_state("bf16-true")
     run(state, max_steps=5, eval_every=1, should_stop=lambda: True)
     assert not any(p._post_accumulate_grad_hooks for p in state.trainable_parameters)
-
-
-def test_an_overflow_in_a_run_is_recorded(monkeypatch):
-    state = made("16-mixed", loss_scale={"init_scale": 2.0**30, "growth_interval": 50})
-    assert isinstance(state.scale, DynamicLossScale)
-    records, _ = run(state, max_steps=3)
-    assert [(s.overflow, s.loss_scale) for s in steps(records)] == [
-        (1.0, 2.0**30),
-        (1.0, 2.0**29),
-        (1.0, 2.0**28),
-    ]
 
 
 def test_a_block_is_yielded_once_the_next_one_is_sent(monkeypatch):
@@ -426,7 +403,7 @@ def test_a_block_is_yielded_once_the_next_one_is_sent(monkeypatch):
     exact = steps(run(max_steps=9, log_every=2, eval_every=5)[0])
     monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
     seen = []
-    state = made("16-mixed")
+    state = small_state("16-mixed")
     spec = TrainSpec(max_steps=9, log_every=2, eval_every=5)
     for record in fit(state, loader(), loader(5), spec, flush_every=8):
         last = "E" if isinstance(record, EvalRecord) else record[-1].step
@@ -439,7 +416,7 @@ def test_a_block_is_yielded_once_the_next_one_is_sent(monkeypatch):
 
 def test_skipped_steps_are_counted_across_blocks_that_arrive_late(monkeypatch):
     monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
-    state = made("16-mixed", loss_scale={"init_scale": 2.0**40})
+    state = small_state("16-mixed", loss_scale={"init_scale": 2.0**40})
     records, _ = run(state, max_steps=8, log_every=2)
     counts = [s.skipped_steps for s in steps(records)]
     overflows = [s.overflow for s in steps(records)]
@@ -481,7 +458,7 @@ class BreaksAt(nn.Module):
 @pytest.mark.parametrize("call", [2, 5, 6])
 def test_what_was_computed_before_an_exception_is_recorded(call, monkeypatch):
     monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
-    state, seen = made(), []
+    state, seen = small_state(), []
     state.model = nn.Sequential(state.model, BreaksAt(call))
     records = fit(state, loader(40), loader(5), TrainSpec(max_steps=9, log_every=2))
     with pytest.raises(ValueError, match="broken"):

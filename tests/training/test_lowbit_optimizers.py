@@ -1,6 +1,5 @@
 import io
 import re
-import subprocess
 import sys
 
 import pytest
@@ -19,7 +18,7 @@ from runner.training.optimizers import (
 )
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
-from runner.utils.tensors import stored_bytes, tensor_bytes
+from runner.utils.tensors import tensor_bytes
 
 CPU = torch.device("cpu")
 BLOCKWISE = (
@@ -51,7 +50,7 @@ class Net(nn.Module):
         return self.head(torch.relu(self.body(self.words(tokens))))
 
 
-def driven(optimizer, precision="32-true", scheduler=None, steps=20, **keywords):
+def build(optimizer, precision="32-true", scheduler=None, steps=20, **keywords):
     spec = RunSpec(optimizer=optimizer, scheduler=scheduler or {"_target_": None})
     chosen = registry.load_precision(precision)
     torch.manual_seed(0)
@@ -101,7 +100,7 @@ def all_tensors(values):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_matrices_have_few_bits_embeddings_and_small_tensors_32(compose, name):
-    model, (d,) = driven(compose(f"optimizer={name}").optimizer)
+    model, (d,) = build(compose(f"optimizer={name}").optimizer)
     train(model, [d], range(1))
     for parameter, stored in states(model, d.optimizer).items():
         wanted = parameter in ("body.weight", "head.weight")
@@ -112,7 +111,7 @@ def test_matrices_have_few_bits_embeddings_and_small_tensors_32(compose, name):
 
 @pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit"])
 def test_a_tied_head_counts_as_the_embedding(compose, name):
-    model, (d,) = driven(compose(f"optimizer={name}").optimizer, tied=True)
+    model, (d,) = build(compose(f"optimizer={name}").optimizer, tied=True)
     assert [g.get("optim_bits") for g in d.optimizer.param_groups] == [None, 32]
     train(model, [d], range(1))
     assert [low(s) for s in states(model, d.optimizer)["words.weight"]] == [False, False]
@@ -122,7 +121,7 @@ def test_a_tied_head_counts_as_the_embedding(compose, name):
 @pytest.mark.parametrize("node", [ADAMW8, ADAMW4])
 def test_several_optimizers(node):
     muon = {"_target_": "torch.optim.Muon", "match": "matrices", "lr": 0.02}
-    model, both = driven({"matrices": muon, "rest": {**node, "match": None}})
+    model, both = build({"matrices": muon, "rest": {**node, "match": None}})
     assert [type(d.optimizer).__name__ for d in both] == ["Muon", node["_target_"].split(".")[-1]]
     train(model, both, range(2))
     rest = states(model, both[1].optimizer)
@@ -140,7 +139,7 @@ def test_a_model_without_embeddings_and_one_of_embeddings_only_have_one_group():
 
 
 def test_other_optimizers_get_plain_parameters():
-    _, (d,) = driven({"_target_": "torch.optim.AdamW", "lr": 0.1})
+    _, (d,) = build({"_target_": "torch.optim.AdamW", "lr": 0.1})
     assert len(d.optimizer.param_groups) == 1
     assert "optim_bits" not in d.optimizer.param_groups[0]
 
@@ -171,13 +170,13 @@ def test_overrides_of_other_code_do_not_reach_a_run():
 
     manager = GlobalOptimManager.get_instance()
     try:
-        model, (d,) = driven(ADAMW8)
+        model, (d,) = build(ADAMW8)
         for key in ((0, 0), (1, 0)):
             manager.index2config[key] = {"optim_bits": 32, "lr": 7.0}
         manager.override_config(model.body.weight, "optim_bits", 32)
         manager.override_config(model.words.weight, "optim_bits", 8)
         manager.register_module_override(model.head, "weight", {"optim_bits": 32})
-        twin, (other,) = driven(ADAMW8)
+        twin, (other,) = build(ADAMW8)
         train(model, [d], range(3))
     finally:
         manager.initialize()
@@ -200,7 +199,7 @@ def test_a_library_that_ignores_the_group_is_noticed(monkeypatch):
         return {**group, **narrow}
 
     monkeypatch.setattr(lowbit_optimizers.Blockwise, "get_config", config)
-    model, (d,) = driven(ADAMW8)
+    model, (d,) = build(ADAMW8)
     message = (
         r"AdamW8bit made the state of a \[64, 128\] parameter in torch\.uint8, "
         r"and its group 1 asks for optim_bits=32"
@@ -234,7 +233,7 @@ def test_in_32_bits_it_is_adamw(compose, name, decay):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_it_trains(compose, name, precision):
     node = {**compose(f"optimizer={name}").optimizer, "lr": 1e-3 if "lion" in name else 5e-3}
-    model, (d,) = driven(node, precision)
+    model, (d,) = build(node, precision)
     assert train(model, [d], range(40)) < (1.0 if "lion" in name else 0.02)  # from 4.3
 
 
@@ -242,7 +241,7 @@ def test_torchaos_step_is_not_compiled_on_the_cpu():
     from torch._dynamo.utils import counters
 
     before = counters["stats"]["unique_graphs"]
-    model, (d,) = driven(ADAMW4)
+    model, (d,) = build(ADAMW4)
     train(model, [d], range(2))
     assert counters["stats"]["unique_graphs"] == before
     twice = torch.compile(lambda x: 2 * x, backend="eager")
@@ -253,11 +252,13 @@ def test_torchaos_step_is_not_compiled_on_the_cpu():
 # Schedules, loss scale, checkpoints
 
 
-@pytest.mark.parametrize("name", ["adamw8bit", "lion8bit", "adamw4bit"])
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "onecycle"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("adamw8bit", "cosine"), ("lion8bit", "linear"), ("adamw4bit", "onecycle")],
+)
 def test_schedules_move_both_groups(compose, name, schedule):
     composed = compose(f"optimizer={name}", f"scheduler={schedule}")
-    model, (d,) = driven(composed.optimizer, scheduler=composed.scheduler, steps=6)
+    model, (d,) = build(composed.optimizer, scheduler=composed.scheduler, steps=6)
     rates = []
     for step in range(6):
         rates.append(d.lr)
@@ -269,7 +270,7 @@ def test_schedules_move_both_groups(compose, name, schedule):
 
 @pytest.mark.parametrize("node", [ADAMW8, ADAMW4])
 def test_a_rate_of_zero_moves_nothing(node):
-    model, (d,) = driven(node)
+    model, (d,) = build(node)
     d.optimizer.param_groups[0]["lr"] = 0.0
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     train(model, [d], range(2))
@@ -279,7 +280,7 @@ def test_a_rate_of_zero_moves_nothing(node):
 
 @pytest.mark.parametrize("node", [ADAMW8, ADAMW4])
 def test_an_overflow_is_skipped(node):
-    model, (d,) = driven(node)
+    model, (d,) = build(node)
     scale = DynamicLossScale(CPU, init_scale=4.0)
     for fill, applied in ((float("inf"), False), (4.0, True)):
         before = model.body.weight.detach().clone()
@@ -297,14 +298,14 @@ def test_an_overflow_is_skipped(node):
 def test_a_resumed_run_is_bit_exact(compose, name, precision):
     composed = compose(f"optimizer={name}", "scheduler=cosine")
     make = {"optimizer": composed.optimizer, "scheduler": composed.scheduler}
-    model, (d,) = driven(precision=precision, **make)
+    model, (d,) = build(precision=precision, **make)
     train(model, [d], range(4))
     file = io.BytesIO()
     torch.save([model.state_dict(), d.optimizer.state_dict(), d.scheduler.state_dict()], file)
     file.seek(0)
     content = torch.load(file, weights_only=True)
     assert {type(t) for t in all_tensors(content[1])} == {torch.Tensor}  # no library is needed
-    twin, (other,) = driven(precision=precision, **make)
+    twin, (other,) = build(precision=precision, **make)
     for part, saved in zip((twin, other.optimizer, other.scheduler), content, strict=True):
         part.load_state_dict(saved)
     assert [g.get("optim_bits") for g in other.optimizer.param_groups] == [None, 32]
@@ -330,7 +331,7 @@ def test_float64_and_complex_parameters_are_refused(compose, name):
         match=r"computes in float32 and the model holds float64 par.*"
         r"Allowed: bfloat16, float16, float32\. Type optimizer=adamw",
     ):
-        driven(node, "64-true")
+        build(node, "64-true")
     with pytest.raises(ConfigError, match="complex64"):
         build_optimizer("optimizer", node, [nn.Parameter(torch.ones(2, dtype=torch.complex64))])
 
@@ -338,37 +339,26 @@ def test_float64_and_complex_parameters_are_refused(compose, name):
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({"min_8bit_size": -1}, "min_8bit_size=-1 is not a whole number of elements, 0 and up"),
-        ({"min_8bit_size": 0.5}, "min_8bit_size=0.5 is not"),
-        ({"betas": [0.9]}, r"betas=\[0.9\] is not two numbers from 0 to below 1, as in"),
-        ({"betas": [0.9, 0.9, 0.9]}, "betas="),
-        ({"betas": [0.9, 1.0]}, "betas="),
-        ({"betas": 0.9}, "betas=0.9 is not"),
-        ({"lr": -0.1}, "lr=-0.1 is not a number, 0 and up"),
-        ({"lr": None}, "lr=None is not"),
-        ({"eps": float("nan")}, "eps=nan is not"),
-        ({"weight_decay": True, "lr": -1}, "lr=-1 is not a number, 0 and up; weight_decay=True"),
+        ({**ADAMW8, "min_8bit_size": -1}, "min_8bit_size=-1 is not a whole number of elements, 0"),
+        ({**ADAMW8, "min_8bit_size": 0.5}, "min_8bit_size=0.5 is not"),
+        ({**ADAMW8, "betas": [0.9]}, r"betas=\[0.9\] is not two numbers from 0 to below 1, as in"),
+        ({**ADAMW8, "betas": [0.9, 0.9, 0.9]}, "betas="),
+        ({**ADAMW8, "betas": [0.9, 1.0]}, "betas="),
+        ({**ADAMW8, "betas": 0.9}, "betas=0.9 is not"),
+        ({**ADAMW8, "lr": -0.1}, "lr=-0.1 is not a number, 0 and up"),
+        ({**ADAMW8, "lr": None}, "lr=None is not"),
+        ({**ADAMW8, "eps": float("nan")}, "eps=nan is not"),
+        ({**ADAMW8, "weight_decay": True, "lr": -1}, "lr=-1 is not .*; weight_decay=True"),
+        ({**ADAMW4, "block_size": 100}, "block_size="),
+        ({**ADAMW4, "block_size": 128.0}, "block_size="),
+        ({**ADAMW4, "amsgrad": 1}, "amsgrad="),
+        ({**ADAMW4, "bf16_stochastic_round": None}, "bf16_stochastic_round="),
     ],
 )
 def test_bad_keywords_are_refused_in_one_message(node, message):
-    with pytest.raises(ConfigError, match=rf"^optimizer: runner.*AdamW8bit refuses.*{message}"):
-        driven({**ADAMW8, **node})
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("block_size", 100),
-        ("block_size", 128.0),
-        ("amsgrad", 1),
-        ("lr", -1.0),
-        ("betas", [0.9]),
-        ("bf16_stochastic_round", None),
-    ],
-)
-def test_bad_keywords_of_torchaos(key, value):
-    with pytest.raises(ConfigError, match=rf"AdamW4bit refuses its arguments: {key}="):
-        driven({**ADAMW4, key: value})
+    kind = node["_target_"].rpartition(".")[2]
+    with pytest.raises(ConfigError, match=rf"^optimizer: runner.*{kind} refuses .*: {message}"):
+        build(node)
 
 
 def test_text_and_unknown_keywords_are_refused_before_anything_is_built(compose):
@@ -397,65 +387,6 @@ def test_the_message_without_the_library_names_what_to_install(compose, monkeypa
     )
 
 
-def test_the_libraries_are_imported_by_who_asks_for_them_only():
-    code = (
-        "import sys, runner.training.optimizers, runner.training.lowbit_optimizers\n"
-        "assert not {'bitsandbytes', 'torchao'} & set(sys.modules)\n"
-        "assert runner.training.lowbit_optimizers.AdamW4bit.__name__ == 'AdamW4bit'\n"
-        "assert 'torchao' in sys.modules and 'bitsandbytes' not in sys.modules\n"
-        "runner.training.lowbit_optimizers.Lion8bit\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 def test_unknown_names():
     with pytest.raises(AttributeError, match="has no attribute 'AdamW3bit'"):
         _ = lowbit_optimizers.AdamW3bit
-
-
-# Bytes
-
-
-def test_a_storage_counts_once():
-    whole = torch.zeros(8, 4)
-    assert tensor_bytes(whole) == 128
-    assert tensor_bytes(whole, whole, whole[0], whole.t()) == 128
-    assert tensor_bytes(whole, whole.clone()) == 256
-    assert tensor_bytes() == 0
-    assert tensor_bytes(torch.empty(8, 4, device="meta"), torch.empty(2, device="meta")) == 136
-
-
-def test_a_wrapper_counts_as_its_parts():
-    from torchao.optim.subclass_4bit import OptimState4bit
-
-    state = OptimState4bit.zeros((64, 128), True, 128, CPU, dtype=torch.float32)
-    assert state.numel() * state.element_size() == 4 * 8192
-    assert tensor_bytes(state) == 8192 // 2 + 4 * 8192 // 128 + 4 * 16
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_4_bit_weight_counts_with_its_scales(nested):
-    from bitsandbytes.nn import Params4bit
-
-    weight = Params4bit(
-        torch.randn(256, 256),
-        requires_grad=False,
-        quant_type="nf4",
-        blocksize=64,
-        compress_statistics=nested,
-    ).to("cpu")
-    assert weight.dtype is torch.uint8
-    blocks = 256 * 256 // 64
-    scales = blocks + 4 * (blocks // 256) + 4 * 256 + 4 if nested else 4 * blocks
-    assert tensor_bytes(weight) == 256 * 256 // 2 + scales + 4 * 16
-
-
-def test_a_model_stores_ties_once_and_buffers():
-    model = nn.Sequential(Net(tied=True), nn.BatchNorm1d(64))
-    count = 64 * 128 + 128 * 128 + 128 + 64 + 4 * 64
-    assert stored_bytes(model) == 4 * count + 8
-    with torch.device("meta"):
-        assert stored_bytes(Net(tied=True)) == 4 * (count - 4 * 64)

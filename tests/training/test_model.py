@@ -62,7 +62,7 @@ def build(name, spec, seed=0, **changes):
     return build_model(spec, precision, CPU), precision
 
 
-def trained(folder, name, spec, **changes):
+def train_and_save(folder, name, spec, **changes):
     """(a model whose trainable numbers have moved, its precision, its checkpoint)."""
     (model, *_), precision = build(name, spec, **changes)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def trained(folder, name, spec, **changes):
     return model.eval(), precision, LoadedCheckpoint(path, checkpoint_file.load(path))
 
 
-def edited(saved, edit):
+def edit_weights(saved, edit):
     """The checkpoint with a change to its weights."""
     weights = dict(saved.content["model"])
     edit(weights)
@@ -188,15 +188,15 @@ def test_the_plain_size_is_that_before_conversion_and_additions():
 )
 def test_the_same_precision_restores_every_bit(tmp_path, name, node):
     spec = make_spec(node)
-    model, precision, saved = trained(tmp_path, name, spec)
+    model, precision, saved = train_and_save(tmp_path, name, spec)
     restored, _ = restore(name, spec, saved)
     assert_same(restored.model.state_dict(), model.state_dict())
     assert torch.equal(outputs(restored.model, precision), outputs(model, precision))
 
 
-def test_what_was_ignored_in_training_can_be_ignored_again(tmp_path):
+def test_modules_that_were_ignored_in_training_are_ignored_in_the_restored_model(tmp_path):
     spec, changes = make_spec(), {"ignore_modules": ["head"]}
-    model, precision, saved = trained(tmp_path, "bnb-nf4", spec, **changes)
+    model, precision, saved = train_and_save(tmp_path, "bnb-nf4", spec, **changes)
     restored, _ = restore("bnb-nf4", spec, saved, **changes)
     assert str(restored.report) == "1/2"
     assert_same(restored.model.state_dict(), model.state_dict())
@@ -205,7 +205,7 @@ def test_what_was_ignored_in_training_can_be_ignored_again(tmp_path):
 
 @pytest.mark.parametrize(("name", "takes"), [("32-true", True), ("bf16-mixed", False)])
 def test_a_precision_takes_back_its_own_state_only(tmp_path, monkeypatch, name, takes):
-    _, _, saved = trained(tmp_path, "32-true", make_spec())
+    _, _, saved = train_and_save(tmp_path, "32-true", make_spec())
     saved = LoadedCheckpoint(saved.path, {**saved.content, "precision_state": {"seen": 7}})
     taken = []
     precision = registry.load_precision(name)
@@ -224,7 +224,7 @@ def test_a_precision_takes_back_its_own_state_only(tmp_path, monkeypatch, name, 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_weights_come_back_as_the_numbers_they_stand_for(tmp_path, name, to, node):
     spec = make_spec(node)
-    _, _, saved = trained(tmp_path, name, spec)
+    _, _, saved = train_and_save(tmp_path, name, spec)
     restored, _ = restore(to, spec, saved)
     assert restored.report.modules == ()
     assert [type(m) for m in restored.model.modules()] == [
@@ -248,7 +248,7 @@ def test_packed_weights_come_back_as_the_numbers_they_stand_for(tmp_path, name, 
 
 def test_a_tuned_model_computes_the_same_packed_and_merged(tmp_path):
     spec = make_spec(LORA)
-    model, nf4, saved = trained(tmp_path, "bnb-nf4", spec, compute_dtype="float32")
+    model, nf4, saved = train_and_save(tmp_path, "bnb-nf4", spec, compute_dtype="float32")
     wanted = outputs(model, nf4)
     packed, _ = restore("bnb-nf4", spec, saved, compute_dtype="float32")
     assert torch.equal(outputs(packed.model, nf4), wanted)
@@ -261,7 +261,7 @@ def test_a_tuned_model_computes_the_same_packed_and_merged(tmp_path):
 @pytest.mark.parametrize("to", PACKED)
 @pytest.mark.parametrize("name", ["bnb-nf4", "bnb-int8"])
 def test_packed_weights_are_not_packed_a_second_time_in_another_way(tmp_path, name, to):
-    _, _, saved = trained(tmp_path, name, make_spec())
+    _, _, saved = train_and_save(tmp_path, name, make_spec())
     if name == to:
         restore(to, make_spec(), saved)
         return
@@ -276,7 +276,7 @@ def test_packed_weights_are_not_packed_a_second_time_in_another_way(tmp_path, na
 @pytest.mark.parametrize("name", [*PACKED, "bnb-int8-training"])
 def test_float_weights_are_restored_in_every_mode(tmp_path, name, node):
     spec = make_spec(node)
-    model, float32, saved = trained(tmp_path, "32-true", spec)
+    model, float32, saved = train_and_save(tmp_path, "32-true", spec)
     restored, precision = restore(name, spec, saved)
     assert str(restored.report) == "2/2"
     if node and precision.layout:  # its weights are packed with what the adapter adds
@@ -294,7 +294,7 @@ def test_float_weights_are_restored_in_every_mode(tmp_path, name, node):
 @pytest.mark.parametrize("name", ["32-true", "bf16-true"])
 def test_an_adapter_stays_one_between_precisions_that_pack_nothing(tmp_path, name, to):
     spec = make_spec(LORA)
-    _, _, saved = trained(tmp_path, name, spec)
+    _, _, saved = train_and_save(tmp_path, name, spec)
     restored, precision = restore(to, spec, saved)
     weights = restored.model.state_dict()
     assert weights.keys() == saved.content["model"].keys()
@@ -307,7 +307,7 @@ def test_an_adapter_stays_one_between_precisions_that_pack_nothing(tmp_path, nam
     [("bnb-nf4", {}), ("bnb-nf4", LORA), ("bf16-true", {}), ("bnb-int8-training", {})],
 )
 def test_weights_are_loaded_and_merged_before_the_conversion(tmp_path, monkeypatch, name, node):
-    model, _, saved = trained(tmp_path, "32-true", make_spec(node))
+    model, _, saved = train_and_save(tmp_path, "32-true", make_spec(node))
     if node:
         Lora(rank=2, alpha=8.0).merge(model)
     precision, seen = registry.load_precision(name), {}
@@ -324,7 +324,7 @@ def test_weights_are_loaded_and_merged_before_the_conversion(tmp_path, monkeypat
 
 def test_a_trained_model_is_tuned_from_its_packed_weights(tmp_path):
     """What init.weights does: the start is the trained model, and fresh additions do nothing."""
-    _, _, saved = trained(tmp_path, "32-true", make_spec())
+    _, _, saved = train_and_save(tmp_path, "32-true", make_spec())
     torch.manual_seed(5)
     precision = registry.load_precision("bnb-nf4")
     tuned = build_model(make_spec(LORA), precision, CPU, start=saved).model.eval()
@@ -337,7 +337,7 @@ def test_a_trained_model_is_tuned_from_its_packed_weights(tmp_path):
 
 def test_what_the_models_author_froze_is_frozen_after_a_merge(tmp_path):
     spec = make_spec(LORA, target="PartlyFrozen")
-    _, _, saved = trained(tmp_path, "32-true", spec)
+    _, _, saved = train_and_save(tmp_path, "32-true", spec)
     built = build_model(
         replace(spec, adapter={}), registry.load_precision("32-true"), CPU, start=saved
     )
@@ -363,14 +363,14 @@ def test_what_the_models_author_froze_is_frozen_after_a_merge(tmp_path):
     ("other", "what"), [({"width": 32}, "shape"), ({"norm": False}, r"norm\.weight")]
 )
 def test_weights_of_another_model_are_refused(tmp_path, name, to, other, what):
-    _, _, saved = trained(tmp_path, name, make_spec())
+    _, _, saved = train_and_save(tmp_path, name, make_spec())
     with pytest.raises(ConfigError, match=rf"checkpoint=.* does not fit the model: .*{what}"):
         restore(to, make_spec(**other), saved)
 
 
 def test_a_packed_layer_refuses_another_with_as_many_codes(tmp_path):
     """[64, 32] holds as many bytes as [32, 64]; only the shape among its scales differs."""
-    _, _, saved = trained(tmp_path, "bnb-nf4", make_spec(width=32))
+    _, _, saved = train_and_save(tmp_path, "bnb-nf4", make_spec(width=32))
 
     def turn(weights):
         codes, state = quantize_4bit(torch.randn(64, 32), quant_type="nf4")
@@ -379,7 +379,7 @@ def test_a_packed_layer_refuses_another_with_as_many_codes(tmp_path):
         weights.update({f"body.weight.{k}": v for k, v in state.as_dict(packed=True).items()})
 
     with pytest.raises(ConfigError, match=r"body\.weight: its shape is \[64, 32\], not \[32, 64\]"):
-        restore("bnb-nf4", make_spec(width=32), edited(saved, turn))
+        restore("bnb-nf4", make_spec(width=32), edit_weights(saved, turn))
 
 
 @pytest.mark.parametrize(
@@ -395,8 +395,8 @@ def test_a_packed_layer_refuses_another_with_as_many_codes(tmp_path):
 )
 @pytest.mark.parametrize("to", ["", "32-true"], ids=["packed", "plain"])
 def test_a_packed_weight_without_one_of_its_scales_is_refused(tmp_path, name, scale, to):
-    _, _, saved = trained(tmp_path, name, make_spec())
-    broken = edited(saved, lambda weights: weights.pop(f"body.{scale}"))
+    _, _, saved = train_and_save(tmp_path, name, make_spec())
+    broken = edit_weights(saved, lambda weights: weights.pop(f"body.{scale}"))
     with pytest.raises(ConfigError, match=r"does not fit the model: .*body\.(weight|SCB)"):
         restore(to or name, make_spec(), broken)
     restore(to or name, make_spec(), saved)
@@ -404,20 +404,20 @@ def test_a_packed_weight_without_one_of_its_scales_is_refused(tmp_path, name, sc
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_packed_weights_are_refused_by_a_layer_that_is_not_converted(tmp_path, kind):
-    _, _, saved = trained(tmp_path, f"bnb-{kind}", make_spec())
+    _, _, saved = train_and_save(tmp_path, f"bnb-{kind}", make_spec())
     with pytest.raises(ConfigError, match=r"does not fit the model: .*head\."):
         restore(f"bnb-{kind}", make_spec(), saved, ignore_modules=["head"])
 
 
 def test_a_packed_checkpoint_needs_its_own_adapter(tmp_path):
-    _, _, saved = trained(tmp_path, "bnb-nf4", make_spec(LORA))
+    _, _, saved = train_and_save(tmp_path, "bnb-nf4", make_spec(LORA))
     with pytest.raises(ConfigError, match=r"Type precision=bnb-nf4 with the adapter that it was"):
         restore("bnb-nf4", make_spec({}), saved)
 
 
 @pytest.mark.parametrize("adapter", [{}, LORA])
-def test_a_packed_run_goes_on_from_its_own_weights(tmp_path, adapter):
-    model, _, saved = trained(tmp_path, "bnb-nf4", make_spec(adapter))
+def test_a_packed_run_resumes_from_its_own_weights(tmp_path, adapter):
+    model, _, saved = train_and_save(tmp_path, "bnb-nf4", make_spec(adapter))
     built = build_model(make_spec(adapter), registry.load_precision("bnb-nf4"), CPU, start=saved)
     before, after = model.state_dict(), built.model.state_dict()
     assert before.keys() == after.keys()
@@ -425,6 +425,6 @@ def test_a_packed_run_goes_on_from_its_own_weights(tmp_path, adapter):
 
 
 def test_float64_weights_start_another_run_as_they_are(tmp_path):
-    model, _, saved = trained(tmp_path, "64-true", make_spec())
+    model, _, saved = train_and_save(tmp_path, "64-true", make_spec())
     built = build_model(make_spec(), registry.load_precision("64-true"), CPU, start=saved)
     assert_same(built.model.state_dict(), model.state_dict())

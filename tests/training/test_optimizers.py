@@ -3,12 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
 
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
-from runner.data.build import build_loaders, build_splits
-from runner.data.splits import Splits
 from runner.precision import registry
 from runner.training import optimizers
 from runner.training.model import build_model
@@ -88,7 +85,7 @@ def spec(**parts):
     )
 
 
-def driven(name="32-true", steps=10, **parts):
+def build_optimizers(name="32-true", steps=10, **parts):
     chosen = spec(**parts)
     precision = registry.load_precision(name)
     model = build_model(chosen, precision, CPU).model
@@ -145,7 +142,7 @@ def test_half_parameters_under_a_mixed_precision_are_refused(name):
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
 def test_fused_where_torch_has_it(compose, name, precision):
     node = compose(f"optimizer={name}").optimizer
-    (d,) = driven(precision, optimizer=node)
+    (d,) = build_optimizers(precision, optimizer=node)
     fused = name in ("adagrad", "adam", "adamw", "sgd")
     assert bool(d.optimizer.defaults.get("fused")) == fused
     for p in d.params:
@@ -155,12 +152,12 @@ def test_fused_where_torch_has_it(compose, name, precision):
 
 @pytest.mark.parametrize("said", [False, True])
 def test_what_the_config_says_of_fused_holds(said):
-    (d,) = driven(optimizer={**ADAMW, "fused": said})
+    (d,) = build_optimizers(optimizer={**ADAMW, "fused": said})
     assert d.optimizer.defaults["fused"] is said
 
 
 def test_foreach_rules_fused_out():
-    (d,) = driven(optimizer={**ADAMW, "foreach": True})
+    (d,) = build_optimizers(optimizer={**ADAMW, "foreach": True})
     assert not d.optimizer.defaults["fused"]
     assert d.optimizer.defaults["foreach"] is True
 
@@ -169,7 +166,7 @@ def test_foreach_rules_fused_out():
 def test_complex_parameters_are_not_fused(compose, name):
     """torch refuses them in the first step only."""
     node = compose(f"optimizer={name}").optimizer
-    (d,) = driven(model=here("Wave"), optimizer=node)
+    (d,) = build_optimizers(model=here("Wave"), optimizer=node)
     d.params[0].grad = torch.ones(2, dtype=torch.complex64)
     d.optimizer.step()
     assert (d.params[0] != 1).all()
@@ -177,12 +174,12 @@ def test_complex_parameters_are_not_fused(compose, name):
 
 def test_a_bad_keyword_of_an_optimizer_is_refused():
     with pytest.raises(ConfigError, match=r"optimizer: torch\.optim\.AdamW refuses.*learning rate"):
-        driven(optimizer={**ADAMW, "lr": -1.0})
+        build_optimizers(optimizer={**ADAMW, "lr": -1.0})
 
 
 def test_a_model_without_trainable_parameters_is_refused():
     with pytest.raises(ConfigError, match="no trainable parameter: every one is frozen"):
-        driven(model=here("Frozen"))
+        build_optimizers(model=here("Frozen"))
 
 
 def test_frozen_parameters_are_left_out():
@@ -197,23 +194,23 @@ def test_frozen_parameters_are_left_out():
 def test_an_eps_that_underflows_is_refused_under_16_true(compose, name):
     node = compose(f"optimizer={name}").optimizer
     with pytest.raises(ConfigError, match=r"optimizer\.eps=1e-\d+: .*Type optimizer\.eps=1e-4"):
-        driven("16-true", optimizer=node)
-    driven("16-true", optimizer={**node, "eps": 1e-4})
-    driven("bf16-true", optimizer=node)
+        build_optimizers("16-true", optimizer=node)
+    build_optimizers("16-true", optimizer={**node, "eps": 1e-4})
+    build_optimizers("bf16-true", optimizer=node)
 
 
 def test_lbfgs(compose):
     node = compose("optimizer=lbfgs").optimizer
     with pytest.raises(ConfigError, match="lbfgs evaluates the loss several times"):
-        driven("16-mixed", optimizer=node)
+        build_optimizers("16-mixed", optimizer=node)
     clipped = replace(spec().train, clip_norm=1.0)
     for bad in (
         {"optimizer": node, "train": clipped},
         {"optimizer": {"a": {**node, "match": ["body"]}, "b": {**ADAMW, "match": None}}},
     ):
         with pytest.raises(ConfigError, match=r"works alone and without train\.clip_norm"):
-            driven(**bad)
-    (d,) = driven("64-true", optimizer=node)
+            build_optimizers(**bad)
+    (d,) = build_optimizers("64-true", optimizer=node)
     assert isinstance(d.optimizer, torch.optim.LBFGS)
 
 
@@ -268,7 +265,7 @@ def test_muon_is_refused_where_there_is_no_matrix(compose):
 
 
 def test_muon_trains(compose):
-    both = driven(optimizer=compose("optimizer=muon").optimizer)
+    both = build_optimizers(optimizer=compose("optimizer=muon").optimizer)
     assert [type(d.optimizer).__name__ for d in both] == ["Muon", "AdamW"]
     assert [d.optimizer.defaults.get("fused") for d in both] == [None, True]
     for d in both:
@@ -329,7 +326,7 @@ def test_a_key_outside_of_several_optimizers_is_refused():
     ):
         split(Net(), {**MUON, "eps": 1e-4})
     with pytest.raises(ConfigError, match=r"Type optimizer\.<name>\.eps=1e-4"):
-        driven("16-true", optimizer=MUON)
+        build_optimizers("16-true", optimizer=MUON)
 
 
 # Schedules
@@ -342,9 +339,9 @@ def test_a_key_outside_of_several_optimizers_is_refused():
 def test_lengths_are_filled_in(compose, name, attribute):
     node = compose(f"scheduler={name}", "optimizer=sgd").scheduler
     for given, wanted in ((None, 7), (3, 3)):
-        (d,) = driven(scheduler={**node, attribute: given}, steps=7)
+        (d,) = build_optimizers(scheduler={**node, attribute: given}, steps=7)
         assert getattr(d.scheduler, attribute) == wanted
-    (d,) = driven(scheduler=node, steps=7)
+    (d,) = build_optimizers(scheduler=node, steps=7)
     rates = []
     for _ in range(7):
         rates.append(d.lr)
@@ -361,127 +358,7 @@ def test_a_constant_rate_has_no_schedule(compose):
 
 def test_every_optimizer_has_a_schedule_of_its_own(compose):
     node = compose("scheduler=cosine").scheduler
-    first, second = driven(optimizer=MUON, scheduler=node)
+    first, second = build_optimizers(optimizer=MUON, scheduler=node)
     assert first.scheduler.optimizer is first.optimizer
     assert second.scheduler.optimizer is second.optimizer
     assert first.scheduler is not second.scheduler
-
-
-# Data
-
-
-class Images(Dataset):
-    classes = ("a", "b", "c")
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.zeros(1, 2, 2), index % 3
-
-
-class Empty(Images):
-    def __len__(self):
-        return 0
-
-    def __getitem__(self, index):
-        raise IndexError(index)
-
-
-class Records(Images):
-    def __getitem__(self, index):
-        return {"x": 1}
-
-
-class Triples(Images):
-    def __getitem__(self, index):
-        return 1, 2, 3
-
-
-def tensors(classes=3):
-    labels = torch.arange(6) % classes
-    return Splits(
-        TensorDataset(torch.zeros(6, 1, 2, 2), labels), TensorDataset(torch.zeros(1), labels[:1])
-    )
-
-
-def images(kind="Images"):
-    return Splits(globals()[kind](), globals()[kind]())
-
-
-def unsized():
-    return iter([]), [1]
-
-
-def lonely():
-    return [1, 2, 3]
-
-
-def numbers():
-    both = TensorDataset(torch.zeros(6, 1, 2, 2), torch.rand(6) * 100)
-    return both, both
-
-
-@pytest.mark.parametrize("target", ["tensors", "images"])
-def test_true_descriptions_pass(target):
-    for meta in ({"input": [1, 2, 2], "classes": 3}, {"classes": 4}, {"classes": None}, {}, None):
-        build_splits(spec(data=here(target, meta=meta)))
-
-
-@pytest.mark.parametrize(
-    ("target", "named"), [("tensors", ": sample 2 has the label 2"), ("images", "")]
-)
-def test_every_wrong_description_is_refused(target, named):
-    with pytest.raises(ConfigError) as error:
-        build_splits(spec(data=here(target, meta={"input": [3, 2, 2], "classes": 2})))
-    assert error.value.problems == (
-        "data.meta.input=[3, 2, 2], but an example has the shape [1, 2, 2]. "
-        "Type data.meta.input=[1,2,2].",
-        f"data.meta.classes=2, but the data have 3 classes{named}. Type data.meta.classes=3.",
-    )
-
-
-def test_real_targets_have_no_classes():
-    build_splits(spec(data=here("numbers", meta={"classes": 1})))
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("lonely", r"must return \(train, val\), two map-style data sets; it returned a list"),
-        ("unsized", r"the train set is a list_iterator; it needs __len__ and __getitem__"),
-    ],
-)
-def test_a_target_that_returns_no_pair_of_data_sets_is_refused(target, message):
-    with pytest.raises(ConfigError, match=message):
-        build_splits(spec(data=here(target)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"), [("Records", "yields a dict;"), ("Triples", "a tuple of 3")]
-)
-def test_examples_that_are_no_pairs_are_refused(kind, message):
-    with pytest.raises(ConfigError, match=message):
-        build_splits(spec(data=here("images", kind=kind)))
-
-
-def test_an_empty_data_set_is_refused():
-    chosen = spec(data=here("images", kind="Empty"))
-    with pytest.raises(ConfigError, match="data: the train set is empty"):
-        build_loaders(chosen, build_splits(chosen), CPU)
-
-
-def test_overfit_takes_the_same_few_examples():
-    for few, count in ((2, 2), (100, 6)):
-        chosen = spec(data=here("tensors"), debug=replace(spec().debug, overfit=few))
-        train, val = build_splits(chosen)
-        assert train is val
-        assert len(train) == count
-
-
-def test_loaders_follow_the_spec():
-    chosen = spec(data=here("tensors"), seed=5, train=replace(spec().train, batch_size=4))
-    train, val = build_loaders(chosen, build_splits(chosen), CPU)
-    assert (train.shuffle, train.seed, train.batch_size, val.shuffle) == (True, 5, 4, False)
-    chosen = replace(chosen, data=here("tensors", shuffle=False))
-    assert not build_loaders(chosen, build_splits(chosen), CPU)[0].shuffle

@@ -4,43 +4,38 @@ from time import perf_counter
 
 import pytest
 import torch
-from torch import nn
+from states import CPU, make_state, regression_batch, regression_net
 from torch.optim.lr_scheduler import LambdaLR
 
-from runner.precision import registry
 from runner.tracking.metric_names import METRICS
 from runner.tracking.none import NoTracker
 from runner.training import step_metrics
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.record_buffer import HostTransfer, RecordBuffer
-from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.state import ScheduledOptimizer
 from runner.training.step import train_step
 from runner.training.step_metrics import StepMetric
-from runner.training.tasks.regression import Regression
 from runner.utils.accelerator import Accelerator
 
-CPU = torch.device("cpu")
+
+def decaying_sgd(lr=0.1):
+    """Return what makes SGD, whose rate falls with every step, of parameters."""
+
+    def make(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=lr)
+        return ScheduledOptimizer(optimizer, LambdaLR(optimizer, lambda step: 0.9**step))
+
+    return make
 
 
-def data(count, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, 3, generator=generator), torch.randn(count, 2, generator=generator)
-
-
-def made(name, lr=0.1, **changes):
-    torch.manual_seed(0)
-    precision = registry.load_precision(name, **changes)
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-    model, _ = precision.convert(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    driven = [ScheduledOptimizer(optimizer, LambdaLR(optimizer, lambda step: 0.9**step))]
-    return TrainState(model, precision, Regression(), precision.scale(CPU), driven, CPU)
+def small_state(name, lr=0.1, **options):
+    return make_state(regression_net(), name, optimizer=decaying_sgd(lr), **options)
 
 
 def test_records_are_exact_and_in_order():
-    state = made("32-true")
+    state = small_state("32-true")
     started = perf_counter()
-    pending = [train_step(state, [data(4, seed)]) for seed in range(5)]
+    pending = [train_step(state, [regression_batch(4, seed)]) for seed in range(5)]
     records = HostTransfer(pending, started).records(0)
     assert [r.step for r in records] == [1, 2, 3, 4, 5]
     for p, r in zip(pending, records, strict=True):
@@ -54,18 +49,20 @@ def test_records_are_exact_and_in_order():
 
 
 def test_float64_comes_over_whole():
-    state = made("64-true")
-    pending = [train_step(state, [data(4)])]
+    state = small_state("64-true")
+    pending = [train_step(state, [regression_batch(4)])]
     (record,) = HostTransfer(pending, 0.0).records(0)
     assert record.loss == pending[0].loss.item()
     assert record.loss != float(torch.tensor(record.loss, dtype=torch.float32))
 
 
 def test_skipped_steps_are_counted_across_blocks():
-    state = made("16-mixed", lr=0.0, loss_scale={"init_scale": 2.0**30, "growth_interval": 50})
+    state = small_state(
+        "16-mixed", lr=0.0, loss_scale={"init_scale": 2.0**30, "growth_interval": 50}
+    )
     skipped, overflows = 0, []
     for _ in range(5):
-        pending = [train_step(state, [data(4)]) for _ in range(5)]
+        pending = [train_step(state, [regression_batch(4)]) for _ in range(5)]
         block = HostTransfer(pending, 0.0).records(skipped)
         for p, r in zip(pending, block, strict=True):
             overflows.append(r.overflow)
@@ -80,10 +77,10 @@ def test_skipped_steps_are_counted_across_blocks():
 
 
 def test_steps_may_differ_in_their_numbers_of_gradients():
-    state = made("32-true")
-    pending = [train_step(state, [data(4)])]
+    state = small_state("32-true")
+    pending = [train_step(state, [regression_batch(4)])]
     state.model[2].requires_grad_(False)
-    pending.append(train_step(state, [data(4)]))
+    pending.append(train_step(state, [regression_batch(4)]))
     assert [len(p.norms) for p in pending] == [4, 2]
     records = HostTransfer(pending, 0.0).records(0)
     for p, r in zip(pending, records, strict=True):
@@ -93,7 +90,7 @@ def test_steps_may_differ_in_their_numbers_of_gradients():
 def test_gauges_are_those_of_the_blocks_last_step(monkeypatch):
     """Also where the block arrives later."""
     monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
-    state = made("32-true")
+    state = small_state("32-true")
     monkeypatch.setattr(
         type(state.precision),
         "gauges",
@@ -101,7 +98,7 @@ def test_gauges_are_those_of_the_blocks_last_step(monkeypatch):
     )
     blocks, seen = RecordBuffer(state), []
     for seed in range(6):
-        blocks.add(train_step(state, [data(4, seed)]))
+        blocks.add(train_step(state, [regression_batch(4, seed)]))
         if state.step % 2 == 0:
             blocks.send()
             seen += blocks.ready_records()
@@ -117,13 +114,13 @@ class Points(NoTracker):
     def __init__(self):
         self.logged = []
 
-    def metrics_many(self, records):
+    def log_metrics(self, records):
         self.logged += [(step, values) for step, _, values in records]
 
 
 @pytest.mark.parametrize("name", ["32-true", "16-mixed"])
 def test_a_metric_is_added_by_one_entry_of_the_table(monkeypatch, name):
-    state = made(name)
+    state = small_state(name)
     tracker = Points()
     logger = MetricLogger(tracker, state, Accelerator(CPU))
     before = logger.state_dict()
@@ -135,7 +132,7 @@ def test_a_metric_is_added_by_one_entry_of_the_table(monkeypatch, name):
     monkeypatch.setattr(step_metrics, "STEP_METRICS", (*step_metrics.STEP_METRICS, largest))
     wanted, buffer = {}, RecordBuffer(state)
     for seed in range(4):
-        buffer.add(train_step(state, [data(4, seed)]))
+        buffer.add(train_step(state, [regression_batch(4, seed)]))
         wanted[state.step] = state.model[0].weight.abs().max().item()
         if state.step % 2 == 0:
             buffer.send()

@@ -1,6 +1,7 @@
 """What comes back when a run is resumed with something else than it was trained with."""
 
 import copy
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -41,7 +42,7 @@ EVERYWHERE = ("sgd", "adam", "adamw", "rmsprop", "muon")
 MLP = ("model=mlp", "model.hidden=[72,4]", "tracking=none")
 
 
-def begun(spec, start=None):
+def begin(spec, start=None):
     """The state of a run before its first step."""
     torch.manual_seed(0)
     precision = build_group("precision", spec.precision)
@@ -50,7 +51,7 @@ def begun(spec, start=None):
     return TrainState(model, precision, Classification(), precision.scale(CPU), driven, CPU)
 
 
-def trained(state, steps=1):
+def train(state, steps=1):
     for seed in range(steps):
         generator = torch.Generator().manual_seed(seed)
         inputs = torch.randn(8, 1, 8, 8, generator=generator)
@@ -59,7 +60,7 @@ def trained(state, steps=1):
     return state
 
 
-def saved(state, spec):
+def save(state, spec):
     course = state_dict.state_dict(state, ())
     return LoadedCheckpoint(
         Path("x.pt"), copy.deepcopy(checkpoint_state_dict(state, spec, resume_state=course))
@@ -81,18 +82,19 @@ def dtypes(state):
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_another_precision_takes_the_state_as_a_fresh_optimizer_would_keep_it(name, compose):
-    specs = {p: compose(*MLP, *OPTIMIZERS[name], f"precision={p}") for p in PRECISIONS}
-    states = {p: trained(begun(spec), 2) for p, spec in specs.items()}
+    chosen = compose(*MLP, *OPTIMIZERS[name])
+    specs = {p: replace(chosen, precision=compose(f"precision={p}").precision) for p in PRECISIONS}
+    states = {p: train(begin(spec), 2) for p, spec in specs.items()}
     for before, after in permutations(PRECISIONS, 2):
-        source, spec = saved(states[before], specs[before]), specs[after]
-        state = begun(spec, source)
+        source, spec = save(states[before], specs[before]), specs[after]
+        state = begin(spec, source)
         notes = state_dict.restore(state, source, spec, ())
         assert dtypes(state) == dtypes(states[after]), (before, after)
         stored = [states[p].precision.storage_format for p in (before, after)]
         cast = "the optimizer's state is cast from {} to {}".format(*stored)
         assert (cast in notes) == (stored[0] != stored[1]), (before, after, notes)
         assert any("loss scale" in text for text in notes) == ("16-mixed" in (before, after))
-        trained(state)
+        train(state)
         assert dtypes(state) == dtypes(states[after])
 
 
@@ -100,13 +102,13 @@ def test_another_precision_takes_the_state_as_a_fresh_optimizer_would_keep_it(na
 def test_state_that_is_wide_or_packed_on_purpose_stays_so(name, compose):
     names = ("32-true", "bf16-true")
     specs = {p: compose(*MLP, *OPTIMIZERS[name], f"precision={p}") for p in names}
-    states = {p: trained(begun(spec)) for p, spec in specs.items()}
+    states = {p: train(begin(spec)) for p, spec in specs.items()}
     for before, after in permutations(names, 2):
-        source = saved(states[before], specs[before])
-        state = begun(specs[after], source)
+        source = save(states[before], specs[before])
+        state = begin(specs[after], source)
         state_dict.restore(state, source, specs[after], ())
         assert dtypes(state) == dtypes(states[after]), (before, after)
-        trained(state)
+        train(state)
 
 
 def test_lists_of_state_are_cast_too(compose):
@@ -115,13 +117,13 @@ def test_lists_of_state_are_cast_too(compose):
     assert notes == ["the optimizer's state is cast from float32 to float64"]
     found = {d for d in tree_leaves(dtypes(state)) if d}
     assert found == {"torch.float64"}
-    trained(state)
+    train(state)
 
 
 def test_values_survive_the_cast(compose):
     specs = [compose(*MLP, *OPTIMIZERS["adamw"], f"precision={p}") for p in ("32-true", "64-true")]
-    source = saved(trained(begun(specs[0])), specs[0])
-    state = begun(specs[1], source)
+    source = save(train(begin(specs[0])), specs[0])
+    state = begin(specs[1], source)
     state_dict.restore(state, source, specs[1], ())
     theirs = source.content["optimizers"][0]["state"]
     ours = state.optimizers[0].optimizer.state_dict()["state"]
@@ -133,9 +135,9 @@ def test_values_survive_the_cast(compose):
 def resumed(compose, before, after, typed=()):
     """(state, notes) of a run of two steps that continues with other overrides."""
     spec = compose(*MLP, *before)
-    source = saved(trained(begun(spec), 2), spec)
+    source = save(train(begin(spec), 2), spec)
     spec = compose(*MLP, *before, *after)
-    state = begun(spec, source)
+    state = begin(spec, source)
     return state, state_dict.restore(state, source, spec, (), typed)
 
 
@@ -183,9 +185,9 @@ def test_another_schedule_begins_at_the_step_of_the_run(compose):
     pairs = [("constant", "cosine"), ("onecycle", "linear"), ("linear", "onecycle")]
     for before, after in pairs:
         spec = compose(*MLP, f"scheduler={after}")
-        wanted = trained(begun(spec), 3)
+        wanted = train(begin(spec), 3)
         state, notes = resumed(compose, (f"scheduler={before}",), (f"scheduler={after}",))
-        trained(state)
+        train(state)
         assert rates(state) == pytest.approx(rates(wanted)), (before, after)
         assert len(notes) == 1
 
@@ -196,13 +198,13 @@ def test_a_typed_rate_is_taken_by_schedules_and_by_each_of_several_optimizers(co
     state, _ = resumed(compose, ("optimizer.lr=1",), ("optimizer.lr=0.5",))
     assert rates(state) == [0.5]
     state, _ = resumed(compose, ("scheduler=linear",), ("scheduler.end_factor=0.5",))
-    trained(state, 30)
+    train(state, 30)
     assert rates(state) == [pytest.approx(0.0005, rel=0.2)]
 
 
 def test_state_of_another_model_is_refused_in_one_message(compose):
     spec = compose(*MLP)
-    source = saved(trained(begun(spec)), spec)
+    source = save(train(begin(spec)), spec)
     other = compose(*MLP, "model.hidden=[4]")
     with pytest.raises(ConfigError, match=r"its optimizer state does not fit.*init\.weights"):
-        state_dict.restore(begun(other), source, other, ())
+        state_dict.restore(begin(other), source, other, ())

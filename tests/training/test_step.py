@@ -3,6 +3,7 @@ from time import perf_counter, time
 
 import pytest
 import torch
+from states import CPU, are_equal, optimizer_gradients, regression_batch, regression_net
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +15,6 @@ from runner.training.step import examples_in, grad_norms, loss_of, train_step
 from runner.training.tasks.regression import Regression
 from runner.training.tasks.task import Task
 
-CPU = torch.device("cpu")
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
     "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
@@ -23,20 +23,12 @@ OPTIMIZERS = {
 }
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def data(count, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, 3, generator=generator), torch.randn(count, 2, generator=generator)
-
-
-def made(name, model=None, kinds=("adamw",), clip=None, schedule=True, task=None, **changes):
+def training_state(
+    name, model=None, kinds=("adamw",), clip=None, schedule=True, task=None, **changes
+):
     """A state; with several kinds of optimizers each has one of the model's parts."""
     precision = registry.load_precision(name, **changes)
-    model, _ = precision.convert(model or net())
+    model, _ = precision.convert(model or regression_net())
     parts = [model] if len(kinds) == 1 else [model[0], model[2]]
     driven = []
     for kind, part in zip(kinds, parts, strict=True):
@@ -54,16 +46,9 @@ def snapshot(state):
     return tensors, [d.scheduler.state_dict() for d in state.optimizers if d.scheduler]
 
 
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def gradients(state, micros):
-    """What the optimizers would be given, and the record, of a step that ends before them."""
-    seen = []
-    state.scale.step = lambda optimizer, _: seen.extend(
-        p.grad.clone() for group in optimizer.param_groups for p in group["params"]
-    )
+    """Return what the optimizers would be given, and the record, of a step that ends before it."""
+    seen = optimizer_gradients(state)
     for d in state.optimizers:
         d.scheduler = None
     return seen, train_step(state, micros)
@@ -76,13 +61,13 @@ def gradients(state, micros):
 @pytest.mark.parametrize("name", ["32-true", "16-mixed"])
 def test_equals_a_plain_training_loop(name, kind):
     """For 16-mixed the documented AMP recipe with GradScaler."""
-    state = made(name, kinds=[kind], clip=0.05, schedule=False)
-    model = net()
+    state = training_state(name, kinds=[kind], clip=0.05, schedule=False)
+    model = regression_net()
     optimizer = OPTIMIZERS[kind](model.parameters())
     mixed = name == "16-mixed"
     scaler = torch.amp.GradScaler("cpu", enabled=mixed)
     for seed in range(6):
-        inputs, target = data(4, seed)
+        inputs, target = regression_batch(4, seed)
         train_step(state, [(inputs, target)])
         with torch.autocast("cpu", torch.float16, enabled=mixed):
             output = model(inputs)
@@ -92,18 +77,18 @@ def test_equals_a_plain_training_loop(name, kind):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        assert same(list(state.model.parameters()), list(model.parameters()))
+        assert are_equal(state.model.parameters(), model.parameters())
     assert all(p.grad is None for p in state.model.parameters())
 
 
 @pytest.mark.parametrize("name", ["32-true", "64-true", "16-mixed", "bf16-true"])
 def test_uneven_micro_batches_equal_one_large_batch(name):
-    inputs, target = data(10)
+    inputs, target = regression_batch(10)
     micros = [*zip(inputs.split(4), target.split(4), strict=True)]
     assert [len(x) for x, _ in micros] == [4, 4, 2]
     keywords = {"loss_scale": {"init_scale": 8.0}} if name == "16-mixed" else {}
-    whole, one = gradients(made(name, **keywords), [(inputs, target)])
-    parts, many = gradients(made(name, **keywords), micros)
+    whole, one = gradients(training_state(name, **keywords), [(inputs, target)])
+    parts, many = gradients(training_state(name, **keywords), micros)
     close = {"64-true": 1e-14, "32-true": 1e-6}.get(name, 1e-2)
     for a, b in zip(whole, parts, strict=True):
         assert torch.allclose(a, b, rtol=close, atol=close)
@@ -112,8 +97,8 @@ def test_uneven_micro_batches_equal_one_large_batch(name):
 
 
 def test_a_micro_batch_alone_is_not_reweighted():
-    state = made("32-true")
-    inputs, target = data(3)
+    state = training_state("32-true")
+    inputs, target = regression_batch(3)
     wanted = loss_of(state, inputs, target).item()
     assert train_step(state, [(inputs, target)]).loss.item() == wanted
 
@@ -124,28 +109,28 @@ def test_the_scale_moves_once_per_boundary(monkeypatch):
     monkeypatch.setattr(
         DynamicLossScale, "update", lambda self, found: (updates.append(1), real(self, found))
     )
-    state = made("16-mixed", loss_scale={"init_scale": 4.0, "growth_interval": 1})
-    train_step(state, [data(4), data(4, 2), data(2, 3)])
+    state = training_state("16-mixed", loss_scale={"init_scale": 4.0, "growth_interval": 1})
+    train_step(state, [regression_batch(4), regression_batch(4, 2), regression_batch(2, 3)])
     assert updates == [1]
     assert state.scale.value.item() == 8.0
 
 
 def test_gradients_of_the_step_before_are_gone():
-    state, twin = made("32-true"), made("32-true")
-    train_step(state, [data(4)])
-    train_step(twin, [data(4)])
+    state, twin = training_state("32-true"), training_state("32-true")
+    train_step(state, [regression_batch(4)])
+    train_step(twin, [regression_batch(4)])
     for p in twin.trainable_parameters:
         assert p.grad is None
-    train_step(state, [data(4, 2)])
+    train_step(state, [regression_batch(4, 2)])
     twin.model.zero_grad()
-    train_step(twin, [data(4, 2)])
-    assert same(list(state.model.parameters()), list(twin.model.parameters()))
+    train_step(twin, [regression_batch(4, 2)])
+    assert are_equal(state.model.parameters(), twin.model.parameters())
 
 
 def test_steps_are_counted_and_stamped():
-    state = made("32-true")
+    state = training_state("32-true")
     state.epoch = 3
-    first, second = (train_step(state, [data(4)]) for _ in range(2))
+    first, second = (train_step(state, [regression_batch(4)]) for _ in range(2))
     assert (first.step, second.step, state.step) == (1, 2, 2)
     assert first.epoch == 3
     assert first.ended_at < second.ended_at <= perf_counter()
@@ -157,7 +142,7 @@ def test_steps_are_counted_and_stamped():
 
 def overflowing(**keywords):
     """A scale at which float16 gradients overflow for a few steps."""
-    return made(
+    return training_state(
         "16-mixed", loss_scale={"init_scale": 2.0**30, **keywords.pop("scale", {})}, **keywords
     )
 
@@ -165,18 +150,18 @@ def overflowing(**keywords):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_a_skipped_step_changes_nothing_but_the_scale(kind, clip):
-    state = made("16-mixed", kinds=[kind], clip=clip)
+    state = training_state("16-mixed", kinds=[kind], clip=clip)
     for _ in range(3):
-        train_step(state, [data(4)])
+        train_step(state, [regression_batch(4)])
     state.scale._scale.fill_(2.0**40)
     for d in state.optimizers:
         d.advance_schedule()
     before, schedules = snapshot(state)
-    pending = train_step(state, [data(4)])
+    pending = train_step(state, [regression_batch(4)])
     for d in state.optimizers:
         d.advance_schedule()
     after, schedules_after = snapshot(state)
-    assert same(before, after)
+    assert are_equal(before, after)
     assert schedules == schedules_after
     assert (pending.scale.item(), state.scale.value.item()) == (2.0**40, 2.0**39)
     assert pending.found_inf.item() == 1.0
@@ -187,15 +172,17 @@ def test_a_skipped_step_changes_nothing_but_the_scale(kind, clip):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_schedule_counts_applied_steps_and_the_rate_is_the_one_in_force(kind):
-    state = made("16-mixed", kinds=[kind], loss_scale={"init_scale": 2.0**26, "growth_interval": 3})
+    state = training_state(
+        "16-mixed", kinds=[kind], loss_scale={"init_scale": 2.0**26, "growth_interval": 3}
+    )
     rates, applied = [], 0
     for _ in range(30):
         before = [p.detach().clone() for p in state.trainable_parameters]
         wanted = 0.1 * 0.5**applied
-        pending = train_step(state, [data(4)])
+        pending = train_step(state, [regression_batch(4)])
         assert pending.lr == pytest.approx(wanted)
         skipped = pending.found_inf.item() == 1.0
-        assert same(before, state.trainable_parameters) == skipped
+        assert are_equal(before, state.trainable_parameters) == skipped
         applied += not skipped
         rates.append(skipped)
     assert rates[0]
@@ -206,8 +193,8 @@ def test_the_schedule_counts_applied_steps_and_the_rate_is_the_one_in_force(kind
 
 @pytest.mark.parametrize("name", ["32-true", "bf16-mixed", "64-true"])
 def test_without_a_scale_each_step_moves_the_schedule(name):
-    state = made(name)
-    assert [train_step(state, [data(4)]).lr for _ in range(3)] == [0.1, 0.05, 0.025]
+    state = training_state(name)
+    assert [train_step(state, [regression_batch(4)]).lr for _ in range(3)] == [0.1, 0.05, 0.025]
     assert state.optimizers[0].scheduler.last_epoch == 3
 
 
@@ -215,13 +202,13 @@ def test_without_a_scale_each_step_moves_the_schedule(name):
 def test_an_overflow_of_one_optimizer_leaves_the_other_alone(clip):
     """The last layer's gradients overflow by a hook; the first layer's step is the usual one."""
     keywords = {"kinds": ("adamw", "sgd"), "clip": clip, "loss_scale": {"init_scale": 8.0}}
-    state, twin = made("16-mixed", **keywords), made("16-mixed", **keywords)
+    state, twin = training_state("16-mixed", **keywords), training_state("16-mixed", **keywords)
     state.model[2].bias.register_hook(lambda g: g * torch.inf)
     frozen = [p.detach().clone() for p in state.model[2].parameters()]
-    pending = train_step(state, [data(4)])
-    train_step(twin, [data(4)])
-    assert same(list(state.model[0].parameters()), list(twin.model[0].parameters()))
-    assert same(list(state.model[2].parameters()), frozen)
+    pending = train_step(state, [regression_batch(4)])
+    train_step(twin, [regression_batch(4)])
+    assert are_equal(state.model[0].parameters(), twin.model[0].parameters())
+    assert are_equal(state.model[2].parameters(), frozen)
     assert not state.optimizers[1].optimizer.state
     assert (pending.found_inf.item(), pending.scale.item()) == (1.0, 8.0)
     assert (state.scale.value.item(), twin.scale.value.item()) == (4.0, 8.0)
@@ -230,19 +217,12 @@ def test_an_overflow_of_one_optimizer_leaves_the_other_alone(clip):
     assert [d.scheduler.last_epoch for d in state.optimizers] == [1, 0]
 
 
-def test_several_optimizers_move_the_scale_once():
-    scale = {"init_scale": 4.0, "growth_interval": 1}
-    state = made("16-mixed", kinds=("adamw", "sgd"), loss_scale=scale)
-    train_step(state, [data(4)])
-    assert state.scale.value.item() == 8.0
-
-
 def test_an_overflow_in_any_micro_batch_skips_the_step():
     state = overflowing()
     before = [p.detach().clone() for p in state.trainable_parameters]
-    pending = train_step(state, [data(4), data(4, 2)])
+    pending = train_step(state, [regression_batch(4), regression_batch(4, 2)])
     assert pending.found_inf.item() == 1.0
-    assert same(before, state.trainable_parameters)
+    assert are_equal(before, state.trainable_parameters)
     assert state.scale.value.item() == 2.0**29
 
 
@@ -253,9 +233,9 @@ def test_an_overflow_in_any_micro_batch_skips_the_step():
 @pytest.mark.parametrize("clip", [None, 0.01, 1e6])
 def test_the_norm_is_unscaled_and_from_before_clipping(name, clip):
     keywords = {"loss_scale": {"init_scale": 1024.0}} if name == "16-mixed" else {}
-    state = made(name, clip=clip, **keywords)
-    reference = net().double()
-    inputs, target = data(8)
+    state = training_state(name, clip=clip, **keywords)
+    reference = regression_net().double()
+    inputs, target = regression_batch(8)
     Regression().loss(reference(inputs.double()), target.double()).backward()
     exact = math.sqrt(sum(p.grad.square().sum().item() for p in reference.parameters()))
     given, pending = gradients(state, [(inputs, target)])
@@ -270,9 +250,12 @@ def test_the_norm_is_unscaled_and_from_before_clipping(name, clip):
 
 
 def test_one_norm_over_all_optimizers():
-    together, apart = made("32-true", clip=0.01), made("32-true", kinds=("adamw", "sgd"), clip=0.01)
-    (a, _), (b, _) = (gradients(s, [data(4)]) for s in (together, apart))
-    assert same(a, b)
+    together, apart = (
+        training_state("32-true", clip=0.01),
+        training_state("32-true", kinds=("adamw", "sgd"), clip=0.01),
+    )
+    (a, _), (b, _) = (gradients(s, [regression_batch(4)]) for s in (together, apart))
+    assert are_equal(a, b)
     total = math.sqrt(sum(g.square().sum().item() for g in a))
     assert total == pytest.approx(0.01, rel=1e-3)
 
@@ -312,27 +295,30 @@ def test_a_float16_norm_is_added_up_wide():
 
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_clipping_mixed_dtypes_in_one_step(clip):
-    state = made("bf16-true", clip=clip, keep_fp32=["2"])
-    given, _ = gradients(state, [data(4)])
+    state = training_state("bf16-true", clip=clip, keep_fp32=["2"])
+    given, _ = gradients(state, [regression_batch(4)])
     assert [g.dtype for g in given] == [torch.bfloat16] * 2 + [torch.float32] * 2
     total = math.sqrt(sum(g.double().square().sum().item() for g in given))
     assert clip is None or total == pytest.approx(clip, rel=2e-2)
-    train_step(made("bf16-true", clip=clip, keep_fp32=["2"], kinds=["adamw-fused"]), [data(4)])
+    train_step(
+        training_state("bf16-true", clip=clip, keep_fp32=["2"], kinds=["adamw-fused"]),
+        [regression_batch(4)],
+    )
 
 
 def test_a_loss_that_reaches_no_parameter_is_refused():
-    state = made("32-true")
+    state = training_state("32-true")
     state.model[2].register_forward_hook(lambda m, a, out: out.detach().requires_grad_())
     with pytest.raises(RuntimeError, match="no parameter received a gradient"):
-        train_step(state, [data(4)])
+        train_step(state, [regression_batch(4)])
 
 
 def test_parameters_without_a_gradient_are_passed_over():
-    model = nn.Sequential(*net(), nn.Linear(2, 2))
-    state = made("16-mixed", model=model, loss_scale={"init_scale": 8.0}, clip=0.1)
+    model = nn.Sequential(*regression_net(), nn.Linear(2, 2))
+    state = training_state("16-mixed", model=model, loss_scale={"init_scale": 8.0}, clip=0.1)
     state.model[3].forward = lambda x: x
     before = model[3].weight.detach().clone()
-    pending = train_step(state, [data(4)])
+    pending = train_step(state, [regression_batch(4)])
     assert (len(pending.norms), pending.found_inf.item()) == (4, 0.0)
     assert torch.equal(model[3].weight, before)
 
@@ -356,7 +342,7 @@ class Wave(nn.Module):
 @pytest.mark.parametrize("micros", [1, 2])
 def test_complex_parameters_are_trained(name, kind, micros):
     keywords = {"loss_scale": {"init_scale": 4.0}} if name == "16-mixed" else {}
-    state = made(name, model=Wave(), kinds=[kind], clip=0.1, schedule=False, **keywords)
+    state = training_state(name, model=Wave(), kinds=[kind], clip=0.1, schedule=False, **keywords)
     reference = Wave()
     optimizer = OPTIMIZERS[kind](reference.parameters())
     inputs, target = torch.ones(4, 2), torch.zeros(4, 2)
@@ -378,7 +364,7 @@ def test_complex_parameters_are_trained(name, kind, micros):
 
 def lbfgs(name, schedule=True):
     precision = registry.load_precision(name)
-    model, _ = precision.convert(net())
+    model, _ = precision.convert(regression_net())
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=4)
     halved = LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None
     return TrainState(
@@ -393,9 +379,9 @@ def lbfgs(name, schedule=True):
 
 @pytest.mark.parametrize("micros", [1, 3])
 def test_lbfgs_takes_a_closure(micros):
-    state, reference = lbfgs("64-true", schedule=False), net().double()
+    state, reference = lbfgs("64-true", schedule=False), regression_net().double()
     optimizer = torch.optim.LBFGS(reference.parameters(), lr=1.0, max_iter=4)
-    inputs, target = (t.double() for t in data(9))
+    inputs, target = (t.double() for t in regression_batch(9))
 
     def closure():
         optimizer.zero_grad()
@@ -419,7 +405,7 @@ def test_lbfgs_takes_a_closure(micros):
 
 def test_the_rate_of_a_closure_step_is_the_one_in_force():
     state = lbfgs("32-true")
-    assert [train_step(state, [data(9)]).lr for _ in range(3)] == [1.0, 0.5, 0.25]
+    assert [train_step(state, [regression_batch(9)]).lr for _ in range(3)] == [1.0, 0.5, 0.25]
 
 
 # Nothing is read from the device
@@ -447,16 +433,19 @@ def test_no_step_reads_the_device(name, kind, clip, monkeypatch):
     def refuse(self):
         raise AssertionError("tolist() in a step")
 
-    state = made(name, kinds=[kind], clip=clip)
+    state = training_state(name, kinds=[kind], clip=clip)
     monkeypatch.setattr(torch.Tensor, "tolist", refuse)
     with Reads(state):
         for seed in range(3):
-            train_step(state, [data(4, seed), data(2, seed)])
+            train_step(state, [regression_batch(4, seed), regression_batch(2, seed)])
     assert state.step == 3
 
 
 def test_a_read_would_be_seen():
-    with pytest.raises(AssertionError, match="_local_scalar_dense"), Reads(made("32-true")):
+    with (
+        pytest.raises(AssertionError, match="_local_scalar_dense"),
+        Reads(training_state("32-true")),
+    ):
         torch.ones(1).item()
 
 
@@ -492,12 +481,12 @@ def test_nested_batches_are_cast_at_both_ends(name, wide):
     class Dict(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body = net()
+            self.body = regression_net()
 
         def forward(self, batch):
             return {"y": self.body(batch["x"])}
 
-    state = made(name, model=Dict(), task=Nested())
-    inputs, target = data(4)
+    state = training_state(name, model=Dict(), task=Nested())
+    inputs, target = regression_batch(4)
     train_step(state, [({"x": inputs}, {"y": target, "n": torch.arange(4)})])
     assert state.task.saw == (wide, wide, torch.int64)

@@ -37,7 +37,7 @@ def test_a_kind_that_is_not_here_is_unavailable(monkeypatch):
 
 
 @pytest.mark.parametrize("index", [1, -1])
-def test_an_index_counts_from_nought(index):
+def test_an_index_beyond_the_devices_is_refused(index):
     with pytest.raises(Unavailable, match=rf"accelerator.index={index}: this machine has 1 cpu"):
         choose_accelerator("cpu", index)
 

@@ -47,8 +47,9 @@ def test_a_second_ctrl_c_interrupts_at_once(no_coalescing):
             send(signal.SIGINT)
 
 
-def test_signals_of_one_ctrl_c_count_as_one():
+def test_signals_of_one_ctrl_c_count_as_one(monkeypatch):
     """The terminal and a launcher both pass one Ctrl-C on."""
+    monkeypatch.setattr(stop_signals, "COALESCE_SECONDS", 600.0)  # however loaded the machine is
     with StopSignals() as signals:
         send(signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT)
         assert signals.number == signal.SIGINT
@@ -147,7 +148,7 @@ with StopSignals():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # another thread takes it
     print("ready", flush=True)
     import ctypes
-    ctypes.CDLL(None).sleep(60)
+    ctypes.CDLL(None).sleep(600)
 """
 
 
@@ -157,8 +158,11 @@ def test_a_second_ctrl_c_ends_a_call_that_does_not_return():
     process.send_signal(signal.SIGINT)
     time.sleep(stop_signals.COALESCE_SECONDS + 0.2)
     assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 130
+    while process.poll() is None:  # a loaded machine may deliver two signals as one
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(stop_signals.COALESCE_SECONDS + 0.5)
+    assert process.returncode == 130
     assert process.communicate()[1] == "error: Stopped by SIGINT.\n"
 
 
@@ -169,7 +173,7 @@ with CommandSignals(lambda: {open}) as signals:
     signals.status = {status}
     try:
         print("ready", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     except Interrupted as error:
         print(error)
         sys.exit(error.exit_status)
@@ -189,7 +193,7 @@ def test_a_command_ends_at_once(open, status, rc, out, err):
     process = python(COMMAND.format(open=open, status=status))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(10) == rc
+    assert process.wait(600) == rc
     assert process.communicate() == (out, err)
 
 
@@ -203,7 +207,7 @@ from runner.utils.stop_signals import ignore_signals
 time.sleep(0.3)
 ignore_signals()
 print("lives", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

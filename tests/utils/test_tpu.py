@@ -44,7 +44,7 @@ def rows(device):
 
 def named_tpu(env):
     done = subprocess.run(
-        [sys.executable, "-c", ROWS], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", ROWS], env=env, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
     return eval(done.stdout)

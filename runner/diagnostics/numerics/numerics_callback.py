@@ -112,7 +112,7 @@ class NumericsCallback(Callback):
         }
         if swallowed:
             values["numerics/swallowed_share"] = max(swallowed)
-        self.output.tracker.metrics(snapshot.step, now_ms(), values)
+        self.output.tracker.log_metrics([(snapshot.step, now_ms(), values)])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """On resume, read the snapshots up to the checkpoint's step from the run's folder."""

@@ -26,7 +26,7 @@ from runner.diagnostics.numerics.results import (
 )
 from runner.precision.emulation.formats import FORMATS
 from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
-from runner.utils.plots import FONT, plain_label, svg_element
+from runner.utils.plots import chart_style, plain_label, svg_element
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -233,7 +233,6 @@ def _lost_share(numerics: Numerics, fmt: str, stats: TensorStats) -> float:
 
 def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
     """Draw a panel per kind: modules down, steps across, the share lost as colour."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     tables = {kind: lost_shares(numerics, fmt, kind) for kind in KINDS}
@@ -243,8 +242,7 @@ def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
     columns = min(MAX_MAP_STEPS, len(numerics.looks))
     groups = np.array_split(np.arange(len(numerics.looks)), columns)
     steps = [numerics.looks[group[-1]].step for group in groups]
-    # Set here, for a user's matplotlibrc may choose other fonts or LaTeX.
-    with rc_context({"font.size": 8, "font.family": FONT, "text.usetex": False}):
+    with chart_style(font_size=8):
         size = (2.6 + 2.4 * len(shown), 1.3 + 0.19 * len(rows))
         figure = Figure(figsize=size, layout="constrained")
         for i, (kind, shares) in enumerate(shown.items(), 1):

@@ -36,8 +36,8 @@ KernelChoice = Literal["auto", "native", "float32_accumulate"]
 ResolvedKernels = Literal["native", "float32_accumulate"]
 
 # Elements of a weight from which accumulating in float32 is faster, at batches of 8 to 128 and
-# images of 8x8 to 28x28 (bench/results/cpu_float16.md). A convolution reuses its weight at every
-# pixel.
+# images of 8x8 to 28x28 (bench/results/cpu_float16_search.md). A convolution reuses its weight at
+# every pixel.
 LARGE_MATRIX = 4096
 LARGE_CONVOLUTION = 128
 # How many times longer than float32's a native float16 convolution may take; a loop takes 60 times.

@@ -3,8 +3,8 @@
 One seed chooses the set of modules, other seeds verify it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import inf, isnan
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from time import perf_counter
 
 import torch
@@ -15,9 +15,11 @@ from runner.modes.result import RunResult
 from runner.precision.precision import Precision
 from runner.sweep.advisor.minimal_set import Modules, find_minimal_set
 from runner.sweep.advisor.request import AdviseRequest
+from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASELINE
-from runner.sweep.report.ranking import Advice, PrecisionVerdict
+from runner.sweep.report.ranking import Advice, PrecisionVerdict, rank_precisions
+from runner.sweep.report.statistics import Verdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
 
@@ -32,21 +34,13 @@ class Float32ModuleSearch:
     Args:
         request: the command.
         trials: runs the jobs.
-        length_overrides: returns the overrides that set the length of a precision's trial.
-        advice: returns what the trials so far say.
+        settings: set the length of a trial.
     """
 
-    def __init__(
-        self,
-        request: AdviseRequest,
-        trials: Trials,
-        length_overrides: Callable[[str], Sequence[str]],
-        advice: Callable[[], Advice],
-    ) -> None:
+    def __init__(self, request: AdviseRequest, trials: Trials, settings: AdviseSettings) -> None:
         self.request = request
         self.trials = trials
-        self.length_overrides = length_overrides
-        self.advice = advice
+        self.settings = settings
         self.console = plain_console()
         self._longest_trial_seconds = 0.0
 
@@ -56,10 +50,10 @@ class Float32ModuleSearch:
         Args:
             suspects: modules by dotted name for each precision, the most suspicious first.
         """
-        advice = self.advice()
+        advice = self._advice()
         tree = _module_tree(self.request)
         # Without a spread of float32's loss between seeds there is no gap to accept a set by.
-        if isnan(advice.baseline_spread):
+        if len(advice.baseline_losses) < 2:
             self.console.print("no time to search for modules to keep out of what fails")
             return
         # The budget may end during any of the searches: the one that gains most comes first.
@@ -85,7 +79,7 @@ class Float32ModuleSearch:
         key = _exclusion_key(self.request.load_precision(name))
         seed = self.request.seed
         max_gap = self._max_gap(verdict, advice)
-        base_loss = self._base_losses()[seed]
+        base_loss = advice.baseline_losses[seed]
         # A precision that converts no module at all is float32: that set needs no trial.
         every_module = frozenset(tree[""]) if key == _IGNORE_KEY else None
         tried: dict[frozenset[str] | None, bool] = {every_module: True}
@@ -116,16 +110,14 @@ class Float32ModuleSearch:
         for seed in range(first, first + self.request.spec.advise.seeds):
             has_time = self.trials.remaining_seconds > self._longest_trial_seconds
             # float32 has no loss for the last seed, which is one after those of the rounds.
-            if seed not in self._base_losses() and has_time:
-                trial = self.request.trial_overrides(
-                    BASELINE, seed, *self.length_overrides(BASELINE)
-                )
-                self.trials.launch([trial])
+            if seed not in self._advice().baseline_losses and has_time:
+                length = self.settings.length_overrides(BASELINE)
+                self.trials.launch(self.request.trial_overrides(BASELINE, seed, *length))
             if self._run_trial(name, key, modules, seed) is None:
                 break
         verified = f"{name} {override}"
-        failing = {verdict.name for verdict in self.advice().verdicts if verdict.is_failing}
-        if verified in failing:
+        verdicts = self._advice().verdicts
+        if any(verdict.name == verified and verdict.is_failing for verdict in verdicts):
             self.console.print(f"{verified}: with other seeds it does not help")
 
     def _failing(self, advice: Advice) -> Iterator[PrecisionVerdict]:
@@ -148,18 +140,14 @@ class Float32ModuleSearch:
         if self.trials.remaining_seconds < self._longest_trial_seconds:
             return None
         began = perf_counter()
-        words = [*self.length_overrides(name), _override(key, modules)]
-        result = self.trials.launch([self.request.trial_overrides(name, seed, *words)])[0]
+        words = [*self.settings.length_overrides(name), _override(key, modules)]
+        result = self.trials.launch(self.request.trial_overrides(name, seed, *words))
         self._longest_trial_seconds = max(self._longest_trial_seconds, perf_counter() - began)
         return result
 
-    def _base_losses(self) -> dict[int | None, float]:
-        """Return float32's final losses by seed."""
-        losses: dict[int | None, float] = {}
-        for result in self.trials.results():
-            if result.group == BASELINE and result.outcome == "finished":
-                losses[result.seed] = result.metrics[VAL_LOSS]
-        return losses
+    def _advice(self) -> Advice:
+        """Return what the trials so far say."""
+        return rank_precisions(self.trials.results(), self.settings)
 
     def _max_gap(self, verdict: PrecisionVerdict, advice: Advice) -> float:
         """Return the largest gap to float32's loss with which a set of modules is accepted.
@@ -169,9 +157,9 @@ class Float32ModuleSearch:
         """
         # One trial decides, and seeds alone seldom put a loss further away than two deviations.
         margin = 2 * advice.baseline_spread
-        if verdict.test is None or verdict.rating != "worse":
+        if verdict.test is None or verdict.rating is not Verdict.WORSE:
             return margin
-        return max(margin, ACCEPTED_GAP_SHARE * verdict.test.mean_difference)
+        return max(margin, ACCEPTED_GAP_SHARE * verdict.test.value)
 
 
 def _gap(result: RunResult, base_loss: float) -> float:
@@ -184,9 +172,8 @@ def _gap(result: RunResult, base_loss: float) -> float:
 
 def _expected_gain(verdict: PrecisionVerdict) -> float:
     """Return a precision's speed over float32's, 0 if it is unknown."""
-    if verdict.comparison is None or verdict.comparison.speed_ratio is None:
-        return 0.0
-    return verdict.comparison.speed_ratio.value
+    ratio = verdict.comparison.speed_ratio
+    return ratio.value if ratio else 0.0
 
 
 def _exclusion_key(precision: Precision) -> str:

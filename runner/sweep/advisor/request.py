@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
+from runner.config.invocation import override_texts
 from runner.config.overrides import PRECISION_ALIASES
 from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
@@ -56,25 +57,27 @@ class AdviseRequest:
 
     Attributes:
         spec: resolved, with the baseline's precision or the one that was typed.
+        device: that trials run on.
         overrides: the user's, without those of precision, seed, mode and advise.
         seed_override: the override of the seed, if one was typed.
         command: words of a command that come before its overrides.
         precisions: to try, the baseline first.
         precision_overrides: further overrides of each precision.
         emulated_precisions: precisions that this machine emulates.
-        missing_precisions: precisions that this machine lacks, as `tf32: <reason>`.
+        missing_precisions: precisions that this machine lacks, with the reason.
         seed: the first one.
         config_dir: the user's configs, among them further precisions; None without --config-dir.
     """
 
     spec: RunSpec
+    device: torch.device
     overrides: Sequence[str]
     seed_override: Sequence[str]
     command: Sequence[str]
     precisions: Sequence[str]
     precision_overrides: Mapping[str, Sequence[str]]
     emulated_precisions: Sequence[str]
-    missing_precisions: Sequence[str]
+    missing_precisions: Mapping[str, str]
     seed: int
     config_dir: Path | None = None
 
@@ -87,31 +90,31 @@ class AdviseRequest:
             Unavailable: the device is not there.
         """
         _check_launcher(config)
-        overrides = _parse([str(text) for text in config.hydra.overrides.task])
+        overrides = _parse(override_texts(config.hydra.overrides.task))
         _check_sweeps(overrides)
         extras = _precision_extras(overrides)
         spec = _baseline_spec(config, extras)
-        accelerator = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
+        device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
         config_dir = _config_dir(config)
-        supported = supported_precisions(accelerator.device, config_dir)
+        supported = supported_precisions(device, config_dir)
         typed = _typed_precisions(overrides, [row.name for row in supported])
         emulatable = _emulatable(supported, extras, config_dir)
         chosen = typed or [*_trainable_here(spec, emulatable, supported, config_dir)]
         precisions = _with_baseline(chosen)
-        fitting = {
-            name: [*_fitting_extras(name, extras, name in emulatable, config_dir)]
-            for name in precisions
-        }
+        fitting = {}
+        for name in precisions:
+            fitting[name] = [*_fitting_extras(name, extras, name in emulatable, config_dir)]
         _check_extras(extras, fitting)
         return cls(
             spec=spec,
+            device=device,
             overrides=_input_lines(overrides, lambda o: _group(o) not in _SCHEDULED_GROUPS),
             seed_override=_input_lines(overrides, lambda o: o.get_key_element() == "seed"),
             command=_command_words(config),
             precisions=precisions,
             precision_overrides=fitting,
             emulated_precisions=[name for name in precisions if name in emulatable],
-            missing_precisions=[] if typed else [*_describe_missing(supported, chosen)],
+            missing_precisions={} if typed else _missing_precisions(supported, chosen),
             seed=spec.seed,
             config_dir=config_dir,
         )
@@ -120,39 +123,29 @@ class AdviseRequest:
         """Return one of the precisions, built-in or the user's, as its yaml says."""
         return load_precision(name, self.config_dir)
 
-    def trial_overrides(self, precision: str, seed: int, *more: str) -> list[str]:
-        """Return the overrides of one trial, which the sweep's store records.
+    def trial_overrides(
+        self, precision: str, seed: int, *more: str, is_tracked: bool = True
+    ) -> list[str]:
+        """Return the overrides of one trial.
 
         Args:
             precision: its name.
             seed: the trial's.
             more: further overrides.
+            is_tracked: whether the sweep's store records the trial.
         """
-        user = self._user_overrides(_TRIAL_KEYS)
-        # No model is stored of a trial.
-        tracking = ["tracking.log_model=false"] if "log_model" in self.spec.tracking else []
-        # `more` comes last: of two overrides of a key, Hydra takes the last one.
-        return [*user, *self._advisor_overrides(precision, seed), *tracking, *more]
-
-    def untracked_trial_overrides(self, precision: str, seed: int, *more: str) -> list[str]:
-        """Return the overrides of one trial that no store records.
-
-        Args:
-            precision: its name.
-            seed: the trial's.
-            more: further overrides.
-        """
-        user = self._user_overrides((*_TRIAL_KEYS, "tracking"))
-        return [*user, *self._advisor_overrides(precision, seed), "tracking=none", *more]
-
-    def _user_overrides(self, without: tuple[str, ...]) -> list[str]:
-        """Return the user's overrides without those of some keys and groups."""
-        return [word for word in self.overrides if not word.lstrip("+~").startswith(without)]
-
-    def _advisor_overrides(self, precision: str, seed: int) -> list[str]:
-        """Return the overrides that the advisor adds to every trial."""
+        dropped = _TRIAL_KEYS if is_tracked else (*_TRIAL_KEYS, "tracking")
+        user = [word for word in self.overrides if not word.lstrip("+~").startswith(dropped)]
         extra = self.precision_overrides.get(precision, ())
-        return ["mode=train", f"precision={precision}", *extra, f"seed={seed}", *_NO_CHECKPOINTS]
+        advisor = ["mode=train", f"precision={precision}", *extra, f"seed={seed}", *_NO_CHECKPOINTS]
+        tracking = []
+        if not is_tracked:
+            tracking = ["tracking=none"]
+        elif "log_model" in self.spec.tracking:
+            # No model is stored of a trial.
+            tracking = ["tracking.log_model=false"]
+        # `more` comes last: of two overrides of a key, Hydra takes the last one.
+        return [*user, *advisor, *tracking, *more]
 
 
 def _check_launcher(config: DictConfig) -> None:
@@ -325,13 +318,11 @@ def _emulatable(
     return [name for name in lacking if _has_key(name, "emulate", config_dir)]
 
 
-def _describe_missing(
+def _missing_precisions(
     supported: Sequence[PrecisionSupport], chosen: Collection[str]
-) -> Iterator[str]:
-    """Yield the precisions that this machine lacks, each with the reason."""
-    for row in supported:
-        if row.why and row.name not in chosen:
-            yield f"{row.name}: {row.why}"
+) -> dict[str, str]:
+    """Return the precisions that this machine lacks, each with the reason."""
+    return {row.name: row.why for row in supported if row.why and row.name not in chosen}
 
 
 def _trainable_here(

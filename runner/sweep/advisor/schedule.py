@@ -6,6 +6,7 @@ and search for modules to keep out of them; at last forecast the memory of the o
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,14 +17,17 @@ from runner.modes.result import RunResult
 from runner.sweep.advisor.diagnosis import describe_shortage, suspect_modules
 from runner.sweep.advisor.fp32_search import Float32ModuleSearch
 from runner.sweep.advisor.request import AdviseRequest
-from runner.sweep.advisor.settings import AdviseSettings
+from runner.sweep.advisor.settings import (
+    EMULATED_STEP_TIME_RATIO,
+    AdviseSettings,
+    memory_forecast,
+)
 from runner.sweep.advisor.system_load import other_programs_load
 from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASELINE
-from runner.sweep.report.non_inferiority import MIN_SEEDS
 from runner.sweep.report.ranking import Advice, rank_precisions
+from runner.sweep.report.statistics import MIN_SEEDS
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.accelerator import choose_accelerator
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.tensors import MIB
@@ -35,8 +39,6 @@ TRIALS_BUDGET_SHARE = 0.6
 fail take further trials."""
 EXPECTED_STEP_TIME_RATIO = 1.5
 """Expected step time of a precision over float32's, before it is measured."""
-EMULATED_STEP_TIME_RATIO = 5.0
-"""Expected step time of an emulated precision over float32's."""
 MIN_TRIAL_STEPS = 20
 """Fewest optimizer steps of a trial, unless the whole run has fewer."""
 DIAGNOSIS_SNAPSHOTS = 4
@@ -116,38 +118,36 @@ class TrialScheduler:
             return
         suspects = self._diagnose(failing)
         if self.options.islands:
-            search = Float32ModuleSearch(
-                self.request, self.trials, self._length_overrides, self._advice
-            )
-            search.run(suspects)
+            Float32ModuleSearch(self.request, self.trials, self.settings).run(suspects)
 
     def _forecast_memory(self) -> None:
         """Write the forecast memory of the precisions that train as well as float32."""
-        texts = []
+        forecasts = {}
         for verdict in self._advice().verdicts:
             # The forecast knows no excluded modules; an emulated precision takes other memory here
             # than on its hardware.
             is_forecastable = not (verdict.group.settings or verdict.is_emulated)
             if verdict.is_acceptable and is_forecastable:
-                texts.append(self._memory_text(verdict.group.precision))
-        self._write(replace(self.settings, memory=[text for text in texts if text]))
+                name = verdict.group.precision
+                # Precisions are judged without a forecast, too.
+                with suppress(RunnerError):
+                    forecasts[name] = self._memory_forecast(name)
+        self._write(replace(self.settings, memory=forecasts))
 
-    def _memory_text(self, name: str) -> str:
-        """Return a precision's entry of AdviseSettings.memory, empty without a forecast."""
+    def _memory_forecast(self, name: str) -> dict[str, float]:
+        """Return a precision's entry of AdviseSettings.memory.
+
+        Raises:
+            RunnerError: the memory cannot be forecast.
+        """
         spec = self.request.spec
-        device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
-        precision = self.request.load_precision(name)
+        device = self.request.device
         batch_size = spec.train.batch_size
-        try:
-            forecast = peak_forecast(spec, precision, device)
-            peak = forecast(batch_size).total / MIB
-            largest = largest_fitting_batch(
-                forecast, batch_size, free_memory(device) * USABLE_MEMORY_SHARE
-            )
-        except RunnerError:
-            # Precisions are judged without a forecast, too.
-            return ""
-        return f"{name}: {peak:.4g} {largest or 0}"
+        forecast = peak_forecast(spec, self.request.load_precision(name), device)
+        peak = forecast(batch_size).total / MIB
+        usable = free_memory(device) * USABLE_MEMORY_SHARE
+        largest = largest_fitting_batch(forecast, batch_size, usable)
+        return memory_forecast(peak, largest or 0)
 
     def _diagnose(self, failing: Sequence[str]) -> dict[str, list[str]]:
         """Train float32 once more with snapshots of its numbers, and write what they say.
@@ -161,24 +161,25 @@ class TrialScheduler:
         every = max(1, self.settings.steps // DIAGNOSIS_SNAPSHOTS)
         # Numbers are read by hooks, which need eager modules: a config with train.compile is
         # refused together with numerics.every.
-        words = [*self._length_overrides(), f"numerics.every={every}", "train.compile=false"]
+        length = self.settings.length_overrides(BASELINE)
+        words = [*length, f"numerics.every={every}", "train.compile=false"]
         if self.trials.remaining_seconds <= 0:
             return {}
         trial = self.request.trial_overrides(BASELINE, self.request.seed, *words)
-        result = self.trials.launch([trial])[0]
-        if result.status != "finished":
+        result = self.trials.launch(trial)
+        if result is None or result.status != "finished":
             return {}
         try:
             numbers = read(self.trials.folder / Path(result.folder).name)
         except RunnerError:
             return {}
         nothing = f"in every module {BASELINE}'s numbers fit its formats"
-        findings: list[str] = []
+        findings: dict[str, str] = {}
         suspects: dict[str, list[str]] = {}
         # A precision may fail both by itself and with a set of modules.
         for name in dict.fromkeys(failing):
             precision = self.request.load_precision(name)
-            findings.append(f"{name}: {describe_shortage(numbers, precision) or nothing}")
+            findings[name] = describe_shortage(numbers, precision) or nothing
             suspects[name] = suspect_modules(numbers, precision)
         self._write(replace(self.settings, found=findings))
         return suspects
@@ -197,14 +198,13 @@ class TrialScheduler:
             words.append(f"train.max_steps={min(limits)}")
         self.console.print(f"{BASELINE} for {seconds:.0f} s at most, to measure its step time")
         # The job is deleted below, and a store would keep its run.
-        trial = self.request.untracked_trial_overrides(BASELINE, self.request.seed, *words)
-        self._record_shared_overrides(trial)
-        result = self.trials.launch([trial])[0]
+        trial = self.request.trial_overrides(BASELINE, self.request.seed, *words, is_tracked=False)
+        self.trials.record_shared_overrides(trial)
+        result = self.trials.launch(trial)
         self.trials.delete_jobs()
-        if result.status != "finished" or not result.step_ms:
-            raise ConfigError(
-                result.error or f"{BASELINE} took no step: there is nothing to compare."
-            )
+        if result is None or result.status != "finished" or not result.step_ms:
+            error = result.error if result else ""
+            raise ConfigError(error or f"{BASELINE} took no step: there is nothing to compare.")
         if VAL_LOSS not in result.metrics:
             raise ConfigError(f"mode=advise judges by {VAL_LOSS}, which task= does not measure.")
         step_seconds = result.step_ms / 1e3
@@ -235,13 +235,6 @@ class TrialScheduler:
         steps = min(timing.planned_steps, options.steps or self._choose_steps(timing))
         float32_seconds = steps * timing.step_seconds
         slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
-        accelerator = request.spec.accelerator
-        device = choose_accelerator(accelerator.name, accelerator.index).device
-        precision_overrides = [
-            f"{name} {word}"
-            for name, words in request.precision_overrides.items()
-            for word in words
-        ]
         self._written = AdviseSettings(
             objective=options.objective,
             tolerance=options.tolerance,
@@ -251,28 +244,20 @@ class TrialScheduler:
             budget=options.budget,
             command=[*request.command, *request.overrides, *request.seed_override],
             emulated=request.emulated_precisions,
-            own=precision_overrides,
+            own={name: words for name, words in request.precision_overrides.items() if words},
             absent=request.missing_precisions,
             # No job runs now, so that what is measured are other programs.
-            busy=other_programs_load(device),
+            busy=other_programs_load(request.device),
         )
         # Typed keys under precision follow from a trial's precision: no job is named after them.
         shared = {word for words in request.precision_overrides.values() for word in words}
-        trial = request.trial_overrides(BASELINE, request.seed, *self._length_overrides())
-        self._record_shared_overrides([*trial, *sorted(shared)])
+        length = self._written.length_overrides(BASELINE)
+        trial = request.trial_overrides(BASELINE, request.seed, *length)
+        self.trials.record_shared_overrides([*trial, *sorted(shared)])
         self._write(self._written)
         self._warn_of_small_budget(float32_seconds + timing.overhead_seconds)
         text = f"{steps} steps, {options.seeds} seeds, {len(request.precisions)} precisions"
         self.console.print(f"{text}: {', '.join(request.precisions)}")
-
-    def _record_shared_overrides(self, words: Sequence[str]) -> None:
-        """Record what trials share, so that they are named by precision, seed and excluded modules.
-
-        Args:
-            words: overrides of a trial.
-        """
-        shared = [word for word in words if not word.startswith(("precision=", "seed="))]
-        self.trials.record_shared_overrides(shared)
 
     def _warn_of_small_budget(self, trial_seconds: float) -> None:
         """Print a warning if the budget is too small for verdicts, by float32's step time."""
@@ -281,22 +266,6 @@ class TrialScheduler:
             time = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
             text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
             self.console.print(f"{text}, and advise.budget={self.options.budget}.")
-
-    def _length_overrides(self, precision: str = BASELINE) -> list[str]:
-        """Return the overrides that set the length of a precision's trial."""
-        steps = self.settings.steps
-        seconds = self.settings.seconds
-        if precision in self.request.emulated_precisions:
-            # Emulation is slow by itself, which is no reason to call the precision too slow.
-            seconds = math.ceil(EMULATED_STEP_TIME_RATIO * seconds)
-        return [
-            f"train.max_steps={steps}",
-            # One evaluation, at the end: precisions are judged by its loss.
-            f"train.eval_every={steps}",
-            f"train.max_seconds={seconds}",
-            # Losses after unequal numbers of steps could not be compared.
-            "train.early_stop=null",
-        ]
 
     def _run_rounds(self) -> None:
         """Run one trial of each precision per seed.
@@ -332,8 +301,10 @@ class TrialScheduler:
             if number and self.trials.remaining_seconds <= 0:
                 self.console.print(f"the budget ends before {', '.join(order[number:])}")
                 break
-            trial = self.request.trial_overrides(name, seed, *self._length_overrides(name))
-            results += self.trials.launch([trial])
+            length = self.settings.length_overrides(name)
+            result = self.trials.launch(self.request.trial_overrides(name, seed, *length))
+            if result is not None:
+                results.append(result)
         return results
 
     def _affordable(

@@ -4,16 +4,29 @@ The report is made from this file and the trials' results. Its field names are k
 """
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from runner.config.targets import dataclass_fields_from_json
 from runner.utils.files import write_text
 from runner.utils.layout import ADVICE
 from runner.utils.secrets import redact_values
+
+EMULATED_STEP_TIME_RATIO = 5.0
+"""Expected step time of an emulated precision over float32's."""
+
+
+def memory_forecast(peak_mib: float, largest_batch: int) -> dict[str, float]:
+    """Return an entry of AdviseSettings.memory.
+
+    Args:
+        peak_mib: MiB at the peak of a step.
+        largest_batch: largest batch size that fits; 0 if it is unknown.
+    """
+    return {"peak_mib": peak_mib, "largest_batch": largest_batch}
 
 
 @dataclass(frozen=True)
@@ -31,10 +44,10 @@ class AdviseSettings:
         budget: as it was typed.
         command: words of the command, without precision and mode, that trains the config.
         emulated: precisions that this machine emulates, whose speed is unknown.
-        own: further overrides of a precision, as `float8-rowwise precision.emulate=true`.
-        absent: precisions that this machine lacks, as `tf32: <reason>`.
-        found: what float32's numbers say of a precision that fails, as `16-mixed: text`.
-        memory: forecast for a precision, as `16-mixed: <MiB at the peak> <largest batch>`.
+        own: further overrides of each precision that has some.
+        absent: precisions that this machine lacks, with the reason.
+        found: what float32's numbers say of each precision that fails.
+        memory: forecast for each precision that trains as well; see memory_forecast().
         busy: share of the processors that other programs kept busy when the command began, 0 to 1.
     """
 
@@ -45,28 +58,27 @@ class AdviseSettings:
     seeds: int
     budget: str
     command: Sequence[str]
-    emulated: Sequence[str] = ()
-    own: Sequence[str] = ()
-    absent: Sequence[str] = ()
-    found: Sequence[str] = ()
-    memory: Sequence[str] = ()
+    emulated: Sequence[str] = field(default_factory=list)
+    own: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
+    found: Mapping[str, str] = field(default_factory=dict)
+    memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     busy: float = 0.0
 
-    def float32_finding(self, precision: str) -> str:
-        """Return what float32's numbers say of a precision, empty if it was not diagnosed."""
-        return _text_after(precision, self.found)
-
-    def memory_forecast(self, precision: str) -> tuple[float, int] | None:
-        """Return a precision's forecast memory, None without a forecast.
-
-        Returns:
-            MiB at the peak, and the largest batch size that fits (0: unknown).
-        """
-        # A precision without a forecast has an empty text, which splits into no two words.
-        with suppress(ValueError):
-            peak, batch = _text_after(precision, self.memory).split()
-            return float(peak), int(batch)
-        return None
+    def length_overrides(self, precision: str) -> list[str]:
+        """Return the overrides that set the length of a precision's trial."""
+        seconds = self.seconds
+        if precision in self.emulated:
+            # Emulation is slow by itself, which is no reason to call the precision too slow.
+            seconds = math.ceil(EMULATED_STEP_TIME_RATIO * seconds)
+        return [
+            f"train.max_steps={self.steps}",
+            # One evaluation, at the end: precisions are judged by its loss.
+            f"train.eval_every={self.steps}",
+            f"train.max_seconds={seconds}",
+            # Losses after unequal numbers of steps could not be compared.
+            "train.early_stop=null",
+        ]
 
     @classmethod
     def from_json(cls, values: object) -> "AdviseSettings | None":
@@ -76,12 +88,9 @@ class AdviseSettings:
             values: content of advise.json.
         """
         try:
-            fields: dict[str, Any] = dataclass_fields_from_json(cls, values)
+            return cls(**dataclass_fields_from_json(cls, _upgrade_lists(values)))
         except ValueError:
             return None
-        # JSON has lists only; tuples keep settings equal to those that were written.
-        tuples = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
-        return cls(**{**fields, **tuples})
 
     @classmethod
     def read(cls, folder: Path) -> "AdviseSettings | None":
@@ -102,10 +111,30 @@ class AdviseSettings:
         write_text(folder / ADVICE, json.dumps(content, indent=2) + "\n")
 
 
-def _text_after(precision: str, texts: Sequence[str]) -> str:
-    """Return what follows `<precision>: ` in the first text that begins so, else an empty text."""
-    start = f"{precision}: "
-    for text in texts:
-        if text.startswith(start):
-            return text.removeprefix(start)
-    return ""
+def _upgrade_lists(values: object) -> object:
+    """Return the content of advise.json with mappings for the lists that version 0.1 wrote.
+
+    An entry of its lists began with a precision: `own` had "<name> <override>", the others
+    "<name>: <text>", and the text of `memory` was "<MiB at the peak> <largest batch>".
+    """
+    if not isinstance(values, dict):
+        return values
+    upgraded = dict(values)
+    for key, separator in (("own", " "), ("absent", ": "), ("found", ": "), ("memory", ": ")):
+        if not isinstance(values.get(key), list):
+            continue
+        texts_by_name: dict[str, list[str]] = {}
+        for entry in values[key]:
+            name, _, text = str(entry).partition(separator)
+            texts_by_name.setdefault(name, []).append(text)
+        upgraded[key] = texts_by_name
+        if key != "own":
+            upgraded[key] = {name: texts[0] for name, texts in texts_by_name.items()}
+        if key == "memory":
+            upgraded[key] = {name: _read_forecast(text) for name, text in upgraded[key].items()}
+    return upgraded
+
+
+def _read_forecast(text: str) -> dict[str, float]:
+    peak, batch = text.split()
+    return memory_forecast(float(peak), int(batch))

@@ -43,26 +43,23 @@ class Trials:
         """Seconds that remain of the budget; negative once it is used up."""
         return self.budget - (perf_counter() - self._began)
 
-    def launch(self, jobs: Sequence[Sequence[str]]) -> list[RunResult]:
-        """Run jobs, and return their results in order; jobs that wrote no result are left out.
+    def launch(self, words: Sequence[str]) -> RunResult | None:
+        """Run a job and return its result, None if it wrote none.
 
         A job that finished in an earlier command is not run again.
 
         Args:
-            jobs: overrides of each job.
+            words: overrides of the job.
 
         Raises:
             SystemExit: a signal has stopped the sweep.
         """
-        numbers = [self._number(words) for words in jobs]
-        for number, words in zip(numbers, jobs, strict=True):
-            is_earlier = number in self._earlier_results
-            if is_earlier and final_result(self.folder / str(number), words):
-                continue
-            # One job per launch: jobs that run at once would disturb each other's timing.
+        number = self._number(words)
+        is_earlier = number in self._earlier_results
+        # One job per launch: jobs that run at once would disturb each other's timing.
+        if not (is_earlier and final_result(self.folder / str(number), words)):
             self.launcher.launch([[*words]], initial_job_idx=number)
-        results = self._results_by_number()
-        return [results[number] for number in numbers if number in results]
+        return self._results_by_number().get(number)
 
     def _number(self, words: Sequence[str]) -> int:
         """Return the number that a job had in an earlier command, else the next one."""
@@ -75,10 +72,15 @@ class Trials:
         return number
 
     def record_shared_overrides(self, words: Sequence[str]) -> None:
-        """Write the overrides that all jobs share to the manifest: no job is named after them."""
+        """Write the overrides that all jobs share to the manifest: no job is named after them.
+
+        Args:
+            words: overrides of a job; its precision and seed are not shared.
+        """
         sweep = Sweep.current
         if sweep is not None:
-            sweep.manifest = replace(sweep.manifest, overrides=[*words])
+            shared = [word for word in words if not word.startswith(("precision=", "seed="))]
+            sweep.manifest = replace(sweep.manifest, overrides=shared)
             sweep.manifest.write(self.folder)
 
     def results(self) -> list[RunResult]:

@@ -5,14 +5,17 @@ once, a stop signal to the sweep reaches all of them, and no job inherits memory
 state from the one before. A fork of a process that has imported torch already saves the 5.5 CPU
 seconds that imports cost a new Python process (bench/results/launcher_cost.md).
 
-How a job starts: Hydra calls IsolatedLauncher, which asks the fork server for a child process and
-sends it a pickled JobRequest. What comes back: Hydra's JobReturn through a pipe, the exit status
-through another one, output through two more, and `result.json` in the job's folder. The job's
-record goes through a socket to the sweep's writer process, which imports MLflow once for all jobs.
+How a job starts: Hydra calls IsolatedLauncher, whose JobRunner asks the fork server for a child
+process and sends it a JobRequest: the words of a `python -m runner` command in the sweep's folder,
+which a user can type, too. The child composes the config for itself. What comes back: the exit
+status through one pipe, output through two more, and `result.json` in the job's folder, which says
+what came of the job. The job's record is the journal in its folder, which the sweep's process names
+to its writer process: MLflow is imported once for all jobs.
 
-Reading order: `isolated` (the launcher), `job_process` (one job, seen from the sweep),
-`fork_server` (the process that forks), `job_main` (the job's own process), then
-`runner/tracking/writer_proxy.py` (the socket), `writer_process.py` and `writer/uploader.py`
-(journal to MLflow). Not on that path: `job_request` (what is sent), `job_output` (output and exit
-reasons), `stop_requests` (signals), and `remote`, `remote_job`, `submitit` (Slurm, Ray, joblib).
+Reading order: `isolated` (the launcher), `job_runner` (runs jobs, so many at once), `job_request`
+(what is sent), `job_process` (one job, seen from the sweep), `fork_server` (the process that
+forks), `job_main` (the job's own process), then `runner/tracking/job_journal.py` (the sweep finds
+the job's journal), `writer_process.py` and `writer/uploader.py` (journal to MLflow). Not on that
+path: `job_output` (output and exit reasons), `stop_requests` (signals), and `remote`, `remote_job`,
+`submitit` (Slurm, Ray, joblib, whose processes run one job each through a JobRunner).
 """

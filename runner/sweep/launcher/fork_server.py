@@ -22,14 +22,15 @@ from typing import Any
 from runner.sweep.launcher.job_request import STATUS_STRUCT
 from runner.utils.stop_signals import SIGNALS, ignore_signals
 
-REQUEST_FD_COUNT = 5
-"""Number of file descriptors in a request: the pipe that the JobRequest comes through, the socket
-to the tracking writer, the status pipe, stdout and stderr, in this order."""
+REQUEST_FD_COUNT = 4
+"""Number of file descriptors in a request: the pipe that the JobRequest comes through, the status
+pipe, stdout and stderr, in this order."""
 
 # A module that is renamed, and not here, gives no error: every job would import it again, and start
 # seconds later. tests/arch/test_module_names.py fails for a name of ours that leads nowhere.
 PRELOADED_MODULES = (
     (
+        "runner.cli.main",
         "runner.modes.run",
         "runner.sweep.hydra_callback",
         "runner.sweep.launcher.job_main",
@@ -109,17 +110,17 @@ class ForkServer:
         Args:
             fds: as REQUEST_FD_COUNT lists them.
         """
-        request, tracking, status, out, err = fds
+        request, status, out, err = fds
         pid = os.fork()
         if pid == 0:
             self._release_server_state()
             # Imported before the fork where PRELOADED_MODULES names it.
             from runner.sweep.launcher.job_main import run_job_process
 
-            run_job_process(request, tracking, status, out, err)
+            run_job_process(request, status, out, err)
         # The status pipe stays open here: this process writes the exit status to it.
         self._status_pipes[pid] = status
-        for fd in (request, tracking, out, err):
+        for fd in (request, out, err):
             os.close(fd)
 
     def _release_server_state(self) -> None:

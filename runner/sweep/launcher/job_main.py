@@ -5,32 +5,28 @@ import ctypes
 import faulthandler
 import io
 import os
-import pickle
+import runpy
 import signal
-import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from runner.sweep.launcher.job_request import STATUS_STRUCT, JobRequest, ProcessEnvironment
-from runner.tracking import writer_process
-from runner.tracking.writer_proxy import WriterProxy
+from runner.sweep.launcher.job_request import STATUS_STRUCT, JobRequest
+from runner.tracking.writer_process import SweepWriter, use_writer
 from runner.utils.stop_signals import CommandSignals, Interrupted
 
 _PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl(2): the signal that this process gets when its parent ends."""
 
 
-def run_job_process(request: int, tracking: int, status_pipe: int, out: int, err: int) -> NoReturn:
-    """Run the job that comes through the request pipe, and exit.
+def run_job_process(request: int, status_pipe: int, out: int, err: int) -> NoReturn:
+    """Run the job that comes through the request pipe, and exit with its command's exit status.
 
-    The answer goes back through the same pipe: a JobReturn, or the exit status of a job that was
-    stopped. There is no answer from a job that fails outside its own error handling.
+    What came of the job is in the result.json of its folder.
 
     Args:
-        request: file descriptor of a duplex pipe.
-        tracking: file descriptor of the socket to the sweep's tracking writer.
+        request: file descriptor of the pipe that a JobRequest comes through.
         status_pipe: file descriptor that takes the process id once the process handles signals.
         out: file descriptor that becomes stdout.
         err: file descriptor that becomes stderr.
@@ -40,7 +36,6 @@ def run_job_process(request: int, tracking: int, status_pipe: int, out: int, err
         # Signals are handled from here on: only then may the sweep know the process id.
         with CommandSignals(lambda: True):
             _set_up_process(status_pipe, out, err)
-            writer_process.use_writer(WriterProxy(socket.socket(fileno=tracking)))
             status = _run_request(Connection(request))
             # os._exit below does not call them.
             atexit._run_exitfuncs()
@@ -79,15 +74,14 @@ def _set_up_process(status_pipe: int, out: int, err: int) -> None:
 
 
 def _run_request(connection: Connection) -> int:
-    """Receive and run a job request; return the exit status."""
-    environment: ProcessEnvironment = connection.recv()
-    # Before the request is unpickled: it may name modules that only this sys.path finds.
-    environment.apply()
+    """Receive a job request and run its command; return the exit status."""
+    request: JobRequest = connection.recv()
+    connection.close()
+    request.set_up_process()
+    use_writer(SweepWriter(request.job_folder))
     try:
-        request: JobRequest = pickle.loads(connection.recv_bytes())
-        connection.send(request.run())
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else 1
-        connection.send(status)
-        return status
+        # What `python -m runner` does: the job is a command of a single run.
+        runpy.run_module("runner", run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
     return 0

@@ -7,8 +7,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
 
-_TAIL_CHARACTERS = 8000
-"""Characters of a job's output in which the reason of its death is looked for."""
+_TAIL_CHARACTERS = 32_000
+"""Characters of a job's output in which the reason of its death is looked for: Python's report of a
+crash names every frame and every compiled module."""
 _REASON_LINES = 3
 _PYTHON_CRASH = "Fatal Python error"
 

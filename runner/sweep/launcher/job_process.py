@@ -17,14 +17,11 @@ from pathlib import Path
 from select import select
 from selectors import EVENT_READ, BaseSelector
 
-from hydra.core.utils import JobReturn
-
 from runner.sweep.launcher.job_output import OutputStream, exit_reason, oom_kills
-from runner.sweep.launcher.job_request import STATUS_STRUCT, ProcessEnvironment
-from runner.tracking.writer_proxy import WriterProxyServer
+from runner.sweep.launcher.job_request import STATUS_STRUCT, JobRequest
 from runner.utils.stop_signals import signals_blocked
 
-PipeEnd = Connection | socket.socket | io.FileIO
+PipeEnd = Connection | io.FileIO
 """This process's end of a pipe or socket to a job."""
 
 _READ_BYTES = 65536
@@ -81,27 +78,21 @@ class JobProcess:
     Args:
         fork_server: forks the process.
         selector: the launcher's.
-        environment: what the job's process takes over from this one.
-        request: a pickled JobRequest or RemoteJobRequest.
+        request: the job's command and environment.
         prefix: begins each line of the job's output; empty for a job that runs alone.
 
     Attributes:
         has_ended: the process is gone, with all that it had started.
-        answer: a JobReturn, the exit status with which the job was stopped, or None for a job that
-            died.
-        writer_proxy: connects the job to the sweep's tracking writer.
     """
 
     def __init__(
         self,
         fork_server: ForkServerClient,
         selector: BaseSelector,
-        environment: ProcessEnvironment,
-        request: bytes,
+        request: JobRequest,
         prefix: str,
     ) -> None:
         self.has_ended = False
-        self.answer: JobReturn | int | None = None
         self._selector = selector
         self._status_data = b""
         # The kernel counts kills since the machine started: those of before are subtracted.
@@ -110,21 +101,18 @@ class JobProcess:
         self._unsent_signals: list[int] = []
         self._out = OutputStream(sys.stdout, prefix)
         self._err = OutputStream(sys.stderr, prefix)
-        self._connection, job_connection = Pipe()
-        writer_socket, job_writer_socket = socket.socketpair()
-        self.writer_proxy = WriterProxyServer(writer_socket)
-        self._watch(self._connection, self._read_answer)
-        self._watch(writer_socket, self.writer_proxy.read_requests)
+        job_connection, connection = Pipe(duplex=False)
         status_pipe = self._open_pipe(self._read_status)
         # A job that runs alone writes to the terminal itself, so that progress bars work.
         has_terminal = not prefix and sys.stdout.isatty()
         out_pipe = os.dup(1) if has_terminal else self._open_pipe(self._out.feed)
         pipes = [status_pipe, out_pipe, self._open_pipe(self._err.feed)]
         # If the fork server is dead, the status pipe closes and the job is reported as ended.
-        with job_connection, job_writer_socket, suppress(OSError):
-            fork_server.fork([job_connection.fileno(), job_writer_socket.fileno(), *pipes])
-            self._connection.send(environment)
-            self._connection.send_bytes(request)
+        with job_connection, connection, suppress(OSError):
+            fork_server.fork([job_connection.fileno(), *pipes])
+            # While a copy is open here, sending to a dead fork server would not fail but wait.
+            job_connection.close()
+            connection.send(request)
         # A copy that stays open here would hide the job's end of the pipe from the selector.
         for fd in pipes:
             os.close(fd)
@@ -145,17 +133,22 @@ class JobProcess:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    @property
+    def exit_status(self) -> int | None:
+        """Status of os.waitpid; None before the end, and for a job whose fork server died."""
+        if len(self._status_data) < 2 * STATUS_STRUCT.size:
+            return None
+        return STATUS_STRUCT.unpack_from(self._status_data, STATUS_STRUCT.size)[0]
+
     def death_reason(self, stop_signals: Collection[int]) -> str:
         """Return why the process ended without a result.
 
         Args:
             stop_signals: signals that the sweep sent to stop it.
         """
-        status = None
-        if len(self._status_data) == 2 * STATUS_STRUCT.size:
-            status = STATUS_STRUCT.unpack_from(self._status_data, STATUS_STRUCT.size)[0]
         tail = self._err.tail.strip() or self._out.tail
-        return exit_reason(status, tail, oom_kills() - self._oom_kills_before, stop_signals)
+        kills = oom_kills() - self._oom_kills_before
+        return exit_reason(self.exit_status, tail, kills, stop_signals)
 
     def close(self) -> None:
         """Read what is still in the pipes, and close them."""
@@ -190,14 +183,6 @@ class JobProcess:
         self._selector.unregister(source)
         del self._readers[source]
         source.close()
-
-    def _read_answer(self) -> bool:
-        """Read the job's answer; return False once the job has closed the pipe."""
-        try:
-            self.answer = self._connection.recv()
-        except (EOFError, OSError):
-            return False
-        return True
 
     def _read_status(self, data: bytes) -> bool:
         """Read the process id, then the exit status; the pipe closes when the process is gone."""

@@ -1,60 +1,75 @@
-"""What the sweep sends to a job's process: the environment to take over, then the job to run."""
+"""What the sweep sends to a job's process: a command of a single run, and its environment.
+
+A job of a sweep is the single-run command in the sweep's folder. The job's process composes its own
+config from the command's words, and a user can type the same command again.
+"""
 
 import os
-import pickle
 import struct
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
-from hydra.core.plugins import Plugins
-from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict, read_write
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import HydraContext
+from omegaconf import DictConfig, open_dict
+
+from runner.config.invocation import override_texts
+from runner.config.overrides import override_key, quote_value
 
 STATUS_STRUCT = struct.Struct("i")
 """Written twice to a job's status pipe: the process id, then the status of os.waitpid."""
 
+_JOB_KEYS = ("hydra.mode", "hydra.sweep.dir")
+"""Keys that are another thing in a job's command than in its sweep's."""
+
 
 @dataclass(frozen=True)
-class ProcessEnvironment:
-    """What a job's process takes over from the process that asks for it.
-
-    Sent before the job request: unpickling the request may import modules that are found only with
-    this sys.path.
+class JobRequest:
+    """A job's command, and what its process takes over from the process that asks for it.
 
     Attributes:
-        path: sys.path.
-        argv: sys.argv.
+        arguments: words of the command after `python -m runner`.
+        job_folder: the job's output folder.
         folder: the working directory.
+        path: sys.path.
         environ: environment variables.
         threads: threads of torch; None keeps what the environment says.
     """
 
-    path: Sequence[str]
-    argv: Sequence[str]
+    arguments: Sequence[str]
+    job_folder: Path
     folder: str
+    path: Sequence[str]
     environ: Mapping[str, str]
     threads: int | None
 
     @classmethod
-    def current(cls, jobs: int) -> "ProcessEnvironment":
-        """Return this process's environment for one of several jobs that share the processors.
+    def from_config(cls, config: DictConfig, jobs: int) -> "JobRequest":
+        """Return the request for one of several jobs that share the processors.
 
         Args:
+            config: the job's.
             jobs: jobs that run at once.
         """
         threads = None
         if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
             threads = max(1, (os.cpu_count() or 1) // jobs)
-        return cls([*sys.path], [*sys.argv], os.getcwd(), {**os.environ}, threads)  # noqa: PTH109
+        return cls(
+            arguments=job_arguments(config),
+            job_folder=job_folder(config),
+            folder=os.getcwd(),  # noqa: PTH109
+            path=[*sys.path],
+            environ={**os.environ},
+            threads=threads,
+        )
 
-    def apply(self) -> None:
-        """Make this process's environment the stored one."""
+    def set_up_process(self) -> None:
+        """Give this process the requested environment and command line."""
         sys.path[:] = self.path
-        sys.argv[:] = self.argv
+        sys.argv[:] = ["runner", *self.arguments]
         os.environ.clear()
         os.environ.update(self.environ)
         os.chdir(self.folder)
@@ -64,79 +79,23 @@ class ProcessEnvironment:
             torch.set_num_threads(self.threads)
 
 
-@dataclass(frozen=True)
-class JobRequest:
-    """One job as Hydra sees it: the composed config, and the function that runs it.
+def job_arguments(config: DictConfig) -> list[str]:
+    """Return the words after `python -m runner` of the command that runs one job of a sweep.
 
-    Attributes:
-        config: the job's, or the sweep's where a RemoteJobRequest composes the job's from it.
-        task: Hydra's task function.
-        context: Hydra's.
-        singletons: Hydra's global state, by class.
+    Args:
+        config: the job's, composed; its sweep's folder is hydra.sweep.dir.
     """
-
-    config: DictConfig
-    task: TaskFunction
-    context: HydraContext
-    singletons: Mapping[Any, Any]
-
-    @classmethod
-    def to_pickle(cls, config: DictConfig, task: TaskFunction, context: HydraContext) -> bytes:
-        """Return a pickled request with this process's global state of Hydra."""
-        # Plugins would be pickled with their classes, and each process has to find its own ones.
-        state = {kind: one for kind, one in Singleton._instances.items() if kind is not Plugins}
-        return pickle.dumps(cls(config, task, context, state))
-
-    def run(self) -> JobReturn:
-        """Run the job in this process, and return what Hydra's task function returned.
-
-        Raises:
-            Exception: what the task function raised.
-        """
-        Singleton._instances.update(self.singletons)  # set_state would search for plugins again
-        setup_globals()
-        job_return = run_job(
-            hydra_context=self.context,
-            task_function=self.task,
-            config=self.config,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-        )
-        if job_return.status != JobStatus.COMPLETED:
-            raise job_return._return_value
-        return job_return
-
-
-@dataclass(frozen=True)
-class RemoteJobRequest:
-    """A job request whose config is composed in the job's own process.
-
-    Configs that are composed inside a plugin's worker hold classes that cannot be pickled.
-
-    Attributes:
-        sweep: a pickled JobRequest whose config is the sweep's.
-        number: the job's, from 0.
-        overrides: the job's.
-        resumes: the job resumes from what its folder holds.
-    """
-
-    sweep: bytes
-    number: int
-    overrides: Sequence[str]
-    resumes: bool
-
-    def run(self) -> JobReturn:
-        """Compose the job's config and run the job in this process.
-
-        Raises:
-            Exception: what the task function raised.
-        """
-        request: JobRequest = pickle.loads(self.sweep)
-        Singleton._instances.update(request.singletons)
-        setup_globals()
-        config = with_resume(request.config) if self.resumes else request.config
-        job_config = compose_job_config(request.context, config, self.number, self.overrides)
-        return replace(request, config=job_config).run()
+    hydra = config.hydra
+    overrides = override_texts(hydra.overrides.task) + override_texts(hydra.overrides.hydra)
+    typed = [text for text in overrides if override_key(text) not in _JOB_KEYS]
+    sweep_folder = quote_value(os.path.abspath(hydra.sweep.dir))  # noqa: PTH100
+    job = [f"hydra.sweep.dir={sweep_folder}", f"hydra.job.num={hydra.job.num}"]
+    flags = ["--config-name", str(hydra.job.config_name)]
+    for source in hydra.runtime.config_sources:
+        if source.provider == "command-line":
+            flags += ["--config-dir", str(source.path)]
+    # A preset of the sweep may set hydra.mode.
+    return [*typed, *job, f"hydra.job.id={hydra.job.num}", "hydra.mode=RUN", *flags]
 
 
 def compose_job_config(
@@ -156,9 +115,19 @@ def compose_job_config(
     return job_config
 
 
-def with_resume(config: DictConfig) -> DictConfig:
-    """Return a sweep's config whose jobs resume from what their folders hold."""
-    config = config.copy()
-    with read_write(config), open_dict(config):
-        config.hydra.overrides.hydra.append("hydra.callbacks.sweep.resume=true")
-    return config
+def job_folder(config: DictConfig) -> Path:
+    """Return a job's folder as an absolute path."""
+    # Not resolve(): a link in the path stays as it was typed.
+    return Path(os.path.abspath(config.hydra.sweep.dir), config.hydra.sweep.subdir)  # noqa: PTH100
+
+
+@contextmanager
+def job_hydra_config(config: DictConfig) -> Iterator[None]:
+    """Context in which HydraConfig is a job's, as it is in the job's process."""
+    hydra = HydraConfig.instance()
+    before = hydra.cfg
+    hydra.set_config(config)
+    try:
+        yield
+    finally:
+        hydra.cfg = before

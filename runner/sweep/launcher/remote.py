@@ -20,9 +20,11 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config.hydra_plugins import REMOTE, register
-from runner.sweep.launcher.isolated import job_folder, job_hydra_config, update_job_count
+from runner.config.overrides import quote_value
+from runner.sweep.launcher.isolated import update_job_count
 from runner.sweep.launcher.job_output import last_lines
-from runner.sweep.launcher.job_request import JobRequest, compose_job_config
+from runner.sweep.launcher.job_request import compose_job_config, job_folder, job_hydra_config
+from runner.sweep.launcher.job_runner import job_return
 from runner.sweep.launcher.remote_job import STOP_FILE_NAME, RemoteJob
 from runner.sweep.launcher.stop_requests import StopFile
 from runner.utils.errors import ConfigError
@@ -57,7 +59,6 @@ def prepare_remote(config: DictConfig) -> None:
         )
     register(RemoteLauncher)
     folder = os.path.abspath(config.hydra.sweep.dir)  # noqa: PTH100
-    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
     with read_write(config), open_dict(config):
         config.hydra.launcher = {
             "_target_": REMOTE,
@@ -66,7 +67,7 @@ def prepare_remote(config: DictConfig) -> None:
         }
         config.hydra.sweep.dir = folder
         # Jobs compose their configs in processes that may have been started in another folder.
-        config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{quoted}'")
+        config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quote_value(folder)}")
 
 
 @final
@@ -83,9 +84,8 @@ class RemoteLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Take what Hydra gives every launcher."""
+        """Take what Hydra gives every launcher. A job's process finds the task function itself."""
         self._context = hydra_context
-        self._task = task_function
         self._config = config
 
     def launch(
@@ -150,7 +150,6 @@ class RemoteLauncher(Launcher):
         # missing there. Other launchers' processes get the command's environment.
         prefix = "MLFLOW_" if self._node.get("ray") else "HYDRA_"
         return RemoteJob(
-            sweep_request=JobRequest.to_pickle(self._config, self._task, self._context),
             folder=os.getcwd(),  # noqa: PTH109
             path=[*sys.path],
             environ={key: value for key, value in os.environ.items() if key.startswith(prefix)},
@@ -275,7 +274,4 @@ def _job_return(config: DictConfig, outcome: ReturnOrReason) -> JobReturn:
     """Return what Hydra expects of a job; for one without a result, a return without a value."""
     if isinstance(outcome, JobReturn) and outcome.status == JobStatus.COMPLETED:
         return outcome
-    overrides = OmegaConf.to_container(config.hydra.overrides.task)
-    assert isinstance(overrides, list)
-    # Any other status would make Hydra's sweeper raise, and end the sweep.
-    return JobReturn(overrides=overrides, cfg=config, status=JobStatus.COMPLETED)
+    return job_return(config)

@@ -1,7 +1,7 @@
 """Run one job in a process that a launcher of Hydra's plugins has started, on some machine."""
 
+import copy
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, open_dict, read_write
 
-from runner.sweep.launcher.isolated import IsolatedLauncher
-from runner.sweep.launcher.job_request import JobRequest, with_resume
+from runner.sweep.launcher.job_runner import JobRunner
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
 
@@ -34,7 +33,6 @@ class RemoteJob:
     death.
 
     Attributes:
-        sweep_request: a pickled JobRequest whose config is the sweep's.
         folder: the working directory of the command.
         path: sys.path of the command.
         environ: variables that the plugin's processes may lack.
@@ -44,7 +42,6 @@ class RemoteJob:
         is_child: the plugin's process is a child of the sweep's, and has to stop when that is gone.
     """
 
-    sweep_request: bytes
     folder: str
     path: Sequence[str]
     environ: Mapping[str, str]
@@ -70,12 +67,11 @@ class RemoteJob:
         folder = Path(hydra.runtime.output_dir)
         # The sweep's process may be on another machine, and cannot send signals here.
         stop_file = Path(hydra.sweep.dir, STOP_FILE_NAME)
-        overrides = OmegaConf.to_container(hydra.overrides.task)
-        assert isinstance(overrides, list)
-        launcher = self._launcher(stop_file)
+        runner = JobRunner(self.jobs_at_once, stop_file)
+        job = self._job_config(config)
         try:
             with _stop_with_parent() if self.is_child else nullcontext():
-                (job_return,) = launcher.launch([overrides], int(hydra.job.num))
+                (job_return,) = runner.run(iter([job]))
             return job_return.return_value
         except SystemExit as stop:
             status = int(str(stop.code))
@@ -89,21 +85,20 @@ class RemoteJob:
             _return_to_batch_system(status)
         return None
 
-    def _launcher(self, stop_file: Path) -> IsolatedLauncher:
-        """Return a launcher that runs this job in a process of its own, resumed if it began."""
+    def _job_config(self, config: DictConfig) -> DictConfig:
+        """Return the job's config with Hydra's; a job that has begun before resumes."""
         hydra = HydraConfig.get()
         # Hydra has written its config there before it calls this function.
         files = {path.name for path in Path(hydra.runtime.output_dir).iterdir()}
         has_begun = bool(files - {str(hydra.output_subdir)})
-        resumes = has_begun and int(hydra.job.num) not in self.existing_jobs
-        request: JobRequest = pickle.loads(self.sweep_request)
-        launcher = IsolatedLauncher(self.jobs_at_once, stop_file, self.sweep_request)
-        launcher.setup(
-            hydra_context=request.context,
-            task_function=request.task,
-            config=with_resume(request.config) if resumes else request.config,
-        )
-        return launcher
+        job = copy.deepcopy(config)
+        with read_write(job), open_dict(job):
+            job["hydra"] = copy.deepcopy(hydra)
+        if has_begun and int(hydra.job.num) not in self.existing_jobs:
+            with read_write(job.hydra), open_dict(job.hydra):
+                job.hydra.callbacks.sweep.resume = True
+                job.hydra.overrides.hydra.append("hydra.callbacks.sweep.resume=true")
+        return job
 
     def _enter_environment(self) -> None:
         """Take over the command's working directory, import path and missing variables."""

@@ -1,15 +1,16 @@
 """Present the answer of mode=advise: in the terminal, in the report and in MLflow's note."""
 
-import math
 from collections.abc import Iterator
+from statistics import fmean
 
 from rich.console import Console
 
 from runner.sweep.report.columns import advice_table, advice_terminal_table
 from runner.sweep.report.compare import BASELINE
-from runner.sweep.report.non_inferiority import ERROR_RATE
-from runner.sweep.report.number_text import format_interval, format_ratio
+from runner.sweep.report.number_text import format_interval
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
+from runner.sweep.report.statistics import ERROR_RATE, Verdict
+from runner.sweep.report.wording import memory_words, speed_words
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number
 from runner.utils.markup import Block, Commands, Heading, Items, Table, Text
@@ -29,9 +30,9 @@ def advice_sentence(advice: Advice) -> str:
             f"No advice: {BASELINE} itself did not train in every trial, and others are judged "
             "by it."
         )
-    unclear = [line for line in advice.verdicts if line.rating == "unclear"]
-    judged = [line for line in advice.verdicts if line.test and line.rating != "unclear"]
-    if unclear and not judged:
+    unclear = _unclear(advice)
+    tested = [line for line in advice.verdicts if line.test]
+    if unclear and all(line.rating is Verdict.UNCLEAR for line in tested):
         return f"Stay with {BASELINE} for now: nothing could be judged."
     if pick.group.name == BASELINE:
         return _stay_sentence(advice)
@@ -44,7 +45,7 @@ def _stay_sentence(advice: Advice) -> str:
     rivals = [line for line in advice.verdicts if line.name != BASELINE and not line.is_emulated]
     if not rivals:
         return f"Stay with {BASELINE} on this machine: whatever else was tried is emulated."
-    is_timed = any(line.comparison and line.comparison.speed_ratio for line in rivals)
+    is_timed = any(line.comparison.speed_ratio for line in rivals)
     if objective == "time" and not is_timed:
         return (
             f"Stay with {BASELINE} for now: too few trials were long enough to measure a speed. "
@@ -57,48 +58,29 @@ def _stay_sentence(advice: Advice) -> str:
 
 def _gain_words(verdict: PrecisionVerdict) -> str:
     """Return speed, memory and loss of the recommended precision, compared with 32-true."""
-    gains = " and ".join(filter(None, [_speed_gain(verdict), _memory_gain(verdict)]))
-    if not gains:
-        gains = "no costlier"
-    return f"{gains}, and its loss is {_loss_words(verdict)}"
+    comparison = verdict.comparison
+    has_speed = comparison.speed_verdict in ("faster", "slower")
+    gains = [speed_words(comparison) if has_speed else "", memory_words(comparison)]
+    gain = " and ".join(filter(None, gains)) or "no costlier"
+    return f"{gain}, and its loss is {_loss_words(verdict)}"
 
 
 def _loss_words(verdict: PrecisionVerdict) -> str:
     test = verdict.test
     if test is None:
         return "the baseline"
-    if test.decision == "better":
-        return f"lower by {format_interval(-test.mean_difference, test.ci_half_width)}"
+    if test.verdict is Verdict.BETTER:
+        return f"lower by {format_interval(-test.value, test.ci_half_width)}"
     return f"indistinguishable from {BASELINE}'s"
-
-
-def _speed_gain(verdict: PrecisionVerdict) -> str:
-    comparison = verdict.comparison
-    if comparison is None or comparison.speed_ratio is None:
-        return ""
-    if comparison.speed_verdict not in ("faster", "slower"):
-        return ""
-    return f"{format_ratio(comparison.speed_ratio)} × as fast as {BASELINE}"
-
-
-def _memory_gain(verdict: PrecisionVerdict) -> str:
-    comparison = verdict.comparison
-    if comparison is None or comparison.memory_ratio is None:
-        return ""
-    ratio = f"{comparison.memory_ratio:.2f}"
-    if ratio == "1.00":
-        return ""
-    memory = "weights and optimizer state" if verdict.group.is_on_cpu else "peak memory"
-    return f"{ratio} × its {memory}"
 
 
 def other_sentences(advice: Advice) -> str:
     """Return the reservations about the answer: missing evidence, emulation, a busy machine."""
     sentences = []
-    unclear = [line for line in advice.verdicts if line.rating == "unclear"]
+    unclear = _unclear(advice)
     if unclear:
         sentences.append(_unclear_sentence(advice, unclear))
-    emulated = [line for line in advice.verdicts if line.is_emulated and line.rating == "fit"]
+    emulated = [line for line in advice.verdicts if line.is_emulated and line.is_acceptable]
     if emulated:
         names = ", ".join(line.name for line in emulated)
         sentences.append(
@@ -111,6 +93,10 @@ def other_sentences(advice: Advice) -> str:
             "began; speeds may differ on a quiet machine."
         )
     return " ".join(sentences)
+
+
+def _unclear(advice: Advice) -> list[PrecisionVerdict]:
+    return [line for line in advice.verdicts if line.rating is Verdict.UNCLEAR]
 
 
 def _unclear_sentence(advice: Advice, unclear: list[PrecisionVerdict]) -> str:
@@ -126,9 +112,10 @@ def _unclear_sentence(advice: Advice, unclear: list[PrecisionVerdict]) -> str:
 def advice_blocks(advice: Advice) -> Iterator[Block]:
     """Yield the report's parts: answer, next command, table, alternatives, method."""
     yield from _answer(advice)
-    if advice.recommendation is not None:
+    command = next_command(advice)
+    if command:
         yield Text("Next:")
-        yield Commands(next_commands(advice))
+        yield Commands([command])
     yield advice_table(advice)
     yield from _alternatives(advice)
     yield from _unavailable(advice)
@@ -138,7 +125,9 @@ def advice_blocks(advice: Advice) -> Iterator[Block]:
 
 def advice_markdown(advice: Advice) -> tuple[list[Block], Table]:
     """Return the answer with its command, and the table, for the note of the parent run."""
-    return [*_answer(advice), Commands(next_commands(advice))], advice_table(advice)
+    command = next_command(advice)
+    commands = [Commands([command])] if command else []
+    return [*_answer(advice), *commands], advice_table(advice)
 
 
 def _answer(advice: Advice) -> Iterator[Text]:
@@ -153,7 +142,7 @@ def _alternatives(advice: Advice) -> Iterator[Block]:
     native = []
     emulated = []
     for line in advice.verdicts:
-        if line.rating not in ("fit", "baseline"):
+        if line is advice.recommendation or not line.is_acceptable:
             continue
         if line.is_emulated:
             # On its own hardware the precision runs without emulation.
@@ -174,8 +163,7 @@ def _unavailable(advice: Advice) -> Iterator[Block]:
     if not advice.settings.absent:
         return
     yield Heading("Not on this machine")
-    parts = [text.partition(": ") for text in advice.settings.absent]
-    yield Items([(name, reason) for name, _, reason in parts])
+    yield Items(list(advice.settings.absent.items()))
     if not advice.settings.emulated:
         yield Text(
             "precision.emulate=true tries the numbers of those that can be emulated, "
@@ -191,10 +179,11 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
         f"{settings.steps} optimizer steps each; every precision from the same weights on the same "
         f"batches as {BASELINE}, for each seed. Jobs ran in turn, seed by seed.",
     )
-    if not math.isnan(advice.baseline_spread):
+    if len(advice.baseline_losses) > 1:
+        loss = fmean(advice.baseline_losses.values())
         yield (
             "Baseline",
-            f"{BASELINE} ends at {VAL_LOSS} {format_number(advice.baseline_loss)}; its seeds "
+            f"{BASELINE} ends at {VAL_LOSS} {format_number(loss)}; its seeds "
             f"differ by a standard deviation of {format_number(advice.baseline_spread)}. "
             f"Tolerated are {settings.tolerance:g} of them (advise.tolerance).",
         )
@@ -223,11 +212,9 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
     )
 
 
-def next_commands(advice: Advice) -> list[str]:
+def next_command(advice: Advice) -> str:
     """Return the command to run next; empty without a recommended precision."""
-    if advice.recommendation is None:
-        return []
-    return [quote_command(advice.recommendation.command)]
+    return quote_command(advice.recommendation.command) if advice.recommendation else ""
 
 
 def print_advice(console: Console, advice: Advice) -> None:
@@ -235,5 +222,6 @@ def print_advice(console: Console, advice: Advice) -> None:
     console.print(advice_terminal_table(advice))
     sentences = filter(None, [advice_sentence(advice), other_sentences(advice)])
     console.print(" ".join(sentences), soft_wrap=True)
-    for command in next_commands(advice):
+    command = next_command(advice)
+    if command:
         console.print(f"Next: {command}", soft_wrap=True)

@@ -12,27 +12,20 @@ from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.modes.result import RunResult
 from runner.modes.tables import change_since_training
 from runner.sweep.report.compare import Comparison
-from runner.sweep.report.number_text import (
-    difference_words,
-    format_mean_sd,
-    format_range,
-    format_ratio,
-)
+from runner.sweep.report.number_text import format_mean_sd, format_range, format_ratio
 from runner.sweep.report.ranking import PrecisionVerdict
 from runner.sweep.report.statistics import Spread
-from runner.sweep.report.verdict import rating_reason, rating_words
-from runner.tracking.metric_names import VAL_LOSS
+from runner.sweep.report.wording import (
+    VERDICT_TONES,
+    difference_words,
+    rating_reason,
+    rating_words,
+)
 from runner.utils.formatting import format_number, format_percent
 from runner.utils.markup import Cell, Tone
 
 MAX_REASON_CHARACTERS = 80
 """Characters of an error in the cell of a group's status."""
-DIFFERENCE_TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "unjudged": "quiet"}
-RATING_TONES: dict[str, Tone] = {
-    "recommended": "good",
-    **dict.fromkeys(("worse", "diverged", "failed"), "bad"),
-    **dict.fromkeys(("unclear", "slow", "unavailable"), "quiet"),
-}
 
 
 @dataclass(frozen=True)
@@ -106,13 +99,8 @@ def group_status(c: Comparison, _: TableFacts) -> Cell:
 
 def verdict_rating(verdict: PrecisionVerdict) -> Cell:
     """Return the verdict on a precision, with its reason."""
-    tone = RATING_TONES.get(verdict.rating, "")
+    tone = VERDICT_TONES.get(verdict.rating, "")
     return Cell(rating_words(verdict), tone, rating_reason(verdict))
-
-
-def has_several_devices(facts: TableFacts) -> bool:
-    """Return whether the groups ran on several devices."""
-    return len({c.group.device for c in facts.groups}) > 1
 
 
 def group_quality(c: Comparison, facts: TableFacts) -> Cell:
@@ -150,7 +138,7 @@ def group_difference(c: Comparison, _: TableFacts) -> Cell:
     if c.difference is None:
         return Cell("")
     verdict, numbers = difference_words(c.difference)
-    return Cell(verdict, DIFFERENCE_TONES.get(c.difference.verdict, ""), numbers)
+    return Cell(verdict, VERDICT_TONES.get(c.difference.verdict, ""), numbers)
 
 
 def group_speed_ratio(c: Comparison, facts: TableFacts) -> Cell:
@@ -163,7 +151,7 @@ def verdict_speed_ratio(verdict: PrecisionVerdict) -> Cell:
     """Return the ratio of speeds with its range over seeds; unknown if emulated."""
     if verdict.is_emulated:
         return Cell("unknown", "quiet", "emulated")
-    ratio = verdict.comparison.speed_ratio if verdict.comparison else None
+    ratio = verdict.comparison.speed_ratio
     return Cell(format_ratio(ratio), note=format_range(ratio))
 
 
@@ -184,8 +172,7 @@ def group_memory(c: Comparison, _: TableFacts) -> Cell:
 def verdict_memory_ratio(verdict: PrecisionVerdict) -> Cell:
     """Return the ratio of memory with the MiB; empty if emulation distorts it."""
     # Weights take as much emulated; an accelerator's peak does not.
-    is_comparable = verdict.group.is_on_cpu or not verdict.is_emulated
-    if verdict.comparison is None or not is_comparable:
+    if verdict.is_emulated and not verdict.group.is_on_cpu:
         return Cell("")
     ratio = verdict.comparison.memory_ratio
     return Cell("" if ratio is None else f"{ratio:.2f}", note=format_mib(verdict.group.memory_mib))
@@ -195,22 +182,13 @@ def verdict_forecast(verdict: PrecisionVerdict) -> Cell:
     """Return the predicted peak of memory with the largest batch that fits."""
     if verdict.forecast is None:
         return Cell("")
-    peak, batch = verdict.forecast
+    peak = format_mib(verdict.forecast.get("peak_mib"))
+    batch = verdict.forecast.get("largest_batch")
     if not batch:
-        return Cell(format_mib(peak))
+        return Cell(peak)
     # The forecast tries no larger batch.
     more = " or more" if batch == MAX_FORECAST_BATCH_SIZE else ""
-    return Cell(format_mib(peak), note=f"largest batch {batch}{more}")
-
-
-def job_loss(job: RunResult, _: TableFacts) -> str:
-    """Return the last validation loss."""
-    return format_number(job.metrics.get(VAL_LOSS))
-
-
-def has_separate_loss(facts: TableFacts) -> bool:
-    """Return whether evaluations have a loss next to another quality."""
-    return facts.is_evaluation and facts.quality != VAL_LOSS
+    return Cell(peak, note=f"largest batch {batch}{more}")
 
 
 def job_trains(job: RunResult, _: TableFacts) -> str:
@@ -218,21 +196,11 @@ def job_trains(job: RunResult, _: TableFacts) -> str:
     return "" if job.trains in (None, 1.0) else format_percent(job.trains)
 
 
-def has_several_optimizer_sizes(facts: TableFacts) -> bool:
-    """Return whether the jobs' optimizer states differ in size."""
-    return len({job.optimizer_mib for job in facts.jobs if job.optimizer_mib}) > 1
-
-
 def peak_title(facts: TableFacts) -> str:
     """Return what the peak is measured on: the process or the device."""
     # A CPU has no allocator to ask: its peak is the resident set of the process.
     is_on_cpu = any("threads)" in job.device for job in facts.jobs)
     return "process MiB" if is_on_cpu else "peak MiB"
-
-
-def job_skipped(job: RunResult, _: TableFacts) -> str:
-    """Return how many steps the loss scale skipped."""
-    return "" if job.skipped_steps is None else str(job.skipped_steps)
 
 
 def mean_cell(spread: Spread | None) -> Cell:

@@ -5,7 +5,6 @@ matplotlib is imported inside the functions, so that a report without charts doe
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +27,8 @@ from runner.sweep.report.downsample import (
 from runner.sweep.report.jobs import Job, SweepData
 from runner.sweep.report.point_labels import label_points
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.plots import FONT, plain_label
+from runner.utils.markup import LegendEntry
+from runner.utils.plots import chart_style, plain_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,15 +61,6 @@ def group_styles(names: Sequence[str]) -> dict[str, Style]:
         colour = GROUP_COLOURS[index % len(GROUP_COLOURS)]
         styles[name] = (colour, DASH_PATTERNS[round_of_colours % len(DASH_PATTERNS)])
     return styles
-
-
-@dataclass(frozen=True)
-class LegendEntry:
-    """A line of the legend: name, colour, and lengths of dashes and gaps in line widths."""
-
-    name: str
-    colour: str
-    dashes: tuple[float, ...]
 
 
 def legend_entries(data: SweepData) -> list[LegendEntry]:
@@ -118,7 +109,6 @@ def _drawable_panels(data: SweepData) -> "list[DrawPanel]":
 
 
 def _figure(data: SweepData, drawn: "Sequence[DrawPanel]", has_legend: bool) -> "Figure":
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     jobs = _trained_jobs(data)
@@ -129,8 +119,7 @@ def _figure(data: SweepData, drawn: "Sequence[DrawPanel]", has_legend: bool) -> 
     if has_legend:
         width += LEGEND_WIDTH_INCHES
     size = (width, CHART_HEIGHT_INCHES * down)
-    # A user's matplotlibrc would change the report: LaTeX may be missing on this machine.
-    with rc_context({"font.size": 9, "font.family": FONT, "text.usetex": False}):
+    with chart_style(font_size=9):
         figure = Figure(figsize=size, layout="constrained")
         if has_legend:
             _draw_legend(figure, legend_entries(data))

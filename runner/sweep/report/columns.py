@@ -18,7 +18,7 @@ from runner.sweep.report import cells
 from runner.sweep.report.cells import TableFacts
 from runner.sweep.report.compare import BASELINE, Comparison
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
-from runner.sweep.report.verdict import health_words
+from runner.sweep.report.wording import health_words
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number
 from runner.utils.markup import Cell, Table
@@ -65,7 +65,7 @@ COLUMNS = (
     Column(
         "device",
         group=lambda c, _: Cell(c.group.device),
-        is_shown=cells.has_several_devices,
+        is_shown=lambda facts: len({c.group.device for c in facts.groups}) > 1,
         is_text=True,
     ),
     Column(
@@ -80,7 +80,11 @@ COLUMNS = (
         job=lambda job, facts: cells.job_change(job.quality, job, facts),
         group=cells.group_change,
     ),
-    Column("loss", job=cells.job_loss, is_shown=cells.has_separate_loss),
+    Column(
+        "loss",
+        job=lambda job, _: format_number(job.metrics.get(VAL_LOSS)),
+        is_shown=lambda facts: facts.is_evaluation and facts.quality != VAL_LOSS,
+    ),
     Column(
         "loss change",
         job=lambda job, facts: cells.job_change(VAL_LOSS, job, facts),
@@ -107,14 +111,18 @@ COLUMNS = (
     Column(
         "state MiB",
         job=lambda job, _: format_number(job.optimizer_mib),
-        is_shown=cells.has_several_optimizer_sizes,
+        is_shown=lambda facts: len({job.optimizer_mib or None for job in facts.jobs} - {None}) > 1,
     ),
     Column("trains", job=cells.job_trains),
     Column("peak", job=lambda job, _: format_number(job.peak_memory_mib), title=cells.peak_title),
     Column(
         "converted", job=lambda job, _: job.converted, group=lambda c, _: Cell(c.group.converted)
     ),
-    Column("skipped", job=cells.job_skipped, group=lambda c, _: cells.range_cell(c.group.skipped)),
+    Column(
+        "skipped",
+        job=lambda job, _: format_number(job.skipped_steps),
+        group=lambda c, _: cells.range_cell(c.group.skipped),
+    ),
     Column(
         "final scale",
         job=lambda job, _: format_number(job.loss_scale),

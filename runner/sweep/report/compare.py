@@ -12,7 +12,15 @@ from typing import Literal
 
 from runner.modes.result import RunResult
 from runner.modes.tables import change_since_training, shared_settings
-from runner.sweep.report.statistics import Difference, Ratio, Spread, quality_difference
+from runner.sweep.report.statistics import (
+    Difference,
+    Ratio,
+    SeedValues,
+    Spread,
+    Verdict,
+    pair_by_seed,
+    quality_difference,
+)
 from runner.tracking.metric_names import VAL_LOSS
 
 BASELINE = "32-true"
@@ -38,7 +46,6 @@ class Group:
             over all jobs that finished or were stopped as diverged.
         change: in mode=evaluate, quality minus what the checkpoint reached in its own precision.
         speed: training speed in examples/s.
-        step_ms: host milliseconds per step.
         peak_mib, weights_mib, optimizer_mib: MiB.
         reasons: why jobs did not finish, each reason once.
     """
@@ -53,7 +60,6 @@ class Group:
     loss: Spread | None
     change: Spread | None
     speed: Spread | None
-    step_ms: Spread | None
     peak_mib: Spread | None
     weights_mib: Spread | None
     optimizer_mib: Spread | None
@@ -148,7 +154,6 @@ def _group(
             change_since_training(job.quality, job, sweep_results) for job in complete
         ),
         speed=spread(lambda job: job.examples_per_second),
-        step_ms=spread(lambda job: job.step_ms),
         peak_mib=spread(lambda job: job.peak_memory_mib),
         weights_mib=spread(lambda job: job.weights_mib),
         optimizer_mib=spread(lambda job: job.optimizer_mib),
@@ -181,6 +186,18 @@ class Comparison:
     def is_baseline(self) -> bool:
         """Return whether other groups are compared with this one."""
         return self.baseline is self.group
+
+    @property
+    def is_judged(self) -> bool:
+        """Return whether the quality was tested against the baseline's."""
+        return self.difference is not None and self.difference.verdict is not Verdict.UNJUDGED
+
+    @property
+    def is_not_worse(self) -> bool:
+        """Return whether the quality was tested and not found worse; true of the baseline."""
+        if self.difference is None:
+            return self.is_baseline
+        return self.difference.verdict in (Verdict.SAME, Verdict.BETTER)
 
     @property
     def speed_verdict(self) -> Literal["faster", "slower", "even", "unclear", ""]:
@@ -255,7 +272,7 @@ def _difference(group: Group, baseline: Group) -> Difference | None:
     return quality_difference(_qualities_by_seed(group), _qualities_by_seed(baseline), direction)
 
 
-def _qualities_by_seed(group: Group) -> list[tuple[int | None, float]]:
+def _qualities_by_seed(group: Group) -> SeedValues:
     """Return (seed, quality) of each complete job."""
     complete = [job for job in group.jobs if job.outcome == "finished"]
     return [(job.seed, job.metrics[job.quality]) for job in complete]
@@ -268,14 +285,13 @@ def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
     """
     speeds = _speeds_by_seed(group)
     base_speeds = _speeds_by_seed(baseline)
-    if not speeds or not base_speeds:
+    pairs = pair_by_seed(speeds, base_speeds)
+    if pairs is not None:
+        return Ratio.of_values(speed / base_speed for speed, base_speed in pairs)
+    ordered = sorted(speed for _, speed in speeds if speed)
+    base_ordered = sorted(speed for _, speed in base_speeds if speed)
+    if not ordered or not base_ordered:
         return None
-    if _share_seeds(group, baseline):
-        base_by_seed = dict(base_speeds)
-        paired = [(seed, speed) for seed, speed in speeds if seed in base_by_seed]
-        return Ratio.of_values(speed / base_by_seed[seed] for seed, speed in paired)
-    ordered = sorted(speed for _, speed in speeds)
-    base_ordered = sorted(speed for _, speed in base_speeds)
     value = median(ordered) / median(base_ordered)
     count = min(len(ordered), len(base_ordered))
     # Without pairs any two seeds may meet: the widest range is the honest one.
@@ -284,21 +300,13 @@ def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
     return Ratio(value, count, low, high)
 
 
-def _share_seeds(group: Group, baseline: Group) -> bool:
-    """Return whether some seeds are in both groups, each at most once per group."""
-    seeds = [job.seed for job in group.jobs]
-    base_seeds = [job.seed for job in baseline.jobs]
-    # A seed that a group has twice has no single partner.
-    if len(set(seeds)) < len(seeds) or len(set(base_seeds)) < len(base_seeds):
-        return False
-    shared = set(seeds) & set(base_seeds)
-    return bool(shared - {None})
-
-
-def _speeds_by_seed(group: Group) -> list[tuple[int | None, float]]:
-    """Return (seed, examples/s) of each finished job that was long enough to have a speed."""
-    finished = [job for job in group.jobs if job.status == "finished"]
-    return [(job.seed, job.examples_per_second) for job in finished if job.examples_per_second]
+def _speeds_by_seed(group: Group) -> SeedValues:
+    """Return (seed, examples/s) of each job; None for one that failed or was too short."""
+    speeds = []
+    for job in group.jobs:
+        speed = job.examples_per_second if job.status == "finished" else None
+        speeds.append((job.seed, speed or None))
+    return speeds
 
 
 def pareto_front(comparisons: Sequence[Comparison]) -> list[Comparison]:

@@ -11,11 +11,15 @@ from runner.modes.tables import shared_settings
 from runner.sweep.report.compare import BASELINE, Comparison, Group
 from runner.sweep.report.number_text import (
     MAX_LISTED_NAMES,
-    difference_words,
     format_mean_sd,
     format_range,
-    format_ratio,
     join_names,
+)
+from runner.sweep.report.wording import (
+    difference_words,
+    memory_name,
+    memory_words,
+    speed_words,
 )
 from runner.utils.formatting import format_number
 
@@ -42,7 +46,7 @@ def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | Non
     # Each combination of settings and device has an answer of its own: no row is marked as the one.
     if len({(group.settings, group.device) for group in finished}) > 1:
         return None
-    if not _is_judged(comparisons):
+    if not any(comparison.is_judged for comparison in comparisons):
         return None
     candidates = [comparison for comparison in comparisons if _is_recommendable(comparison)]
     if not any(candidate.is_baseline for candidate in candidates):
@@ -59,7 +63,7 @@ def _is_recommendable(comparison: Comparison) -> bool:
         return False
     if comparison.is_baseline:
         return True
-    return comparison.speed_verdict == "faster" and _is_not_worse(comparison)
+    return comparison.speed_verdict == "faster" and comparison.is_not_worse
 
 
 def conclusion_text(comparisons: Sequence[Comparison], missing_jobs: str = "") -> str:
@@ -144,7 +148,7 @@ def _device_sentence(ended: Sequence[Comparison]) -> str:
         return _no_baseline_sentence(ended)
     if not any(comparison.speed_ratio for comparison in others):
         return _untimed_sentence(others)
-    if _is_judged(ended):
+    if any(comparison.is_judged for comparison in ended):
         return _judged_sentence(ended)
     return _unjudged_sentence(ended)
 
@@ -303,7 +307,7 @@ def _judged_sentence(ended: Sequence[Comparison]) -> str:
     """Name the fastest group that is not worse; several seeds on both sides judge quality."""
     quality = ended[0].group.jobs[0].quality
     others = _complete_others(ended)
-    fit = [other for other in others if other.speed_ratio and _is_not_worse(other)]
+    fit = [other for other in others if other.speed_ratio and other.is_not_worse]
     if not fit:
         reason = "no other precision ended in full and was found not to be worse"
         return f"Stay with {BASELINE}: {reason} in {quality}."
@@ -328,37 +332,32 @@ def _complete_others(ended: Sequence[Comparison]) -> list[Comparison]:
 def _cost_words(comparison: Comparison, nothing_faster: str) -> str:
     """Return the fastest group's speed and memory; nothing_faster introduces one that is not."""
     name = comparison.group.name
-    speed = _speed_words(comparison)
+    speed = _speed_clause(comparison)
     if comparison.speed_verdict == "faster":
         text = f"{name} trains {speed}"
     elif comparison.speed_verdict == "unclear":
         text = f"{name} is {speed}"
     else:
         text = f"{nothing_faster} than {BASELINE}: {name} is {speed}"
-    return ", ".join(filter(None, [text, _memory_words(comparison)]))
+    return ", ".join(filter(None, [text, _memory_clause(comparison)]))
 
 
-def _speed_words(comparison: Comparison) -> str:
+def _speed_clause(comparison: Comparison) -> str:
     """Return for example `1.42 × as fast as 32-true`, or that it is about as fast."""
     if comparison.speed_verdict == "unclear":
         between = format_range(comparison.speed_ratio)
         return f"neither measurably faster nor slower than {BASELINE} ({between} ×)"
     if comparison.speed_verdict in ("faster", "slower"):
-        return f"{format_ratio(comparison.speed_ratio)} × as fast as {BASELINE}"
+        return speed_words(comparison)
     if comparison.speed_ratio is None:
         return "not timed"
     return f"about as fast as {BASELINE}"
 
 
-def _memory_words(comparison: Comparison) -> str:
-    ratio = comparison.memory_ratio
-    if ratio is None:
+def _memory_clause(comparison: Comparison) -> str:
+    if comparison.memory_ratio is None:
         return ""
-    memory = "weights and optimizer state" if comparison.group.is_on_cpu else "peak memory"
-    # Compared as printed: "1.00 × its memory" would read as a difference.
-    if f"{ratio:.2f}" == "1.00":
-        return f"with the same {memory}"
-    return f"with {ratio:.2f} × its {memory}"
+    return f"with {memory_words(comparison) or f'the same {memory_name(comparison)}'}"
 
 
 def _least_memory_words(others: Sequence[Comparison], named: Comparison) -> str:
@@ -372,22 +371,8 @@ def _least_memory_words(others: Sequence[Comparison], named: Comparison) -> str:
     limit = MAX_WORTHWHILE_MEMORY_SHARE * min(named_ratio, 1.0)
     if (least.memory_ratio or 0.0) > limit:
         return ""
-    return f"; least memory: {least.group.name} {_memory_words(least)}"
+    return f"; least memory: {least.group.name} {_memory_clause(least)}"
 
 
 def _fastest(comparisons: Sequence[Comparison]) -> Comparison:
     return max(comparisons, key=lambda c: c.speed_ratio.value if c.speed_ratio else 0)
-
-
-def _is_judged(comparisons: Sequence[Comparison]) -> bool:
-    """Return whether some group's quality could be compared with the baseline's."""
-    differences = [comparison.difference for comparison in comparisons if comparison.difference]
-    return any(difference.verdict != "unjudged" for difference in differences)
-
-
-def _is_not_worse(comparison: Comparison) -> bool:
-    """Return whether quality was judged and not found worse."""
-    if comparison.is_baseline:
-        return True
-    difference = comparison.difference
-    return difference is not None and difference.verdict in ("same", "better")

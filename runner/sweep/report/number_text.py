@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from runner.sweep.report.statistics import Difference, Ratio, Spread
+from runner.sweep.report.statistics import Ratio, Spread
 from runner.utils.formatting import format_number
 
 MAX_LISTED_NAMES = 3
@@ -51,21 +51,6 @@ def format_range(ratio: Ratio | None) -> str:
     if ratio is None or ratio.low == ratio.high:
         return ""
     return f"{ratio.low:.2f} to {ratio.high:.2f}"
-
-
-def difference_words(difference: Difference) -> tuple[str, str]:
-    """Return the verdict on a difference in quality, and the numbers behind it."""
-    value = difference.value
-    half_width = difference.ci_half_width
-    if half_width is None:
-        return "no verdict", f"{value:+.2g}, one seed: no spread"
-    if half_width == 0:
-        if difference.verdict == "same":
-            return "no measurable difference", "identical in every seed"
-        return "no verdict", f"{value:+.2g} in every seed: no spread"
-    if difference.verdict == "same":
-        return "no measurable difference", format_interval(value, half_width, "+")
-    return f"{difference.verdict} by {format_interval(abs(value), half_width)}", ""
 
 
 def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:

@@ -214,8 +214,7 @@ def _chart_blocks(data: SweepData) -> list[Block]:
     pictures = [svg_element(figure) for figure in chart_figures(data)]
     if not pictures:
         return []
-    lines = [(entry.name, entry.colour, entry.dashes) for entry in legend_entries(data)]
-    return [Heading("Curves"), Charts(pictures, lines)]
+    return [Heading("Curves"), Charts(pictures, legend_entries(data))]
 
 
 def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:

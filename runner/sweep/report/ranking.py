@@ -1,49 +1,37 @@
-"""Judge and rank the trials of mode=advise: one verdict per precision, the best one first.
-
-Three vocabularies meet here. A `PairedTest.decision` is the result of the statistical test, a
-`RunResult.outcome` says how one job ended, and a `Rating` is what the advice says of a precision.
-"""
+"""Judge and rank the trials of mode=advise: one verdict per precision, the best one first."""
 
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from runner.modes.result import RunResult
 from runner.sweep.advisor.settings import AdviseSettings
 from runner.sweep.report.compare import BASELINE, Comparison, Group, compare_two_groups, group_jobs
-from runner.sweep.report.non_inferiority import (
+from runner.sweep.report.statistics import (
     MIN_SEEDS,
-    PairedTest,
+    Difference,
+    Ratio,
+    Verdict,
     baseline_spread,
     non_inferiority_test,
+    pair_by_seed,
 )
-from runner.sweep.report.statistics import Ratio
 from runner.tracking.metric_names import VAL_LOSS
 
-Rating = Literal[
-    "recommended",
-    "baseline",
-    "fit",
-    "unclear",
-    "worse",
-    "diverged",
-    "slow",
-    "failed",
-    "unavailable",
-]
-_RATING_ORDER: Mapping[Rating, int] = {
-    "recommended": 0,
-    "fit": 1,
-    "baseline": 1,
-    "unclear": 2,
-    "worse": 3,
-    "diverged": 4,
-    "slow": 5,
-    "failed": 6,
-    "unavailable": 7,
+_RANKS: Mapping[Verdict, int] = {
+    Verdict.RECOMMENDED: 0,
+    Verdict.INDISTINGUISHABLE: 1,
+    Verdict.BETTER: 1,
+    Verdict.BASELINE: 1,
+    Verdict.UNCLEAR: 2,
+    Verdict.WORSE: 3,
+    Verdict.DIVERGED: 4,
+    Verdict.SLOW: 5,
+    Verdict.FAILED: 6,
+    Verdict.UNAVAILABLE: 7,
 }
+_ACCEPTABLE = tuple(verdict for verdict, rank in _RANKS.items() if rank <= 1)
 MIN_MEMORY_GAIN = 0.02
 """A smaller share of memory saved counts as no gain."""
 LossBySeed = Mapping[int | None, float]
@@ -54,26 +42,34 @@ class PrecisionVerdict:
     """What the trials say about one precision, or about one with modules excluded from it.
 
     Attributes:
-        comparison: with 32-true; None without a baseline.
-        test: None if no seed finished in both.
+        comparison: with 32-true, by non_inferiority_test() of the final loss.
+        rating: the verdict of the test, or what mode=advise says instead of it.
         diverged_step: optimizer step at which the first trial diverged.
         command: words of the command that trains in this precision.
         float32_finding: why the precision fails, as measured on float32's numbers.
-        forecast: see AdviseSettings.memory_forecast.
+        forecast: an entry of AdviseSettings.memory.
         attempted_module_sets: overrides that exclude modules, each with the first seed's loss minus
             32-true's; NaN if that trial did not finish. Empty if any of them is acceptable.
     """
 
-    group: Group
-    rating: Rating
-    comparison: Comparison | None = None
-    test: PairedTest | None = None
+    comparison: Comparison
+    rating: Verdict
     diverged_step: int | None = None
     is_emulated: bool = False
     command: Sequence[str] = ()
     float32_finding: str = ""
-    forecast: tuple[float, int] | None = None
+    forecast: Mapping[str, float] | None = None
     attempted_module_sets: Sequence[tuple[str, float]] = ()
+
+    @property
+    def group(self) -> Group:
+        """Return the trials."""
+        return self.comparison.group
+
+    @property
+    def test(self) -> Difference | None:
+        """Return the difference of the final loss, None if no seed finished in both."""
+        return self.comparison.difference
 
     @property
     def name(self) -> str:
@@ -83,12 +79,12 @@ class PrecisionVerdict:
     @property
     def is_acceptable(self) -> bool:
         """Return whether it trains as well as float32."""
-        return self.rating in ("recommended", "baseline", "fit")
+        return self.rating in _ACCEPTABLE
 
     @property
     def is_failing(self) -> bool:
         """Return whether its numbers are the reason that it is not acceptable."""
-        return self.rating in ("worse", "diverged")
+        return self.rating in (Verdict.WORSE, Verdict.DIVERGED)
 
 
 @dataclass(frozen=True)
@@ -97,19 +93,22 @@ class Advice:
 
     Attributes:
         verdicts: best first.
-        baseline_spread: standard deviation of 32-true's final loss over seeds; NaN below two.
-        baseline_loss: mean of 32-true's final loss; NaN without one.
+        baseline_losses: 32-true's final losses by seed.
     """
 
     settings: AdviseSettings
     verdicts: Sequence[PrecisionVerdict]
-    baseline_spread: float
-    baseline_loss: float
+    baseline_losses: LossBySeed
+
+    @property
+    def baseline_spread(self) -> float:
+        """Return the standard deviation of 32-true's final loss over seeds; NaN below two."""
+        return baseline_spread([*self.baseline_losses.values()])
 
     @property
     def recommendation(self) -> PrecisionVerdict | None:
         """Return the recommended precision, None if 32-true itself did not train."""
-        return next((line for line in self.verdicts if line.rating == "recommended"), None)
+        return next((v for v in self.verdicts if v.rating is Verdict.RECOMMENDED), None)
 
 
 def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> Advice:
@@ -124,10 +123,6 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
     base = next((group for group in trials if group.name == BASELINE), None)
     base_losses = _final_losses(base, settings) if base else {}
     spread = baseline_spread([*base_losses.values()])
-    mean = math.nan
-    if base_losses:
-        mean = sum(base_losses.values()) / len(base_losses)
-
     others = [group for group in trials if group is not base]
     differences = [_loss_differences(group, base_losses, settings) for group in others]
     # Too few seeds get no verdict, so they cannot get a false one.
@@ -147,7 +142,7 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
         if _is_search_trial(group)
     ]
     with_attempts = [_add_attempted_sets(verdict, verdicts, attempts) for verdict in verdicts]
-    return Advice(settings, _rank_verdicts(with_attempts, settings.objective), spread, mean)
+    return Advice(settings, _rank_verdicts(with_attempts, settings.objective), base_losses)
 
 
 def _is_search_trial(group: Group) -> bool:
@@ -177,8 +172,8 @@ def _loss_differences(
     # The seed that chose the modules to exclude would favour them: it does not judge them.
     if group.settings and seeds:
         del losses[min(seeds)]
-    paired = [seed for seed in losses if seed in base_losses]
-    return [losses[seed] - base_losses[seed] for seed in paired]
+    pairs = pair_by_seed(list(losses.items()), list(base_losses.items()))
+    return [loss - base_loss for loss, base_loss in pairs or ()]
 
 
 def _first_difference(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> float:
@@ -210,55 +205,51 @@ def _baseline_verdict(base: Group, settings: AdviseSettings) -> PrecisionVerdict
     """Return the verdict on 32-true, which is not compared: it is the baseline if it trains."""
     verdict = _verdict(base, base, None, settings)
     if base.finished_count and not verdict.is_failing:
-        return replace(verdict, rating="baseline")
+        return replace(verdict, rating=Verdict.BASELINE)
     return verdict
 
 
 def _verdict(
-    group: Group, base: Group | None, test: PairedTest | None, settings: AdviseSettings
+    group: Group, base: Group | None, test: Difference | None, settings: AdviseSettings
 ) -> PrecisionVerdict:
     rating = _rating(group, test, settings)
     diverged_step = None
-    if rating == "diverged":
+    if rating is Verdict.DIVERGED:
         diverged_step = min(_last_step(job) for job in group.jobs if job.outcome == "diverged")
     # What was measured on float32's numbers belongs to the precision without excluded modules.
     is_plain = not group.settings
     return PrecisionVerdict(
-        group,
+        _comparison(group, base, test),
         rating,
-        _comparison(group, base),
-        test,
         diverged_step,
         group.precision in settings.emulated,
         _command(group, settings),
-        settings.float32_finding(group.precision) if is_plain else "",
-        settings.memory_forecast(group.precision) if is_plain else None,
+        settings.found.get(group.precision, "") if is_plain else "",
+        settings.memory.get(group.precision) if is_plain else None,
     )
 
 
-def _comparison(group: Group, base: Group | None) -> Comparison:
+def _comparison(group: Group, base: Group | None, test: Difference | None) -> Comparison:
     """Compare with the baseline; drop the speed ratio if too few seeds measured it."""
     comparison = compare_two_groups(group, base)
     ratio = comparison.speed_ratio
-    if ratio is not None and ratio.n >= MIN_SEEDS:
-        return comparison
-    return replace(comparison, speed_ratio=None)
+    if ratio is not None and ratio.n < MIN_SEEDS:
+        ratio = None
+    return replace(comparison, speed_ratio=ratio, difference=test)
 
 
-def _rating(group: Group, test: PairedTest | None, settings: AdviseSettings) -> Rating:
+def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> Verdict:
     """Return the rating of a group, before one is recommended."""
     # A trial that diverged outweighs the test, which sees only the seeds that finished.
     if group.counts.get("unavailable"):
-        return "unavailable"
+        return Verdict.UNAVAILABLE
     if group.counts.get("diverged"):
-        return "diverged"
+        return Verdict.DIVERGED
     if group.counts.get("failed") and not group.finished_count:
-        return "failed"
+        return Verdict.FAILED
     if any(job.status == "finished" and job.steps < settings.steps for job in group.jobs):
-        return "slow"
-    if test is None or test.decision == "unclear":
-        return "unclear"
-    return "worse" if test.decision == "worse" else "fit"
+        return Verdict.SLOW
+    return test.verdict if test else Verdict.UNCLEAR
 
 
 def _last_step(job: RunResult) -> int:
@@ -269,11 +260,9 @@ def _last_step(job: RunResult) -> int:
 
 def _command(group: Group, settings: AdviseSettings) -> Sequence[str]:
     """Return the words of the command that trains in a group's precision and settings."""
-    # settings.own holds "<precision> <override>" for the keys that only some precisions take.
-    prefix = f"{group.precision} "
-    of_precision = [words for words in settings.own if words.startswith(prefix)]
-    overrides = [words.removeprefix(prefix) for words in of_precision]
-    return [*settings.command, f"precision={group.precision}", *overrides, *group.settings.split()]
+    precision = group.precision
+    overrides = settings.own.get(precision, ())
+    return [*settings.command, f"precision={precision}", *overrides, *group.settings.split()]
 
 
 def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
@@ -283,16 +272,16 @@ def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list
     best = _best_index(verdicts, merits)
     rated = list(verdicts)
     if best is not None:
-        rated[best] = replace(rated[best], rating="recommended")
+        rated[best] = replace(rated[best], rating=Verdict.RECOMMENDED)
 
     def place(index: int) -> tuple[float, ...]:
         verdict = rated[index]
         # Among worse precisions the least harmful is first, whatever it gains.
         harm = 0.0
-        if verdict.rating == "worse" and verdict.test:
-            harm = verdict.test.mean_difference
+        if verdict.rating is Verdict.WORSE and verdict.test:
+            harm = verdict.test.value
         negated = (-merit for merit in merits[index])
-        return _RATING_ORDER[verdict.rating], verdict.is_emulated, harm, *negated
+        return _RANKS[verdict.rating], verdict.is_emulated, harm, *negated
 
     return [rated[index] for index in sorted(range(len(rated)), key=place)]
 
@@ -305,10 +294,10 @@ def _best_index(
     fit = [
         index
         for index, verdict in enumerate(verdicts)
-        if verdict.rating in ("fit", "baseline") and not verdict.is_emulated
+        if verdict.is_acceptable and not verdict.is_emulated
     ]
     # If 32-true itself did not train, nothing was measured against it.
-    if not any(verdicts[index].rating == "baseline" for index in fit):
+    if not any(verdicts[index].rating is Verdict.BASELINE for index in fit):
         return None
     return max(fit, key=lambda index: merits[index])
 
@@ -321,11 +310,9 @@ def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
     """
     measured: list[tuple[int, Ratio]] = []
     for verdict in verdicts:
-        comparison = verdict.comparison
-        if comparison is None or comparison.speed_ratio is None:
-            continue
-        if comparison.speed_verdict in ("faster", "slower"):
-            measured.append((id(verdict), comparison.speed_ratio))
+        ratio = verdict.comparison.speed_ratio
+        if ratio is not None and verdict.comparison.speed_verdict in ("faster", "slower"):
+            measured.append((id(verdict), ratio))
     speeds = dict.fromkeys(map(id, verdicts), 1.0)
     leader: Ratio | None = None
     for key, ratio in sorted(measured, key=lambda pair: pair[1].value, reverse=True):
@@ -347,20 +334,19 @@ def _merit_key(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple
 
     What was not measured to be a gain counts as none.
     """
-    comparison = verdict.comparison
     test = verdict.test
-    memory = comparison.memory_ratio if comparison else None
+    memory = verdict.comparison.memory_ratio
     if memory is None or abs(memory - 1) <= MIN_MEMORY_GAIN:
         memory = 1.0
     quality = 0.0
-    if test and test.decision == "better":
-        quality = -test.mean_difference
+    if test and test.verdict is Verdict.BETTER:
+        quality = -test.value
     # Emulation distorts both: they would be the emulation's merits.
     if verdict.is_emulated:
         speed = 1.0
         memory = 1.0
     # Among equals float32 itself is the simpler choice.
-    is_baseline = float(verdict.rating == "baseline")
+    is_baseline = float(verdict.rating is Verdict.BASELINE)
     keys = {
         "time": (speed, is_baseline, -memory, quality),
         "memory": (-memory, speed, is_baseline, quality),

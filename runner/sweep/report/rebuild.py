@@ -1,21 +1,22 @@
 """Make a sweep's report again, from its folder or from MLflow alone: the command `report`."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.checkpoint.locate import newest_sweeps
+from runner.config.commands import REPORT
+from runner.config.overrides import path_exists
 from runner.sweep.report.jobs import SweepData
 from runner.sweep.report.load import JOB_RESULTS_FOLDER, load_from_folder, load_from_store
 from runner.sweep.report.pages import summary_markdown, write_report
 from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
-from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact
-from runner.utils.terminal import print_error, sanitize
+from runner.utils.terminal import sanitize
 
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
@@ -32,18 +33,19 @@ def rebuild_report(argv: Sequence[str]) -> int:
 
     Returns:
         The exit status.
+
+    Raises:
+        ConfigError: an argument that it does not take, or there is no such sweep.
+        TrackingError: the store does not answer.
     """
-    try:
-        arguments = _parse_arguments(argv)
-        upload_in_background(Path("outputs"))
-        folder = _sweep_folder(arguments.sweep) if argv else next(iter(newest_sweeps()), None)
-        if folder is not None:
-            paths = write_report(load_from_folder(folder), folder)
-        else:
-            paths = _report_from_store(arguments)
-    except RunnerError as error:
-        print_error(str(error))
-        return error.exit_status
+    arguments = REPORT.parse(argv)
+    sweep = arguments.words[0] if arguments.words else None
+    upload_in_background(Path("outputs"))
+    folder = _sweep_folder(sweep) if argv else next(iter(newest_sweeps()), None)
+    if folder is not None:
+        paths = write_report(load_from_folder(folder), folder)
+    else:
+        paths = _report_from_store(sweep, arguments.values)
     print(sanitize(paths[0].read_text()))
     print("\n".join(str(path) for path in paths))
     return 0
@@ -94,30 +96,20 @@ def is_joined_by_others(uri: str, run_id: str, own: str) -> bool:
     return any(Path(path).name != own for path in Reader(uri).artifacts(run_id, JOB_RESULTS_FOLDER))
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """What was typed after `report`; None for what was not."""
-
-    sweep: str | None
-    uri: str | None
-    experiment: str | None
-
-
-def _report_from_store(arguments: _Arguments) -> list[Path]:
-    uri = resolve_uri(arguments.uri, os.environ, Path.cwd())
+def _report_from_store(sweep: str | None, typed: Mapping[str, str]) -> list[Path]:
+    uri = resolve_uri(typed.get("tracking.uri"), os.environ, Path.cwd())
     database = sqlite_path(uri)
     # Opening a database that does not exist would create it.
     if database and not database.exists():
         missing = "There is no sweep in outputs/sweeps"
-        if arguments.sweep:
-            missing = f"{arguments.sweep} is no sweep here"
+        if sweep:
+            missing = f"{sweep} is no sweep here"
         raise ConfigError(
             f"{missing}, and nothing was logged to {redact(uri)} yet. Type report <sweep folder>, "
             "or tracking.uri=... for another store."
         )
-    sweep = arguments.sweep
     if sweep is None:
-        sweep = _newest_sweep(uri, arguments.experiment)
+        sweep = _newest_sweep(uri, typed.get("tracking.experiment"))
     return store_report(uri, sweep, _new_folder(sweep))[0]
 
 
@@ -162,27 +154,6 @@ def _find_parent_run(reader: "Reader", name: str) -> "StoredRun":
 
 def _sweep_folder(sweep: str | None) -> Path | None:
     """Return the folder that was typed, None if the word names no folder here."""
-    if sweep is None or not Path(sweep).exists():
+    if sweep is None or not path_exists(sweep):
         return None
     return Path(sweep)
-
-
-def _parse_arguments(argv: Sequence[str]) -> _Arguments:
-    """Parse the words after `report`. Raise ConfigError for words that it does not take."""
-    given: dict[str, str] = {}
-    for text in argv:
-        key, equals, value = text.partition("=")
-        if equals and key not in ("tracking.uri", "tracking.experiment"):
-            raise ConfigError(
-                f"report does not take {text}. Allowed: a sweep, tracking.uri=..., "
-                "tracking.experiment=..."
-            )
-        if not equals:
-            key = "sweep"
-            value = text
-        if key in given:
-            raise ConfigError(f"report takes one sweep, and was given: {' '.join(argv)}.")
-        given[key] = value
-    return _Arguments(
-        given.get("sweep"), given.get("tracking.uri"), given.get("tracking.experiment")
-    )

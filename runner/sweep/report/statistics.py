@@ -1,20 +1,54 @@
-"""Means, spreads and confidence intervals of a sweep's numbers over seeds.
+"""Means, spreads, ratios and tested differences of a sweep's numbers over seeds.
 
-`quality_difference` judges ordinary sweeps by a two-sided interval; mode=advise uses the one-sided
-test of non_inferiority.py, because it has to decide instead of to describe.
+Two tests compare a precision with 32-true and share one vocabulary of verdicts. An ordinary sweep
+describes: `quality_difference` finds whether a two-sided 95 % interval contains 0. mode=advise has
+to decide: `non_inferiority_test` finds by one-sided tests whether a precision trains worse, or at
+most worse by a tolerance.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from statistics import fmean, median, stdev
 from typing import Literal
 
-DifferenceVerdict = Literal["same", "better", "worse", "unjudged"]
-SeedValues = Sequence[tuple[int | None, float]]
-"""(seed, value) of each job."""
+ERROR_RATE = 0.05
+"""Error rate of every test. In mode=advise it is the chance that, of all precisions tested
+together, any that is as good as float32 is called worse; the same chance that any is called better;
+and, for each, the chance that one just beyond an exactly known tolerance is called
+indistinguishable (bench/false_alarms.py measures the tolerance with five seeds)."""
+MIN_SEEDS = 3
+"""Fewer seeds get no verdict in mode=advise."""
 RELATIVE_ROUNDING_ERROR = 1e-9
 """Half-widths below this share of the largest value are rounding errors, not a spread."""
+SeedValues = Sequence[tuple[int | None, float | None]]
+"""(seed, value) of each job; None for an unknown seed or value."""
+
+
+class Verdict(StrEnum):
+    """What a comparison with 32-true says of a precision.
+
+    The members from RECOMMENDED on are of mode=advise alone: they say what it recommends, and why
+    it did not test a precision.
+    """
+
+    BETTER = "better"
+    WORSE = "worse"
+    # The interval of the difference contains 0, which is no proof of equality.
+    SAME = "same"
+    # Worse by no more than the tolerance, as the test of mode=advise has found.
+    INDISTINGUISHABLE = "indistinguishable"
+    # The test of mode=advise found none of these: more seeds or steps would settle it.
+    UNCLEAR = "unclear"
+    # Without a spread over seeds nothing is tested.
+    UNJUDGED = "unjudged"
+    RECOMMENDED = "recommended"
+    BASELINE = "baseline"
+    DIVERGED = "diverged"
+    SLOW = "slow"
+    FAILED = "failed"
+    UNAVAILABLE = "unavailable"
 
 
 @dataclass(frozen=True)
@@ -60,78 +94,145 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean quality minus the baseline's mean quality.
+    """Mean of a precision minus the baseline's mean, with the verdict of a test.
 
     Attributes:
-        ci_half_width: half-width of the 95 % confidence interval; None with one seed.
+        ci_half_width: half-width of its confidence interval; infinite with too few seeds.
         test: "paired t" if the seeds of both match (Student 1908), else "Welch" (1947).
-        verdict: "same" if the interval contains 0; "unjudged" without a spread.
+        n: seeds of the precision.
+        margin: tolerated difference.
     """
 
+    verdict: Verdict
     value: float
-    ci_half_width: float | None
-    test: str
-    verdict: DifferenceVerdict
+    n: int
+    ci_half_width: float = math.inf
+    test: str = ""
+    margin: float = 0.0
 
 
 def quality_difference(
     group: SeedValues, baseline: SeedValues, direction: Literal["max", "min"]
 ) -> Difference:
-    """Return the difference of two groups' mean qualities, with its interval and verdict.
+    """Return the difference of two groups' mean qualities, by a two-sided 95 % interval.
 
     Args:
         group: (seed, quality) of the group; finite, not empty.
         baseline: (seed, quality) of the baseline; finite, not empty.
         direction: whether a larger ("max") or a smaller ("min") quality is better.
     """
-    values = [quality for _, quality in group]
-    others = [quality for _, quality in baseline]
+    values = _known_values(group)
+    others = _known_values(baseline)
+    n = len(values)
     difference = fmean(values) - fmean(others)
-    if len(values) < 2 or len(others) < 2:
-        return Difference(difference, None, "", "unjudged")
+    if n < 2 or len(others) < 2:
+        return Difference(Verdict.UNJUDGED, difference, n)
 
-    pairs = pair_by_seed(group, baseline)
-    if pairs:
+    pairs = pair_by_seed(group, baseline) or []
+    if len(pairs) == n == len(others):
         test = "paired t"
-        half_width = _paired_half_width([a - b for a, b in pairs])
+        half_width = _paired_half_width([a - b for a, b in pairs], ERROR_RATE / 2)
     else:
         test = "Welch"
-        half_width = _welch_half_width(values, others)
+        half_width = _welch_half_width(values, others, ERROR_RATE / 2)
     largest_value = max(map(abs, [*values, *others]))
     smallest_spread = RELATIVE_ROUNDING_ERROR * largest_value
-    verdict: DifferenceVerdict
     if half_width <= smallest_spread:
         # The same difference in every seed: a constant has no spread to be judged by.
-        half_width = 0.0
-        verdict = "same" if abs(difference) <= smallest_spread else "unjudged"
-    elif abs(difference) <= half_width:
-        verdict = "same"
-    else:
-        verdict = "better" if (difference > 0) == (direction == "max") else "worse"
-    return Difference(difference, half_width, test, verdict)
+        is_zero = abs(difference) <= smallest_spread
+        return Difference(Verdict.SAME if is_zero else Verdict.UNJUDGED, difference, n, 0.0, test)
+    verdict = Verdict.SAME
+    if abs(difference) > half_width:
+        verdict = _direction_verdict(difference, direction)
+    return Difference(verdict, difference, n, half_width, test)
 
 
-def pair_by_seed(group: SeedValues, baseline: SeedValues) -> list[tuple[float, float]]:
-    """Return the two values of each seed; empty unless each seed occurs once in both groups."""
+def baseline_spread(losses: Sequence[float]) -> float:
+    """Return the sample standard deviation of float32's losses over seeds, NaN below two."""
+    return stdev(losses) if len(losses) > 1 else math.nan
+
+
+def non_inferiority_test(
+    differences: Sequence[float], spread: float, tolerance: float, family_size: int
+) -> Difference:
+    """Test whether a precision trains worse than float32, or was only luckier or unluckier.
+
+    Every precision and float32 train from the same weights on the same batches for each seed, so
+    the test works on paired differences of the final loss. How large a difference matters is
+    measured in the spread between float32's own seeds.
+
+    Worse: the mean difference is beyond the tolerance, and above 0 by the one-sided paired t test
+    (Student 1908) at ERROR_RATE / family_size (Bonferroni). Better: the same with the sign changed.
+    Indistinguishable: the test at ERROR_RATE finds the difference below the tolerance (a
+    non-inferiority test). Unclear: none of these.
+
+    Args:
+        differences: loss minus 32-true's, one per seed; finite, not empty.
+        spread: baseline_spread() of 32-true's losses.
+        tolerance: tolerated difference, in spreads.
+        family_size: how many precisions are tested together.
+    """
+    mean = fmean(differences)
+    n = len(differences)
+    margin = tolerance * spread
+    if n < MIN_SEEDS or math.isnan(spread):
+        return Difference(Verdict.UNCLEAR, mean, n, margin=margin)
+
+    # The claim "worse" is corrected for the number of precisions: any false one misleads the
+    # reader. "Indistinguishable" is a claim about one precision and is not corrected.
+    corrected = _paired_half_width(differences, ERROR_RATE / max(family_size, 1))
+    uncorrected = _paired_half_width(differences, ERROR_RATE)
+    verdict = Verdict.UNCLEAR
+    if abs(mean) > max(corrected, margin):
+        verdict = _direction_verdict(mean, "min")
+    elif mean + uncorrected <= margin:
+        verdict = Verdict.INDISTINGUISHABLE
+    return Difference(verdict, mean, n, corrected, "paired t", margin)
+
+
+def pair_by_seed(group: SeedValues, baseline: SeedValues) -> list[tuple[float, float]] | None:
+    """Return the two values of each seed for which both groups have one.
+
+    Returns:
+        None if the groups share no seed, or one of them has a seed twice, which has no partner.
+    """
     first = dict(group)
     second = dict(baseline)
-    if None in first or first.keys() != second.keys():
-        return []
-    # A seed that occurs twice has no single partner.
     if len(first) < len(group) or len(second) < len(baseline):
-        return []
-    return [(value, second[seed]) for seed, value in first.items()]
+        return None
+    shared = [seed for seed in first if seed is not None and seed in second]
+    if not shared:
+        return None
+    pairs = []
+    for seed in shared:
+        value = first[seed]
+        other = second[seed]
+        if value is not None and other is not None:
+            pairs.append((value, other))
+    return pairs
 
 
-def _paired_half_width(differences: Sequence[float]) -> float:
-    """Return the half-width of the 95 % interval of paired differences."""
+def _known_values(group: SeedValues) -> list[float]:
+    return [value for _, value in group if value is not None]
+
+
+def _direction_verdict(difference: float, direction: Literal["max", "min"]) -> Verdict:
+    is_better = (difference > 0) == (direction == "max")
+    return Verdict.BETTER if is_better else Verdict.WORSE
+
+
+def _paired_half_width(differences: Sequence[float], one_sided_error: float) -> float:
+    """Return the half-width of the interval of paired differences' mean (Student 1908)."""
     from scipy.stats import t
 
     count = len(differences)
-    return float(t.ppf(0.975, count - 1)) * stdev(differences) / math.sqrt(count)
+    standard_error = stdev(differences) / math.sqrt(count)
+    return float(t.ppf(1 - one_sided_error, count - 1)) * standard_error
 
 
-def _welch_half_width(values: Sequence[float], others: Sequence[float]) -> float:
+def _welch_half_width(
+    values: Sequence[float], others: Sequence[float], one_sided_error: float
+) -> float:
     """Return the half-width with degrees of freedom after Welch and Satterthwaite."""
     from scipy.stats import t
 
@@ -144,4 +245,4 @@ def _welch_half_width(values: Sequence[float], others: Sequence[float]) -> float
     share_a = (error_a / error) ** 2
     share_b = (error_b / error) ** 2
     freedom = 1 / (share_a**2 / (len(values) - 1) + share_b**2 / (len(others) - 1))
-    return float(t.ppf(0.975, freedom)) * error
+    return float(t.ppf(1 - one_sided_error, freedom)) * error

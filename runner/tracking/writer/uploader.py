@@ -7,7 +7,7 @@ describes. writer_main.py calls `advance` in a loop and decides what a failed ca
 import math
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,12 @@ class JournalUploader:
     Args:
         journal: its path.
         stores: the stores that this process has opened.
-        emit: sends an event to the trainer: its kind, and its fields as keywords.
     """
 
-    def __init__(self, journal: Path, stores: StoreCache, emit: Callable[..., None]) -> None:
+    def __init__(self, journal: Path, stores: StoreCache) -> None:
         self.journal = journal
         self.state = UploadState(journal)
         self._stores = stores
-        self._emit = emit
         self._store: Store | None = None
         self._batch: Batch | None = None
         self._start: dict[str, Any] = {}
@@ -114,7 +112,7 @@ class JournalUploader:
         if batch.kind == "metrics" and batch.is_complete:
             self._full_batch_bytes = batch.end - self.state.offset
         # Only now, after the store's answer: a writer that dies before this line sends it again.
-        self.state.save(offset=batch.end)
+        self.state.save(offset=batch.end, sending_file=False)
         return not self.state.done
 
     def skip(self) -> None:
@@ -124,7 +122,7 @@ class JournalUploader:
         if batch is None:
             self.state.save(done=True)
         else:
-            self.state.save(offset=batch.end, done=batch.kind == "end")
+            self.state.save(offset=batch.end, done=batch.kind == "end", sending_file=False)
 
     def upload_rest(self) -> None:
         """Upload the unsent records of a journal to which no process writes any more.
@@ -211,12 +209,12 @@ class JournalUploader:
         self._run_store().log_inputs(self._run_id(), record["datasets"])
 
     def _send_model(self, record: dict[str, Any]) -> None:
-        self._emit("sending")
+        self.state.save(sending_file=True)
         folder = artifact_file(self.journal, record["folder"])
         self._run_store().log_model(self._run_id(), folder, record["facts"], record["register"])
 
     def _send_file(self, path: Path, folder: str = "") -> None:
-        self._emit("sending")
+        self.state.save(sending_file=True)
         self._run_store().log_artifact(self._run_id(), path, folder)
 
     def _open(self, start: dict[str, Any]) -> None:
@@ -251,8 +249,7 @@ class JournalUploader:
         Returns:
             False if the earlier journal never became a run.
         """
-        # Without events: nobody watches the earlier journal.
-        earlier = JournalUploader(before, self._stores, lambda *_, **__: None)
+        earlier = JournalUploader(before, self._stores)
         try:
             earlier.upload_rest()
         finally:
@@ -278,7 +275,7 @@ class JournalUploader:
         return {**start, "uri": self.state.uri, "experiment": name, "experiment_id": None}
 
     def _on_opened(self, start: dict[str, Any]) -> None:
-        """Store what later batches need of the opened run, and report it to the trainer."""
+        """Store what later batches need of the opened run, and set up its dashboard."""
         self._start = start
         run_id = self._run_id()
         # A resumed run computes some steps again, and MLflow cannot take points back.
@@ -286,15 +283,10 @@ class JournalUploader:
         if start["role"] == "sweep" and start["sweep"]:
             self._stores.parents[start["uri"], start["sweep"]] = run_id
             self._stores.names[start["sweep"]] = start["name"]
-        self._emit(
-            "opened",
-            run_id=run_id,
-            experiment_id=self.state.experiment_id,
-            dashboard=self._ensure_dashboard(),
-        )
+        self._ensure_dashboard()
 
-    def _ensure_dashboard(self, metrics: Collection[str] = ()) -> str | None:
-        """Set up the dashboards that show this run; return the path of its own. May fail."""
+    def _ensure_dashboard(self, metrics: Collection[str] = ()) -> None:
+        """Set up the dashboards that show this run, and save the path of its own. May fail."""
         store = self._run_store()
         view = None
         sweep_id = self._start["sweep"]
@@ -306,8 +298,9 @@ class JournalUploader:
         assert experiment is not None
         path = store.dashboard(experiment, metrics, view)
         while store.notices:
-            self._emit("notice", message=store.notices.pop(0))
-        return path
+            self.state.add_notice(store.notices.pop(0))
+        if path is not None:
+            self.state.save(dashboard=path)
 
     def _sweep_name(self, sweep_id: str, parent: str) -> str:
         """Return a sweep's name; ask the store if another process has opened the sweep's run."""
@@ -338,7 +331,7 @@ class JournalUploader:
         if now - self._parent_wanted_at < PARENT_WAIT_SECONDS:
             raise UnreachableError(f"the parent run of sweep {start['sweep']} is not there yet")
         text = f"The sweep {start['sweep']} has no parent run; this run stands alone."
-        self._emit("error", fatal=False, message=text)
+        self.state.save_error(text)
         return None
 
     def _end(self, record: dict[str, Any]) -> None:

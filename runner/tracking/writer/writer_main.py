@@ -1,9 +1,9 @@
 """The writer process: read journal paths from stdin and upload the journals to MLflow.
 
 Third stage of the way that runner/tracking/__init__.py describes. One loop over all journals of one
-trainer; it outlives a killed trainer until they are stored. Events go to stdout as JSON lines: see
-JournalStatus.update for their reader. A failed call is repeated here, after a pause, from the
-journal.
+trainer; it outlives a killed trainer until they are stored. What the trainer should know is saved
+in each journal's state file (upload_state.py). A failed call is repeated here, after a pause, from
+the journal.
 """
 
 import json
@@ -13,20 +13,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runner.tracking import pending
 from runner.tracking.error_cause import short_cause
+from runner.tracking.journal import has_end
 from runner.utils.stop_signals import ignore_signals
 
 IDLE_POLL_SECONDS = 0.25
 """Seconds between looks at the journals when there was nothing to send."""
 REST_FACTOR = 4.0
 """Rest after a batch, as a multiple of the time that the batch took, while the trainer trains."""
-OUTAGE_REPORT_SECONDS = 30.0
-"""Seconds without an answer of the store after which the trainer warns its user."""
 DOUBTFUL_REFUSAL_SECONDS = 30.0
 """Seconds after which an answer that may be a refusal counts as one."""
 ORPHAN_IDLE_SECONDS = 300.0
@@ -40,13 +40,10 @@ def run_writer(parent: int) -> None:
     """Run until the trainer (process `parent`) has ended and all of its journals are stored."""
     # A batch system may signal every process of a job; the writer ends after the trainer.
     ignore_signals()
-    # stdout is the pipe of events. What MLflow prints there goes to the log instead.
-    events = os.dup(1)
-    os.dup2(2, 1)
     # The trainer's own threads come first.
     os.nice(10)
     _set_environment()
-    Writer(parent, events).run()
+    Writer(parent).run()
 
 
 def _set_environment() -> None:
@@ -68,8 +65,7 @@ class JournalTask:
         uploader: a JournalUploader.
         failing_since: time.monotonic() of the first of the present failures; 0 without one.
         retry_at: time.monotonic() before which it is not tried again.
-        outage_reported: the trainer knows of the present outage.
-        is_awaited: the trainer waits for the end of the upload.
+        is_awaited: the run has ended, so its process waits for the end of the upload.
     """
 
     def __init__(self, uploader: Any) -> None:
@@ -77,7 +73,6 @@ class JournalTask:
         self.failing_since = 0.0
         self.retry_at = 0.0
         self.pause = _FIRST_PAUSE_SECONDS
-        self.outage_reported = False
         self.is_awaited = False
 
     def record_failure(self, now: float) -> float:
@@ -91,7 +86,15 @@ class JournalTask:
         """Forget earlier failures."""
         self.failing_since = 0.0
         self.pause = _FIRST_PAUSE_SECONDS
-        self.outage_reported = False
+
+    def look_for_end(self) -> None:
+        """Hurry once the end of the run is in the journal: its process then waits."""
+        if self.is_awaited:
+            return
+        with suppress(OSError):
+            self.is_awaited = has_end(self.uploader.journal)
+        if self.is_awaited:
+            self.retry_at = 0.0
 
 
 class Writer:
@@ -101,10 +104,9 @@ class Writer:
 
     Args:
         parent: the trainer's process id.
-        events: the file descriptor that the trainer reads.
     """
 
-    def __init__(self, parent: int, events: int) -> None:
+    def __init__(self, parent: int) -> None:
         # These import mlflow, which must come after _set_environment.
         from runner.tracking.writer.store_cache import StoreCache
         from runner.tracking.writer.store_errors import RefusedError, UnreachableError
@@ -114,7 +116,6 @@ class Writer:
         self._unreachable_error = UnreachableError
         self._make_uploader: Callable[..., Any] = partial(JournalUploader, stores=StoreCache())
         self._parent = parent
-        self._events = events
         self._tasks: dict[str, JournalTask] = {}
         self._trainer_is_alive = True
         self._partial_line = b""
@@ -128,6 +129,8 @@ class Writer:
         while not self._is_finished():
             self._read_requests(rest if is_busy else IDLE_POLL_SECONDS)
             started_at = time.monotonic()
+            for task in self._tasks.values():
+                task.look_for_end()
             results = [self._advance(name, task) for name, task in list(self._tasks.items())]
             is_busy = any(results)
             tasks = self._tasks.values()
@@ -167,17 +170,12 @@ class Writer:
             self._progress_at = time.monotonic()
 
     def _add_requests(self, data: bytes) -> None:
-        """Add the journals that the trainer names; hurry with one that is named again."""
+        """Add the journals that the trainer names."""
         # A read may end in the middle of a line; the rest comes with the next one.
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             name = json.loads(line)["journal"]
-            if name in self._tasks:
-                self._tasks[name].is_awaited = True
-                self._tasks[name].retry_at = 0.0
-            else:
-                emit = partial(self._emit, name)
-                self._tasks[name] = JournalTask(self._make_uploader(Path(name), emit=emit))
+            self._tasks[name] = JournalTask(self._make_uploader(Path(name)))
 
     def _advance(self, name: str, task: JournalTask) -> bool:
         """Upload one batch of a journal, if one is due; return True if more may follow at once."""
@@ -193,9 +191,8 @@ class Writer:
             self._handle_success(name, task)
         if task.uploader.state.offset != before:
             self._progress_at = time.monotonic()
-            self._emit(name, "progress", offset=task.uploader.state.offset)
         if task.uploader.state.done:
-            self._close(name, complete=True)
+            self._close(name)
         return more
 
     def _handle_error(self, name: str, task: JournalTask, error: Exception, now: float) -> bool:
@@ -208,12 +205,11 @@ class Writer:
             text = f"{type(error).__name__}: {error}"
             doubtful = self._unreachable_error(text, doubtful=True)
             return self._handle_outage(name, task, doubtful, now)
-        return self._handle_unexpected(name, error)
+        return self._handle_unexpected(name, task, error)
 
     def _handle_success(self, name: str, task: JournalTask) -> None:
-        if task.outage_reported:
-            self._emit(name, "back")
         task.record_success()
+        task.uploader.state.clear_outage()
         if self._trainer_is_alive and not task.uploader.is_unopened:
             self._upload_pending(pending.outputs_folder(Path(name)))
 
@@ -225,7 +221,7 @@ class Writer:
             pending.upload_in_background(folder)
 
     def _handle_outage(self, name: str, task: JournalTask, error: Any, now: float) -> bool:
-        """Schedule a retry, and report an outage once it is long.
+        """Schedule a retry, and save why the store does not answer.
 
         A batch that is neither points nor a status is skipped if the answer may be a refusal and
         has stayed the same for long.
@@ -235,10 +231,7 @@ class Writer:
         cause = short_cause(str(error))
         if error.doubtful and seconds > DOUBTFUL_REFUSAL_SECONDS and not task.uploader.must_retry:
             return self._handle_refusal(name, task, cause)
-        is_long = seconds > OUTAGE_REPORT_SECONDS
-        is_news = is_long and self._trainer_is_alive and not task.outage_reported
-        task.outage_reported = task.outage_reported or is_news
-        self._emit(name, "away" if is_news else "waiting", seconds=round(seconds), message=cause)
+        task.uploader.state.save_outage(cause)
         if not self._trainer_is_alive:
             task.uploader.state.release_lock()  # `runner sync` may take over
         return False
@@ -246,33 +239,24 @@ class Writer:
     def _handle_refusal(self, name: str, task: JournalTask, message: str) -> bool:
         """Close a journal whose run is refused; of an opened run skip only the refused batch."""
         print(f"{name}: refused: {message}", file=sys.stderr, flush=True)
-        is_fatal = task.uploader.is_unopened
-        self._emit(name, "error", fatal=is_fatal, message=message)
-        if is_fatal:
-            task.uploader.state.save(refused=True)
-            self._close(name, complete=False)
+        if task.uploader.is_unopened:
+            task.uploader.state.save(refused=True, refusal=message)
+            self._close(name)
             return False
+        task.uploader.state.save_error(message)
         task.uploader.skip()
         task.record_success()
         return True
 
-    def _handle_unexpected(self, name: str, error: Exception) -> bool:
+    def _handle_unexpected(self, name: str, task: JournalTask, error: Exception) -> bool:
         """Close the journal after a bug or the loss of its file; training continues."""
         # Not retried: the records stay in the journal, for `runner sync` with a newer version.
         traceback.print_exception(error)
         message = f"unexpected {type(error).__name__}: {error}"
-        self._emit(name, "error", fatal=False, message=message)
-        self._close(name, complete=False)
+        with suppress(OSError):
+            task.uploader.state.save(failure=message)
+        self._close(name)
         return False
 
-    def _close(self, name: str, complete: bool) -> None:
-        self._emit(name, "closed", complete=complete)
+    def _close(self, name: str) -> None:
         self._tasks.pop(name).uploader.state.release_lock()
-
-    def _emit(self, journal: str, event: str, **content: Any) -> None:
-        """Write one event for the trainer."""
-        line = json.dumps({"journal": journal, "event": event, **content}) + "\n"
-        try:
-            os.write(self._events, line.encode())
-        except BrokenPipeError:
-            self._events = os.open(os.devnull, os.O_WRONLY)  # the trainer has ended

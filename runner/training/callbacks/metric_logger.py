@@ -43,7 +43,7 @@ class MetricLogger(Callback):
         self._has_logged_optimizer_memory = False
 
     def steps(self, block: Steps) -> None:
-        self.tracker.metrics_many(self._points(block))
+        self.tracker.log_metrics(self._points(block))
         self.tracker.check()
 
     def _points(self, block: Steps) -> Iterator[Point]:
@@ -90,7 +90,7 @@ class MetricLogger(Callback):
         values = dict(record.metrics)
         if record.stagnant_share is not None:
             values["guard/stagnant_share"] = record.stagnant_share
-        self.tracker.metrics(record.step, record.time_ms, values)
+        self.tracker.log_metrics([(record.step, record.time_ms, values)])
 
     def state_dict(self) -> dict[str, Any]:
         return {"last": record_to_state(self._last), "sized": self._has_logged_optimizer_memory}
@@ -104,4 +104,4 @@ class MetricLogger(Callback):
         """Log the last loss scale, which ends the line of its changes."""
         if self._last is not None and self._last.loss_scale is not None:
             values = {"loss_scale/changes": self._last.loss_scale}
-            self.tracker.metrics(self._last.step, self._last.time_ms, values)
+            self.tracker.log_metrics([(self._last.step, self._last.time_ms, values)])

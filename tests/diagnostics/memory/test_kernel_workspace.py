@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.memory_plan import most_held
+from bench.memory_plan import peak_allocation
 from runner.diagnostics.memory.memory_tracker import MemoryTracker
 
 
@@ -55,7 +55,7 @@ def norms(dtype):
 )
 def test_an_operator_takes_what_the_allocator_gives(made, dtype, within):
     run, tracker = made(dtype), MemoryTracker()
-    taken = most_held(run)
+    taken = peak_allocation(run)
     inputs = [cell.cell_contents for cell in run.__closure__ or ()]
     held = [t for t in inputs if isinstance(t, Tensor)]
     tracker.add(0, *held, *(t for group in inputs if isinstance(group, list) for t in group))

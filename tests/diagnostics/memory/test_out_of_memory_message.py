@@ -30,14 +30,14 @@ def test_an_error_of_pytorchs_own_allocator_is_one():
 def failing(quick, monkeypatch):
     """A run whose n-th call of a function of runner.modes.train finds no memory."""
 
-    def made(name, *args, run=quick):
+    def run_and_fail(name, *args, run=quick):
         def fails(*_, **__):
             torch.empty(2**60)
 
         monkeypatch.setattr(name, fails)
         return run("precision=32-true", *args)
 
-    return made
+    return run_and_fail
 
 
 def test_a_step(failing, tmp_path):

@@ -22,30 +22,40 @@ def folder(tmp_path):
     return lambda: sorted((tmp_path / "outputs" / "runs").iterdir())[-1]
 
 
-def steps(numerics):
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leave out the page and the pictures, which take most of the time."""
+    for name in ("draw_heat_maps", "write_page"):
+        monkeypatch.setattr(f"runner.diagnostics.numerics.numerics_page.{name}", lambda *_: None)
+
+
+def measured_steps(numerics):
     return [look.step for look in numerics.looks]
 
 
-def losses(text):
-    return re.findall(r"train/loss (\S+)  val/loss (\S+)", text)
+def losses(done):
+    assert done.rc == 0, done.stderr
+    return re.findall(r"train/loss (\S+)  val/loss (\S+)", done.stdout)
 
 
 def test_a_run_writes_its_measurements(quick, folder):
     done = quick("numerics.every=2", "train.max_steps=5")
     assert done.rc == 0, done.stderr
     found = read(folder())
-    assert steps(found) == [2, 4]
+    assert measured_steps(found) == [2, 4]
     assert (found.every, found.precision, found.compute) == (2, "32-true", "float32")
     assert {m.module for m in found.looks[0].measured} == {"layers.0", "head", "(model)"}
     assert all((folder() / name).stat().st_size for name in FILES)
     assert re.search(r"numerics: float16 .*, bfloat16 .*numerics\.html", done.stdout)
 
 
-def test_a_run_without_measurements_writes_nothing_and_computes_the_same(quick, folder):
-    watched = quick("numerics.every=1", "train.eval_every=1")
-    assert watched.rc == 0
-    plain = quick("train.eval_every=1")
-    assert losses(plain.stdout) == losses(watched.stdout) != []
+@pytest.mark.usefixtures("undrawn")
+def test_measuring_changes_no_loss_also_where_the_backward_repeats_the_forward(quick, folder):
+    typed = ("train.eval_every=1", "model.hidden=[16,16]")
+    watched = quick("numerics.every=1", *typed)
+    repeated = quick("numerics.every=1", "train.activation_checkpointing=[layers]", *typed)
+    plain = quick(*typed)
+    assert losses(plain) == losses(watched) == losses(repeated) != []
     assert not any((folder() / name).exists() for name in FILES)
     assert "numerics" not in plain.stdout
 
@@ -57,18 +67,20 @@ def test_a_run_that_is_too_short_says_so(quick, folder):
     assert not (folder() / FILES[0]).exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_resumed_run_holds_the_snapshots_up_to_its_checkpoint(quick, folder):
     typed = ("numerics.every=2", "checkpoint.every_steps=3", "checkpoint.final=false")
     assert quick(*typed, "train.max_steps=5").rc == 0
     begun, first = folder(), read(folder())
-    assert steps(first) == [2, 4]
+    assert measured_steps(first) == [2, 4]
     done = quick(*typed, "train.max_steps=8", f"checkpoint.resume={begun}")
     assert "resumed at step 3" in done.stdout, done.stderr
     again = read(begun)
-    assert steps(again) == [2, 4, 6, 8]
+    assert measured_steps(again) == [2, 4, 6, 8]
     assert again.looks[:2] == first.looks
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     "precision", ["64-true", "16-mixed", "bf16-true", "bnb-nf4", "bnb-int8", "float8-rowwise"]
 )
@@ -83,18 +95,12 @@ def test_every_kind_of_precision(quick, folder, precision):
     assert (found.looks[0].loss_scale is not None) == (precision == "16-mixed")
 
 
-def test_a_forward_that_the_backward_repeats(quick, folder):
-    typed = ("train.eval_every=1", "model.hidden=[16,16]")
-    twice = quick("numerics.every=1", "train.activation_checkpointing=[layers]", *typed)
-    assert twice.rc == 0, twice.stderr
-    assert losses(quick(*typed).stdout) == losses(twice.stdout) != []
-
-
+@pytest.mark.usefixtures("undrawn")
 def test_a_closure_optimizer_and_micro_batches(quick, folder):
     assert quick("numerics.every=2", "optimizer=lbfgs").rc == 0
-    assert steps(read(folder())) == [2]
+    assert measured_steps(read(folder())) == [2]
     assert quick("numerics.every=1", "train.accumulate=2").rc == 0
-    assert steps(read(folder())) == [1, 2, 3]
+    assert measured_steps(read(folder())) == [1, 2, 3]
 
 
 def test_a_run_that_cannot_be_measured_is_refused(quick):

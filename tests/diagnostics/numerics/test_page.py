@@ -26,7 +26,7 @@ from runner.precision.emulation.formats import FORMATS
 SPOT = {("m2", 5): 0.25}
 
 
-def made(modules=4, looks=8, spots=SPOT, name="m{}"):
+def make_numerics(modules=4, looks=8, spots=SPOT, name="m{}"):
     """Gradients that vanish at some modules and steps, updates that are all swallowed."""
 
     def one(module, kind, step):
@@ -55,15 +55,15 @@ def coloured(axes):
 
 
 def test_a_cell_per_module_and_look():
-    names, found = lost_shares(made(), "float16", "gradients")
+    names, found = lost_shares(make_numerics(), "float16", "gradients")
     assert names == ["m0", "m1", "m2", "m3"]
     assert np.argwhere(found).tolist() == [[2, 4]]
     assert found[2, 4] == 0.25
-    assert (lost_shares(made(), "float16", "updates")[1] == 1).all()
+    assert (lost_shares(make_numerics(), "float16", "updates")[1] == 1).all()
 
 
 def test_a_heat_map_colours_what_is_lost():
-    figure = heat_maps(made(), "float16")
+    figure = heat_maps(make_numerics(), "float16")
     assert coloured(panel(figure, "gradients")) == {(4.0, 2.0): 0.25}
     assert coloured(panel(figure, "weights")) == {}
     assert len(coloured(panel(figure, "updates"))) == 4 * 8
@@ -74,7 +74,9 @@ def test_a_heat_map_colours_what_is_lost():
 
 
 def test_many_modules_and_looks_lose_no_spot():
-    many = made(3 * MAX_MAP_ROWS, 10 * MAX_MAP_STEPS, {("m77", 333): 0.125, ("m100", 334): 0.5})
+    many = make_numerics(
+        3 * MAX_MAP_ROWS, 10 * MAX_MAP_STEPS, {("m77", 333): 0.125, ("m100", 334): 0.5}
+    )
     figure = heat_maps(many, "float16")
     found = coloured(panel(figure, "gradients"))
     assert sorted(found.values()) == [0.125, 0.5]
@@ -85,14 +87,16 @@ def test_many_modules_and_looks_lose_no_spot():
 
 
 def test_a_long_name_keeps_its_end():
-    figure = heat_maps(made(2, name="model.decoder.layers.11.attention.self.{}.query"), "float16")
+    figure = heat_maps(
+        make_numerics(2, name="model.decoder.layers.11.attention.self.{}.query"), "float16"
+    )
     labels = [t.get_text() for t in panel(figure, "activations").get_yticklabels()]
     assert [label[-8:] for label in labels] == [".0.query", ".1.query"]
     assert all(len(label) == 34 and label.startswith("…") for label in labels)
 
 
 def test_a_page_names_the_worst_and_needs_nothing_else(tmp_path):
-    page = write_page(made(), "16-mixed <b>", tmp_path / "numerics.html").read_text()
+    page = write_page(make_numerics(), "16-mixed <b>", tmp_path / "numerics.html").read_text()
     assert "Numerics of 16-mixed &lt;b&gt;" in page
     assert page.count("<svg") >= len(FORMATS)
     assert "float16 would do, but not to store weights in" in page
@@ -102,25 +106,25 @@ def test_a_page_names_the_worst_and_needs_nothing_else(tmp_path):
 
 
 def test_odd_names_are_shown_as_they_are(tmp_path):
-    odd = made(1, name="a_$x$<script>{}", spots={("a_$x$<script>0", 1): 1.0})
+    odd = make_numerics(1, name="a_$x$<script>{}", spots={("a_$x$<script>0", 1): 1.0})
     page = write_page(odd, "run", tmp_path / "numerics.html").read_text()
     assert "<script>" not in page
     assert "a_$x$&lt;script&gt;0" in page
 
 
 def test_a_picture_of_one_look_where_nothing_is_lost(tmp_path):
-    nothing = Numerics(5, "32-true", "float32", "float32", made(1, 1, {}).looks)
+    nothing = Numerics(5, "32-true", "float32", "float32", make_numerics(1, 1, {}).looks)
     assert draw_heat_maps(nothing, tmp_path / "numerics.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_the_summary_has_every_format():
     verdict = "would do, but not to store weights in"
-    assert numerics_summary(made()) == ", ".join(f"{fmt} {verdict}" for fmt in FORMATS)
+    assert numerics_summary(make_numerics()) == ", ".join(f"{fmt} {verdict}" for fmt in FORMATS)
     assert [format_share(v) for v in (0.0123, 0.5, 1.0)] == ["1.2 %", "50 %", "100 %"]
 
 
 def test_noise_is_more_than_a_matter_of_storage():
-    noisy = made(2)
+    noisy = make_numerics(2)
     part = noisy.looks[0].measured[0]
     lost = part.formats["float16"]._replace(sqnr_db=10.0)
     worse = replace(part, formats={**part.formats, "float16": lost})

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from states import CPU, make_state, measure_step
 from test_architectures import bert
 from torch import nn
 from torch.nn import functional as F
@@ -22,29 +23,20 @@ from runner.diagnostics.numerics.numerics_page import (
     numerics_summary,
     write_page,
 )
-from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import Numerics
-from runner.precision import registry
 from runner.precision.emulation.formats import FLOAT16, round_to_format
 from runner.precision.loss_scale import DynamicLossScale
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.step import train_step
 from runner.training.tasks.language import Language
-from runner.training.tasks.regression import Regression
-
-CPU = torch.device("cpu")
 
 
 def seen(model, batch, lr=1e-3, task=None, scale=None, optimizer=torch.optim.SGD, groups=None):
-    """The numbers of one step in float32."""
-    precision = registry.load_precision("32-true")
-    driven = [ScheduledOptimizer(optimizer(groups or model.parameters(), lr=lr))]
-    scale = scale or precision.scale(CPU)
-    state = TrainState(model, precision, task or Regression(), scale, driven, CPU)
-    found = []
-    with Probe(state, found.append):
-        train_step(state, [batch])
-    return Numerics(1, "32-true", "float32", "float32", tuple(found))
+    """Return the numbers of one step in float32."""
+
+    def make(parameters):
+        return optimizer(groups or parameters, lr=lr)
+
+    state = make_state(model, task=task, optimizer=make, scale=scale)
+    return Numerics(1, "32-true", "float32", "float32", (measure_step(state, [batch]),))
 
 
 def normal(*shape, seed=0):

@@ -4,28 +4,18 @@ import copy
 
 import pytest
 import torch
+from states import CPU, count_hooks, make_state, measure_step
 from torch import nn
 from torch.nn import functional as F
 
 from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import KINDS, Numerics
-from runner.precision import registry
 from runner.precision.loss_scale import DynamicLossScale
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
-from runner.training.tasks.regression import Regression
-
-CPU = torch.device("cpu")
 
 
-def made(model, name="32-true", lr=0.1, scale=None, optimizer=torch.optim.SGD):
-    precision = registry.load_precision(name)
-    model, _ = precision.convert(model)
-    scale = scale or precision.scale(CPU)
-    driven = [
-        ScheduledOptimizer(optimizer([p for p in model.parameters() if p.requires_grad], lr=lr))
-    ]
-    return TrainState(model, precision, Regression(), scale, driven, CPU)
+def state_of(model, name="32-true", lr=0.1, scale=None, kind=torch.optim.SGD):
+    return make_state(model, name, optimizer=lambda p: kind(p, lr=lr), scale=scale)
 
 
 def batch(rows=8, width=4, out=2, seed=0):
@@ -36,11 +26,7 @@ def batch(rows=8, width=4, out=2, seed=0):
 
 
 def look(state, micros=None):
-    found = []
-    with Probe(state, found.append):
-        train_step(state, micros or [batch()])
-    (one,) = found
-    return one
+    return measure_step(state, micros or [batch()])
 
 
 def judged(*looks):
@@ -52,24 +38,21 @@ def by_key(one):
 
 
 class Net(nn.Module):
-    def __init__(self, up=1.0, down=1.0):
+    """Two layers, with an operation between them that belongs to neither."""
+
+    def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.body = nn.Linear(4, 16)
         self.head = nn.Linear(16, 2)
-        self.up, self.down = up, down
-        nn.init.constant_(self.body.bias, up)
+        nn.init.constant_(self.body.bias, 1.0)
 
     def forward(self, x):
-        return self.head(self.body(x) / self.up) * self.down
-
-
-def net(**sizes):
-    torch.manual_seed(0)
-    return Net(**sizes)
+        return self.head(self.body(x) / 1.0)
 
 
 def test_each_module_with_parameters_in_four_kinds():
-    one = look(made(net()))
+    one = look(state_of(Net()))
     own = [("(model)", "activations")]  # of operations in its forward
     assert list(by_key(one)) == [*own, *((m, k) for m in ("body", "head") for k in KINDS)]
     assert (one.step, one.loss_scale) == (1, None)
@@ -79,24 +62,6 @@ def test_each_module_with_parameters_in_four_kinds():
 
 
 # Planted truths
-
-
-def test_activations_past_float16_lack_its_range():
-    one = look(made(net(up=1e5), lr=1e-3))
-    numerics = judged(one)
-    assert numerics.worst("float16", 1)[0][:3] == ("body", "activations", "overflow")
-    assert numerics.sensitivity("float16") == "range"
-    assert numerics.sensitivity("bfloat16") != "range"
-
-
-def test_updates_under_bfloat16s_spacing_lack_its_precision():
-    model = net()
-    nn.init.normal_(model.head.weight, mean=100.0)
-    numerics = judged(look(made(model, lr=1e-2, optimizer=torch.optim.Adam)))
-    ((module, kind, what, share),) = numerics.worst("bfloat16", 2)
-    assert (module, kind, what) == ("head", "updates", "swallowed")
-    assert share > 0.9
-    assert numerics.sensitivity("bfloat16") == "precision"
 
 
 class Ratio(nn.Module):
@@ -120,33 +85,14 @@ class Squares(nn.Linear):
 
 
 def test_what_overflows_inside_a_module_is_seen():
-    found = judged(look(made(Ratio())))
+    found = judged(look(state_of(Ratio())))
     assert found.worst("float16", 1)[0][:3] == ("wide", "activations", "overflow")
     assert found.sensitivity("float16") == "range"
     assert found.sensitivity("bfloat16", ["activations"]) == "none"
 
 
-def test_gradients_vanish_in_float16_without_a_scale_alone():
-    plain = judged(look(made(net(down=1e-7))))
-    assert plain.sensitivity("float16") == "range"
-    assert ("gradients", "underflow") in {w[1:3] for w in plain.worst("float16", 8)}
-    scaled = judged(look(made(net(down=1e-7), scale=DynamicLossScale(CPU, 2.0**30))))
-    assert scaled.looks[0].loss_scale == 2.0**30
-    assert "gradients" not in {w[1] for w in scaled.worst("float16", 8)}
-
-
-def test_a_scale_of_65536_saves_small_gradients():
-    adam = {"optimizer": torch.optim.Adam}
-    plain = judged(look(made(net(down=1e-5), **adam)))
-    assert plain.worst("float16", 1)[0][1:3] == ("gradients", "underflow")
-    assert plain.sensitivity("float16") == "range"
-    numerics = judged(look(made(net(down=1e-5), scale=DynamicLossScale(CPU), **adam)))
-    assert "gradients" not in {w[1] for w in numerics.worst("float16", 8)}
-    assert numerics.sensitivity("float16") == "none"
-
-
 def test_gradients_are_neither_unscaled_nor_clipped():
-    state = made(net(), scale=DynamicLossScale(CPU, 1024.0))
+    state = state_of(Net(), scale=DynamicLossScale(CPU, 1024.0))
     twin = copy.deepcopy(state.model)
     state.clip_norm = 1e-6
     x, y = batch()
@@ -157,7 +103,7 @@ def test_gradients_are_neither_unscaled_nor_clipped():
 
 
 def test_a_step_that_is_skipped_has_no_updates():
-    state = made(net(), scale=DynamicLossScale(CPU, 3e38))
+    state = state_of(Net(), scale=DynamicLossScale(CPU, 3e38))
     one = look(state)
     kinds = {kind for _, kind in by_key(one)}
     assert kinds == {"activations", "weights", "gradients"}
@@ -199,7 +145,7 @@ class Pool(nn.Module):
 
 def test_odd_modules():
     torch.manual_seed(0)
-    numbers = by_key(look(made(Odd())))
+    numbers = by_key(look(state_of(Odd())))
     assert numbers["twice", "activations"].elements == 2 * 8 * 4
     assert numbers["pool", "activations"].elements == 2 * 8 * 4
     assert numbers["tied", "activations"].elements == 8 * 4
@@ -212,7 +158,7 @@ def test_odd_modules():
 
 
 def test_the_last_of_several_micro_batches():
-    state = made(net())
+    state = state_of(Net())
     one = look(state, [batch(), (batch()[0] * 1000, batch()[1])])
     numbers = by_key(one)
     assert numbers["body", "activations"].elements == 8 * 16
@@ -228,16 +174,16 @@ def test_complex_numbers_as_their_real_parts():
         def forward(self, x):
             return (x.to(torch.complex64) @ self.wave).real
 
-    numbers = by_key(look(made(nn.Sequential(Wave()))))
+    numbers = by_key(look(state_of(nn.Sequential(Wave()))))
     assert numbers["0", "weights"].elements == 16
     assert set(numbers["0", "weights"].exponents) == {0, 1}
     assert numbers["0", "updates"].elements == 16
 
 
 def test_half_precision_counts_what_it_swallowed_already():
-    model = net()
+    model = Net()
     nn.init.constant_(model.head.weight, 100.0)
-    numbers = by_key(look(made(model, "bf16-true", lr=1e-2, optimizer=torch.optim.Adam)))
+    numbers = by_key(look(state_of(model, "bf16-true", lr=1e-2, kind=torch.optim.Adam)))
     assert numbers["head", "updates"].formats["bfloat16"].swallowed > 0.8
     assert numbers["body", "weights"].formats["bfloat16"].sqnr_db is None
 
@@ -271,7 +217,7 @@ def test_steps_are_the_same_bit_by_bit(name):
             nn.Dropout(0.5),
             nn.Linear(64, 2),
         )
-        state, losses, found = made(model, name, lr=0.01), [], []
+        state, losses, found = state_of(model, name, lr=0.01), [], []
         probe = Probe(state, found.append)
         for step in range(4):
             micro = batch(width=64, seed=step)
@@ -290,19 +236,14 @@ def test_steps_are_the_same_bit_by_bit(name):
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def hooks(model):
-    held = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    return sum(held) + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
-
-
 def test_no_hook_remains_after_an_exception_either():
-    state, found = made(net()), []
+    state, found = state_of(Net()), []
     probe = Probe(state, found.append)
     with pytest.raises(RuntimeError), probe:  # noqa: PT012
-        assert hooks(state.model) > 4
+        assert count_hooks(state.model) > 4
         train_step(state, [batch(width=5)])
-    assert hooks(state.model) == 0
+    assert count_hooks(state.model) == 0
     assert not found
     with probe:
         train_step(state, [batch()])
-    assert (hooks(state.model), len(found)) == (0, 1)
+    assert (count_hooks(state.model), len(found)) == (0, 1)

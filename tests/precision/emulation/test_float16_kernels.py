@@ -134,7 +134,7 @@ def close(ours: Tensor, native: Tensor) -> bool:
 
 
 @cases
-def test_agrees_with_the_native_kernel(case: Case) -> None:
+def test_an_operator_agrees_with_the_native_kernel(case: Case) -> None:
     native = results(case)
     with float32_accumulate():
         ours = results(case)
@@ -144,7 +144,7 @@ def test_agrees_with_the_native_kernel(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", ["mm", "addmm alpha beta", "bmm", "conv2d", "transposed", "fold"])
-def test_is_the_float32_kernel_rounded(name: str) -> None:
+def test_an_operator_rounds_the_result_of_the_float32_kernel(name: str) -> None:
     wide = [t.half() for t in results(CASES[name], torch.float32)]
     with float32_accumulate():
         ours = results(CASES[name])
@@ -152,7 +152,7 @@ def test_is_the_float32_kernel_rounded(name: str) -> None:
 
 
 @cases
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_other_dtypes_keep_their_bits(case: Case, dtype: torch.dtype) -> None:
     before = results(case, dtype)
     with float32_accumulate():
@@ -229,7 +229,7 @@ EDGES = [65504.0, 65519.0, 65520.0, 7e4, -7e4, 6e-8, 3e-8, 2.9e-8, -5e-6, 1e-9, 
 
 @pytest.mark.parametrize("value", EDGES)
 @pytest.mark.parametrize("kind", ["mm", "addmm", "bmm", "conv2d", "linear"])
-def test_range_is_float16s(value: float, kind: str) -> None:
+def test_results_have_the_range_of_float16(value: float, kind: str) -> None:
     # A product of two float16 numbers near the value, exact in float32.
     factor = 256.0 if abs(value) > 1 else 2.0**-12
     row = torch.tensor([[value / factor] + [0.0] * 15]).half().repeat(3, 1)

@@ -4,6 +4,13 @@ import copy
 
 import pytest
 import torch
+from precision_models import (
+    CPU,
+    DELAYED_SCALING,
+    load_precision,
+    run_forward,
+    values_of_many_magnitudes,
+)
 from torch import nn
 
 from runner.precision import registry
@@ -11,27 +18,14 @@ from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, E5M2
 from runner.precision.emulation.quantizers import BlockQuantizer, amax_scale, power_of_two_scale
 
-CPU = torch.device("cpu")
 TE = [name for name in registry.precision_names() if name.startswith("transformer-engine")]
-
-
-def load(name, **changes):
-    return registry.load_precision(name, emulate=True, **changes)
-
-
-def spread(*shape, seed=0):
-    """Values over many powers of ten, with a block of zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * 10 ** torch.randn(shape, generator=generator)
-    x[:1, :16] = 0
-    return x
 
 
 def products(name, rows=40, into=64, out=96, **changes):
     """Output and gradients of one layer, and float32's."""
     torch.manual_seed(0)
     plain = nn.Linear(into, out)
-    precision = load(name, **changes)
+    precision = load_precision(name, **changes)
     layer, _ = precision.convert(copy.deepcopy(plain))
     x = torch.randn(2, rows // 2, into)
     found = []
@@ -64,7 +58,7 @@ def test_rows_that_are_not_a_multiple_are_computed(name):
 
 @pytest.mark.parametrize("name", ["transformer-engine-current", "transformer-engine-block"])
 def test_a_high_precision_backward(name):
-    recipe = load(name).recipe
+    recipe = load_precision(name).recipe
     errors = {}
     for how in (None, "dequantized", "high_precision"):
         _, low, exact = products(name, recipe={**recipe, "backward_override": how})
@@ -75,14 +69,14 @@ def test_a_high_precision_backward(name):
 def test_gradients_are_in_e5m2_only_where_the_recipe_says():
     hybrid = te_emulation.quantizers_of_recipe({"kind": "current"})
     plain = te_emulation.quantizers_of_recipe({"kind": "current", "format": "E4M3"})
-    x = spread(16, 16)
+    x = values_of_many_magnitudes(16, 16)
     assert torch.equal(hybrid.grad.along_columns(x), BlockQuantizer(E5M2, amax_scale)(x))
     assert torch.equal(plain.grad.along_columns(x), BlockQuantizer(E4M3, amax_scale)(x))
     assert torch.equal(hybrid.input.along_columns(x), plain.input.along_columns(x))
 
 
 def test_blocks_run_along_what_a_product_contracts():
-    x = spread(256, 256)
+    x = values_of_many_magnitudes(256, 256)
     how = te_emulation.quantizers_of_recipe({"kind": "block"})
     line = BlockQuantizer(E4M3, power_of_two_scale, (1, 128))
     along, across = how.input.quantize(x)
@@ -93,8 +87,10 @@ def test_blocks_run_along_what_a_product_contracts():
     assert torch.equal(along, BlockQuantizer(E4M3, power_of_two_scale, (128, 128))(x))
 
 
-def test_delayed_scaling_goes_by_past_steps():
-    precision = load("transformer-engine", recipe={"kind": "delayed", "amax_history_len": 3})
+def test_delayed_scaling_takes_the_largest_of_past_steps():
+    precision = load_precision(
+        "transformer-engine", recipe={"kind": "delayed", "amax_history_len": 3}
+    )
     layer, _ = precision.convert(nn.Linear(32, 32))
     scales, sizes = [], [1.0, 8.0, 2.0, 2.0, 2.0]
     for size in sizes:
@@ -106,8 +102,17 @@ def test_delayed_scaling_goes_by_past_steps():
     assert scales == [1, 8, 8, 8, 2]
 
 
-def test_an_evaluation_leaves_the_scales():
-    precision = load("transformer-engine")
+@pytest.mark.parametrize("name", [name for name in TE if name not in DELAYED_SCALING])
+def test_recipes_without_past_steps_have_no_state(name):
+    precision = load_precision(name)
+    layer, _ = precision.convert(nn.Linear(32, 32))
+    run_forward(precision, layer, torch.ones(16, 32)).sum().backward()
+    assert precision.state_dict(layer) == precision.gauges(layer) == {}
+    precision.load_state_dict(layer, {"(model)": {}})
+
+
+def test_an_evaluation_does_not_change_the_scales():
+    precision = load_precision("transformer-engine")
     layer, _ = precision.convert(nn.Linear(32, 32))
     with precision.eval_context(layer), torch.no_grad(), precision.forward(CPU):
         layer(torch.ones(16, 32, dtype=torch.bfloat16))
@@ -128,7 +133,7 @@ def test_fused_computes_what_unfused_does():
     plain = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64))
     outputs = []
     for fuse in (False, True):
-        precision = load("transformer-engine-current", fuse=fuse)
+        precision = load_precision("transformer-engine-current", fuse=fuse)
         model, report = precision.convert(copy.deepcopy(plain))
         assert ("computes 0 too" in str(report.to_list())) == fuse
         with precision.forward(CPU):

@@ -12,7 +12,7 @@ from runner.sweep.report.ranking import Advice, PrecisionVerdict
 pytestmark = pytest.mark.slow
 
 HELPERS = Path(__file__).parents[2] / "helpers"
-QUICK = ("mode=advise", "tracking=none", "advise.seeds=3", "accelerator=cpu", "advise.budget=10m")
+QUICK = ("mode=advise", "tracking=none", "advise.seeds=3", "accelerator=cpu", "advise.budget=10h")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def outcomes(advice: Advice) -> dict[str, str]:
 
 
 def good(one: PrecisionVerdict) -> bool:
-    return one.rating in ("fit", "recommended")
+    return one.is_acceptable and one.rating != "baseline"
 
 
 def test_a_model_beyond_float16s_range_trains_with_its_wide_module_in_float32(planted):
@@ -69,7 +69,7 @@ def test_a_model_beyond_float16s_range_trains_with_its_wide_module_in_float32(pl
     assert not healed.is_failing
     assert healed.test is not None
     assert healed.test.n == 5  # not the seed that chose the set
-    assert abs(healed.test.mean_difference) < healed.test.margin
+    assert abs(healed.test.value) < healed.test.margin
 
 
 def test_a_model_that_bfloat16_harms_trains_with_its_clock_module_in_float32(planted):
@@ -77,7 +77,7 @@ def test_a_model_that_bfloat16_harms_trains_with_its_clock_module_in_float32(pla
     harmed = verdict_of(advice, "bf16-mixed")
     assert harmed.rating == "worse"
     assert harmed.test is not None
-    assert harmed.test.mean_difference == pytest.approx(0.0033, rel=0.2)
+    assert harmed.test.value == pytest.approx(0.0033, rel=0.2)
     assert good(verdict_of(advice, "16-mixed"))
     assert good(verdict_of(advice, "bf16-mixed precision.keep_fp32=[clock]"))
 
@@ -98,7 +98,7 @@ def test_a_model_that_fp8_harms_trains_without_its_head_and_its_speed_is_unknown
 def test_a_model_that_no_precision_harms_gets_the_same_ranking_twice(planted):
     words = ("harmed_by_nothing", "precision=bf16-mixed,bf16-true", "advise.objective=memory")
     first, second = planted(*words)[0], planted(*words)[0]
-    assert set(outcomes(first).values()) <= {"fit", "recommended", "baseline"}
+    assert all(one.is_acceptable for one in first.verdicts)
     assert first.recommendation is not None
     assert first.recommendation.name == "bf16-true"
     assert outcomes(first) == outcomes(second)
@@ -107,7 +107,6 @@ def test_a_model_that_no_precision_harms_gets_the_same_ranking_twice(planted):
         assert one.test == again.test  # to the last bit
 
 
-RESNET = ("model=resnet", "data=digits", "train.batch_size=16", "advise.steps=20")
 GPT = (
     "model=gpt",
     "data=text",
@@ -129,7 +128,7 @@ def prose(tmp_path: Path) -> str:
     return f"data.path={path}"
 
 
-@pytest.mark.parametrize("words", [RESNET, GPT, COMPLEX], ids=["resnet", "gpt", "complex_mlp"])
+@pytest.mark.parametrize("words", [GPT, COMPLEX], ids=["gpt", "complex_mlp"])
 def test_models_of_the_runner_are_judged(advised, words, prose):
     more = [prose] if words is GPT else []
     advice, printed = advised(*words, *more, "precision=bf16-mixed", "advise.islands=false")
@@ -140,5 +139,5 @@ def test_models_of_the_runner_are_judged(advised, words, prose):
     assert advice.recommendation.name in ("32-true", "bf16-mixed")
     assert f" {words[0]} {words[1]} " in printed.partition("Next: python -m runner ")[2]
     if words is COMPLEX:  # autocast leaves complex numbers alone
-        assert judged.mean_difference == 0
-        assert verdict_of(advice, "bf16-mixed").rating in ("fit", "recommended")
+        assert judged.value == 0
+        assert good(verdict_of(advice, "bf16-mixed"))

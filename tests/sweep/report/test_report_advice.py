@@ -1,16 +1,16 @@
 """runner.sweep.report.ranking and advice_page: the ranking, the recommendation, the words."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweep.advisor.settings import AdviseSettings
+from runner.sweep.advisor.settings import AdviseSettings, memory_forecast
 from runner.sweep.report.advice_page import (
     advice_blocks,
     advice_sentence,
-    next_commands,
+    next_command,
     other_sentences,
 )
 from runner.sweep.report.columns import advice_table
@@ -18,7 +18,7 @@ from runner.sweep.report.jobs import Job, SweepData
 from runner.sweep.report.pages import write_report
 from runner.sweep.report.ranking import Advice, rank_precisions
 from runner.sweep.report.statistics import Ratio
-from runner.sweep.report.verdict import health_words, reason_sentence
+from runner.sweep.report.wording import health_words, reason_sentence
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.markup import to_markdown
 
@@ -87,11 +87,11 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
     ]
     assert outcomes(found) == {
         "bf16-mixed": "recommended",
-        "16-mixed": "fit",
+        "16-mixed": "indistinguishable",
         "32-true": "baseline",
         "bf16-true": "worse",
     }
-    assert next_commands(found) == ["python -m runner model=mlp precision=bf16-mixed"]
+    assert next_command(found) == "python -m runner model=mlp precision=bf16-mixed"
     assert advice_sentence(found).startswith(
         "Use bf16-mixed: 1.50 × as fast as 32-true, and its loss is"
     )
@@ -148,7 +148,9 @@ def test_a_trial_that_ran_out_of_time_is_slow_and_not_judged() -> None:
 
 def test_an_emulated_precision_has_a_verdict_on_quality_and_no_speed() -> None:
     question = replace(
-        ASKED, emulated=["float8-tensorwise"], own=["float8-tensorwise precision.emulate=true"]
+        ASKED,
+        emulated=["float8-tensorwise"],
+        own={"float8-tensorwise": ["precision.emulate=true"]},
     )
     found = asked(BASE, trials("float8-tensorwise", 0.001, 900.0, 1.0), question=question)
     assert found.recommendation is not None
@@ -171,7 +173,7 @@ def test_a_module_set_that_heals_has_a_row_and_a_failed_attempt_has_none() -> No
         "32-true": "baseline",
         "16-mixed": "worse",
     }
-    assert next_commands(found) == [f"python -m runner model=mlp precision=16-mixed '{settings}'"]
+    assert next_command(found) == f"python -m runner model=mlp precision=16-mixed '{settings}'"
 
 
 def test_attempted_module_sets_are_listed_if_none_heals() -> None:
@@ -227,13 +229,37 @@ def test_the_report_has_the_next_command_and_the_method(tmp_path: Path) -> None:
 
 
 def test_settings_read_back_from_their_file_and_a_damaged_file_has_none(tmp_path: Path) -> None:
-    question = replace(ASKED, command=("python",), own=("a b",), emulated=("a",))
+    question = replace(
+        ASKED,
+        emulated=["a"],
+        own={"a": ["b=1", "c=2"]},
+        absent={"tf32": "needs: a GPU"},
+        found={"a": "short of range"},
+        memory={"a": memory_forecast(12.5, 64)},
+    )
     question.write(tmp_path)
     assert AdviseSettings.read(tmp_path) == question
     (tmp_path / "advise.json").write_text("{]")
     assert AdviseSettings.read(tmp_path) is None
     assert AdviseSettings.read(tmp_path / "none") is None
     assert AdviseSettings.from_json({"objective": 3}) is None
+    assert AdviseSettings.from_json({**asdict(ASKED), "memory": {"a": "12.5 64"}}) is None
+
+
+def test_the_lists_of_version_0_1_are_read_as_mappings() -> None:
+    old = {
+        "own": ["a b=1", "a c=[2, 3]", "d e=4"],
+        "absent": ["tf32: needs: a GPU"],
+        "found": ["a: short of range"],
+        "memory": ["a: 12.5 64"],
+    }
+    assert AdviseSettings.from_json({**asdict(ASKED), **old}) == replace(
+        ASKED,
+        own={"a": ["b=1", "c=[2, 3]"], "d": ["e=4"]},
+        absent={"tf32": "needs: a GPU"},
+        found={"a": "short of range"},
+        memory={"a": memory_forecast(12.5, 64)},
+    )
 
 
 def test_speeds_missing_in_some_jobs_are_compared_by_the_other_seeds() -> None:
@@ -243,7 +269,6 @@ def test_speeds_missing_in_some_jobs_are_compared_by_the_other_seeds() -> None:
     def speed(*without: int) -> Ratio | None:
         some = [replace(j, examples_per_second=None) if j.seed in without else j for j in slow]
         line = next(n for n in asked(some, half).verdicts if n.name == "bf16-mixed")
-        assert line.comparison is not None
         return line.comparison.speed_ratio
 
     assert speed(0, 1) == Ratio(0.5, 3, 0.5, 0.5)

@@ -1,14 +1,14 @@
 import math
 
 import pytest
-from scipy import stats
 
 from runner.modes.result import RunResult
 from runner.sweep.report.columns import sweep_table
 from runner.sweep.report.compare import compare_with_baselines, group_jobs, pareto_front
 from runner.sweep.report.conclusion import conclusion_text, recommended_precision
-from runner.sweep.report.number_text import difference_words, format_interval, format_mean_sd
-from runner.sweep.report.statistics import Spread, quality_difference
+from runner.sweep.report.number_text import format_interval, format_mean_sd
+from runner.sweep.report.statistics import Spread
+from runner.sweep.report.wording import difference_words
 
 CPU, GPU = "Some CPU (2 of 2 threads)", "NVIDIA H100"
 
@@ -98,70 +98,9 @@ def test_a_run_without_evaluation_diverges_by_its_training_loss():
     assert result("x", quality=None, train_loss=1.0).outcome == "finished"
 
 
-def test_the_paired_interval_equals_scipys():
-    mine, base = [0.90, 0.93, 0.95], [0.88, 0.92, 0.90]
-    got = quality_difference(list(enumerate(mine)), list(enumerate(base)), "max")
-    low, high = stats.ttest_rel(mine, base).confidence_interval(0.95)
-    assert (got.value - got.ci_half_width, got.value + got.ci_half_width) == pytest.approx(
-        (low, high)
-    )
-    assert (got.test, got.verdict) == ("paired t", "same")
-
-
-def test_the_welch_interval_equals_scipys():
-    mine, base = [0.90, 0.93, 0.95], [0.5, 0.52]
-    got = quality_difference(list(enumerate(mine)), list(enumerate(base)), "max")
-    low, high = stats.ttest_ind(mine, base, equal_var=False).confidence_interval(0.95)
-    assert (got.value - got.ci_half_width, got.value + got.ci_half_width) == pytest.approx(
-        (low, high)
-    )
-    assert (got.test, got.verdict) == ("Welch", "better")
-
-
-@pytest.mark.parametrize("size", [1e-200, 1.0, 1e80, 1e200])
-def test_an_interval_scales_with_its_values(size):
-    mine, base = [(0, 1 * size), (1, 2 * size)], [(0, 4 * size), (1, 6 * size), (2, 7 * size)]
-    got, plain = (
-        quality_difference(mine, base, "min"),
-        quality_difference(
-            [(s, q / size) for s, q in mine], [(s, q / size) for s, q in base], "min"
-        ),
-    )
-    assert (got.verdict, got.ci_half_width / size) == (
-        plain.verdict,
-        pytest.approx(plain.ci_half_width),
-    )
-    assert "worse by" not in difference_words(got)[0]
-
-
-@pytest.mark.parametrize("keys", [[None, None], [1, 1], [3, 4]])
-def test_seeds_that_do_not_match_are_not_paired(keys):
-    mine = list(zip(keys, [0.9, 0.8], strict=True))
-    assert quality_difference(mine, [(0, 0.9), (1, 0.7)], "max").test == "Welch"
-
-
-@pytest.mark.parametrize(("direction", "expected"), [("max", "worse"), ("min", "better")])
-def test_the_direction_decides_what_is_better(direction, expected):
-    mine, base = [(0, 0.50), (1, 0.51), (2, 0.52)], [(0, 0.90), (1, 0.912), (2, 0.921)]
-    got = quality_difference(mine, base, direction)
-    assert got.verdict == expected
-    assert difference_words(got)[0].startswith(f"{expected} by 0.40")
-
-
-def test_values_without_a_spread_do_not_divide_by_zero():
-    same = quality_difference([(0, 0.9), (1, 0.9)], [(0, 0.9), (1, 0.9)], "max")
-    assert difference_words(same) == ("no measurable difference", "identical in every seed")
-    gap = quality_difference([(0, 0.9), (1, 0.9)], [(0, 0.8), (1, 0.8)], "max")
-    assert gap.verdict == "unjudged"
-    assert (
-        quality_difference([(0, 0.9), (1, 0.9)], [(5, 0.8), (6, 0.8)], "max").verdict == "unjudged"
-    )
-    assert quality_difference([(0, 0.0), (1, 0.0)], [(0, 0.0), (1, 0.0)], "max").verdict == "same"
-
-
 def test_the_difference_of_one_seed_is_shown_and_not_judged():
     c = of([result("32-true"), result("b", quality=0.99)], "b")
-    assert (c.difference.verdict, c.difference.ci_half_width) == ("unjudged", None)
+    assert (c.difference.verdict, c.difference.ci_half_width) == ("unjudged", math.inf)
     assert difference_words(c.difference) == ("no verdict", "+0.09, one seed: no spread")
 
 
@@ -296,67 +235,74 @@ def test_a_group_with_a_failed_seed_is_not_recommended():
     assert text.endswith("Diverged: b (1 of 3).")
 
 
-def test_conclusion_of_one_seed_each():
-    text = conclusion_of(result("32-true"), result("b", quality=0.8, speed=150.0))
-    assert "b trains 1.50 × as fast as 32-true, with the same peak memory" in text
-    assert "quality not judged (-0.1 val/accuracy): one seed each; add seed=0,1,2." in text
-    assert (
-        recommended_precision(compare_with_baselines([result("32-true"), result("b", speed=200.0)]))
-        is None
-    )
-
-
-def test_the_conclusion_names_the_groups_with_one_seed():
-    text = conclusion_of(*seeds("32-true", NOISY), result("b", quality=0.8, speed=150.0))
-    assert text.endswith("quality not judged (-0.11 val/accuracy): one seed of b; add seed=0,1,2.")
-
-
-def test_a_baseline_that_failed_is_not_asked_for_again():
-    gone = conclusion_of(result("32-true", quality=math.nan), result("b"))
-    assert gone == (
+CONCLUSIONS = {
+    "one seed each": (
+        [result("32-true"), result("b", quality=0.8, speed=150.0)],
+        "b trains 1.50 × as fast as 32-true, with the same peak memory; quality not judged "
+        "(-0.1 val/accuracy): one seed each; add seed=0,1,2.",
+    ),
+    "one seed of one group": (
+        [*seeds("32-true", NOISY), result("b", quality=0.8, speed=150.0)],
+        "b trains 1.50 × as fast as 32-true, with the same peak memory; quality not judged "
+        "(-0.11 val/accuracy): one seed of b; add seed=0,1,2.",
+    ),
+    "a baseline that diverged is not asked for again": (
+        [result("32-true", quality=math.nan), result("b")],
         "32-true reached no finite result to compare with. Fastest: b: val/accuracy 0.9, "
-        "100 examples/s. Diverged: 32-true."
-    )
-    alone = conclusion_of(result("32-true"), result("b", quality=math.nan))
-    assert alone == "Only 32-true ended: val/accuracy 0.9, 100 examples/s. Diverged: b."
-
-
-def test_conclusion_without_a_baseline():
-    assert conclusion_of(result("b"), result("c", speed=150.0)).startswith(
-        "No 32-true job to compare with; add precision=32-true. Fastest: c"
-    )
-    broken = conclusion_of(lost("32-true"), result("b"), result("c"))
-    assert broken.startswith("32-true reached no finite result to compare with. Fastest: b")
-    assert broken.endswith("Failed: 32-true.")
-
-
-def test_conclusions_of_one_job_no_job_and_no_result():
-    assert conclusion_of(result("b")) == (
-        "Only b ended: val/accuracy 0.9, 100 examples/s; to compare, add precision=32-true."
-    )
-    assert conclusion_of(lost("b"), lost("c", "unavailable")) == (
-        "No job finished with a finite result. Failed: b; unavailable here: c."
-    )
-    assert conclusion_of() == "No job wrote a result."
-    assert conclusion_of(RunResult("b", "b", "/x")) == "Nothing was trained or evaluated."
-
-
-def test_conclusion_names_three_and_counts_the_rest():
-    text = conclusion_of(
-        result("32-true"), *(lost(f"p{i}") for i in range(6)), missing="only 9 of 12 began"
-    )
-    assert text.endswith("Only 9 of 12 began; failed: p0, p1, p2 and 3 more.")
-
-
-def test_conclusion_of_a_search():
-    sweep = [
-        result(p, quality=q, extra=f"optimizer.lr={q}")
-        for p, q in (("32-true", 0.7), ("b", 0.9), ("b", 0.8), ("32-true", 0.75))
-    ]
-    assert conclusion_of(*sweep) == (
+        "100 examples/s. Diverged: 32-true.",
+    ),
+    "a baseline that failed": (
+        [lost("32-true"), result("b"), result("c")],
+        "32-true reached no finite result to compare with. Fastest: b: val/accuracy 0.9, "
+        "100 examples/s. Failed: 32-true.",
+    ),
+    "only the baseline": (
+        [result("32-true"), result("b", quality=math.nan)],
+        "Only 32-true ended: val/accuracy 0.9, 100 examples/s. Diverged: b.",
+    ),
+    "no baseline": (
+        [result("b"), result("c", speed=150.0)],
+        "No 32-true job to compare with; add precision=32-true. Fastest: c: val/accuracy 0.9, "
+        "150 examples/s.",
+    ),
+    "one job": (
+        [result("b")],
+        "Only b ended: val/accuracy 0.9, 100 examples/s; to compare, add precision=32-true.",
+    ),
+    "no job that finished": (
+        [lost("b"), lost("c", "unavailable")],
+        "No job finished with a finite result. Failed: b; unavailable here: c.",
+    ),
+    "no job": ([], "No job wrote a result."),
+    "no quality": ([RunResult("b", "b", "/x")], "Nothing was trained or evaluated."),
+    "three names and the number of the rest": (
+        [result("32-true"), *(lost(f"p{i}") for i in range(6))],
+        "Only 32-true ended: val/accuracy 0.9, 100 examples/s. Failed: p0, p1, p2 and 3 more.",
+    ),
+    "a search": (
+        [
+            result(p, quality=q, extra=f"optimizer.lr={q}")
+            for p, q in (("32-true", 0.7), ("b", 0.9), ("b", 0.8), ("32-true", 0.75))
+        ],
         "Best val/accuracy: b optimizer.lr=0.9 with 0.9; best of the other precisions: "
-        "32-true optimizer.lr=0.75 with 0.75; one seed each: no verdict."
-    )
+        "32-true optimizer.lr=0.75 with 0.75; one seed each: no verdict.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("jobs", "text"), CONCLUSIONS.values(), ids=CONCLUSIONS)
+def test_the_conclusion_of(jobs, text):
+    assert conclusion_of(*jobs) == text
+
+
+def test_the_conclusion_names_the_jobs_that_did_not_begin():
+    text = conclusion_of(lost("b"), missing="only 9 of 12 began")
+    assert text == "No job finished with a finite result. Only 9 of 12 began; failed: b."
+
+
+def test_one_seed_recommends_nothing():
+    jobs = [result("32-true"), result("b", speed=200.0)]
+    assert recommended_precision(compare_with_baselines(jobs)) is None
 
 
 def evaluated(precision, quality, weights, **more):
@@ -440,6 +386,16 @@ def test_each_device_has_its_own_conclusion():
     text = conclusion_of(*bases, result("b", speed=50.0, device=CPU), result("b", speed=200.0))
     assert text.startswith(f"On {CPU}: Nothing trained faster than 32-true: b is 0.50 × ")
     assert f"On {GPU}: b trains 2.00 × " in text
+
+
+def test_jobs_too_short_for_a_speed_are_compared_by_quality():
+    groups = {"32-true": (0.90, 0.91), "bf16-mixed": (0.90, 0.91)}
+    jobs = [job for name, q in groups.items() for job in seeds(name, q, (None, None))]
+    for some in (jobs, jobs[::2]):
+        text = conclusion_of(*some)
+        assert text.startswith("Too short for a comparison of speed; train for more steps. ")
+        assert "val/accuracy against 32-true: bf16-mixed 0.9" in text
+        assert "nothing compares" not in text
 
 
 @pytest.mark.parametrize(

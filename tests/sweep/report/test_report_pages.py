@@ -15,10 +15,10 @@ from runner.utils.markup import (
     Items,
     Table,
     Text,
-    element,
     markdown,
     markdown_code,
     markdown_text,
+    to_html,
 )
 
 CPU = "Some CPU (2 of 2 threads)"
@@ -234,7 +234,7 @@ def test_code_is_fenced_by_more_than_it_holds():
 
 
 def test_a_cell():
-    table = element(Table(["a"], [[Cell("<b>", "bad", "<i>", 2.0)], [Cell("")]]))
+    table = to_html("", [Table(["a"], [[Cell("<b>", "bad", "<i>", 2.0)], [Cell("")]])])
     assert "&lt;b&gt;" in table
     assert "<small>&lt;i&gt;</small>" in table
     assert "width:100%" in table

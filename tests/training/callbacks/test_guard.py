@@ -10,7 +10,7 @@ from runner.training.callbacks.guard import MIN_SPIKE_STEPS, Guard
 SAMPLES_NOTE = "The samples are in x.json"
 
 
-class Heard(list):
+class Messages(list):
     """The warnings, and in `saved` the steps whose samples were saved."""
 
     def __init__(self):
@@ -22,38 +22,43 @@ class Heard(list):
 
 
 @pytest.fixture
-def heard():
-    return Heard()
+def messages():
+    return Messages()
 
 
-def made(heard, precision="16-mixed", optimizer=None, train=None, **guard):
+def make_guard(messages, precision="16-mixed", optimizer=None, train=None, **guard):
     spec = replace(
         RunSpec(),
         guard=GuardSpec(**guard),
         train=train or TrainSpec(),
         optimizer={"lr": 0.1} if optimizer is None else optimizer,
     )
-    return Guard(spec, load_precision(precision), heard.append, heard.save_samples)
+    return Guard(spec, load_precision(precision), messages.append, messages.save_samples)
 
 
 def overflowing(step, count, scale=8.0):
     return tuple(step(n, scale, 1.0, n, loss=math.inf) for n in range(1, count + 1))
 
 
-def test_a_healthy_run_is_silent(heard, step, evaluation):
-    guard = made(heard)
+def test_a_healthy_run_is_silent(messages, step, evaluation):
+    guard = make_guard(messages)
     guard.steps((step(1, 65536.0), step(2, 32768.0), step(3, 1.0)))
     guard.evaluation(evaluation(3, stagnant=0.5))
     guard.evaluation(evaluation(3, stagnant=None))
-    assert (heard, heard.saved, guard.should_stop, guard.weights_are_good) == ([], [], False, True)
+    assert (messages, messages.saved, guard.should_stop, guard.weights_are_good) == (
+        [],
+        [],
+        False,
+        True,
+    )
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_stops(heard, step, loss):
-    guard = made(heard, "32-true")
+def test_a_loss_that_is_not_finite_stops(messages, step, loss):
+    guard = make_guard(messages, "32-true")
     guard.steps((step(1), step(2, loss=loss), step(3, loss=math.nan)))
-    assert (guard.should_stop, guard.weights_are_good, heard) == (True, False, [])
-    assert heard.saved == [(2, f"the loss is {loss} at step 2")]
+    assert (guard.should_stop, guard.weights_are_good, messages) == (True, False, [])
+    assert messages.saved == [(2, f"the loss is {loss} at step 2")]
     assert guard.message == (
         f"guard.non_finite: the loss is {loss} at step 2.\n"
         "Try optimizer.lr=0.01 or train.clip_norm=1.0; "
@@ -62,40 +67,40 @@ def test_a_loss_that_is_not_finite_stops(heard, step, loss):
     )
 
 
-def test_gradients_that_are_not_finite_stop_a_step_before_the_loss_does(heard, step):
-    guard = made(heard, "bf16-mixed")
+def test_gradients_that_are_not_finite_stop_a_step_before_the_loss_does(messages, step):
+    guard = make_guard(messages, "bf16-mixed")
     guard.steps((step(1), step(2, grad_norm=math.nan), step(3, loss=math.nan)))
     assert "the gradient norm is nan at step 2 (loss 0.5)" in guard.message
     assert "precision=32-true or optimizer.lr=0.01" in guard.message
 
 
-def test_a_warning_comes_once_and_the_run_continues(heard, step):
-    guard = made(heard, non_finite="warn")
+def test_a_warning_comes_once_and_the_run_continues(messages, step):
+    guard = make_guard(messages, non_finite="warn")
     guard.steps((step(1, 8.0), step(2, 8.0, loss=math.nan)))
     guard.steps((step(3, 8.0, loss=math.nan),))
-    (message,) = heard
+    (message,) = messages
     assert message.startswith("warning: the loss is nan at step 2.\nTry precision=bf16-mixed or ")
     assert "precision.keep_fp32=[<module>]" in message
     assert not guard.should_stop
-    assert len(heard.saved) == 1
+    assert len(messages.saved) == 1
 
 
-def test_an_ignored_finding_is_neither_reported_nor_saved(heard, step):
-    guard = made(heard, non_finite="ignore", overflow="ignore", scale_floor="ignore")
+def test_an_ignored_finding_is_neither_reported_nor_saved(messages, step):
+    guard = make_guard(messages, non_finite="ignore", overflow="ignore", scale_floor="ignore")
     guard.steps((step(1, loss=math.nan), *overflowing(step, 40, 2.0**-9)))
-    assert (heard, heard.saved, guard.should_stop) == ([], [], False)
+    assert (messages, messages.saved, guard.should_stop) == ([], [], False)
 
 
-def test_an_overflow_is_no_finding(heard, step):
+def test_an_overflow_is_no_finding(messages, step):
     """Dynamic scaling overflows by design; the step is skipped."""
-    guard = made(heard)
+    guard = make_guard(messages)
     guard.steps(overflowing(step, 29))
     guard.steps((step(30, 8.0), *overflowing(step, 29)))
-    assert (heard, guard.should_stop) == ([], False)
+    assert (messages, guard.should_stop) == ([], False)
 
 
-def test_overflows_in_a_row_stop_across_blocks_with_good_weights(heard, step):
-    guard = made(heard, overflow_steps=3)
+def test_overflows_in_a_row_stop_across_blocks_with_good_weights(messages, step):
+    guard = make_guard(messages, overflow_steps=3)
     for record in overflowing(step, 3):
         assert not guard.should_stop
         guard.steps((record,))
@@ -106,31 +111,31 @@ def test_overflows_in_a_row_stop_across_blocks_with_good_weights(heard, step):
     assert "Try precision=bf16-mixed or precision.keep_fp32=[<module>]" in guard.message
 
 
-def test_a_fixed_scale_is_the_first_thing_to_try(heard, step):
-    guard = made(heard, overflow_steps=2)
+def test_a_fixed_scale_is_the_first_thing_to_try(messages, step):
+    guard = make_guard(messages, overflow_steps=2)
     guard.spec = replace(guard.spec, precision={"loss_scale": {"fixed": 65536.0}})
     guard.steps(overflowing(step, 2))
     assert "Try precision.loss_scale.fixed=null or precision=bf16-mixed" in guard.message
 
 
 @pytest.mark.parametrize(("action", "stops"), [("warn", False), ("stop", True)])
-def test_a_collapsed_scale(heard, step, action, stops):
-    guard = made(heard, scale_floor=action)
+def test_a_collapsed_scale(messages, step, action, stops):
+    guard = make_guard(messages, scale_floor=action)
     guard.steps((step(1, 1.0), step(2, 0.5), step(3, 0.25)))
-    message = guard.message if stops else heard[0]
+    message = guard.message if stops else messages[0]
     assert "the loss scale fell to 0.5 at step 2" in message
     assert "precision.keep_fp32=[<module>]" in message
-    assert (guard.should_stop, len(heard), len(heard.saved)) == (stops, int(not stops), 1)
+    assert (guard.should_stop, len(messages), len(messages.saved)) == (stops, int(not stops), 1)
 
 
 def losses(step, values):
     return tuple(step(n, loss=loss) for n, loss in enumerate(values, 1))
 
 
-def test_a_spike_is_reported_against_the_running_median(heard, step):
-    guard = made(heard, "32-true")
+def test_a_spike_is_reported_against_the_running_median(messages, step):
+    guard = make_guard(messages, "32-true")
     guard.steps(losses(step, [1.0] * MIN_SPIKE_STEPS + [12.0]))
-    (message,) = heard
+    (message,) = messages
     assert (
         f"the loss leapt to 12 at step {MIN_SPIKE_STEPS + 1}, 12 times its running median"
         in message
@@ -148,29 +153,29 @@ def test_a_spike_is_reported_against_the_running_median(heard, step):
         [0.0] * MIN_SPIKE_STEPS + [0.1],
     ],
 )
-def test_a_loss_that_is_usual_early_or_without_scale_is_no_spike(heard, step, values):
-    made(heard).steps(losses(step, values))
-    assert heard == []
+def test_a_loss_that_is_usual_early_or_without_scale_is_no_spike(messages, step, values):
+    make_guard(messages).steps(losses(step, values))
+    assert messages == []
 
 
-def test_a_spike_can_stop_and_its_factor_be_chosen(heard, step):
-    guard = made(heard, "32-true", spike="stop", spike_factor=3.0)
+def test_a_spike_can_stop_and_its_factor_be_chosen(messages, step):
+    guard = make_guard(messages, "32-true", spike="stop", spike_factor=3.0)
     guard.steps(losses(step, [1.0] * MIN_SPIKE_STEPS + [4.0]))
     assert (guard.should_stop, guard.weights_are_good) == (True, False)
     assert guard.message.startswith("guard.spike: the loss leapt to 4")
 
 
-def test_nothing_is_advised_that_is_set_or_unknown(heard, step):
-    guard = made(heard, "32-true", {"muon": {"lr": 0.1}}, TrainSpec(clip_norm=1.0))
+def test_nothing_is_advised_that_is_set_or_unknown(messages, step):
+    guard = make_guard(messages, "32-true", {"muon": {"lr": 0.1}}, TrainSpec(clip_norm=1.0))
     guard.steps((step(1, loss=math.nan),))
     assert "Try a smaller learning rate; guard." in guard.message
 
 
-def test_updates_that_are_rounded_away(heard, evaluation):
-    guard = made(heard)
+def test_updates_that_are_rounded_away(messages, evaluation):
+    guard = make_guard(messages)
     guard.evaluation(evaluation(10, stagnant=0.75))
     guard.evaluation(evaluation(20, stagnant=0.9))
-    (message,) = heard
+    (message,) = messages
     assert message.startswith("warning: 75% of the parameter elements with a gradient did not move")
     assert "precision=16-mixed" in message
     assert "optimizer.lr" in message

@@ -11,10 +11,10 @@ def console(terminal):
 
 
 @pytest.fixture
-def watched(step, evaluation):
+def printed(step, evaluation):
     """What a run of three steps and an evaluation leaves on a console."""
 
-    def shown(terminal):
+    def print_run(terminal):
         out = console(terminal)
         observer = progress(out, 3, "16-mixed keep_fp32=[head]")
         observer.steps((step(1, 8.0), step(2, 4.0, skipped=1)))
@@ -23,7 +23,7 @@ def watched(step, evaluation):
         observer.close()
         return out.file.getvalue()
 
-    return shown
+    return print_run
 
 
 def test_a_terminal_gets_a_bar_and_a_file_gets_lines():
@@ -33,8 +33,8 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines():
     assert isinstance(progress(console(False), 3, "run"), ProgressLines)
 
 
-def test_the_bar(watched):
-    text = watched(True)
+def test_the_bar(printed):
+    text = printed(True)
     assert "16-mixed keep_fp32=[head]" in text
     assert "3/3" in text
     assert "loss 0.5" in text
@@ -42,8 +42,8 @@ def test_the_bar(watched):
     assert text.endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_lines_hold_no_control_characters(watched):
-    text = watched(False)
+def test_lines_hold_no_control_characters(printed):
+    text = printed(False)
     assert text.splitlines() == [
         "epoch 1  step 2  train/loss 0.5  val/loss 1.25  val/accuracy 0.5  loss scale 4  skipped 1"
     ]

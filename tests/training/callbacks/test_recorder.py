@@ -17,12 +17,9 @@ class Notebook(NoTracker):
         self.points = []
         self.checks = 0
 
-    def metrics(self, step, time_ms, values):
-        self.points += [(key, step, time_ms, value) for key, value in values.items()]
-
-    def metrics_many(self, records):
-        for record in records:
-            self.metrics(*record)
+    def log_metrics(self, records):
+        for step, time_ms, values in records:
+            self.points += [(key, step, time_ms, value) for key, value in values.items()]
 
     def check(self):
         self.checks += 1

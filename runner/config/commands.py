@@ -1,0 +1,198 @@
+"""Declare the commands doctor, report, sync and ui, and parse their arguments.
+
+argparse does not fit: it knows no `key=value`, so that its help, errors and defaults would all be
+overridden. The help of a command, its errors and its rows in docs/commands.md come from one
+declaration.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runner.config.overrides import path_exists
+from runner.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument `key=value`, or a flag with a value.
+
+    Attributes:
+        key: what is typed before the value; a flag begins with `--`.
+        value: placeholder of the value.
+        meaning: for the help.
+        short: another spelling of a flag; None for none.
+    """
+
+    key: str
+    value: str
+    meaning: str
+    short: str | None = None
+
+    @property
+    def is_flag(self) -> bool:
+        """Return whether the value may be the word after the key."""
+        return self.key.startswith("-")
+
+    @property
+    def usage(self) -> str:
+        """Return the option as it is typed."""
+        return f"{self.key}{' ' if self.is_flag else '='}{self.value}"
+
+
+@dataclass(frozen=True)
+class Positional:
+    """The words of a command that are no options.
+
+    Attributes:
+        usage: placeholder of the words.
+        allowed: what they may be, for errors.
+        meaning: for the help.
+        are_folders: there may be several, each an existing folder; else there is at most one.
+    """
+
+    usage: str
+    allowed: str
+    meaning: str
+    are_folders: bool = False
+
+
+@dataclass
+class Arguments:
+    """What was typed after a command's name.
+
+    Attributes:
+        words: those that are no options.
+        values: value of each typed option by its key; the last of one that was typed twice.
+    """
+
+    words: list[str] = field(default_factory=list)
+    values: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command other than a run.
+
+    Attributes:
+        name: the first word after `python -m runner`.
+        summary: one line, for the help of a run.
+        description: for the help of the command and docs/commands.md.
+        options: that it takes.
+        positional: its other words; None if it takes none.
+    """
+
+    name: str
+    summary: str
+    description: str
+    options: tuple[Option, ...]
+    positional: Positional | None = None
+
+    def parse(self, argv: Sequence[str]) -> Arguments:
+        """Parse the words after the command's name.
+
+        Raises:
+            ConfigError: the command does not take one of them.
+        """
+        arguments = Arguments()
+        rest = list(argv)
+        while rest:
+            word = rest.pop(0)
+            key, equals, value = word.partition("=")
+            option = next((each for each in self.options if key in (each.key, each.short)), None)
+            if option is not None and equals:
+                arguments.values[option.key] = value
+            elif option is not None and option.is_flag and rest:
+                arguments.values[option.key] = rest.pop(0)
+            else:
+                arguments.words.append(word)
+        self._check_words(arguments.words)
+        return arguments
+
+    def _check_words(self, words: Sequence[str]) -> None:
+        """Raise ConfigError for words that are neither options nor what the command works on."""
+        for word in words:
+            is_unknown_key = "=" in word and not path_exists(word)
+            if self.positional is None or is_unknown_key:
+                raise self._refusal(word)
+            if self.positional.are_folders and not (path_exists(word) and Path(word).is_dir()):
+                raise self._refusal(word, ": there is no such folder")
+        if self.positional and not self.positional.are_folders and len(words) > 1:
+            allowed = self.positional.allowed
+            raise ConfigError(f"{self.name} takes {allowed}, and was given: {' '.join(words)}.")
+
+    def _refusal(self, word: str, reason: str = "") -> ConfigError:
+        allowed = [f"{option.key}=..." for option in self.options]
+        if self.positional:
+            allowed.insert(0, self.positional.allowed)
+        return ConfigError(
+            f"{self.name} does not take {word}{reason}. Allowed: {', '.join(allowed)}; "
+            f"type {self.name} --help."
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return each argument and its meaning, for tables."""
+        rows = [(option.usage, option.meaning) for option in self.options]
+        if self.positional:
+            rows.insert(0, (self.positional.usage, self.positional.meaning))
+        return rows
+
+    def help(self) -> str:
+        """Return the text of the command's --help."""
+        rows = self.rows()
+        usage = " ".join(f"[{argument}]" for argument, _ in rows)
+        width = max(len(argument) for argument, _ in rows)
+        lines = [f"  {argument:{width}}  {meaning}" for argument, meaning in rows]
+        return "\n".join(
+            [f"python -m runner {self.name} {usage}", "", self.description, "", *lines]
+        )
+
+
+_URI = Option("tracking.uri", "<store>", "the store; by default the one that runs log to")
+_EXPERIMENT = Option("tracking.experiment", "<name>", "the experiment in the store")
+
+DOCTOR = Command(
+    "doctor",
+    "which precisions run on this machine",
+    "Lists every precision: whether it runs on this machine, why not, what to install.",
+    (
+        Option(
+            "--config-dir", "<folder>", "of your own configs: lists their precisions, too", "-cd"
+        ),
+    ),
+)
+REPORT = Command(
+    "report",
+    "rebuild a sweep's report",
+    "Rebuilds the report of a sweep from its folder, or from an id out of MLflow alone.",
+    (_URI, _EXPERIMENT),
+    Positional(
+        "<sweep>",
+        "one sweep",
+        "its folder, its id or the id of its parent run; by default the newest",
+    ),
+)
+SYNC = Command(
+    "sync",
+    "upload records that are missing in MLflow",
+    "Uploads records that are missing in MLflow, after an outage or a crash; nothing is uploaded\n"
+    "twice. Exit status 1 if an upload failed: type it again.",
+    (
+        Option("tracking.uri", "<store>", "upload to another store"),
+        Option("tracking.experiment", "<name>", "upload to another experiment"),
+    ),
+    Positional(
+        "<folder> ...",
+        "folders of runs or sweeps",
+        "of runs or sweeps; by default all runs under outputs/",
+        are_folders=True,
+    ),
+)
+UI = Command(
+    "ui",
+    "MLflow's pages on the store that runs log to",
+    "Starts MLflow's server on 127.0.0.1 and prints the URLs of its pages.",
+    (_URI, _EXPERIMENT, Option("port", "<number>", "by default the first free one from 5000 on")),
+)
+COMMANDS = {command.name: command for command in (DOCTOR, REPORT, SYNC, UI)}
+"""Every command other than a run, by the first word after `python -m runner`."""

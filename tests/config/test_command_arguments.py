@@ -1,0 +1,66 @@
+"""The arguments of doctor, report, sync and ui: what each takes, and what it says to others."""
+
+import pytest
+
+from runner.config.commands import COMMANDS
+from runner.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "values"),
+    [
+        ("doctor", [], {}),
+        ("doctor --config-dir lab", [], {"--config-dir": "lab"}),
+        ("doctor --config-dir=lab", [], {"--config-dir": "lab"}),
+        ("doctor -cd lab", [], {"--config-dir": "lab"}),
+        ("report tracking.uri=a b", ["b"], {"tracking.uri": "a"}),
+        ("report run=1", ["run=1"], {}),
+        ("sync run=1 .", ["run=1", "."], {}),
+        ("sync tracking.uri=a=b", [], {"tracking.uri": "a=b"}),
+        ("ui port=1 port=2 tracking.uri=", [], {"port": "2", "tracking.uri": ""}),
+    ],
+)
+def test_arguments(command, words, values, tmp_path, monkeypatch):
+    (tmp_path / "run=1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    name, *argv = command.split()
+    arguments = COMMANDS[name].parse(argv)
+    assert (arguments.words, arguments.values) == (words, values)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("doctor x", "doctor does not take x. Allowed: --config-dir=...; type doctor --help."),
+        ("doctor --config-dir", "doctor does not take --config-dir. Allowed: "),
+        (
+            "report port=5",
+            "report does not take port=5. Allowed: one sweep, tracking.uri=..., "
+            "tracking.experiment=...; type report --help.",
+        ),
+        ("report a b", "report takes one sweep, and was given: a b."),
+        (
+            "sync nowhere",
+            "sync does not take nowhere: there is no such folder. Allowed: folders of runs or "
+            "sweeps, tracking.uri=..., tracking.experiment=...; type sync --help.",
+        ),
+        ("sync " + 300 * "x", "sync does not take xxx"),
+        ("report a=" + 300 * "x", "report does not take a=xxx"),
+        ("ui =5", "ui does not take =5."),
+        ("ui port", "ui does not take port. Allowed: tracking.uri=..., "),
+    ],
+)
+def test_arguments_that_a_command_does_not_take(command, message):
+    name, *argv = command.split()
+    with pytest.raises(ConfigError) as caught:
+        COMMANDS[name].parse(argv)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_the_help_names_every_argument(command):
+    text = command.help()
+    assert text.startswith(f"python -m runner {command.name} [")
+    for option in command.options:
+        assert text.count(option.key) == 2
+        assert option.meaning in text

@@ -1,0 +1,77 @@
+"""Training states of small models, on the CPU."""
+
+import torch
+from torch import nn
+
+from runner.diagnostics.numerics.probe import Probe
+from runner.precision import registry
+from runner.training.state import ScheduledOptimizer, TrainState
+from runner.training.step import train_step
+from runner.training.tasks.regression import Regression
+
+CPU = torch.device("cpu")
+
+
+def regression_net():
+    """Return a network of three inputs and two outputs, the same in every call."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def regression_batch(count, seed=1):
+    """Return inputs [count, 3] and targets [count, 2] for regression_net."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, generator=generator), torch.randn(count, 2, generator=generator)
+
+
+def make_state(model, precision="32-true", *, task=None, optimizer=None, scale=None, **options):
+    """Return the state of a model before its first step.
+
+    Args:
+        model: converted in place.
+        precision: a name; its options are the other keywords.
+        task: regression if it is left out.
+        optimizer: makes the optimizer of some parameters, or a ScheduledOptimizer of it; SGD with
+            a rate of 0.1 if it is left out.
+        scale: the precision's own if it is left out.
+    """
+    policy = registry.load_precision(precision, **options)
+    model, _ = policy.convert(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    made = optimizer(trainable) if optimizer else torch.optim.SGD(trainable, lr=0.1)
+    driven = made if isinstance(made, ScheduledOptimizer) else ScheduledOptimizer(made)
+    scale = scale or policy.scale(CPU)
+    return TrainState(model, policy, task or Regression(), scale, [driven], CPU)
+
+
+def optimizer_gradients(state):
+    """Return a list that the next steps fill with the gradients that the optimizers are given.
+
+    The optimizers do nothing with them.
+    """
+    seen = []
+    state.scale.step = lambda optimizer, _: seen.extend(
+        p.grad.clone() for group in optimizer.param_groups for p in group["params"]
+    )
+    return seen
+
+
+def are_equal(some, others):
+    """Return whether two sequences hold the same tensors, bit by bit."""
+    pairs = zip(some, others, strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def measure_step(state, micros):
+    """Return what the probe of numerics measures in a step."""
+    found = []
+    with Probe(state, found.append):
+        train_step(state, micros)
+    (snapshot,) = found
+    return snapshot
+
+
+def count_hooks(model):
+    """Return how many hooks a model's modules and parameters hold."""
+    held = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    return sum(held) + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())

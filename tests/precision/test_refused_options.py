@@ -1,0 +1,202 @@
+"""The values of options that a precision refuses, each with what is allowed, and all at once."""
+
+import pytest
+
+from runner.precision import registry
+from runner.precision.mixed import MixedPrecision
+from runner.precision.transformer_engine import TransformerEnginePrecision
+from runner.utils.errors import ConfigError
+
+# Precisions of each class that checks the key.
+CLASSES_BY_VALUE = {
+    ("reduced_precision_reduction", 2): (
+        ("16-true", "bf16-mixed", "bnb-nf4", "float8-rowwise", "transformer-engine"),
+        "precision.reduced_precision_reduction=2 is not known. Allowed: true, false.",
+    ),
+    ("reduced_precision_reduction", True): (
+        ("64-true", "32-true", "tf32"),
+        "precision.reduced_precision_reduction=true: precision={name} has no products in half "
+        "precision. Leave it out.",
+    ),
+    ("float32_matmul", "tf32"): (
+        ("32-true", "bf16-mixed", "bnb-nf4", "float8-tensorwise"),
+        "precision.float32_matmul=tf32 is not known. Allowed: highest, high, medium.",
+    ),
+    ("cpu_float16", "fast"): (
+        ("16-true", "16-mixed", "bnb-nf4"),
+        "precision.cpu_float16=fast is not known. Allowed: auto, native, float32_accumulate.",
+    ),
+    ("emulate", "yes"): (
+        ("bf16-mixed", "tf32", "float8-rowwise", "transformer-engine"),
+        "precision.emulate=yes is not known. Allowed: true, false.",
+    ),
+    ("allow_substitute", 1): (
+        ("16-mixed",),
+        "precision.allow_substitute=1 is not known. Allowed: true, false.",
+    ),
+}
+SHARED_KEYS = [
+    (name, {key: value}, (message.format(name=name),))
+    for (key, value), (names, message) in CLASSES_BY_VALUE.items()
+    for name in names
+]
+OWN_KEYS = [
+    (
+        "32-true",
+        {"dtype": "float8"},
+        ("precision.dtype=float8 is not known. Allowed: float64, float32, float16, bfloat16.",),
+    ),
+    (
+        "32-true",
+        {"emulate": True},
+        ("precision.emulate=true: precision=32-true runs everywhere as it is.",),
+    ),
+    (
+        "32-true",
+        {"float32_matmul": "tf32", "cpu_float16": "fast"},
+        (
+            "precision.float32_matmul=tf32 is not known. Allowed: highest, high, medium.",
+            "precision.cpu_float16=fast is not known. Allowed: auto, native, float32_accumulate.",
+        ),
+    ),
+    (
+        "16-mixed",
+        {"loss_scale": {"init_scale": 0}},
+        ("precision.loss_scale.init_scale=0 cannot work. Allowed: above 0.",),
+    ),
+    (
+        "bf16-mixed",
+        {"loss_scale": {"init_scale": 1024.0}},
+        (
+            "precision.loss_scale={'init_scale': 1024.0}: precision=bf16-mixed has none, because "
+            "bfloat16 has float32's range. Leave it out, or type precision=16-mixed.",
+        ),
+    ),
+    (
+        "bnb-nf4",
+        {"compute_dtype": "float64", "threshold": 6.0},
+        (
+            "precision.compute_dtype=float64: the kernels compute in bfloat16, float16, float32 "
+            "only. Type one of them.",
+            "precision.threshold=6.0: nf4 has none. Type precision=bnb-int8, or leave it out.",
+        ),
+    ),
+    (
+        "bnb-int8",
+        {"threshold": -1.0},
+        ("precision.threshold=-1.0 is negative. Allowed: 0 (none) and up.",),
+    ),
+    (
+        "bnb-nf4",
+        {"mode": "nf8"},
+        (
+            "precision.mode=nf8 is not known. Allowed: nf4, nf4-dq, fp4, fp4-dq, int8, "
+            "int8-training.",
+        ),
+    ),
+    (
+        "bnb-nf4",
+        {"mode": "fp4"},
+        ("precision.mode=fp4 is not what bnb-nf4 is. Type precision=bnb-fp4.",),
+    ),
+    (
+        "float8-tensorwise",
+        {"recipe": "delayed", "weights": "half", "emulate": "yes", "min_features": 0},
+        (
+            "precision.recipe=delayed is not known. Allowed: tensorwise, rowwise, "
+            "rowwise_with_gw_hp.",
+            "precision.weights=half is not known. Allowed: float32, bfloat16.",
+            "precision.emulate=yes is not known. Allowed: true, false.",
+            "precision.min_features=0 must be a whole number from 1.",
+        ),
+    ),
+    (
+        "float8-rowwise",
+        {"recipe": "tensorwise"},
+        (
+            "precision.recipe=tensorwise is not what float8-rowwise is. "
+            "Type precision=float8-tensorwise.",
+        ),
+    ),
+    (
+        "transformer-engine",
+        {
+            "recipe": {
+                "kind": "delayed",
+                "margin": -1,
+                "format": "E5M2",
+                "history": 16,
+                "reduce_amax": 1,
+            },
+            "weights": "float32",
+            "fuse": "yes",
+        },
+        (
+            "precision.recipe.history=16: the recipe delayed has no such key. Allowed: format, "
+            "margin, amax_history_len, amax_compute_algo, reduce_amax.",
+            "precision.recipe.margin=-1 is not known. Allowed: a whole number from 0.",
+            "precision.recipe.format=E5M2 is not known. Allowed: HYBRID, E4M3.",
+            "precision.recipe.reduce_amax=1 is not known. Allowed: true, false.",
+            "precision.weights=float32 is not known. Allowed: bfloat16, float16.",
+            "precision.fuse=yes is not known. Allowed: true, false.",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "problems"), [*SHARED_KEYS, *OWN_KEYS])
+def test_a_value_that_cannot_work_is_refused(name, options, problems):
+    with pytest.raises(ConfigError) as error:
+        registry.load_precision(name, **options)
+    assert error.value.problems == problems
+
+
+def test_mixed_precision_in_float32_is_refused():
+    with pytest.raises(ConfigError, match=r"dtype=float32 is not known\. Allowed: float16, bf"):
+        MixedPrecision("x", "float32")
+
+
+def problems_of_recipe(recipe, weights="bfloat16"):
+    with pytest.raises(ConfigError) as error:
+        TransformerEnginePrecision("own", weights, recipe)
+    return error.value.problems
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("current", "recipe=current has no keys"),
+        ({}, "kind=None is not known. Allowed: delayed, current, block, mxfp8, nvfp4."),
+        ({"kind": ["delayed"]}, "kind=['delayed'] is not known"),
+        ({"kind": "current", "margin": 0}, "margin=0: the recipe current has no such key"),
+        ({"kind": "delayed", "amax_history_len": 0}, "Allowed: a whole number from 1."),
+        ({"kind": "delayed", "amax_history_len": 16.0}, "amax_history_len=16.0 is not known"),
+        ({"kind": "delayed", "margin": True}, "margin=True is not known"),
+        ({"kind": "delayed", "amax_compute_algo": "mean"}, "Allowed: max, most_recent."),
+        ({"kind": "block", "x_block_scaling_dim": 3}, "Allowed: 1, 2."),
+        ({"kind": "block", "x_block_scaling_dim": 2}, "x_block_scaling_dim and w_block_scaling_"),
+        ({"kind": "mxfp8", "backward_override": "no"}, "null, high_precision, dequantized."),
+    ],
+)
+def test_a_bad_recipe_is_refused(recipe, message):
+    (problem,) = problems_of_recipe(recipe)
+    assert message in problem
+
+
+def test_nvfp4_has_no_float16():
+    problem, *_ = problems_of_recipe({"kind": "nvfp4"}, "float16")
+    assert "cannot come out in float16" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "instead"),
+    [
+        ("transformer-engine", "current", "transformer-engine-current"),
+        ("transformer-engine-block", "delayed", "transformer-engine"),
+    ],
+)
+def test_a_built_in_name_has_its_own_recipe(name, kind, instead):
+    with pytest.raises(ConfigError, match=f"is not what {name} is") as error:
+        registry.load_precision(name, recipe={"kind": kind})
+    (problem,) = error.value.problems
+    assert problem.endswith(f"Type precision={instead}.")
