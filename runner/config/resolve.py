@@ -1,6 +1,7 @@
 """Turn Hydra's composed config into a frozen RunSpec, and a RunSpec into plain containers."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -103,9 +104,7 @@ def flatten(spec: RunSpec) -> dict[str, str]:
 
 def to_dict(spec: RunSpec) -> dict[str, Any]:
     """Return the spec as plain containers, secrets included."""
-    container = OmegaConf.to_container(OmegaConf.structured(spec))
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
+    return asdict(spec)
 
 
 def redacted_dict(spec: RunSpec) -> dict[str, Any]:

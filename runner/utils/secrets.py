@@ -6,6 +6,7 @@ Structures (configs, overrides) are masked key by key; patterns serve free text,
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -101,12 +102,18 @@ def _environment_secrets(environ: Mapping[str, str]) -> list[str]:
         value
         for name, value in environ.items()
         if len(value) >= _MIN_SECRET_CHARS
-        and _VARIABLE.fullmatch(name)
+        and _names_secret(name)
         and not _is_harmless(name, value)
     }
     # In a URI a secret is percent-encoded. Longest first: one secret may be a part of another.
     encoded = {quote(value, safe="") for value in values}
     return sorted(values | encoded, key=len, reverse=True)
+
+
+@cache
+def _names_secret(variable: str) -> bool:
+    """Return whether an environment variable's name is that of a secret; asked for each text."""
+    return _VARIABLE.fullmatch(variable) is not None
 
 
 def _is_harmless(name: str, value: str) -> bool:

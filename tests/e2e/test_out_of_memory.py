@@ -52,11 +52,11 @@ RUN = (
 
 
 @pytest.fixture
-def greedy(lab, cli):
+def greedy(lab, fresh_cli):
     (lab / "lab" / "greedy.py").write_text(GREEDY)
     (lab / "lab" / "conf" / "model" / "greedy.yaml").write_text(YAML)
-    assert cli(*RUN, "train.batch_size=2").rc == 0
-    return lambda *args: cli(*RUN, *args)
+    assert fresh_cli(*RUN, "train.batch_size=2").rc == 0
+    return lambda *args: fresh_cli(*RUN, *args)
 
 
 def settings(done):
