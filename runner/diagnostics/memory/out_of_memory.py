@@ -156,8 +156,7 @@ def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
     loader = watch.loader
     if state is None or loader is None:
         return []
-    # The frames of the failed step hold its activations alive.
-    traceback.clear_frames(error.__traceback__)
+    release_frames(error)
     for parameter in state.trainable_parameters:
         parameter.grad = None
     gc.collect()
@@ -168,6 +167,15 @@ def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
         sample = next(loader.epoch(0))
         return _fitting_lines(watch, failed_step_forecast(watch.spec, state, sample))
     return []
+
+
+def release_frames(error: BaseException) -> None:
+    """Free the tensors that only the frames of an error's traceback hold."""
+    traceback.clear_frames(error.__traceback__)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        # Until Python 3.12 a frame whose f_locals was read before keeps a copy of its variables.
+        # Clearing the frame leaves the copy; reading f_locals again drops what was cleared.
+        _ = frame.f_locals
 
 
 def _fitting_lines(watch: MemoryWatch, forecast: PeakForecast) -> list[str]:

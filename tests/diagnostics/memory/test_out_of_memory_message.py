@@ -1,9 +1,12 @@
 """Out of memory, as a message: the step, the table, what to type."""
 
+import traceback
+import weakref
+
 import pytest
 import torch
 
-from runner.diagnostics.memory.out_of_memory import is_out_of_memory
+from runner.diagnostics.memory.out_of_memory import is_out_of_memory, release_frames
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,21 @@ def test_an_error_of_pytorchs_own_allocator_is_one():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
     assert is_out_of_memory(caught.value)
+
+
+def test_the_tensors_of_the_failed_frames_are_freed_after_somebody_read_their_variables():
+    def fail():
+        tensor = torch.zeros(1)
+        references.append(weakref.ref(tensor))
+        raise MemoryError
+
+    references = []
+    with pytest.raises(MemoryError) as caught:
+        fail()
+    for frame, _ in traceback.walk_tb(caught.value.__traceback__):
+        assert frame.f_locals
+    release_frames(caught.value)
+    assert references[0]() is None
 
 
 @pytest.fixture
