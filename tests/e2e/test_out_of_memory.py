@@ -18,12 +18,16 @@ MIB, NOTE = 2**20, Path("taken")
 
 
 class Greedy(nn.Module):
-    """Keeps 2 MiB of activations for each layer and example. The first process notes what it has
-    when its first step begins; later ones may have so many MiB more than that."""
+    """Keeps 4 MiB of activations for each layer and example. The first process notes what it has
+    when its first step begins; later ones may have so many MiB more than that.
+
+    Activations of 10 examples are above 32 MiB, which the C library maps and returns one by one:
+    smaller ones leave gaps in its heap that differ from run to run.
+    """
 
     def __init__(self, classes: int, mib: int, extra: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(2**19))
+        self.scale = nn.Parameter(torch.ones(2**20))
         self.extra = nn.Parameter(torch.zeros(extra))
         self.head = nn.Linear(64, classes)
         if NOTE.exists():
@@ -70,10 +74,10 @@ def settings(done):
 
 
 def test_the_settings_that_it_names_train_in_the_same_limit(greedy):
-    first, second, *_ = settings(greedy("train.batch_size=60"))
+    first, second, *_ = settings(greedy("train.batch_size=30"))
     assert first[0].startswith("train.batch_size=")
     for words in (first, second):
-        done = greedy("train.batch_size=60", *words)
+        done = greedy("train.batch_size=30", *words)
         assert done.rc == 0, f"{words}: {done.stderr}"
 
 
