@@ -42,6 +42,8 @@ class RunResult:
             reported.
         dashboard: path of the store's page that compares the runs of the experiment, without the
             server's address.
+        diverged_step: the step for which a guard stopped the run; `steps` counts the whole block
+            of steps that was read with it.
         left_out: keys that the sweep sets and that its precision does not take.
     """
 
@@ -85,6 +87,7 @@ class RunResult:
     experiment: str = ""
     dashboard: str | None = None
     diverged: bool = False
+    diverged_step: int | None = None
     left_out: list[str] = field(default_factory=list)
 
     @property

@@ -5,6 +5,7 @@ The tracker is open already; run.py closes it.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
 
@@ -49,12 +50,14 @@ class LoopOutcome(NamedTuple):
         summary: best, last and speed of the training.
         report: the conversion, with the layers that the first step proved.
         failure: why a guard stopped the training; empty where none did.
+        diverged_step: the step for which it did.
         unsaved: why files with weights could not be written, a sentence each.
     """
 
     summary: RunSummary
     report: ConversionReport
     failure: str
+    diverged_step: int | None
     unsaved: list[str]
 
 
@@ -101,7 +104,8 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
     result = build_result(run, sizes | summary, perf_counter() - start)
     if outcome.failure:
-        raise_diverged(run, result, [outcome.failure, *outcome.unsaved])
+        diverged = replace(result, diverged=True, diverged_step=outcome.diverged_step)
+        raise_diverged(run, diverged, [outcome.failure, *outcome.unsaved])
     if outcome.unsaved:
         raise_unsaved_weights(run, result, outcome.unsaved)
     return RunOutcome(result, outcome.report)
@@ -167,7 +171,8 @@ def _train_loop(
     failure = callbacks.failure_message
     save_dtypes(run, probe, proof.report)
     save_loss_scale(run, callbacks.summary, state.step)
-    return LoopOutcome(callbacks.summary, proof.report, failure, unsaved)
+    stopped_step = callbacks.guard.stopped_step
+    return LoopOutcome(callbacks.summary, proof.report, failure, stopped_step, unsaved)
 
 
 def _restore(

@@ -43,7 +43,7 @@ def raise_diverged(run: RunContext, result: RunResult, problems: Sequence[str]) 
         Diverged: with the problems.
     """
     message = "\n".join(problems)
-    failed = replace(result, status="failed", error=message, diverged=True)
+    failed = replace(result, status="failed", error=message)
     run.save_artifact(run.out / RESULT, lambda _: failed.write(run.out))
     raise Diverged(message)
 

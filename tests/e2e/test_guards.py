@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(faults, cli):
     assert (batch["steps"], batch["epoch"], batch["seed"]) == ([6, 6], 1, 0)
     assert batch["micro_batches"] == samples(6)
     result = json.loads((out / "result.json").read_text())
-    assert (result["status"], result["diverged"], result["steps"]) == ("failed", True, 6)
+    assert (result["status"], result["diverged"], result["diverged_step"]) == ("failed", True, 6)
     assert "the loss is nan at step 6" in result["error"]
 
 

@@ -1,7 +1,6 @@
 """Judge and rank the trials of mode=advise: one verdict per precision, the best one first."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -215,7 +214,8 @@ def _verdict(
     rating = _rating(group, test, settings)
     diverged_step = None
     if rating is Verdict.DIVERGED:
-        diverged_step = min(_last_step(job) for job in group.jobs if job.outcome == "diverged")
+        diverged = [job for job in group.jobs if job.outcome == "diverged"]
+        diverged_step = min(job.diverged_step or job.steps for job in diverged)
     # What was measured on float32's numbers belongs to the precision without excluded modules.
     is_plain = not group.settings
     return PrecisionVerdict(
@@ -250,12 +250,6 @@ def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> 
     if any(job.status == "finished" and job.steps < settings.steps for job in group.jobs):
         return Verdict.SLOW
     return test.verdict if test else Verdict.UNCLEAR
-
-
-def _last_step(job: RunResult) -> int:
-    """Return the step that a guard's message names, else the job's last one."""
-    named = re.search(r"step (\d+)", job.error)
-    return int(named[1]) if named else job.steps
 
 
 def _command(group: Group, settings: AdviseSettings) -> Sequence[str]:

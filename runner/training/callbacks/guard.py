@@ -76,6 +76,7 @@ class Guard(Callback):
         self.explain = explain
         self.finding: Finding | None = None
         self.message = ""
+        self.stopped_step: int | None = None
         self._warned_keys: set[str] = set()
         self._overflows_in_a_row = 0
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW_STEPS)
@@ -156,6 +157,7 @@ class Guard(Callback):
         if action == "stop":
             self.finding = finding
             self.message = f"guard.{key}: {message}"
+            self.stopped_step = record.step
         else:
             self._warn_once(key, message)
 

@@ -126,7 +126,7 @@ def test_a_diverged_precision_names_its_step() -> None:
         diverged=True,
         metrics={},
         steps=60,
-        error="guard.non_finite: the loss is nan at step 42.",
+        diverged_step=42,
     )
     line = asked(BASE, bad).verdicts[-1]
     assert (line.rating, line.diverged_step, line.is_failing) == ("diverged", 42, True)
