@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 MAX_FDS = 16
 """File descriptors of a message: request, status pipe, stdin, stdout, stderr, the passed ones."""
+_COMMANDS = ("mlflow", "runner")
+_TRAINERS = ("fault_trainer.py", "trainer_script.py")
 
 
 class Program(NamedTuple):
@@ -40,8 +42,10 @@ class Program(NamedTuple):
 
     @property
     def is_command(self):
-        """Whether it is a command whose own children have to be its children."""
-        return self.kind == "-m" and self.name in ("mlflow", "runner")
+        """Whether what it starts has to be a child of its own process."""
+        if self.kind == "-m":
+            return self.name in _COMMANDS
+        return self.kind == "" and Path(self.name).name in _TRAINERS
 
     def path(self, folder, environment):
         """Return the entries of sys.path before those of the installation."""

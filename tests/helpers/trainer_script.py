@@ -1,6 +1,7 @@
 """A small trainer for tests that end a real process: python trainer_script.py URI FOLDER ENDING.
 
-Prints "ready" after its last record, then ends in the way that ENDING names.
+Prints "ready" and its writer's process after its last record, then ends in the way that ENDING
+names.
 """
 
 import os
@@ -11,8 +12,10 @@ from pathlib import Path
 
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.tracker import RunInfo
+from runner.tracking.writer_process import shared_writer
 
 STEPS = 400
+IS_NEW = "mlflow" not in sys.modules  # else it was forked from a process that has imported it
 
 
 def main(uri: str, folder: str, ending: str) -> None:
@@ -24,8 +27,8 @@ def main(uri: str, folder: str, ending: str) -> None:
     for step in range(1, STEPS + 1):
         values = {"train/loss": 1 / step, "train/lr": step / 3}
         tracker.log_metrics([(step, 1_700_000_000_000 + step, values)])
-    print("ready", flush=True)
-    assert "mlflow" not in sys.modules
+    print("ready", shared_writer().process.pid, flush=True)
+    assert IS_NEW == ("mlflow" not in sys.modules)
     end(tracker, ending)
 
 
