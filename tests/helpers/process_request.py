@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 MAX_FDS = 16
 """File descriptors of a message: request, status pipe, stdin, stdout, stderr, the passed ones."""
-_COMMANDS = ("mlflow", "runner")
-_TRAINERS = ("fault_trainer.py", "trainer_script.py")
 
 
 class Program(NamedTuple):
@@ -42,10 +40,8 @@ class Program(NamedTuple):
 
     @property
     def is_command(self):
-        """Whether what it starts has to be a child of its own process."""
-        if self.kind == "-m":
-            return self.name in _COMMANDS
-        return self.kind == "" and Path(self.name).name in _TRAINERS
+        """Whether it is a command or a script, whose own children have to be its children."""
+        return not self.kind or (self.kind == "-m" and self.name in ("mlflow", "runner"))
 
     def path(self, folder, environment):
         """Return the entries of sys.path before those of the installation."""

@@ -1,5 +1,6 @@
 """A real SQLite store, and a way to read it with MLflow's own client."""
 
+import json
 import os
 import sys
 import time
@@ -82,12 +83,16 @@ def until():
 
 @pytest.fixture(scope="session")
 def start_trainer():
-    """Return a function that starts a trainer process: (store, run's folder, ending, options)."""
+    """Return a function that starts a trainer process: (store, run's folder, how it ends).
+
+    `info` has fields of RunInfo; further options are those of subprocess.Popen.
+    """
     root = Path(__file__).parents[2]
     script = root / "tests" / "helpers" / "trainer_script.py"
 
-    def start(uri, folder, ending, popen=ForkedProcess, **options):
-        command = [sys.executable, str(script), uri, str(folder), ending]
+    def start(uri, folder, ending, popen=ForkedProcess, experiment="endings", info=(), **options):
+        given = json.dumps({"experiment": experiment, **dict(info)})
+        command = [sys.executable, str(script), uri, str(folder), ending, given]
         environment = {**os.environ, "PYTHONPATH": str(root)}
         return popen(command, text=True, env=environment, **options)
 

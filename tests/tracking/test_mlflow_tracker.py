@@ -99,7 +99,8 @@ def test_a_run_in_progress_shows_its_first_points_without_close(begin, store, un
 
 def test_children_are_nested_under_the_sweeps_run(begin, store, tmp_path, start_trainer):
     """Three children: two of this process, one of another that starts before the parent."""
-    with start_trainer(store.uri, tmp_path / "other", "child", stdout=PIPE) as other:
+    given = {"sweep": "night", "name": "child"}
+    with start_trainer(store.uri, tmp_path / "other", "finished", info=given, stdout=PIPE) as other:
         other.stdout.readline()
         parent = begin("parent", experiment="endings", sweep="night", role="sweep")
         children = [begin(f"job{n}", experiment="endings", sweep="night") for n in range(2)]
