@@ -152,13 +152,13 @@ def start_command(tmp_path):
     """Start `python -m <module> <args>`, runner by default, in a process group of its own.
 
     It returns a subprocess.Popen with text pipes. What still runs after the test is killed.
-    With `fresh`, a new interpreter runs the command.
+    With `fresh`, a new interpreter runs the command; so does another `python`.
     """
     started = []
 
-    def start(*args, module="runner", cwd=tmp_path, env=None, fresh=False):
+    def start(*args, module="runner", cwd=tmp_path, env=None, fresh=False, python=sys.executable):
         process = (subprocess.Popen if fresh else ForkedProcess)(
-            [sys.executable, "-m", module, *map(str, args)],
+            [python, "-m", module, *map(str, args)],
             cwd=cwd,
             env=clean_env(**(env or {})),
             stdout=PIPE,
