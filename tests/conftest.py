@@ -115,9 +115,9 @@ def _command_server(_key_of_the_tests):
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked_launcher(request, _command_server):
-    """Fork the fork server of a sweep inside this process, too, but in tests of the launcher."""
+    """Fork the fork server of a sweep inside this process, too, but in tests of the fork server."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.name not in ("test_isolated.py", "test_launchers.py"):
+        if request.path.name != "test_isolated.py":
             forked = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProcess})
             patch.setattr(job_process, "subprocess", forked)
         yield

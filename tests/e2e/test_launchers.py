@@ -185,7 +185,9 @@ def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, server):
     assert "--partition=gpu" in (slurm / "script").read_text()
     told = results(jobs)
     assert [job["status"] for job in told] == ["failed", "finished"]
-    assert [job["label"] for job in told] == [f"32-true model.how={how}" for how in ("killed", "waits")]
+    assert [job["label"] for job in told] == [
+        f"32-true model.how={how}" for how in ("killed", "waits")
+    ]
     assert told[0]["error"].startswith("Its process was ended by SIGKILL")
     assert "(1 of " in told[1]["device"]
     assert "│ 32-true model.how=waits  │ finished │" in stdout
@@ -286,7 +288,9 @@ def test_a_ray_cluster_runs_jobs_and_is_stopped(begin, jobs, with_ray):
     assert "Traceback" not in stderr
     told = results(jobs)
     assert [job["status"] for job in told] == ["finished", "stopped"]
-    assert [job["label"] for job in told] == [f"32-true model.how={how}" for how in ("well", "waits")]
+    assert [job["label"] for job in told] == [
+        f"32-true model.how={how}" for how in ("well", "waits")
+    ]
     assert [*folder.glob("1/checkpoints/step-*.pt")]
     assert "│ 32-true model.how=well  │ finished │" in stdout
     wait_for(lambda: not living(jobs))

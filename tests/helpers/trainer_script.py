@@ -1,4 +1,4 @@
-"""A small trainer for tests that end a real process: python trainer_script.py URI FOLDER ENDING INFO.
+"""A small trainer for tests that end a real process: trainer_script.py URI FOLDER ENDING INFO.
 
 Prints "ready" and its writer's process after its last record, then ends in the way that ENDING
 names. INFO is JSON: the experiment, and more fields of RunInfo.
@@ -29,7 +29,7 @@ def main(uri: str, folder: str, ending: str, info: str) -> None:
         values = {"train/loss": 1 / step, "train/lr": step / 3}
         tracker.log_metrics([(step, 1_700_000_000_000 + step, values)])
     print("ready", shared_writer().process.pid, flush=True)
-    assert IS_NEW == ("mlflow" not in sys.modules)
+    assert ("mlflow" not in sys.modules) == IS_NEW
     end(tracker, ending)
 
 
