@@ -115,9 +115,9 @@ def _command_server(_key_of_the_tests):
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked_launcher(request, _command_server):
-    """Fork the fork server of a sweep inside this process, too, but in tests of the launcher."""
+    """Fork the fork server of a sweep inside this process, too, but in tests of the fork server."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.name not in ("test_isolated.py", "test_launchers.py"):
+        if request.path.name != "test_isolated.py":
             forked = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProcess})
             patch.setattr(job_process, "subprocess", forked)
         yield
@@ -152,13 +152,13 @@ def start_command(tmp_path):
     """Start `python -m <module> <args>`, runner by default, in a process group of its own.
 
     It returns a subprocess.Popen with text pipes. What still runs after the test is killed.
-    With `fresh`, a new interpreter runs the command.
+    With `fresh`, a new interpreter runs the command; so does another `python`.
     """
     started = []
 
-    def start(*args, module="runner", cwd=tmp_path, env=None, fresh=False):
+    def start(*args, module="runner", cwd=tmp_path, env=None, fresh=False, python=sys.executable):
         process = (subprocess.Popen if fresh else ForkedProcess)(
-            [sys.executable, "-m", module, *map(str, args)],
+            [python, "-m", module, *map(str, args)],
             cwd=cwd,
             env=clean_env(**(env or {})),
             stdout=PIPE,

@@ -31,7 +31,7 @@ def swept(tmp_path_factory, inside):
             "accelerator=cpu",
             "model=mlp",
             "model.hidden=[4]",
-            "train.max_steps=20",
+            "train.max_steps=3",
             "hydra/launcher=basic",
             "+data.meta.note=" + ",".join(map(quoted, NAMES)),
             "hydra.sweep.dir=" + quoted(f"out/{EVIL[:60]}"),

@@ -1,12 +1,11 @@
 """Interrupted runs of several processes resume, also with another number of processes."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from processes import NET, Outcome, close
+from waiting import SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -90,12 +89,11 @@ def test_a_sharded_checkpoint_holds_the_same_as_one_file(runs):
     assert [p.suffix for p in sorted(sharded.folder.glob("checkpoints/*"))] == [".pt", ".shards"]
 
 
-def test_a_killed_process_is_restarted_and_the_run_ends_the_same(tmp_path, root, clean, runs):
+def test_a_killed_process_is_restarted_and_the_run_ends_the_same(
+    tmp_path, root, start_command, runs
+):
     """By torchrun; what a strategy resumes does not depend on who restarts it."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
+    process = start_command(
         "--standalone",
         "--max-restarts=1",
         "--monitor-interval=0.2",
@@ -104,17 +102,12 @@ def test_a_killed_process_is_restarted_and_the_run_ends_the_same(tmp_path, root,
         "runner",
         "tracking=none",
         *typed("fsdp", "Dies", 12),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-        timeout=1800,
-        env={**clean, "PYTHONPATH": f"{root}:{HELPERS}"},
+        module="torch.distributed.run",
+        env={"PYTHONPATH": f"{root}:{HELPERS}"},
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "resumed at step 6 of 12" in done.stdout
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err[-3000:]
+    assert "resumed at step 6 of 12" in out
     (folder,) = (tmp_path / "outputs" / "runs").iterdir()
     close(Outcome(folder).weights(), runs["fsdp-Drops-whole"].weights(), rtol=0, atol=0)
 

@@ -28,47 +28,61 @@ SPIKE = (
 )
 
 
-def jobs(strategy, precisions=tuple(PRECISIONS)):
-    own = [*NET, f"strategy={strategy}"]
-    made = {name: [f"precision={name}", "train.clip_norm=1"] for name in precisions} | {
-        "accumulated": ["train.accumulate=3", "train.batch_size=10"],
-        "uneven": ["debug.overfit=67", "train.batch_size=33", "train.eval_every=null"],
-        "spike": SPIKE,
+JOBS = {name: [f"precision={name}", "train.clip_norm=1"] for name in PRECISIONS} | {
+    "accumulated": ["train.accumulate=3", "train.batch_size=10"],
+    "uneven": ["debug.overfit=67", "train.batch_size=33", "train.eval_every=null"],
+    "spike": SPIKE,
+}
+IN_FOUR = ("64-true", "uneven")
+"""Jobs of four processes, too: what they share out differs, and how they agree does not."""
+STRATEGIES = ("ddp", "fsdp")
+
+
+def jobs(strategies, names=tuple(JOBS)):
+    return {
+        f"{strategy}-{name}": [*NET, f"strategy={strategy}", *JOBS[name]]
+        for strategy in strategies
+        for name in names
     }
-    return {f"{strategy}-{name}": [*own, *typed] for name, typed in made.items()}
 
 
 @pytest.fixture(scope="module")
 def alone(run_in_processes, tmp_path_factory):
-    return run_in_processes(1, jobs("single"), tmp_path_factory.mktemp("alone"))
+    return run_in_processes(1, jobs(["single"]), tmp_path_factory.mktemp("alone"))
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def several(request, run_in_processes, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(f"several-{request.param}")
-    precisions = PRECISIONS if request.param == 2 else ("64-true",)
-    both = {**jobs("ddp", precisions), **jobs("fsdp", precisions)}
-    return run_in_processes(request.param, both, folder)
+@pytest.fixture(scope="module")
+def two(run_in_processes, tmp_path_factory):
+    return run_in_processes(2, jobs(STRATEGIES), tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_processes_train_as_one(alone, several, strategy):
-    shared = [name for name in PRECISIONS if f"{strategy}-{name}" in several]
-    assert "64-true" in shared
-    for name in shared:
-        one, many, within = alone[f"single-{name}"], several[f"{strategy}-{name}"], PRECISIONS[name]
-        for key in ("train/loss", "train/grad_norm", "val/loss"):
-            close(one.values(key), many.values(key), **within)
-        for key in ("train/loss", "train/grad_norm", "val/accuracy"):
-            assert many.values(key) == many.values(key, rank=1)
-        close(one.values("train/lr"), many.values("train/lr"), rtol=0, atol=0)
+@pytest.fixture(scope="module")
+def four(run_in_processes, tmp_path_factory):
+    return run_in_processes(4, jobs(STRATEGIES, IN_FOUR), tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", ["accumulated", "uneven"])
-def test_every_example_weighs_the_same(alone, several, strategy, kind):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("processes", "name"), [*(("two", name) for name in PRECISIONS), ("four", "64-true")]
+)
+def test_several_processes_train_as_one(alone, request, processes, name, strategy):
+    several = request.getfixturevalue(processes)
+    one, many, within = alone[f"single-{name}"], several[f"{strategy}-{name}"], PRECISIONS[name]
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        close(one.values(key), many.values(key), **within)
+    for key in ("train/loss", "train/grad_norm", "val/accuracy"):
+        assert many.values(key) == many.values(key, rank=1)
+    close(one.values("train/lr"), many.values("train/lr"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("processes", "kind"), [("two", "accumulated"), ("two", "uneven"), ("four", "uneven")]
+)
+def test_every_example_weighs_the_same(alone, request, processes, kind, strategy):
     """In steps of several micro-batches, and in batches that do not divide: of 67 examples the last
     batch of an epoch has one, which every process computes and only one counts."""
+    several = request.getfixturevalue(processes)
     one, many = alone[f"single-{kind}"], several[f"{strategy}-{kind}"]
     for key in ("train/loss", "train/grad_norm", "val/loss", "val/accuracy"):
         close(one.values(key), many.values(key), **PRECISIONS["32-true"])
@@ -76,15 +90,15 @@ def test_every_example_weighs_the_same(alone, several, strategy, kind):
     assert {t.dtype for t in many.weights().values()} == {torch.float32}
 
 
-def test_fsdp_reduces_once_per_step(several):
+def test_fsdp_reduces_once_per_step(two):
     """Not once per micro-batch: six steps of one, and of three."""
     for name in ("fsdp-64-true", "fsdp-accumulated"):
-        assert several[name].text("reductions-0.txt") == "6"
+        assert two[name].text("reductions-0.txt") == "6"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_an_overflow_in_one_process_skips_the_step_in_all(alone, several, strategy):
-    one, many = alone["single-spike"], several[f"{strategy}-spike"]
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_overflow_in_one_process_skips_the_step_in_all(alone, two, strategy):
+    one, many = alone["single-spike"], two[f"{strategy}-spike"]
     assert many.values("loss_scale/overflow") == {1: 0, 2: 0, 3: 1, 4: 0}
     for key in ("overflow", "value", "skipped_steps"):
         assert many.values(f"loss_scale/{key}") == one.values(f"loss_scale/{key}")

@@ -119,14 +119,14 @@ def own(lab, main):
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory):
-    """URI of a store that the first run makes."""
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+def store(tmp_path_factory, empty_store):
+    """URI of a store, empty at first."""
+    return empty_store(tmp_path_factory.mktemp("store") / "mlflow.db")
 
 
 @pytest.fixture(scope="session")
 def reader(store):
-    """A client, made late: the first run must find no store."""
+    """A client of the store."""
 
     def made():
         with warnings.catch_warnings():

@@ -17,6 +17,8 @@ def test_a_kill_during_a_save_costs_no_checkpoint(tmp_path, clean):
     assert found["lost"] == 0
 
 
-def test_a_run_killed_at_random_steps_ends_as_one_that_was_not(tmp_path, clean):
+def test_a_run_killed_at_random_steps_ends_as_one_that_was_not(tmp_path, clean, empty_store):
+    for name in ("whole", "killed"):
+        empty_store(tmp_path / name / "outputs" / "mlflow.db")
     found = compare_with_undisturbed(tmp_path, clean, kills=2, steps=80)
     assert (found.runs, found.lost, found.doubled, found.changed) == (1, 0, 0, 0)

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from fault_trainer import BEGAN_MS, values
+from forked_process import ForkedProcess
 from waiting import SECONDS, wait_for
 
 from runner.tracking import history
@@ -36,7 +37,7 @@ class Trainer:
         folder.mkdir(parents=True)
         more = [f"{key}={value}" for key, value in options.items()]
         script = Path(__file__).with_name("fault_trainer.py")
-        self.process = subprocess.Popen(
+        self.process = ForkedProcess(
             [sys.executable, str(script), uri, str(folder), str(pause), *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -45,8 +46,10 @@ class Trainer:
         )
 
     def training(self):
-        """Wait until the trainer has begun to record."""
-        assert self.process.stdout.readline() == "training\n", self.process.stderr.read()
+        """Wait until the trainer has begun to record, and note its writer's process."""
+        said = self.process.stdout.readline().split()
+        assert said[:1] == ["training"], self.process.stderr.read()
+        self.writer = int(said[1])
         return self
 
     def stop(self):
@@ -56,6 +59,16 @@ class Trainer:
     def opened(self):
         """Wait until the run is in the store; return its id."""
         return wait_for(lambda: progress_of(self.folder).run_id)
+
+    def recorded(self, number):
+        """Wait until the journal has grown by a number of bytes."""
+        size = self.journal.stat().st_size
+        wait_for(lambda: self.journal.stat().st_size > size + number)
+
+    def uploaded(self, number):
+        """Wait until a number of bytes more of the journal are in the store."""
+        offset = progress_of(self.folder).offset
+        wait_for(lambda: progress_of(self.folder).offset > offset + number)
 
     def result(self, timeout=2 * SECONDS):
         """Wait for the end; return what the trainer printed as JSON, and its stderr."""

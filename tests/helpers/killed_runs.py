@@ -1,13 +1,13 @@
 """Train a run that SIGKILL ends at random steps, and compare it with an undisturbed one."""
 
 import random
-import subprocess
 import sys
 import time
 import warnings
 from typing import NamedTuple
 
 import torch
+from forked_process import ForkedProcess
 
 from runner.checkpoint import checkpoint_file
 from runner.tracking import journal
@@ -89,7 +89,7 @@ def start(folder, env, *arguments):
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "runner", *arguments]
     with (folder / "log.txt").open("ab") as log:
-        return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
+        return ForkedProcess(command, cwd=folder, env=env, stdout=log, stderr=log)
 
 
 def train_with_kills(folder, env, kills, steps):

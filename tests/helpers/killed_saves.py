@@ -8,12 +8,12 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
+from forked_process import run_forked
 
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.async_writer import AsyncCheckpointWriter
@@ -23,7 +23,7 @@ from runner.utils.errors import ConfigError
 def killed_saves(folder, env, kills, mebibytes):
     """Run this file as a process, because a test's own threads would not survive its forks."""
     command = [sys.executable, __file__, str(folder), str(kills), str(mebibytes)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = run_forked(command, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -40,8 +40,8 @@ class Program(NamedTuple):
 
     @property
     def is_command(self):
-        """Whether it is a command whose own children have to be its children."""
-        return self.kind == "-m" and self.name in ("mlflow", "runner")
+        """Whether it is a command or a script, whose own children have to be its children."""
+        return not self.kind or (self.kind == "-m" and self.name in ("mlflow", "runner"))
 
     def path(self, folder, environment):
         """Return the entries of sys.path before those of the installation."""

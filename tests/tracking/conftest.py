@@ -1,5 +1,7 @@
 """A real SQLite store, and a way to read it with MLflow's own client."""
 
+import json
+import os
 import sys
 import time
 import warnings
@@ -7,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked_process import ForkedProcess
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # mlflow's imports, not ours
@@ -79,15 +82,18 @@ def until():
 
 
 @pytest.fixture(scope="session")
-def trainer_command():
-    """Return the command line of a trainer process, without its arguments."""
+def start_trainer():
+    """Return a function that starts a trainer process: (store, run's folder, how it ends).
+
+    `info` has fields of RunInfo; further options are those of subprocess.Popen.
+    """
     root = Path(__file__).parents[2]
-    start = f"import sys, runpy; sys.path.insert(0, {str(root)!r}); sys.argv = sys.argv[1:]; "
-    start += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    return [
-        sys.executable,
-        "-P",
-        "-c",
-        start,
-        str(root / "tests" / "helpers" / "trainer_script.py"),
-    ]
+    script = root / "tests" / "helpers" / "trainer_script.py"
+
+    def start(uri, folder, ending, popen=ForkedProcess, experiment="endings", info=(), **options):
+        given = json.dumps({"experiment": experiment, **dict(info)})
+        command = [sys.executable, str(script), uri, str(folder), ending, given]
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        return popen(command, text=True, env=environment, **options)
+
+    return start

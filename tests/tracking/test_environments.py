@@ -1,40 +1,39 @@
 """What the environment says reaches the runs, and no password does. Real SQLite stores."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from faults import progress_of
+from forked_process import run_forked
+from waiting import SECONDS
 
-from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.tracker import RunInfo
 from runner.tracking.uri import resolve_experiment_id
-from runner.tracking.writer_process import WriterProcess
-from runner.utils.errors import TrackingError
 from runner.utils.secrets import redact
 
 CWD = Path("/lab")
 
 
 @pytest.fixture
-def record(store, tmp_path, monkeypatch):
-    """Makes one run with a writer of its own, which sees the test's environment."""
+def record(store, tmp_path, monkeypatch, start_trainer):
+    """Make one run in a process with the test's environment; the exception is its last error."""
     for key in [key for key in os.environ if key.startswith("MLFLOW_")]:
         monkeypatch.delenv(key)
+    numbers = itertools.count()
 
-    def made(info=None, **given):
-        writer = WriterProcess()
-        monkeypatch.setattr("runner.tracking.mlflow.shared_writer", lambda: writer)
-        tracker = MlflowTracker(uri=store.uri, **given)
-        tracker.open(info or RunInfo(tmp_path / "run", {"a": "1"}, {"precision": "32-true"}))
-        tracker.log_metrics([(1, 1, {"train/loss": 0.5})])
-        tracker.close("FINISHED")
-        writer.wait_at_exit()
-        tracker.check()
-        return store.run(tracker.run_id)
+    def made(**info):
+        folder = tmp_path / f"run-{next(numbers)}"
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        given = {"tags": {"precision": "32-true"}, **info}
+        trainer = start_trainer(store.uri, folder, "finished", experiment=None, info=given, **pipes)
+        _, stderr = trainer.communicate(timeout=SECONDS)
+        if trainer.returncode:
+            raise RuntimeError(stderr)
+        return store.run(progress_of(folder).run_id)
 
     return made
 
@@ -81,7 +80,8 @@ def test_a_run_goes_to_the_experiment_of_the_environment(record, store, monkeypa
 
 def test_an_unknown_experiment_id_is_reported(record, monkeypatch):
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "987654")
-    with pytest.raises(TrackingError, match=r"MLFLOW_EXPERIMENT_ID=987654. Unset it, or type"):
+    said = r"TrackingError: .*MLFLOW_EXPERIMENT_ID=987654. Unset it, or type"
+    with pytest.raises(RuntimeError, match=said):
         record()
 
 
@@ -106,11 +106,11 @@ def test_a_run_that_the_environment_names_is_not_changed(record, store, monkeypa
 def test_no_password_reaches_the_store(record, tmp_path):
     secret = "http://user:secret@host"
     params, tags = {"tracking.uri": secret}, {"command": f"runner tracking.uri={secret}"}
-    run = record(RunInfo(tmp_path / "run", params, tags, name=f"sweep tracking.uri={secret}"))
+    run = record(params=params, tags=tags, name=f"sweep tracking.uri={secret}")
     assert run.data.params["tracking.uri"] == "http://host"
     assert run.data.tags["command"] == "runner tracking.uri=http://host"
     assert run.info.run_name == "sweep tracking.uri=http://host"
-    (journal,) = (tmp_path / "run").glob("journal*.jsonl")
+    (journal,) = tmp_path.glob("run-0/journal*.jsonl")
     assert journal.stat().st_mode & 0o077 == 0
 
 
@@ -139,17 +139,13 @@ print(mine.info.run_id, result.run_id, result.experiment_id)
 
 
 @pytest.mark.slow
-def test_a_run_inside_an_open_run_of_the_users_is_separate_and_complete(tmp_path, reader, root):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), uri],
-        cwd=tmp_path,
-        env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+def test_a_run_inside_an_open_run_of_the_users_is_separate_and_complete(
+    tmp_path, reader, clean, empty_store
+):
+    uri = empty_store(tmp_path / "mlflow.db")
+    script = tmp_path / "notebook.py"
+    script.write_text(SCRIPT)
+    done = run_forked([sys.executable, str(script), uri], SECONDS, cwd=tmp_path, env=clean)
     assert done.returncode == 0, done.stderr
     mine, ours, experiment = done.stdout.split()[-3:]
     store = reader(uri)

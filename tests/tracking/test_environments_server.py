@@ -76,9 +76,9 @@ def proxy(target):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(tmp_path_factory, empty_store):
     folder = tmp_path_factory.mktemp("served")
-    with serving(f"sqlite:///{folder}/mlflow.db", folder) as address:
+    with serving(empty_store(folder / "mlflow.db"), folder) as address:
         yield address
 
 
@@ -95,9 +95,10 @@ def stored(store, experiment="precision-runner"):
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory, inside, reader):
+def expected(tmp_path_factory, inside, reader, empty_store):
     """Return the content of a run that was recorded in a SQLite file."""
     folder = tmp_path_factory.mktemp("file")
+    empty_store(folder / "outputs" / "mlflow.db")
     with inside(folder) as main:
         assert main(*TINY, "tracking.experiment=precision-runner").rc == 0
     held = stored(reader(f"sqlite:///{folder}/outputs/mlflow.db"))

@@ -16,6 +16,7 @@ import time
 import pytest
 from faults import ROOT, Trainer, counted, progress_of, status_of
 from serving import Server
+from waiting import wait_for
 
 from runner.cli.sync import sync
 from runner.tracking import journal as journals
@@ -28,12 +29,17 @@ NONE = {"lost": 0, "doubled": 0, "altered": 0}
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(tmp_path, empty_store):
     folder = tmp_path / "server"
-    folder.mkdir()
-    server = Server(folder)
+    server = Server(folder, empty_store(folder / "mlflow.db"))
     yield server
     server.stop()
+
+
+@pytest.fixture
+def database(tmp_path, empty_store):
+    """Return the URI of a store without runs."""
+    return empty_store(tmp_path / "mlflow.db")
 
 
 @pytest.fixture
@@ -79,7 +85,7 @@ def lonely(tmp_path_factory):
 @pytest.mark.usefixtures("lonely")
 def test_a_server_killed_at_random_moments_loses_nothing(server, tmp_path, whole):
     """It is away when training begins, once in between, and when training ends."""
-    trainer = Trainer(server.url, tmp_path / "run").training()
+    trainer = Trainer(server.url, tmp_path / "run", pause=0.02).training()
     server.start()
     outages(server, 1, random.Random())
     server.stop()
@@ -104,8 +110,7 @@ def test_four_runs_at_once_on_one_server(server, tmp_path, whole):
 def four(uri, tmp_path, whole):
     trainers = [Trainer(uri, tmp_path / f"run{number}", pause=0.01) for number in range(4)]
     for trainer in trainers:
-        trainer.training()
-    time.sleep(2)
+        trainer.training().opened()
     for trainer in trainers:
         trainer.stop()
     for trainer in trainers:
@@ -114,19 +119,20 @@ def four(uri, tmp_path, whole):
         whole(trainer, done["steps"])
 
 
-def test_a_database_locked_by_another_process_delays_no_training(tmp_path, whole):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    trainer = Trainer(uri, tmp_path / "run", pause=0.01).training()
+def test_a_database_locked_by_another_process_delays_no_training(tmp_path, database, whole):
+    trainer = Trainer(database, tmp_path / "run", pause=0.01).training()
     trainer.opened()
-    lock = "import sqlite3, sys, time; c = sqlite3.connect(sys.argv[1], isolation_level=None); "
-    lock += "c.execute('BEGIN EXCLUSIVE'); print('locked', flush=True); time.sleep(20)"
+    lock = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None); "
+    lock += "c.execute('BEGIN EXCLUSIVE'); print('locked', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", lock, str(tmp_path / "mlflow.db")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as locker:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as locker:
         assert locker.stdout.readline() == "locked\n"
         before = progress_of(trainer.folder).offset
-        time.sleep(8)
+        time.sleep(8)  # SQLite itself waits for five seconds
         after = progress_of(trainer.folder).offset
         assert after - before < 100_000  # what was under way at most
+        locker.stdin.close()
     trainer.stop()
     done, stderr = trainer.result()
     assert done["complete"], stderr
@@ -159,17 +165,16 @@ def fill(folder):
     return filler
 
 
-def test_a_disk_that_was_full_for_a_while_costs_nothing(disk, tmp_path, whole):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    trainer = Trainer(uri, disk / "run").training()
+def test_a_disk_that_was_full_for_a_while_costs_nothing(disk, tmp_path, database, whole):
+    trainer = Trainer(database, disk / "run").training()
     trainer.opened()
     filler = fill(disk)
-    time.sleep(4)
+    time.sleep(2)
     size = trainer.journal.stat().st_size
     time.sleep(1)
     assert trainer.journal.stat().st_size == size
     filler.unlink()
-    time.sleep(1)
+    trainer.recorded(1)
     trainer.stop()
     done, stderr = trainer.result()
     assert done["complete"], stderr
@@ -178,13 +183,12 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(disk, tmp_path, whole):
     whole(trainer, done["steps"])
 
 
-def test_a_disk_that_stays_full_costs_the_points_it_had_no_room_for(disk, tmp_path):
+def test_a_disk_that_stays_full_costs_the_points_it_had_no_room_for(disk, tmp_path, database):
     """The run ends, its status is stored, and a warning names what is missing."""
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    trainer = Trainer(uri, disk / "run", patience=2).training()
+    trainer = Trainer(database, disk / "run", patience=2).training()
     run_id = trainer.opened()
     filler = fill(disk)
-    time.sleep(3)
+    time.sleep(2)
     trainer.stop()
     done, stderr = trainer.result()
     kept = [record for record, _ in journals.read_records(trainer.journal)]
@@ -195,34 +199,29 @@ def test_a_disk_that_stays_full_costs_the_points_it_had_no_room_for(disk, tmp_pa
     assert (kept[-1]["kind"], kept[-1]["status"], kept[-1]["lost"]) == ("end", "FINISHED", lost)
     filler.unlink()
     assert sync([str(disk)]) == 0
-    assert status_of(uri, run_id) == "FINISHED"
-    found = counted(uri, run_id, len(steps), tmp_path)
+    assert status_of(database, run_id) == "FINISHED"
+    found = counted(database, run_id, len(steps), tmp_path)
     assert found == {"logged": 3 * len(steps), **NONE}
 
 
-def test_a_run_killed_with_its_writer_is_uploaded_by_the_next_run(tmp_path, until):
-    uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
+def test_a_run_killed_with_its_writer_is_uploaded_by_the_next_run(tmp_path, empty_store):
+    uri = empty_store(tmp_path / "outputs" / "mlflow.db")
     first = Trainer(uri, tmp_path / "outputs" / "runs" / "1").training()
     run_id = first.opened()
-    (writer,) = children(first.process.pid)
-    os.kill(writer, signal.SIGSTOP)  # or it would settle the run itself
+    os.kill(first.writer, signal.SIGSTOP)  # or it would settle the run itself
+    first.recorded(1)
     first.process.kill()
     first.process.communicate()
-    os.kill(writer, signal.SIGKILL)
+    os.kill(first.writer, signal.SIGKILL)
     assert status_of(uri, run_id) == "RUNNING"
-    second = Trainer(uri, tmp_path / "outputs" / "runs" / "2").training()
-    until(lambda: status_of(uri, run_id) == "KILLED", seconds=60)
+    second = Trainer(uri, tmp_path / "outputs" / "runs" / "2", pause=0.02).training()
+    wait_for(lambda: status_of(uri, run_id) == "KILLED")
     steps = sum(record["kind"] == "metrics" for record, _ in journals.read_records(first.journal))
-    until(lambda: progress_of(first.folder).done)
+    wait_for(lambda: progress_of(first.folder).done)
     found = counted(uri, run_id, steps, tmp_path)
     assert found == {"logged": 3 * steps, **NONE}
     second.stop()
     assert second.result()[0]["complete"]
-
-
-def children(pid):
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True)
-    return [int(text) for text in found.stdout.split()]
 
 
 def test_sync_during_an_upload_and_after_a_partial_one_doubles_nothing(
@@ -232,9 +231,9 @@ def test_sync_during_an_upload_and_after_a_partial_one_doubles_nothing(
     server.start()
     trainer = Trainer(server.url, tmp_path / "run", patience=1).training()
     trainer.opened()
-    time.sleep(2)
+    trainer.uploaded(1)
     server.stop()
-    time.sleep(2)
+    trainer.recorded(1)
     trainer.stop()
     done, _ = trainer.result()
     assert not done["complete"]

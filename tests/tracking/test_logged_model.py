@@ -103,13 +103,14 @@ LOAD = """
 import sys, warnings
 warnings.simplefilter("ignore")
 import mlflow, mlflow.pyfunc, mlflow.pytorch, numpy as np, torch
-uri, exported, *models = sys.argv[1:]
-mlflow.set_tracking_uri(uri)
-mlflow.set_registry_uri(uri)
+exported, *pairs = sys.argv[1:]
 rows = np.linspace(-1, 1, 30, dtype="float32").reshape(5, 6)
 with torch.no_grad():
     wanted = torch.export.load(exported).module()(torch.from_numpy(rows))
-for name in models:
+for pair in pairs:
+    uri, name = pair.split()
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
     with torch.no_grad():
         assert torch.equal(mlflow.pytorch.load_model(name)(torch.from_numpy(rows)), wanted), name
     found = mlflow.pyfunc.load_model(name)
@@ -123,11 +124,11 @@ assert "runner" not in sys.modules
 """
 
 
-def loads(uri, exported, folder, *models):
-    """Load models with MLflow and torch alone, and compare them with the exported file."""
+def load_alone(exported, folder, pairs):
+    """Load "store model" pairs with MLflow and torch alone; compare with the exported file."""
     kept = {key: v for key, v in os.environ.items() if not key.startswith(("MLFLOW_", "PYTHON"))}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", LOAD, uri, str(exported.path), *models],
+        [sys.executable, "-P", "-c", LOAD, str(exported.path), *pairs],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -135,14 +136,6 @@ def loads(uri, exported, folder, *models):
         env={**kept, "OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"},
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_mlflow_loads_a_logged_model_without_this_package(quiet_store, exported, tmp_path):
-    run_id = opened(quiet_store, "loads")
-    model_id = logged(quiet_store, run_id, exported, registered_name="loads")
-    names = (f"models:/{model_id}", f"runs:/{run_id}/model", "models:/loads/1")
-    loads(quiet_store.uri, exported, tmp_path, *names)
 
 
 def test_the_writer_uploads_a_model_without_importing_torch(quiet_store, exported, tmp_path, root):
@@ -167,19 +160,24 @@ def test_the_writer_uploads_a_model_without_importing_torch(quiet_store, exporte
 
 
 @pytest.fixture
-def server(tmp_path):
-    running = Server(tmp_path)
+def server(tmp_path, empty_store):
+    running = Server(tmp_path, empty_store(tmp_path / "mlflow.db"))
     running.start()
     yield running.url
     running.stop()
 
 
 @pytest.mark.slow
-def test_a_model_is_stored_over_http(server, reader, exported, tmp_path):
-    store = reader(server)
-    run_id = opened(store, "http")
-    model_id = logged(store, run_id, exported, registered_name="over-http")
-    assert logged(store, run_id, exported, registered_name="over-http") == model_id
-    assert len(store.client.search_model_versions("name = 'over-http'")) == 1
-    names = (f"models:/{model_id}", f"runs:/{run_id}/model", "models:/over-http/1")
-    loads(server, exported, tmp_path, *names)
+def test_mlflow_loads_a_logged_model_without_this_package(
+    quiet_store, server, reader, exported, tmp_path
+):
+    """From a database, and over HTTP."""
+    pairs = []
+    for store in (quiet_store, reader(server)):
+        run_id = opened(store, "loads")
+        model_id = logged(store, run_id, exported, registered_name="loads")
+        assert logged(store, run_id, exported, registered_name="loads") == model_id
+        assert len(store.client.search_model_versions("name = 'loads'")) == 1
+        names = (f"models:/{model_id}", f"runs:/{run_id}/model", "models:/loads/1")
+        pairs += [f"{store.uri} {name}" for name in names]
+    load_alone(exported, tmp_path, pairs)

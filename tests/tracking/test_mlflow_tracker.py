@@ -4,9 +4,9 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import time
 import warnings
+from subprocess import PIPE
 
 import pytest
 
@@ -97,10 +97,10 @@ def test_a_run_in_progress_shows_its_first_points_without_close(begin, store, un
     until(lambda: store.points(tracker.run_id, "a") == [(1, 1, 1.0)], seconds=5)
 
 
-def test_children_are_nested_under_the_sweeps_run(begin, store, tmp_path, trainer_command):
+def test_children_are_nested_under_the_sweeps_run(begin, store, tmp_path, start_trainer):
     """Three children: two of this process, one of another that starts before the parent."""
-    command = [*trainer_command, store.uri, str(tmp_path / "other"), "child"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+    given = {"sweep": "night", "name": "child"}
+    with start_trainer(store.uri, tmp_path / "other", "finished", info=given, stdout=PIPE) as other:
         other.stdout.readline()
         parent = begin("parent", experiment="endings", sweep="night", role="sweep")
         children = [begin(f"job{n}", experiment="endings", sweep="night") for n in range(2)]
@@ -136,13 +136,11 @@ def test_a_killed_writer_is_replaced_and_nothing_is_lost_or_doubled(begin, store
 
 
 def test_runs_killed_with_their_writer_are_uploaded_later(
-    store, trainer_command, tmp_path, begin, capsys
+    store, start_trainer, tmp_path, begin, capsys
 ):
-    command = [*trainer_command, store.uri, str(tmp_path / "left"), "sleep"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
-        trainer.stdout.readline()
-        os.kill(_child(trainer.pid), signal.SIGSTOP)  # or it would settle the run itself
-        writer = _child(trainer.pid)
+    with start_trainer(store.uri, tmp_path / "left", "sleep", stdout=PIPE) as trainer:
+        writer = int(trainer.stdout.readline().split()[1])
+        os.kill(writer, signal.SIGSTOP)  # or it would settle the run itself
         trainer.kill()
         os.kill(writer, signal.SIGKILL)
     alive = begin("alive")  # settles it behind our back, at the same time
@@ -157,12 +155,6 @@ def test_runs_killed_with_their_writer_are_uploaded_later(
     )
     alive.close("FINISHED")
     assert store.run(alive.run_id).info.status == "FINISHED"
-
-
-def _child(pid):
-    """Return the one child process of `pid`."""
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True)
-    return int(found.stdout.split()[0])
 
 
 def test_a_lost_offset_doubles_nothing(begin, store, tmp_path):
