@@ -187,7 +187,12 @@ class Loader:
             )
         # In place: the DataLoader of persistent processes holds this list as its batch sampler.
         self._worker_batches[:] = seeded_batches
-        yield from _raise_collate_failures(wait_for_batch(self._worker_loader, self.wait_context))
+        try:
+            batches = wait_for_batch(self._worker_loader, self.wait_context)
+            yield from _raise_collate_failures(batches)
+        except Exception:
+            self.close()  # the next epoch needs other processes: those of this one have ended
+            raise
 
     def _dataloader(self, dataset: Any, batches: list[list[int]]) -> DataLoader[Any]:
         return DataLoader(

@@ -55,6 +55,12 @@ def wait_for_batch(
             # Seconds that torch waits for each process that hangs, when it ends them.
             _utils.MP_STATUS_CHECK_INTERVAL = 0.1
             raise
+        except Exception:
+            # Now: the garbage collector, which ends the error's frames, closes the queues first.
+            # Then no process hears that it should end, and torch waits 10 s for them.
+            if batches is not None:
+                batches._shutdown_workers()  # type: ignore[attr-defined]
+            raise
         if batch is None:
             return
         yield batch

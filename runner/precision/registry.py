@@ -4,6 +4,7 @@ There is no table to keep: a yaml in conf/precision/, or in the folder `precisio
 `--config-dir`, is a precision.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -113,11 +114,17 @@ def load_precision(name: str, config_dir: Path | None = None, **changes: Any) ->
 
 
 def supported_precisions(
-    device: torch.device, config_dir: Path | None = None
+    device: torch.device, config_dir: Path | None = None, names: Sequence[str] | None = None
 ) -> list[PrecisionSupport]:
-    """Return what require() says of every precision on a device, the widest first."""
+    """Return what require() says of precisions on a device.
+
+    Args:
+        device: where they would run.
+        config_dir: the user's configs, among them further precisions.
+        names: the precisions; every one by default, the widest first.
+    """
     rows = []
-    for name in precision_names(config_dir):
+    for name in precision_names(config_dir) if names is None else names:
         try:
             load_precision(name, config_dir).require(device)
         except Unavailable as error:

@@ -212,6 +212,21 @@ def test_examples_that_cannot_be_stacked_are_refused(
         next(loader(dataset, shuffle=False, workers=workers).epoch(0))
 
 
+class Broken(Items):
+    """Raises for every index."""
+
+    def __getitem__(self, index):
+        raise ValueError("broken")
+
+
+def test_processes_of_a_data_set_that_raises_end_while_the_error_is_held(without_fork_warnings):
+    before = set(psutil.Process().children())
+    with pytest.raises(ValueError, match="broken") as held:
+        next(loader(Broken(), workers=2).epoch(0))
+    assert set(psutil.Process().children()) <= before
+    assert held.value.__traceback__ is not None
+
+
 def test_an_epoch_that_was_not_iterated_to_its_end_does_not_reach_the_next(without_fork_warnings):
     loading, plain = loader(Items(), workers=2), loader(Items())
     for start in range(3):

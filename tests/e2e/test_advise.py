@@ -110,9 +110,10 @@ def test_a_command_that_makes_no_sense_is_refused_before_any_trial(inside, tmp_p
 
 def test_missing_hardware_is_emulated_and_present_hardware_is_not(inside, tmp_path):
     words = (
-        "precision=bf16-mixed,tf32,transformer-engine",
+        "precision=tf32,transformer-engine",
         "precision.emulate=true",
         "model.hidden=[32]",
+        "advise.steps=10",
         "tracking=none",
         "advise.budget=30m",
         "advise.islands=false",
@@ -156,18 +157,6 @@ def timings(results: list[RunResult]) -> set[tuple[str, float]]:
     return {(r.folder, r.seconds) for r in results}
 
 
-def test_a_stopped_advice_keeps_its_trials_and_is_resumed(resumed):
-    before, after = resumed(
-        lambda found: len(found) >= 4,  # in the second seed
-        *WORDS,
-        "tracking=none",
-        "advise.steps=60",
-    )
-    assert len(before) >= 2
-    assert len([r for r in after if r.status == "finished"]) == 6
-    assert timings(before) <= timings(after)  # not done again
-
-
 def test_a_stopped_search_for_module_sets_is_resumed(resumed, clean):
     here = Path(__file__).parents[1] / "helpers"
     path = os.pathsep.join([str(here), clean["PYTHONPATH"]])
@@ -180,11 +169,12 @@ def test_a_stopped_search_for_module_sets_is_resumed(resumed, clean):
         "experiment=broken_by_range",
         "tracking=none",
         "accelerator=cpu",
-        "advise.steps=200",
+        "advise.steps=60",
         "advise.seeds=3",
         "advise.budget=30m",
         PYTHONPATH=path,
     )
-    assert timings(before) <= timings(after)
+    assert len(before) >= 2
+    assert timings(before) <= timings(after)  # not done again
     assert len({tuple(r.overrides) for r in after}) == len(after)  # none was laid out anew
     assert sum("keep_fp32=[wide]" in r.group for r in after) >= 3

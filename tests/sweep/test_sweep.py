@@ -39,12 +39,11 @@ def begun(folder, precision, tracking, **more):
 
 @pytest.mark.parametrize("last", ["first machine", "second machine"])
 def test_the_report_holds_every_machines_jobs_whoever_ends_last(
-    tmp_path, monkeypatch, capsys, last
+    tmp_path, monkeypatch, capsys, last, empty_store
 ):
-    monkeypatch.chdir(
-        tmp_path
-    )  # a store in a file keeps its artifacts in the folder of the command
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    # A store in a file keeps its artifacts in the folder of the command.
+    monkeypatch.chdir(tmp_path)
+    uri = empty_store(tmp_path / "mlflow.db")
     store = {"_target_": "runner.tracking.mlflow.MlflowTracker", "uri": uri, "experiment": "x"}
     first = begun(tmp_path / "first", "32-true", store, examples_per_second=100.0)
     end = time.monotonic() + 60

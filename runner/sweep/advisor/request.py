@@ -24,6 +24,7 @@ from runner.precision.registry import (
     PrecisionSupport,
     load_precision,
     precision_config,
+    precision_names,
     supported_precisions,
 )
 from runner.sweep.report.compare import BASELINE
@@ -96,8 +97,9 @@ class AdviseRequest:
         spec = _baseline_spec(config, extras)
         device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
         config_dir = _config_dir(config)
-        supported = supported_precisions(device, config_dir)
-        typed = _typed_precisions(overrides, [row.name for row in supported])
+        typed = _typed_precisions(overrides, precision_names(config_dir))
+        # Only those that were typed: to ask the others would import their libraries, for seconds.
+        supported = supported_precisions(device, config_dir, typed)
         emulatable = _emulatable(supported, extras, config_dir)
         chosen = typed or [*_trainable_here(spec, emulatable, supported, config_dir)]
         precisions = _with_baseline(chosen)

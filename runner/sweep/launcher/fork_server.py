@@ -43,6 +43,10 @@ PRELOADED_MODULES = (
     else ()  # Apple's frameworks break in a forked process
 )
 """Modules that most jobs need, imported before the first fork."""
+LATE_MODULES = (
+    ("matplotlib.figure", "matplotlib.backends.backend_agg") if sys.platform == "linux" else ()
+)
+"""Modules that some jobs need, imported after the first fork, while no request waits."""
 
 
 def run_fork_server(fd: int) -> None:
@@ -56,15 +60,26 @@ def run_fork_server(fd: int) -> None:
     ignore_signals()
     # Without NVML, asking for CUDA initialises it, and an initialised CUDA fails in forked jobs.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # Imports make objects that stay: searching them for garbage takes a tenth of the time.
+    gc.disable()
     for name in PRELOADED_MODULES:
-        with suppress(ImportError):  # a job that needs the module reports the error
-            import_module(name)
-    # A garbage collection in a job would write to every page that it shares with this process.
-    gc.collect()
-    gc.freeze()
+        _import(name)
+    _freeze_garbage()
+    gc.enable()
     ForkServer(socket.socket(fileno=fd), job_handlers).run()
     # Python's own exit would take the imported modules down, which takes longer than all else.
     os._exit(0)
+
+
+def _import(name: str) -> None:
+    with suppress(ImportError):  # a job that needs the module reports the error
+        import_module(name)
+
+
+def _freeze_garbage() -> None:
+    # A garbage collection in a job would write to every page that it shares with this process.
+    gc.collect()
+    gc.freeze()
 
 
 class ForkServer:
@@ -80,6 +95,9 @@ class ForkServer:
         self._job_handlers = job_handlers
         self._status_pipes: dict[int, int] = {}
         """File descriptor of each running job's status pipe, by process id."""
+        self._has_forked = False
+        self._late_modules: list[str] = []
+        """Modules that are still to be imported, the next one last; empty until the first fork."""
         self._wakeup_read, self._wakeup_write = os.pipe()
         # Python refuses a wake-up pipe on which a signal handler could block.
         os.set_blocking(self._wakeup_write, False)
@@ -90,7 +108,7 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_write)
         while True:
-            ready = select.select([self._requests, self._wakeup_read], [], [])[0]
+            ready = self._wait()
             if self._wakeup_read in ready:
                 # One byte for each signal; several ended jobs may share one.
                 os.read(self._wakeup_read, 4096)
@@ -103,6 +121,17 @@ class ForkServer:
                 self._fork(fds)
         for pid in self._status_pipes:
             _kill_group(pid)
+
+    def _wait(self) -> list[Any]:
+        """Return what can be read, after the late modules were imported, one after another."""
+        sources = [self._requests, self._wakeup_read]
+        while self._late_modules:
+            ready = select.select(sources, [], [], 0)[0]
+            if ready:
+                return ready
+            _import(self._late_modules.pop())
+            _freeze_garbage()
+        return select.select(sources, [], [])[0]
 
     def _fork(self, fds: list[int]) -> None:
         """Fork a process that runs the job of a request.
@@ -122,6 +151,9 @@ class ForkServer:
         self._status_pipes[pid] = status
         for fd in (request, out, err):
             os.close(fd)
+        if not self._has_forked:
+            self._has_forked = True
+            self._late_modules = [*reversed(LATE_MODULES)]
 
     def _release_server_state(self) -> None:
         """Restore signal handling and close the fork server's files in a new job's process."""
