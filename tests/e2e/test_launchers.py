@@ -150,9 +150,10 @@ def slurm(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def server(tmp_path_factory):
+def server(tmp_path_factory, empty_store):
     """The address of `mlflow server`, with its first answer pending."""
-    running = Server(tmp_path_factory.mktemp("server"))
+    folder = tmp_path_factory.mktemp("server")
+    running = Server(folder, empty_store(folder / "mlflow.db"))
     running.start(wait=False)
     yield running.url
     running.stop()

@@ -23,9 +23,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def late_server(tmp_path_factory):
+def late_server(tmp_path_factory, empty_store):
     """A server that has not begun yet."""
-    server = Server(tmp_path_factory.mktemp("server"))
+    folder = tmp_path_factory.mktemp("server")
+    server = Server(folder, empty_store(folder / "mlflow.db"))
     yield server
     server.stop()
 
