@@ -1,6 +1,8 @@
 """One's own run is evaluated and resumed without typing anything again, whatever library its model
 comes from; a stranger's file with the same config is not."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -41,9 +43,10 @@ QUICK = (
 )
 
 
-@pytest.fixture
-def folder(main, tmp_path):
-    """Of a run of timm's model with transformers' schedule."""
+@pytest.fixture(scope="module")
+def trained(inside, tmp_path_factory):
+    """A folder with code of one's own, and a run of timm's model with transformers' schedule."""
+    home = tmp_path_factory.mktemp("trained")
     files = {
         "__init__.py": "",
         "data.py": DATA,
@@ -51,11 +54,19 @@ def folder(main, tmp_path):
         "conf/data/tiny.yaml": ROWS,
     }
     for name, text in files.items():
-        path = tmp_path / "lab" / name
+        path = home / "lab" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    done = main(*QUICK)
+    with inside(home) as main:
+        done = main(*QUICK)
     assert done.rc == 0, done.stderr
+    return home
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    """Return the run's folder in a copy of what was trained."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     (found,) = tmp_path.glob("outputs/runs/*")
     return found
 

@@ -88,7 +88,8 @@ def shows_secret(done):
     return "canary" in done.stdout + done.stderr
 
 
-def test_a_run_and_its_record(cli, home):
+def test_a_run_and_its_record(cli, home, empty_store):
+    empty_store(home / "outputs" / "mlflow.db")
     uri = r"sqlite:///outputs/mlflow.db?password\=canary-uri-10"
     done = cli(
         *OWN,

@@ -28,6 +28,9 @@ from forked_process import STATUS, ForkedProcess, Server
 from process_request import Request
 
 MODULES = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
     "networkx",
     "runner.cli.main",
     "runner.modes.run",
