@@ -21,6 +21,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from composition_cache import composition_cache  # noqa: F401
 from forked_process import ForkedProcess, Server, run_forked
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
@@ -66,9 +67,19 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Keep what the imports made out of the collections of garbage that each run begins with."""
-    gc.collect()
-    gc.freeze()
+    freeze_imported_modules()
+
+
+FROZEN_MODULES = [0]
+"""Number of imported modules at the last freeze."""
+
+
+def freeze_imported_modules():
+    """Keep what imports made out of the collections of garbage that each run begins with."""
+    if len(sys.modules) > FROZEN_MODULES[0] + 50:
+        FROZEN_MODULES[0] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure():
@@ -191,6 +202,7 @@ def in_process(folder):
             out, err = io.StringIO(), io.StringIO()
             with redirect_stdout(out), redirect_stderr(err):
                 rc = command_line.main([str(arg) for arg in args])
+            freeze_imported_modules()
             return Done(rc, out.getvalue(), err.getvalue())
 
         yield run

@@ -101,9 +101,7 @@ def _environment_secrets(environ: Mapping[str, str]) -> list[str]:
     values = {
         value
         for name, value in environ.items()
-        if len(value) >= _MIN_SECRET_CHARS
-        and _names_secret(name)
-        and not _is_harmless(name, value)
+        if len(value) >= _MIN_SECRET_CHARS and _names_secret(name) and not _is_harmless(name, value)
     }
     # In a URI a secret is percent-encoded. Longest first: one secret may be a part of another.
     encoded = {quote(value, safe="") for value in values}
