@@ -66,10 +66,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_collection_finish():
-    freeze_imported_modules()
-
-
 FROZEN_MODULES = [0]
 """Number of imported modules at the last freeze."""
 
@@ -202,7 +198,6 @@ def in_process(folder):
             out, err = io.StringIO(), io.StringIO()
             with redirect_stdout(out), redirect_stderr(err):
                 rc = command_line.main([str(arg) for arg in args])
-            freeze_imported_modules()
             return Done(rc, out.getvalue(), err.getvalue())
 
         yield run
@@ -274,6 +269,7 @@ def _key_of_the_tests(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _same_process():
     """No test may leave the process changed for the next."""
+    freeze_imported_modules()
     before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     yield
     assert (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()) == before
