@@ -48,6 +48,7 @@ def swept(base, tmp_path_factory, inside):
     with inside(folder) as main:
         done = main(
             "-m",
+            "hydra/launcher=basic",
             "mode=evaluate",
             f"checkpoint={base[0]}",
             "accelerator=cpu",
