@@ -21,6 +21,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from composition_cache import composition_cache  # noqa: F401
 from forked_process import ForkedProcess, Server, run_forked
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
@@ -65,10 +66,16 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_collection_finish():
-    """Keep what the imports made out of the collections of garbage that each run begins with."""
-    gc.collect()
-    gc.freeze()
+FROZEN_MODULES = [0]
+"""Number of imported modules at the last freeze."""
+
+
+def freeze_imported_modules():
+    """Keep what imports made out of the collections of garbage that each run begins with."""
+    if len(sys.modules) > FROZEN_MODULES[0] + 50:
+        FROZEN_MODULES[0] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure():
@@ -262,6 +269,7 @@ def _key_of_the_tests(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _same_process():
     """No test may leave the process changed for the next."""
+    freeze_imported_modules()
     before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     yield
     assert (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()) == before

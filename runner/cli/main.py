@@ -254,11 +254,11 @@ def run_job(config: DictConfig) -> float | None:
         failure = _Failure("failed", redact(f"{type(error).__name__}: {error}"), 1)
     if sweeping and not failure.has_result:
         record_result(config, folder, failure.status, failure.message)
-    # Outside of `except`: the traceback, whose frames hold the model, is free to be collected.
-    gc.collect()
-    # Hydra's own launcher runs the jobs of a sweep in one process, which continues with the next.
     if failure.exit_status > 128 or HydraConfig.get().mode == RunMode.RUN:
         raise SystemExit(failure.exit_status)
+    # Hydra's own launcher runs the jobs of a sweep in one process, which continues with the next.
+    # Outside of `except` the traceback, whose frames hold the model, is free to be collected.
+    gc.collect()
     return None
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -16,14 +17,16 @@ from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact_values
 
 
+@cache
 def register_schema() -> None:
-    """Store RunSpec as Hydra's schema, and our plugins' configs."""
+    """Store RunSpec as Hydra's schema, and our plugins' configs, once in a process."""
     ConfigStore.instance().store(name="schema", node=_schema(), provider="runner")
     register_plugins()
 
 
+@cache
 def _schema() -> DictConfig:
-    """Return RunSpec as a config that others can be merged into."""
+    """Return RunSpec as a config that others can be merged into; a merge copies it."""
     # OmegaConf makes a frozen dataclass a read-only config. The spec that is made from the merged
     # config is frozen all the same.
     schema = OmegaConf.structured(RunSpec)

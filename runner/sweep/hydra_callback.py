@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
@@ -24,6 +25,8 @@ from runner.utils.terminal import print_error, sanitize
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
+_YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""PyYAML may be installed without libyaml."""
 
 
 class SweepCallback(Callback):
@@ -84,10 +87,20 @@ class SweepCallback(Callback):
         folder = Path(config.hydra.runtime.output_dir, str(config.hydra.output_subdir))
         for path in [*folder.glob("*"), Path(config.hydra.sweep.dir, "multirun.yaml")]:
             if path.is_file():
-                content = OmegaConf.to_container(OmegaConf.load(path))
-                redacted = redact_values(content)
-                if redacted != content:
-                    path.write_text(OmegaConf.to_yaml(OmegaConf.create(redacted)))
+                _redact_yaml(path)
+
+
+def _redact_yaml(path: Path) -> None:
+    """Redact secrets in a yaml file that Hydra has written."""
+    # OmegaConf parses ten times as slowly as libyaml, and only few configs hold a secret. With
+    # every value read as text, no secret can be missed.
+    texts = yaml.load(path.read_text(), _YAML_LOADER)
+    if redact_values(texts) == texts:
+        return
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    redacted = redact_values(content)
+    if redacted != content:
+        path.write_text(OmegaConf.to_yaml(OmegaConf.create(redacted)))
 
 
 def _prepare(config: DictConfig) -> None:

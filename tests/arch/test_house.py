@@ -1,6 +1,7 @@
 """House rules: sizes, docstrings, and configs that say what they are and work."""
 
 import ast
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +29,7 @@ WITH = {"imagefolder": ["data.meta.classes=2"], "replay": ["batch=b.json"]}
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
 def tree(path):
     return ast.parse((ROOT / path).read_text())
 

@@ -37,14 +37,14 @@ CASES = {
     "bf16-true": ("precision=bf16-true", *VIT),
     "resnet": ("precision=16-mixed", "precision.keep_fp32=[fc]", "model=resnet"),
     "islands": ("precision=16-true", "precision.keep_fp32=[*.norm*]", *GPT),
-    "fp4-dq": ("precision=bnb-fp4-dq", *GPT),
-    "nf4-lora": ("precision=bnb-nf4", "adapter=lora", *GPT),
+    "fp4-dq": ("precision=bnb-fp4-dq", *MLP),
+    "nf4-lora": ("precision=bnb-nf4", "adapter=lora", *MLP),
     "int8": ("precision=bnb-int8", *LINEAR),
     "int8-outliers": ("precision=bnb-int8", "precision.threshold=1.5", *LINEAR),
     "int8-training": ("precision=bnb-int8-training", *LINEAR),
     "float8-rowwise": ("precision=float8-rowwise", "precision.emulate=true", *GPT),
     "float8-tensorwise": ("precision=float8-tensorwise", "precision.emulate=true", *MLP),
-    "transformer-engine": ("precision=transformer-engine", "precision.emulate=true", *GPT),
+    "transformer-engine": ("precision=transformer-engine", "precision.emulate=true", *MLP),
     "tf32": ("precision=tf32", "precision.emulate=true", *GPT),
 }
 
@@ -305,7 +305,7 @@ class Picky(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
 @pytest.mark.parametrize("error", ["RuntimeError", "KeyboardInterrupt"])
-def test_a_run_whose_model_cannot_be_exported_still_finishes(main, tmp_path, error):
+def test_a_run_whose_model_cannot_be_exported_still_finishes(main, tmp_path, error, empty_store):
     name = f"picky_{error.lower()}"
     (tmp_path / f"{name}.py").write_text(PICKY % error)
     done = main(
@@ -315,6 +315,7 @@ def test_a_run_whose_model_cannot_be_exported_still_finishes(main, tmp_path, err
         "~model.classes",
         "~model.hidden",
         "train.max_steps=2",
+        f"tracking.uri={empty_store(tmp_path / 'mlflow.db')}",
     )
     if error == "KeyboardInterrupt":
         assert done.rc == 130

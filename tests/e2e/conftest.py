@@ -1,4 +1,4 @@
-"""A store that all end-to-end tests share (making one takes seconds), and code of a user's own."""
+"""A store that all end-to-end tests share, and code of a user's own."""
 
 import json
 import warnings
@@ -120,13 +120,13 @@ def own(lab, main):
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory, empty_store):
-    """URI of a store, empty at first."""
+    """URI of a store that begins without runs."""
     return empty_store(tmp_path_factory.mktemp("store") / "mlflow.db")
 
 
 @pytest.fixture(scope="session")
 def reader(store):
-    """A client of the store."""
+    """Return a function that makes a client of the store."""
 
     def made():
         with warnings.catch_warnings():

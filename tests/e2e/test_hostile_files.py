@@ -154,7 +154,7 @@ ARCHIVES = {
     "text": lambda: npz(**{"train/loss": np.array([["a"] * 2] * 3)}),
     "up": lambda: zipped("../../touched.npy"),
     "empty": lambda: b"",
-    "bomb": lambda: zipped("a.npy", bytes(200_000_000)),
+    "zeros": lambda: zipped("a.npy", bytes(20_000_000)),
 }
 
 

@@ -48,6 +48,7 @@ def swept(base, tmp_path_factory, inside):
     with inside(folder) as main:
         done = main(
             "-m",
+            "hydra/launcher=basic",
             "mode=evaluate",
             f"checkpoint={base[0]}",
             "accelerator=cpu",
@@ -421,7 +422,12 @@ def test_a_plan_prints_the_packed_size(main):
 
 def test_a_plan_leaves_the_whole_conversion(main, tmp_path):
     done = main(
-        "mode=plan", *GPT[:3], "data=synthetic_tokens", "model.layers=4", "precision=bnb-int8"
+        "mode=plan",
+        *GPT[:4],
+        "data=synthetic_tokens",
+        "data.count=80",
+        "model.layers=4",
+        "precision=bnb-int8",
     )
     assert done.rc == 0, done.stderr
     (path,) = tmp_path.glob("outputs/runs/*/conversion.json")

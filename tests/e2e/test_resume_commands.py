@@ -17,6 +17,7 @@ QUICK = (
     "checkpoint.every_steps=2",
     "checkpoint.keep=9",
 )
+BASIC = ("hydra/launcher=basic", "seed=0,1")
 
 
 def make_unfinished(folder, *steps):
@@ -74,7 +75,7 @@ def test_what_cannot_be_resumed(main, tmp_path):
     folder = finished_run(tmp_path)
     assert "it is finished" in refused("checkpoint.resume=last")
     assert "train.max_steps=<more" in refused(f"checkpoint.resume={folder}")
-    assert "resumes one run" in refused("-m", "checkpoint.resume=last", "seed=0,1")
+    assert "resumes one run" in refused("-m", *BASIC, "checkpoint.resume=last")
     assert "is at step 6 already" in refused(f"checkpoint.resume={folder}", "train.max_steps=5")
     stray = tmp_path / "stray.pt"
     shutil.copy(next(folder.glob("checkpoints/step-*.pt")), stray)

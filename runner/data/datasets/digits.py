@@ -4,6 +4,9 @@ Source: UCI "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 199
 as scikit-learn ships it.
 """
 
+from functools import cache
+
+import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -28,7 +31,7 @@ def digits(val_fraction: float = 0.2, seed: int = 0) -> Splits:
     Raises:
         ConfigError: val_fraction leaves fewer than ten images on one side.
     """
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = _pixels_and_labels()
     val = held_out(len(labels), val_fraction, "digits")
     if min(val, len(labels) - val) < 10:
         raise ConfigError(
@@ -46,3 +49,10 @@ def digits(val_fraction: float = 0.2, seed: int = 0) -> Splits:
         return TensorDataset(images, targets.to(torch.int64))
 
     return Splits(dataset(train_pixels, train_labels), dataset(val_pixels, val_labels))
+
+
+@cache
+def _pixels_and_labels() -> tuple[np.ndarray, np.ndarray]:
+    """Return float64 [N, 64] and int64 [N], parsed from scikit-learn's text file once."""
+    pixels, labels = load_digits(return_X_y=True)
+    return np.asarray(pixels), np.asarray(labels)

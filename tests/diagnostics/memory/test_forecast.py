@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 MIB = 2**20
 NET = ("model=resnet", "data=digits")
 TEXT = ("model=gpt", "data=text", "model.layers=2")
+MLP = ("model=mlp", "model.hidden=[2048]")
 
 
 @pytest.fixture
@@ -131,22 +132,22 @@ def test_a_failed_step_is_forecast_from_the_runs_own_batch_and_state(of, monkeyp
 
 
 def test_the_largest_batch_fits_and_the_next_does_not(of):
-    spec, precision = of(*TEXT)
-    room = 100 * MIB
+    spec, precision = of(*MLP)
+    room = 20 * MIB
     size = largest_batch(spec, precision, room) or 0
     assert predict_peak(spec, precision, size).total <= room
     assert predict_peak(spec, precision, 2 * size).total > room
 
 
 def test_the_users_own_batch_size_is_among_them(of):
-    spec, precision = of(*TEXT, "train.batch_size=24")
+    spec, precision = of(*MLP, "train.batch_size=24")
     room = predict_peak(spec, precision).total
     assert largest_batch(spec, precision, room) == 24
     assert largest_batch(spec, precision, room - 1) == 16
 
 
 def test_no_batch_fits_no_room(of):
-    assert largest_batch(*of(*TEXT), room=MIB) is None
+    assert largest_batch(*of(*MLP), room=MIB) is None
 
 
 def test_there_is_a_largest_size_that_is_tried(of):
