@@ -71,8 +71,11 @@ def package_source():
 
 
 def texts_of_configs(sources):
-    """Return the texts of all configs outside of built-in packages; None if they are not known."""
-    texts = []
+    """Return the texts of all configs outside of built-in packages; None if they are not known.
+
+    The names of the plugins' launchers are among them: a test removes one.
+    """
+    texts = [*ConfigStore.instance().repo["hydra"]["launcher"]]
     for source in sources:
         if source.scheme() == "file":
             folder = Path(source.path)
