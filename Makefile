@@ -11,7 +11,7 @@ run: .venv/installed
 	$(BIN)/python -m runner $(ARGS)
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -56,11 +56,11 @@ RUN = (
 
 
 @pytest.fixture
-def greedy(lab, fresh_cli):
+def greedy(lab, cli):
     (lab / "lab" / "greedy.py").write_text(GREEDY)
     (lab / "lab" / "conf" / "model" / "greedy.yaml").write_text(YAML)
-    assert fresh_cli(*RUN, "train.batch_size=2").rc == 0
-    return lambda *args: fresh_cli(*RUN, *args)
+    assert cli(*RUN, "train.batch_size=2").rc == 0
+    return lambda *args: cli(*RUN, *args)
 
 
 def settings(done):
