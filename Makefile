@@ -5,6 +5,9 @@ PYTHON ?= python3
 ARGS ?= precision=16-mixed model=resnet
 BIN := .venv/bin
 
+# Without compiled files each command and test process compiles the runner's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test check docs bench clean
 
 run: .venv/installed

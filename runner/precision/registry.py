@@ -6,6 +6,7 @@ There is no table to keep: a yaml in conf/precision/, or in the folder `precisio
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def precision_config(name: str, config_dir: Path | None = None) -> dict[str, Any
     Raises:
         ConfigError: no folder has it.
     """
-    node = OmegaConf.to_container(OmegaConf.load(_yaml_path(name, config_dir)))
+    path = _yaml_path(name, config_dir)
+    node = OmegaConf.to_container(_load_yaml(path, path.stat().st_mtime_ns))
     assert isinstance(node, dict)
     for base in node.pop("defaults", ()):
         if isinstance(base, str) and base != "_self_":
@@ -79,6 +81,12 @@ def precision_config(name: str, config_dir: Path | None = None) -> dict[str, Any
             node = OmegaConf.to_container(merged)
             assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
+
+
+@cache
+def _load_yaml(path: Path, modified_ns: int) -> Any:
+    """Return a yaml as a config; it is read again after a change."""
+    return OmegaConf.load(path)
 
 
 def _yaml_path(name: str, config_dir: Path | None) -> Path:
